@@ -1,0 +1,60 @@
+# Needs Linux x86-64, make, and Python 3.11 or later with venv and pip. Everything else goes into .venv.
+#   make demo              a whole swarm on this machine      (DEMO_ARGS="--peers 3 --seconds 60")
+#   make test              all tests                          (TEST_ARGS="tests/test_codec.py -x")
+#   make check             ruff and mypy
+#   make install           only sets up .venv                 (PIP_ARGS="--index-url ..." for another torch build)
+#   make proto             wire schema to Python
+#   make clean             removes .venv and caches
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO_ARGS ?=
+TEST_ARGS ?=
+PIP_ARGS ?=
+
+.PHONY: help install demo test check format proto clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; fi
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "error: this Python has no venv; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 2; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version), once (torch is large: some minutes on a slow line)."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[dev]' \
+		| awk '/^Collecting /{print "  " $$2; fflush()} /Downloading .*(MB|GB)/{print "    " $$(NF-1), $$NF; fflush()} \
+			/^Installing collected/{print "Installing ..."; fflush()}'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/p2p-co2 demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/wire/messages.proto
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,42 @@
+"""The default run as a file with every setting explained; ``p2p-co2 init`` prints it.
+
+Law: read back, it is ``RunConfig()`` with another name: what the file says and what the defaults are cannot
+drift apart (a test holds them together).
+"""
+
+DEFAULT_RUN_FILE = """\
+# A run of p2p-co2: what all its peers agree on. Any line may be left out; these are the defaults.
+#   p2p-co2 seed run.toml        publishes it and prints a ticket
+#   p2p-co2 join TICKET          on every volunteer's machine
+
+name = "my-run"
+recipe = "byte-gpt"            # built in, or your own: "path/to/file.py:function" (examples/own_recipe.py)
+seed = 0                       # every peer starts from the same parameters
+fragments = 4                  # the model is exchanged in this many pieces, one after the other
+group_size = 32                # most peers in one round
+
+[recipe_options]               # go to the recipe by name; for byte-gpt see the README
+
+[clock]
+mode = "time"                  # a round every round_s seconds; "steps": every inner_steps_per_round
+round_s = 60.0
+inner_steps_per_round = 30     # mode "steps" only; at least as many as fragments
+rounds = 0                     # the run ends after this many; 0: never
+
+[codec]
+name = "int4"                  # fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0
+error_feedback = false
+error_feedback_decay = 0.95
+
+[outer]
+rule = "keep"                  # how live parameters meet new agreed ones: keep, co2, blend or eager
+lr = 0.7
+momentum = 0.5
+nesterov = true
+gap_penalty = true             # CO2's staleness gap penalty
+clip = "rms"                   # outer momentum clipping: none, elementwise or rms
+clip_phi = 10.0
+sync_delay_steps = 0           # apply no sooner than this many inner steps after the send
+blend_alpha = 0.5              # rule "blend" only
+blocking_rounds = 1            # training waits (bounded) for this many first rounds of each fragment
+"""

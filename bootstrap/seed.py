@@ -1,0 +1,230 @@
+"""The seed: where peers find each other and the run's settings. It never trains and never sees a tensor.
+
+Laws: the identity lies in the folder, so a seed that is started again (with a fixed port) is the one that its
+tickets name; the settings are signed by the first seed's key alone, and a further seed passes them on
+unchanged; what the DHT forgets is published again. A seed may be away for a while: peers that know each other
+go on without it.
+
+Price: hivemind's package imports torch (about 2 s), although nothing here uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.errors import EnvironmentFault, RemoteProtocolError, TicketError, TransportError
+from p2p_co2.process import StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES
+
+if TYPE_CHECKING:
+    from p2p_co2.discovery import Discovery
+
+RENEW_S = 600.0
+"""Between two publications of the settings; far below the time for which the DHT keeps them."""
+_LOOK_EVERY_S = 10.0
+MAX_SEED_ADDRESSES = 8
+"""Of one seed in a ticket: a ticket has to be short enough to be pasted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOptions:
+    """``run_file`` None: the built-in default run, or the one of ``also`` (a ticket: be a further seed of its
+    run). ``announce_host``: what others dial; needs a fixed ``port``. ``parent``: leave when that process
+    ends; 0 for none."""
+
+    run_file: Path | None = None
+    host: str = "0.0.0.0"
+    port: int = 0
+    folder: Path = Path("runs/seed")
+    announce_host: str = ""
+    also: str = ""
+    parent: int = 0
+
+
+@dataclass
+class _Seed:
+    """A seed about to serve: ``run`` None if its settings are still to be fetched. ``others``: seeds to
+    join."""
+
+    options: SeedOptions
+    identity: Identity
+    run: RunConfig | None
+    run_digest: bytes
+    run_key: PeerId
+    others: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    """Seeds that served the run when this one was last up."""
+
+
+def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
+    """Serve until somebody stops us; returns the exit status.
+
+    Raises ``ConfigError``, ``TicketError``, ``EnvironmentFault`` (port, disk, daemon), ``TransportError``
+    (the run of ``also`` cannot be reached).
+    """
+    given = Ticket.parse(options.also) if options.also else None
+    run = None if given and options.run_file is None else _run_of(options, say)
+    if given and run and run.digest() != given.run:
+        raise TicketError(
+            "the ticket is for another run than the run file; leave the file out, or correct it"
+        )
+    require_supported_platform()
+    end_with_parent(options.parent)
+    identity = Identity.load_or_create(options.folder / "identity")
+    if given:
+        seed = _Seed(options, identity, run, given.run, PeerId(given.run_key), tuple(given.seeds))
+    else:
+        assert run is not None
+        seed = _Seed(options, identity, run, run.digest(), identity.peer_id)
+        seed.known = _known_seeds(options.folder, seed)
+    asyncio.run(_until_stopped(seed, say))
+    return 0
+
+
+def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
+    run = read_run_config(options.run_file) if options.run_file else RunConfig()
+    if not run.recipe_digest:
+        say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
+        from p2p_co2.recipes import recipe_digest
+
+        digest = recipe_digest(run.recipe, run.recipe_options)
+        run = run.model_copy(update={"recipe_digest": digest})
+    return run
+
+
+def _known_seeds(folder: Path, seed: _Seed) -> tuple[str, ...]:
+    """The other seeds of this run, from the ticket that this seed printed when it was last up."""
+    try:
+        ticket = Ticket.parse((folder / "ticket").read_text(encoding="ascii").strip())
+    except (OSError, UnicodeDecodeError, TicketError):
+        return ()  # a first start, or a file that is no help
+    if ticket.run != seed.run_digest:
+        return ()
+    return tuple(maddr for maddr in ticket.seeds if not maddr.endswith(f"/p2p/{seed.identity.peer_id}"))
+
+
+async def _until_stopped(seed: _Seed, say: Callable[[str], None]) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    with StopSignals(lambda: _set_from_signal(loop, stop)):
+        serving = asyncio.create_task(_serve(seed, say), name="seed")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            serving.cancel()
+            await asyncio.wait({serving, stopping})
+        if not serving.cancelled() and (error := serving.exception()):
+            raise _first(error)
+    say("the seed has left")
+
+
+def _set_from_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(stop.set)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The cause inside the groups that ``TaskGroup`` wraps around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
+    from p2p_co2.discovery import Discovery
+    from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+
+    def refused(peer: PeerId, error: RemoteProtocolError) -> None:
+        say(f"{time.strftime('%H:%M:%S')} refused a record: {error}")
+
+    options = seed.options
+    async with AsyncExitStack() as stack:
+        p2p = await start_p2p(
+            options.folder / "identity", options.host, options.port, announce_host=options.announce_host
+        )
+        stack.push_async_callback(stop_p2p, p2p)
+        discovery = Discovery(p2p, seed.identity, seed.run_digest, refused)
+        stack.push_async_callback(discovery.close)
+        run = await _publish(seed, discovery, say)
+        own = seed_addresses([str(address) for address in await p2p.get_visible_maddrs()])
+        seeds = tuple(dict.fromkeys((*own, *seed.others, *seed.known)))[:MAX_ADDRESSES]
+        ticket = str(Ticket(seed.run_digest, seed.run_key, seeds))
+        _keep_ticket(options.folder, ticket)
+        say(f'run "{run.name}", recipe {run.recipe}, digest {seed.run_digest.hex()[:16]}')
+        say(f"ticket: {ticket}")
+        say("join with: p2p-co2 join TICKET    (Ctrl-C ends the seed; peers that know each other go on)")
+        if options.port == 0 and not options.also:
+            say("the port is a free one: for a ticket that outlives a restart, give --port")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_keep_up(discovery, say), name="keep up")
+            group.create_task(_watch_daemon(wait_p2p_exit(p2p)), name="watch the daemon")
+
+
+async def _publish(seed: _Seed, discovery: Discovery, say: Callable[[str], None]) -> RunConfig:
+    """Join the other seeds, if there are any, and put the run's settings into the DHT."""
+    try:
+        await discovery.start(seed.others or seed.known)
+    except TransportError as error:
+        if seed.others:
+            raise
+        say(f"warning: the other seeds of this run are away ({error}); going on alone")
+    if seed.run_key == seed.identity.peer_id and seed.run is not None:
+        await discovery.publish_manifest(seed.run.canonical_bytes(), bytes.fromhex(seed.run.recipe_digest))
+        return seed.run
+    manifest = await discovery.fetch_manifest(seed.run_key)
+    await discovery.keep_manifest()
+    return RunConfig.from_canonical_bytes(manifest.config)
+
+
+async def _keep_up(discovery: Discovery, say: Callable[[str], None]) -> None:
+    """Publish the settings again and again, and tell how many peers there are when that changes."""
+    renew_at = time.monotonic() + RENEW_S
+    peers = 0
+    while True:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        try:
+            if time.monotonic() > renew_at:
+                await discovery.keep_manifest()
+                renew_at = time.monotonic() + RENEW_S
+            found = len(await discovery.find_peers())
+        except TransportError as error:
+            say(f"{time.strftime('%H:%M:%S')} warning: {error}")
+            continue
+        if found != peers:
+            peers = found
+            say(f"{time.strftime('%H:%M:%S')} peers: {peers}")
+
+
+async def _watch_daemon(ended: Awaitable[str]) -> None:
+    raise EnvironmentFault(f"the libp2p daemon ended ({await ended}); start the seed again")
+
+
+def seed_addresses(visible: Sequence[str]) -> tuple[str, ...]:
+    """Which of our own addresses a ticket names: not the loopback, unless there is nothing else."""
+    reachable = [maddr for maddr in visible if not _is_loopback(maddr)]
+    return tuple((reachable or list(visible))[:MAX_SEED_ADDRESSES])
+
+
+def _is_loopback(maddr: str) -> bool:
+    _, kind, host, *_ = maddr.split("/")
+    return kind in {"ip4", "ip6"} and ipaddress.ip_address(host).is_loopback
+
+
+def _keep_ticket(folder: Path, ticket: str) -> None:
+    try:
+        (folder / "ticket").write_text(f"{ticket}\n", encoding="ascii")
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot write to {folder}: {error.strerror}; choose another folder with --folder"
+        ) from None

@@ -1,0 +1,120 @@
+"""Figures and events in words, safe to print.
+
+Law: no text that came from a peer reaches the terminal with control characters or at unbounded length; every
+function takes "not known" (None or NaN) and says so with a dash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from p2p_co2.telemetry.events import (
+    CaughtUp,
+    Evaluated,
+    Event,
+    LinkLost,
+    MessageRefused,
+    PeerFinished,
+    PeerJoined,
+    PeerLeft,
+    PeerStarted,
+    RoundAborted,
+    SendSkipped,
+    Warned,
+)
+from p2p_co2.telemetry.view import SwarmView
+
+UNKNOWN = "-"
+
+
+def plain(text: str, limit: int = 120) -> str:
+    """``text`` on one line, without control characters (an escape sequence in a name could rewrite a
+    terminal)."""
+    clean = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def size(count: float | None) -> str:
+    """Bytes in decimal units: 999 B, 1.2 kB, 34 MB."""
+    if count is None or not math.isfinite(count):
+        return UNKNOWN
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        # 999.5 would print as 1000
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
+
+
+def figure(value: float | None, digits: int = 0) -> str:
+    """A number with ``digits`` decimals and commas between thousands."""
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    return UNKNOWN if share is None or not math.isfinite(share) else f"{100 * share:.1f} %"
+
+
+def clock(seconds: float | None) -> str:
+    """A duration as m:ss or h:mm:ss."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
+    """The ``newest`` lines of what happened, oldest first: (at, words). What every member reports is said
+    once."""
+    labels = view.labels()
+    lines: list[tuple[float, str, str]] = []
+    for at, _, _, event in reversed(view.notable):
+        key, words = _words(event, labels)
+        known = next((i for i, line in enumerate(lines) if line[1] == key), None)
+        if known is None and words:
+            lines.append((at, key, words))
+        if len(lines) == newest:
+            break
+    return [(at, words) for at, _, words in reversed(lines)]
+
+
+def _words(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
+    """What makes the event the same for all who report it, and the event in words ("" if it is not worth a
+    line)."""
+
+    def name(peer: str) -> str:
+        return plain(labels.get(peer, f"~{peer[-6:]}"), 24)
+
+    me = name(event.peer)
+    match event:
+        case PeerStarted():
+            words = f"{me} started on {event.device}"
+        case PeerJoined():
+            # At the start everybody meets everybody: one line for each newcomer is enough.
+            return f"joined {event.other}", f"{name(event.other)} joined"
+        case PeerLeft():
+            return f"left {event.other}", f"{name(event.other)} left: {event.reason}"
+        case LinkLost():
+            words = f"{me} lost its {event.carrier} link to {name(event.other)}: {event.reason}"
+        case RoundAborted():
+            words = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"
+            return f"abort {event.fragment} {event.round} {event.reason}", plain(words)
+        case SendSkipped():
+            words = f"{me} skipped a send of fragment {event.fragment}: {event.reason}"
+        case CaughtUp():
+            span = f"version {event.from_version} to {event.to_version} of fragment {event.fragment}"
+            words = f"{me} caught up, {span}, by {event.how} from {name(event.donor)}"
+        case MessageRefused():
+            words = f"{me} refused a message from {name(event.other)}: {event.reason}"
+        case Evaluated():
+            words = f"held-out loss of the agreed parameters, {event.moment}: {figure(event.loss, 4)}"
+        case Warned():
+            words = f"{me} warns: {event.text}"
+        case PeerFinished():
+            words = f"{me} finished: {event.reason}"
+        case _:
+            words = ""
+    return words, plain(words)

@@ -1,0 +1,24 @@
+"""State on disk and state as bytes: the agreed state of a fragment, canonical (``agreed``), and a peer's
+whole checkpoint in one file (``folder``). Never pickle."""
+
+from p2p_co2.checkpoint.agreed import (
+    state_bytes,
+    state_digest,
+    state_from_bytes,
+    state_size_bytes,
+    swarm_digest,
+)
+from p2p_co2.checkpoint.folder import Agreed, Checkpoint, load, load_agreed, save
+
+__all__ = [
+    "Agreed",
+    "Checkpoint",
+    "load",
+    "load_agreed",
+    "save",
+    "state_bytes",
+    "state_digest",
+    "state_from_bytes",
+    "state_size_bytes",
+    "swarm_digest",
+]

@@ -1,0 +1,216 @@
+"""A peer's checkpoints: what is in one, and a folder that keeps the newest two.
+
+Laws: a checkpoint is whole or it is not there; while a new one is being written the previous one stays; a
+damaged newest one falls back to the previous, with the reason kept. A file of an abandoned future (the peer
+went back to an earlier checkpoint, or began anew in the same folder) is set aside under another name and
+never deleted.
+
+Price: two checkpoints on disk, each about the fp32 parameters three times (live, agreed, outer momentum)
+and the inner optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from p2p_co2.checkpoint import tensorfile, tree
+from p2p_co2.checkpoint.agreed import header_bytes, state_from_header
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.outer import OuterState
+
+_FORMAT = "p2p-co2 checkpoint 1"
+_KEPT = 2
+_Loaded = TypeVar("_Loaded")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a peer needs to go on as if it had never stopped.
+
+    ``run_config_json``: ``RunConfig.canonical_bytes`` as text. ``plan_digest``: of the ``FragmentPlan``, 32
+    bytes. ``states``: the agreed state per fragment. ``params``, ``buffers``: the live module's, by name.
+    ``optimizer``: the inner optimizer's ``state_dict()``. ``position`` in rounds. ``residuals``: error
+    feedback per fragment, fp32. ``passed_over``, set by ``load``: newer files that were damaged, and how.
+
+    Tensors are held, not copied: whoever saves from another thread hands over copies.
+    """
+
+    run_config_json: str
+    plan_digest: bytes
+    states: tuple[OuterState, ...]
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    position: float
+    inner_steps: int
+    tokens: int
+    residuals: Mapping[int, Tensor] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the swarm agreed on, enough to sample or evaluate: no live parameters, no optimizer.
+
+    Rebuild the module with the recipe, plan its fragments, compare ``plan_digest``, and load
+    ``states[i].params`` as fragment i.
+    """
+
+    run: RunConfig
+    plan_digest: bytes
+    states: tuple[OuterState, ...]
+    buffers: Mapping[str, Tensor]
+    position: float
+    inner_steps: int
+    tokens: int
+    path: Path
+    passed_over: tuple[str, ...] = ()
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write ``checkpoint`` into ``folder`` and keep the newest two; returns the file.
+
+    Raises ``EnvironmentFault`` if the disk is full or the folder not writable (the earlier checkpoints
+    stay), ``ConfigError`` if the optimizer's state cannot be saved without pickle.
+    """
+    path = folder / f"state-{checkpoint.inner_steps:012d}.safetensors"
+    tensors: dict[str, Tensor] = {}
+    for index, state in enumerate(checkpoint.states):
+        tensors[f"agreed.{index}.params"] = state.params
+        tensors[f"agreed.{index}.momentum"] = state.momentum
+    tensors |= {f"live.{name}": value for name, value in checkpoint.params.items()}
+    tensors |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
+    tensors |= {f"residual.{index}": value for index, value in checkpoint.residuals.items()}
+    optimizer_tensors: list[Tensor] = []
+    optimizer = tree.flatten(checkpoint.optimizer, optimizer_tensors)
+    tensors |= {f"optimizer.{index}": value for index, value in enumerate(optimizer_tensors)}
+    metadata = {
+        "format": _FORMAT,
+        "run": checkpoint.run_config_json,
+        "plan": checkpoint.plan_digest.hex(),
+        "states": json.dumps([header_bytes(state).hex() for state in checkpoint.states]),
+        "optimizer": json.dumps(optimizer),
+        "position": checkpoint.position.hex(),
+        "inner_steps": str(checkpoint.inner_steps),
+        "tokens": str(checkpoint.tokens),
+    }
+    tensorfile.write(path, tensors, metadata)
+    _prune(folder, path)
+    return path
+
+
+def load(folder: Path) -> Checkpoint:
+    """The newest whole checkpoint in ``folder``.
+
+    Raises ``ConfigError`` if there is none, ``EnvironmentFault`` if this machine refuses to read it.
+    """
+
+    def build(path: Path, passed_over: tuple[str, ...]) -> Checkpoint:
+        tensors, metadata = tensorfile.read(path, lambda name: True)
+        parts = _parts(tensors, metadata)
+        optimizer_tensors = [
+            tensors[f"optimizer.{index}"] for index in range(len(_of(tensors, "optimizer.")))
+        ]
+        return Checkpoint(
+            run_config_json=metadata["run"],
+            params=_of(tensors, "live."),
+            optimizer=tree.unflatten(json.loads(metadata["optimizer"]), optimizer_tensors),
+            residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
+            passed_over=passed_over,
+            **parts,
+        )
+
+    return _newest(folder, build)
+
+
+def load_agreed(folder: Path) -> Agreed:
+    """The agreed parameters of the newest whole checkpoint in ``folder``, or of the one file that
+    ``folder`` names.
+
+    Memory: the agreed state only. Raises as ``load``, and ``ConfigError`` if the run's settings are of
+    another version.
+    """
+
+    def build(path: Path, passed_over: tuple[str, ...]) -> Agreed:
+        tensors, metadata = tensorfile.read(path, lambda name: name.startswith(("agreed.", "buffer.")))
+        parts = _parts(tensors, metadata)
+        run = RunConfig.from_canonical_bytes(metadata["run"].encode())
+        return Agreed(run=run, path=path, passed_over=passed_over, **parts)
+
+    return _newest(folder, build)
+
+
+def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that ``Checkpoint`` and ``Agreed`` share."""
+    if metadata.get("format") != _FORMAT:
+        raise tensorfile.Damaged("not a checkpoint of this version")
+    headers = [bytes.fromhex(header) for header in json.loads(metadata["states"])]
+    return {
+        "states": tuple(
+            state_from_header(header, tensors[f"agreed.{index}.params"], tensors[f"agreed.{index}.momentum"])
+            for index, header in enumerate(headers)
+        ),
+        "plan_digest": bytes.fromhex(metadata["plan"]),
+        "buffers": _of(tensors, "buffer."),
+        "position": float.fromhex(metadata["position"]),
+        "inner_steps": int(metadata["inner_steps"]),
+        "tokens": int(metadata["tokens"]),
+    }
+
+
+def _of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _newest(folder: Path, build: Callable[[Path, tuple[str, ...]], _Loaded]) -> _Loaded:
+    passed_over: list[str] = []
+    for path in _candidates(folder):
+        try:
+            return build(path, tuple(passed_over))
+        except tensorfile.Damaged as error:
+            passed_over.append(f"{path.name}: {error}")
+        except (RemoteProtocolError, ValueError, KeyError, IndexError, TypeError) as error:
+            # The digest was right, so somebody wrote this; it is not ours to read all the same.
+            passed_over.append(f"{path.name}: its content is not a checkpoint ({error})")
+    problem = "no checkpoint there"
+    if passed_over:
+        problem = "no whole checkpoint there: " + "; ".join(passed_over)
+    raise ConfigError(
+        str(folder), "", f"{problem}; give a folder that a peer wrote, or start without resuming"
+    )
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Newest first."""
+    if folder.is_file():
+        yield folder
+        return
+    try:
+        yield from sorted(folder.glob("state-*.safetensors"), reverse=True)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {folder}: {error.strerror}; check its permissions") from error
+
+
+def _prune(folder: Path, written: Path) -> None:
+    """Keep ``written`` and the newest before it; set aside what claims to be newer.
+
+    A file that cannot be removed is left: it costs space, not correctness.
+    """
+    older = []
+    for path in _candidates(folder):
+        if path > written:
+            with contextlib.suppress(OSError):
+                path.replace(path.with_suffix(".set-aside"))
+        elif path < written:
+            older.append(path)
+    for path in older[_KEPT - 1 :]:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,244 @@
+"""The console script ``p2p-co2``: reads the command line, starts an application, turns errors into one line.
+
+It stands above the applications and is the only place that wires them together (the demo of ``bootstrap`` is
+watched by ``monitoring`` through an observer handed in here). Laws: ``--help`` and ``--version`` import
+neither torch nor hivemind; a mistake of the user's gives one line on stderr that says how to mend it and exit
+status 2 (this machine or the network at fault: 1), never a traceback. A traceback is left to bugs.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error, TicketError
+
+app = typer.Typer(
+    name="p2p-co2",
+    help="Volunteers train one PyTorch model together over the internet: asynchronous, quantised, no server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
+    """Run one command. Returns the exit status of an error; a command that ends by itself raises
+    ``SystemExit``."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name=program)
+    except LocalProtocolError:
+        raise  # a bug of ours: the traceback is the report
+    except P2PCo2Error as error:
+        return _report(str(error), 2 if isinstance(error, ConfigError | TicketError) else 1)
+    except KeyboardInterrupt:
+        return _report("stopped", 128 + signal.SIGINT)
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        return _report(f"{error.strerror}{f': {error.filename}' if error.filename else ''}", 1)
+    return 0
+
+
+def _report(problem: str, status: int) -> int:
+    """One line, whatever the problem's text holds; the log of a dead child may follow it."""
+    first, _, rest = problem.partition("\n")
+    print(f"error: {first}" + (f"\n{rest}" if rest else ""), file=sys.stderr)
+    return status
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from p2p_co2 import __version__
+
+        print(f"p2p-co2 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def seed(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Fixed port, so that tickets outlive a restart; 0 for any.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Keeps the seed's identity and the published run.")] = Path(
+        "runs/seed"
+    ),
+    announce_host: Annotated[
+        str, typer.Option(help="Address that others dial, if it is not the host's.")
+    ] = "",
+    also: Annotated[str, typer.Option(metavar="TICKET", help="Become a further seed of this run.")] = "",
+    parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
+) -> None:
+    """Publish a run and print its ticket; peers find each other through this process, which never trains."""
+    from bootstrap.seed import SeedOptions, serve_run
+
+    options = SeedOptions(
+        run_file=run_file,
+        host=host,
+        port=port,
+        folder=folder,
+        announce_host=announce_host,
+        also=also,
+        parent=parent,
+    )
+    raise typer.Exit(serve_run(options))
+
+
+@app.command()
+def join(
+    ticket: Annotated[
+        str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
+    ],
+    config_file: Annotated[
+        Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keeps identity, checkpoints and events.")] = None,
+    name: Annotated[str | None, typer.Option(help="What others see beside the peer's id.")] = None,
+    device: Annotated[str | None, typer.Option(help="torch's name of it: cpu, cuda, cuda:1.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per inner step; 0 for the recipe's.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads for training; 0 for the number of cores.")
+    ] = None,
+    carrier: Annotated[str | None, typer.Option(help="auto, grpc or libp2p.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
+    announce_host: Annotated[str | None, typer.Option(help="Address that others dial.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    libp2p_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    min_peers: Annotated[
+        int | None, typer.Option(help="Wait (bounded) for this many before training.")
+    ] = None,
+    upload: Annotated[float | None, typer.Option(help="Upload cap in bytes per second; 0 for none.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint in the folder.")
+    ] = False,
+    recipe: Annotated[
+        str, typer.Option(metavar="FILE.py:function", help="This run's own recipe, here.")
+    ] = "",
+    text: Annotated[Path | None, typer.Option(help="Train on your own file or folder of text.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Train on your own file of token ids.")] = None,
+    parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
+) -> None:
+    """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once."""
+    config = _peer_config(
+        config_file,
+        {
+            "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
+            "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
+            "min_peers": min_peers, "limits.threads": threads, "limits.upload_bytes_per_s": upload,
+        },
+    )  # fmt: skip
+    from peers.daemon import JoinOptions, join_run
+
+    data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
+    options = JoinOptions(
+        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, parent=parent
+    )
+    raise typer.Exit(join_run(options))
+
+
+def _peer_config(path: Path | None, given: dict[str, Any]) -> Any:
+    """The peer's settings: defaults, then the file, then what the command line gives. Raises
+    ``ConfigError``."""
+    from pydantic import ValidationError
+
+    from p2p_co2.config import PeerConfig, read_peer_config
+
+    table = (read_peer_config(path) if path else PeerConfig()).model_dump()
+    for key, value in given.items():
+        if value is not None:
+            section, _, field = key.rpartition(".")
+            (table[section] if section else table)[field] = value
+    try:
+        return PeerConfig.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][-1]).replace("_", "-").replace("upload-bytes-per-s", "upload")
+        raise ConfigError("command line", option, f"{first['msg']} (got {first['input']!r})") from None
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
+    seconds: Annotated[float, typer.Option(help="Length of the training.")] = 150.0,
+    round_s: Annotated[float, typer.Option(help="Seconds between a fragment's rounds.")] = 5.0,
+    rule: Annotated[str, typer.Option(help="How new parameters arrive: keep, co2, blend or eager.")] = "keep",
+    codec: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0.")] = "int4",
+    carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the run is written; runs/demo-<time> if absent.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Train on this file or folder, not Python's own text.")
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="FILE.py:function", help="Train your own recipe.")
+    ] = "byte-gpt",
+    kill_one: Annotated[
+        bool, typer.Option("--kill-one", help="Kill a peer half-way; another joins late.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the first parameters.")] = 0,
+) -> None:
+    """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
+    from bootstrap.demo import DemoOptions, run_demo
+    from p2p_co2.demo_watch import DemoWatch
+
+    options = DemoOptions(
+        peers=peers, seconds=seconds, round_s=round_s, rule=rule, codec=codec, carrier=carrier, folder=folder,
+        text=text, recipe=recipe, kill_one=kill_one, seed=seed,
+    )  # fmt: skip
+    raise typer.Exit(run_demo(options, DemoWatch))
+
+
+@app.command()
+def sample(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "def ",
+    length: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+) -> None:
+    """Generate text from a checkpoint."""
+    from p2p_co2.trained import Trained
+
+    print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
+    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+) -> None:
+    """Held-out loss of a checkpoint, in nats per token."""
+    from p2p_co2.trained import Trained
+
+    print(f"{Trained.load(checkpoint, recipe).held_out_loss():.4f}")
+
+
+@app.command()
+def init() -> None:
+    """Print a run file with every setting explained; `p2p-co2 init > run.toml` is a start."""
+    from bootstrap.run_file import DEFAULT_RUN_FILE
+
+    print(DEFAULT_RUN_FILE, end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

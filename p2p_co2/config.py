@@ -1,0 +1,213 @@
+"""What all peers of a run must agree on (``RunConfig``), and what is one peer's own (``PeerConfig``).
+
+Laws: both are frozen and validated where they are read; an unknown key is an error, never ignored; equal
+``RunConfig`` values have equal ``canonical_bytes`` and so equal ``digest``, on every machine. A digest covers
+every field, so two peers that differ in any agreed setting refuse each other before anything is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from p2p_co2.errors import ConfigError, EnvironmentFault
+
+CodecName = Literal["fp32", "fp16", "bf16", "int8", "fp4", "nf4", "int4", "e3m0"]
+ApplyRule = Literal["keep", "co2", "blend", "eager"]
+CarrierName = Literal["auto", "grpc", "libp2p"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ClockConfig(_Frozen):
+    """When fragments are sent.
+
+    ``mode`` "steps": position = inner steps / ``inner_steps_per_round`` (laboratory, the papers' tables).
+    ``mode`` "time": position = (swarm time - start) / ``round_s`` seconds; fast and slow peers send together
+    and are weighted by tokens, so nobody waits for the slowest. ``rounds``: the run ends at this position; 0
+    never.
+    """
+
+    mode: Literal["steps", "time"] = "time"
+    inner_steps_per_round: int = Field(default=30, ge=1)
+    round_s: float = Field(default=60.0, gt=0)
+    rounds: int = Field(default=0, ge=0)
+
+
+class CodecConfig(_Frozen):
+    """``name``: how outer gradients are encoded. ``error_feedback``: carry what the codec lost into the next
+    round, times ``error_feedback_decay`` (SparseLoCo, arXiv 2508.15706)."""
+
+    name: CodecName = "int4"
+    error_feedback: bool = False
+    error_feedback_decay: float = Field(default=0.95, ge=0, le=1)
+
+
+class OuterConfig(_Frozen):
+    """The outer optimizer (ALGORITHMS: CO2 arXiv 2401.16265, Streaming DiLoCo 2501.18512).
+
+    ``rule``: how live parameters meet new outer parameters. ``lr``, ``momentum``, ``nesterov``: SGD on the
+    mean outer gradient. ``gap_penalty``: CO2's staleness gap penalty. ``clip``: outer momentum clipping,
+    elementwise at ``clip_phi`` or at ``clip_phi`` times the running RMS of the applied gradient.
+    ``sync_delay_steps``: apply no sooner than this many inner steps after the send; 0 applies as soon as the
+    round has committed. ``blend_alpha``: share of the live parameters that rule "blend" keeps.
+    ``blocking_rounds``: training waits (bounded) for this many first rounds of each fragment.
+    """
+
+    rule: ApplyRule = "keep"
+    lr: float = Field(default=0.7, gt=0, le=10)
+    momentum: float = Field(default=0.5, ge=0, lt=1)
+    nesterov: bool = True
+    gap_penalty: bool = True
+    clip: Literal["none", "elementwise", "rms"] = "rms"
+    clip_phi: float = Field(default=10.0, gt=0)
+    sync_delay_steps: int = Field(default=0, ge=0)
+    blend_alpha: float = Field(default=0.5, ge=0, le=1)
+    blocking_rounds: int = Field(default=1, ge=0)
+
+
+class RunConfig(_Frozen):
+    """Everything the peers of one run agree on.
+
+    ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
+    keyword arguments; ``recipe_digest`` is filled in when the run is published (sha256, hex) and checked by
+    every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` bounds one
+    round's group. ``seed`` makes every peer start from the same parameters.
+    """
+
+    name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
+    recipe_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    recipe_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    fragments: int = Field(default=4, ge=1, le=256)
+    group_size: int = Field(default=32, ge=1, le=64)
+    clock: ClockConfig = ClockConfig()
+    codec: CodecConfig = CodecConfig()
+    outer: OuterConfig = OuterConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> RunConfig:
+        steps = self.clock.inner_steps_per_round
+        if self.clock.mode == "steps" and steps < self.fragments:
+            raise ValueError(
+                f"clock.inner_steps_per_round is {steps}, below fragments = {self.fragments}: each fragment needs an "
+                f"inner step of its own; use at least {self.fragments} steps or at most {steps} fragments"
+            )
+        if self.clock.mode == "steps" and self.outer.sync_delay_steps > steps:
+            raise ValueError(
+                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, more than one round of {steps} inner steps"
+            )
+        return self
+
+    def canonical_bytes(self) -> bytes:
+        """The agreed settings as bytes: JSON with sorted keys, every default written out."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+    def digest(self) -> bytes:
+        """sha256 of ``canonical_bytes``, 32 bytes: the run's identity on the wire."""
+        return hashlib.sha256(b"p2p-co2 run\0" + self.canonical_bytes()).digest()
+
+    @classmethod
+    def from_canonical_bytes(cls, data: bytes) -> RunConfig:
+        """Read a published config; raises ``ConfigError`` if it is not one that this version understands."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise _config_error("the published run manifest", error) from None
+
+
+class LimitsConfig(_Frozen):
+    """Caps on what this peer gives. ``upload_bytes_per_s``: 0 means no cap, and the measured rate sizes its
+    parts."""
+
+    upload_bytes_per_s: float = Field(default=0.0, ge=0)
+    threads: int = Field(default=0, ge=0, le=1024)
+
+
+class PeerConfig(_Frozen):
+    """One peer's own business. ``folder`` holds identity, checkpoints and events. ``grpc_port`` 0 picks a
+    free port; ``host`` is the address to listen on and ``announce_host`` the one that others dial ("" means
+    ``host``). ``checkpoint_every_s`` seconds between checkpoints. ``batch`` sequences per inner step, 0 for
+    the recipe's."""
+
+    folder: Path = Path("runs/peer")
+    name: str = Field(default="", max_length=64)
+    device: str = "cpu"
+    batch: int = Field(default=0, ge=0)
+    host: str = "127.0.0.1"
+    announce_host: str = ""
+    grpc_port: int = Field(default=0, ge=0, le=65535)
+    libp2p_port: int = Field(default=0, ge=0, le=65535)
+    carrier: CarrierName = "auto"
+    checkpoint_every_s: float = Field(default=60.0, gt=0)
+    min_peers: int = Field(default=1, ge=1)
+    limits: LimitsConfig = LimitsConfig()
+
+
+_Config = TypeVar("_Config", RunConfig, PeerConfig)
+
+
+def read_run_config(path: Path) -> RunConfig:
+    """Read a run file (TOML). Raises ``ConfigError`` naming the file, the key and what would be right."""
+    return _read(RunConfig, path)
+
+
+def read_peer_config(path: Path) -> PeerConfig:
+    """Read a peer file (TOML); errors as ``read_run_config``."""
+    return _read(PeerConfig, path)
+
+
+def write_toml(config: RunConfig | PeerConfig) -> str:
+    """The config as TOML that the readers above take back unchanged."""
+    lines: list[str] = []
+    _write_table(lines, "", config.model_dump(mode="json"))
+    return "\n".join(lines) + "\n"
+
+
+def _write_table(lines: list[str], prefix: str, table: dict[str, Any]) -> None:
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+    for key, value in table.items():
+        if isinstance(value, dict):
+            name = f"{prefix}{key}"
+            lines.append(f"\n[{name}]")
+            _write_table(lines, f"{name}.", value)
+
+
+def _read(kind: type[_Config], path: Path) -> _Config:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(str(path), "", "no such file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(path), "", "not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), "", f"not valid TOML: {error}") from None
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {error.strerror}") from None
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        raise _config_error(str(path), error) from None
+
+
+def _config_error(where: str, error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        problem = "unknown key; remove it or check its spelling"
+    else:
+        problem = first["msg"].removeprefix("Value error, ")
+        if first["loc"]:
+            problem += f" (got {first['input']!r})"
+    more = len(error.errors()) - 1
+    return ConfigError(where, key, problem + (f"; and {more} more" if more else ""))

@@ -1,0 +1,303 @@
+"""Finding peers, the run's settings and the outcomes of rounds in a hivemind DHT.
+
+``DHTNode`` runs in the caller's loop over the caller's ``P2P`` (no fork, no process of its own). Its caches
+are off: with a few thousand small records they would save little and give old answers. Joining is ours rather
+than hivemind's, because a single dead seed, or a clock that is three seconds off, must not keep a peer out.
+
+Laws: nothing is returned that ``records`` has not checked; every call ends in bounded time. Price: the DHT
+(Kademlia, Maymounkov and Mazieres 2002) keeps a record on five nodes until it expires, so records have to be
+published again before they do, and for that long a dead peer is still listed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Sequence
+
+from p2p_co2 import __version__
+from p2p_co2.discovery.records import (
+    DECISION_CONTEXT,
+    MANIFEST_CONTEXT,
+    MAX_LIFETIME_S,
+    NOBODY,
+    PEER_CONTEXT,
+    PEER_SHARDS,
+    OnForged,
+    Records,
+    decision_key,
+    manifest_key,
+    peers_key,
+    run_digest,
+    shard_of,
+)
+from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.transport.base import CLOSE_TIMEOUT_S
+from p2p_co2.transport.hivemind_quiet import (
+    DHTID,
+    P2P,
+    DHTNode,
+    DictionaryDHTValue,
+    P2PDaemonError,
+    PeerID,
+    ValueWithExpiration,
+    get_dht_time,
+)
+from p2p_co2.transport.libp2p_control import reach
+from p2p_co2.wire.identity import Identity, PeerId, public_key_of
+from p2p_co2.wire.limits import MAX_PEERS, MAX_RECORD_BYTES
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
+
+REACH_TIMEOUT_S = 10.0
+"""Bound on reaching the seeds, all at once."""
+CALL_TIMEOUT_S = 15.0
+"""Bound on one store or search."""
+MAX_STORED_KEYS = 16384
+"""Keys that this node keeps for the swarm; beyond it those that expire first are dropped."""
+
+Entries = dict[str, bytes]
+"""Sealed values under one key, by the peer that wrote them."""
+
+
+class Discovery:
+    """One node of the run's DHT.
+
+    ``run`` is the run's digest (32 bytes). ``on_refused`` hears of records that are forged or malformed.
+    """
+
+    def __init__(self, p2p: P2P, identity: Identity, run: bytes, on_refused: OnForged) -> None:
+        self._p2p, self._identity, self._run = p2p, identity, run
+        self._on_refused = on_refused
+        self._records = Records(run, on_refused, get_dht_time)
+        self._sealed_manifest = b""
+        self._node: DHTNode | None = None
+
+    async def start(self, initial_peers: Sequence[str]) -> None:
+        """Join the DHT through any of the seeds (multiaddrs that end in /p2p/ID); without seeds begin a new
+        one.
+
+        Raises ``TransportError`` with each address and its cause when none can be reached.
+        """
+        node = await DHTNode.create(
+            p2p=self._p2p,
+            record_validator=self._records,
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            reuse_get_requests=False,
+        )
+        node.protocol.storage.maxsize = MAX_STORED_KEYS
+        node.protocol.cache.maxsize = MAX_STORED_KEYS
+        self._records.stored_under = self._stored_under
+        self._node = node
+        await self._join(initial_peers)
+
+    async def rebootstrap(self, initial_peers: Sequence[str]) -> None:
+        """Join again after all known peers were lost: ``start`` without a new node; publish afterwards. Same
+        errors."""
+        self._running().blacklist.clear()
+        await self._join(initial_peers)
+
+    async def publish_self(self, record: PeerRecord, lifetime_s: float) -> None:
+        """Publish where we can be reached; again before ``lifetime_s`` is over. Raises ``TransportError``."""
+        own = PeerRecord()
+        own.CopyFrom(record)
+        own.peer, own.run, own.expires_at = self._identity.peer_id, self._run, get_dht_time() + lifetime_s
+        sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
+        key = peers_key(self._run, shard_of(self._identity.peer_id))
+        await self._store(key, self._identity.peer_id, sealed, own.expires_at)
+
+    async def find_peers(self) -> list[PeerRecord]:
+        """The checked, unexpired records of all other peers, sorted by peer. Raises ``TransportError``."""
+        found = []
+        for entries in await self._find([peers_key(self._run, shard) for shard in range(PEER_SHARDS)]):
+            for writer, sealed in entries.items():
+                try:
+                    record = self._records.peer_record(writer, sealed)
+                except RemoteProtocolError as error:
+                    self._on_refused(NOBODY, error)
+                    continue
+                if record.expires_at > get_dht_time() and writer != self._identity.peer_id:
+                    found.append(record)
+        return sorted(found, key=lambda record: record.peer)[:MAX_PEERS]
+
+    async def publish_manifest(
+        self, config: bytes, recipe_digest: bytes, lifetime_s: float = MAX_LIFETIME_S
+    ) -> None:
+        """Publish the run's settings (canonical bytes of ``RunConfig``) and the recipe's digest (32 bytes).
+
+        Our identity becomes the run's key: tickets must name it. Raises ``ConfigError`` for settings that do
+        not fit, ``TransportError``.
+        """
+        if run_digest(config) != self._run or len(recipe_digest) != 32:
+            raise LocalProtocolError("the manifest of another run, or a recipe digest that is not 32 bytes")
+        manifest = RunManifest(
+            run=self._run,
+            config=config,
+            recipe_digest=recipe_digest,
+            software=__version__,
+            published_at=get_dht_time(),
+        )
+        sealed = self._identity.seal(MANIFEST_CONTEXT, manifest.SerializeToString())
+        if len(sealed) > MAX_RECORD_BYTES:
+            raise ConfigError(
+                "the run file",
+                "",
+                f"{len(sealed)} bytes when published, at most {MAX_RECORD_BYTES}; shorten recipe_options",
+            )
+        self._records.run_key, self._sealed_manifest = self._identity.peer_id, sealed
+        await self.keep_manifest(lifetime_s)
+
+    async def fetch_manifest(self, run_key: PeerId) -> RunManifest:
+        """The run's manifest, if ``run_key`` (from the ticket) signed it and its settings have the run's
+        digest.
+
+        From now on this node stores no other. Raises ``TransportError`` when it is not there.
+        """
+        self._records.run_key = run_key
+        (entries,) = await self._find([manifest_key(self._run)])
+        for writer, sealed in entries.items():
+            try:
+                manifest = self._records.manifest(writer, sealed)
+            except RemoteProtocolError as error:
+                self._on_refused(NOBODY, error)
+                continue
+            self._sealed_manifest = sealed
+            return manifest
+        raise TransportError(
+            f"the settings of run {self._run[:8].hex()} are not in the DHT; ask the organiser to start a seed of this run"
+        )
+
+    async def keep_manifest(self, lifetime_s: float = MAX_LIFETIME_S) -> None:
+        """Store the manifest that we published or fetched once more, so that it outlives its author.
+
+        It carries its signature with it, so anybody may. Raises ``TransportError``.
+        """
+        run_key = self._records.run_key
+        if run_key is None or not self._sealed_manifest:
+            raise LocalProtocolError("no manifest to keep: publish or fetch it first")
+        await self._store(
+            manifest_key(self._run), run_key, self._sealed_manifest, get_dht_time() + lifetime_s
+        )
+
+    async def publish_decision(self, fragment: int, round_: int, decision: bytes, lifetime_s: float) -> None:
+        """Publish a serialised ``Decision`` under our name. Raises ``TransportError``."""
+        sealed = self._identity.seal(DECISION_CONTEXT, decision)
+        key = decision_key(self._run, fragment, round_)
+        await self._store(key, self._identity.peer_id, sealed, get_dht_time() + lifetime_s)
+
+    async def fetch_decision(self, fragment: int, round_: int) -> dict[PeerId, bytes]:
+        """What peers published as the decision of a round, by publisher; empty if nothing is known.
+
+        The caller checks each ``Decision``'s own signature and whether its author was the coordinator. Raises
+        ``TransportError``.
+        """
+        (entries,) = await self._find([decision_key(self._run, fragment, round_)])
+        found: dict[PeerId, bytes] = {}
+        for writer, sealed in entries.items():
+            try:
+                found[PeerId(writer)] = self._records.decision(writer, sealed)
+            except RemoteProtocolError as error:
+                self._on_refused(NOBODY, error)
+        return found
+
+    async def close(self) -> None:
+        """Leave the DHT; the ``P2P`` stays the caller's. May be called twice."""
+        node, self._node = self._node, None
+        if node is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await node.shutdown()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError):
+            pass  # the daemon is gone, and the node's handlers with it
+        strays = [task for task in asyncio.all_tasks() if _owner(task) in (node, node.protocol)]
+        for task in strays:
+            task.cancel()
+        await asyncio.gather(*strays, return_exceptions=True)
+
+    async def _join(self, seeds: Sequence[str]) -> None:
+        node = self._running()
+        others = [seed for seed in seeds if not seed.endswith(f"/p2p/{self._identity.peer_id}")]
+        if not others:
+            return
+        causes = await asyncio.gather(*(self._greet(seed) for seed in others))
+        if all(causes):
+            raise TransportError(
+                "no seed can be reached: "
+                + "; ".join(f"{seed}: {cause}" for seed, cause in zip(others, causes, strict=True))
+            )
+        await asyncio.sleep(0)  # hivemind enters those who answered into its table in tasks of their own
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await node.find_nearest_nodes([node.node_id])
+        except TimeoutError:
+            return  # the seed that answered is known, which is enough; the rest of the table fills with use
+
+    async def _greet(self, seed: str) -> str:
+        """Reach a seed and become known to it; the cause of failure in words, "" if there is none."""
+        peer = PeerId(seed.rpartition("/p2p/")[2])
+        try:
+            public_key_of(peer)
+            await reach(self._p2p, peer, [seed], REACH_TIMEOUT_S)
+        except (TransportError, RemoteProtocolError) as error:
+            return str(error)
+        if await self._running().protocol.call_ping(PeerID.from_base58(peer)) is None:
+            return "it is there, but does not serve a DHT"
+        return ""
+
+    async def _store(self, key: str, writer: PeerId, sealed: bytes, expires_at: float) -> None:
+        lifetime_s = expires_at - get_dht_time()
+        if len(sealed) > MAX_RECORD_BYTES or not 0 < lifetime_s <= MAX_LIFETIME_S:
+            raise LocalProtocolError(
+                f"a record of {len(sealed)} bytes for {lifetime_s:.0f} s is out of bounds"
+            )
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                stored = await self._running().store(key, sealed, expires_at, subkey=writer)
+        except TimeoutError:
+            raise TransportError(f"the DHT did not take a record within {CALL_TIMEOUT_S:.0f} s") from None
+        if not stored:
+            raise TransportError(
+                "the DHT did not take a record: it holds one that expires later, or nobody answers"
+            )
+
+    async def _find(self, keys: list[str]) -> list[Entries]:
+        """The entries under each key; those of nodes whose answer holds anything forged are left out by
+        hivemind."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                found = await self._running().get_many(keys, sufficient_expiration_time=math.inf)
+        except TimeoutError:
+            raise TransportError(f"the DHT did not answer within {CALL_TIMEOUT_S:.0f} s") from None
+        return [_entries(found[key]) for key in keys]
+
+    def _running(self) -> DHTNode:
+        if self._node is None:
+            raise LocalProtocolError("discovery is not started")
+        return self._node
+
+    def _stored_under(self, key_id: bytes) -> Collection[str]:
+        stored = self._running().protocol.storage.get(DHTID.from_bytes(key_id))
+        return (
+            stored.value.data if stored is not None and isinstance(stored.value, DictionaryDHTValue) else ()
+        )
+
+
+def _entries(found: ValueWithExpiration | None) -> Entries:
+    """hivemind's answer for one key, if it has the form that our records have."""
+    if found is None or not isinstance(found.value, dict):
+        return {}
+    entries = {writer: entry.value for writer, entry in found.value.items()}
+    return {
+        writer: sealed
+        for writer, sealed in entries.items()
+        if isinstance(writer, str) and isinstance(sealed, bytes)
+    }
+
+
+def _owner(task: asyncio.Task[object]) -> object:
+    """The object whose coroutine method a task runs, if it is one."""
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    return frame.f_locals.get("self") if frame is not None else None

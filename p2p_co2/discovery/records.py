@@ -1,0 +1,172 @@
+"""What may stand in the DHT: records that prove who wrote them.
+
+Every record is an entry (key, subkey = peer id of the writer, value = ``Signed`` by that peer). Three kinds:
+where a peer can be reached, what the run is (only the run's key may write it), how a round ended. Whoever
+stores or reads a record checks it, so a forged one gets nowhere, and nobody can overwrite the entry of
+another. Keys contain the run's digest.
+
+Peers are spread over ``PEER_SHARDS`` keys by the digest of their id: the DHT answers with all entries of a
+key at once, and one key with thousands of entries would not fit into a message. Everything is bounded:
+``MAX_RECORD_BYTES`` per value, ``MAX_ENTRIES`` per key, ``MAX_LIFETIME_S``. Price: ids are free to make, so a
+stranger can still fill keys with useless but correctly signed records; he cannot pass for somebody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.transport.hivemind_quiet import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
+from p2p_co2.wire.identity import PeerId, unseal
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
+
+PEER_CONTEXT = b"p2p-co2 peer record"
+MANIFEST_CONTEXT = b"p2p-co2 run manifest"
+DECISION_CONTEXT = b"p2p-co2 published decision"
+PEER_SHARDS = 8
+MAX_ENTRIES = MAX_PEERS // PEER_SHARDS
+"""Writers under one key of the DHT."""
+MAX_LIFETIME_S = 48 * 3600.0
+CLOCK_SLACK_S = 300.0
+NOBODY = PeerId("")
+OnForged = Callable[[PeerId, RemoteProtocolError], None]
+"""(``NOBODY``, what is wrong): the DHT does not say who handed over a record."""
+_PACKED_STRING = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA))
+_PACKED_BYTES = frozenset((0xC4, 0xC5))
+"""First bytes of a msgpack string and of a msgpack byte string of less than 64 KiB."""
+
+
+def run_digest(config: bytes) -> bytes:
+    """sha256 that names a run, 32 bytes; the same as ``RunConfig.digest`` of these canonical bytes."""
+    return hashlib.sha256(b"p2p-co2 run\0" + config).digest()
+
+
+def peers_key(run: bytes, shard: int) -> str:
+    return f"p2p-co2/{run.hex()}/peers/{shard}"
+
+
+def shard_of(peer: PeerId) -> int:
+    """The shard that holds a peer's record."""
+    return hashlib.sha256(peer.encode()).digest()[0] % PEER_SHARDS
+
+
+def manifest_key(run: bytes) -> str:
+    return f"p2p-co2/{run.hex()}/manifest"
+
+
+def decision_key(run: bytes, fragment: int, round_: int) -> str:
+    return f"p2p-co2/{run.hex()}/decision/{fragment}/{round_}"
+
+
+class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no annotations
+    """hivemind's hook: ``validate`` is asked before a record is stored and after one is fetched.
+
+    ``stored_under(key_id)`` are the writers whose entries this node stores under a key; ``run_key`` is the
+    only one that may write the manifest, once it is known. ``clock`` gives unix seconds.
+    """
+
+    def __init__(self, run: bytes, on_refused: OnForged, clock: Callable[[], float]) -> None:
+        self._run, self._on_refused, self._clock = run, on_refused, clock
+        self.run_key: PeerId | None = None
+        self.stored_under: Callable[[bytes], Collection[str]] = lambda _: ()
+        self._peers = {_key_id(peers_key(run, shard)): shard for shard in range(PEER_SHARDS)}
+        self._manifest = _key_id(manifest_key(run))
+        self._unseal = lru_cache(maxsize=MAX_PEERS)(unseal)  # a record is met many times and checked once
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether a record may stand in this run's DHT; what may not is reported."""
+        try:
+            writer = _unpack(record.subkey, _PACKED_STRING)
+            sealed = _unpack(record.value, _PACKED_BYTES)
+            stored = self.stored_under(record.key)
+            if writer not in stored and len(stored) >= MAX_ENTRIES:
+                raise RemoteProtocolError("too many records", f"{len(stored)} under one key")
+            self._check(record, writer, sealed)
+        except RemoteProtocolError as error:
+            self._on_refused(NOBODY, error)
+            return False
+        return True
+
+    def peer_record(self, writer: str, sealed: bytes) -> PeerRecord:
+        """The peer record inside a value; raises ``RemoteProtocolError``."""
+        record = PeerRecord()
+        _parse(record, self._open(PEER_CONTEXT, writer, sealed))
+        if record.peer != writer or record.run != self._run:
+            raise RemoteProtocolError(
+                "wrong record", f"of peer {record.peer[:64]!r}, run {record.run[:8].hex()}"
+            )
+        strings = [*record.maddrs, *record.grpc_addresses, record.software]
+        if (
+            max(len(record.maddrs), len(record.grpc_addresses)) > MAX_ADDRESSES
+            or max(map(len, strings)) > MAX_STRING
+            or len(record.certificate_digest) not in ({32} if record.grpc_addresses else {0, 32})
+            or not math.isfinite(record.expires_at)
+        ):
+            raise RemoteProtocolError("wrong record", f"of peer {writer}: out of bounds")
+        return record
+
+    def manifest(self, writer: str, sealed: bytes) -> RunManifest:
+        """The run manifest inside a value; raises ``RemoteProtocolError``."""
+        manifest = RunManifest()
+        _parse(manifest, self._open(MANIFEST_CONTEXT, writer, sealed))
+        if self.run_key not in (None, writer):
+            raise RemoteProtocolError("foreign manifest", f"signed by {writer[:64]!r}, not by the run's key")
+        if not manifest.run == run_digest(manifest.config) == self._run:
+            raise RemoteProtocolError("wrong manifest", "its settings do not have the run's digest")
+        if len(manifest.recipe_digest) != 32 or len(manifest.software) > MAX_STRING:
+            raise RemoteProtocolError("wrong manifest", "out of bounds")
+        return manifest
+
+    def decision(self, writer: str, sealed: bytes) -> bytes:
+        """The published decision inside a value; raises ``RemoteProtocolError``."""
+        return self._open(DECISION_CONTEXT, writer, sealed)
+
+    def _check(self, record: DHTRecord, writer: str, sealed: bytes) -> None:
+        latest = self._clock() + MAX_LIFETIME_S + CLOCK_SLACK_S
+        if record.key in self._peers:
+            content = self.peer_record(writer, sealed)
+            if self._peers[record.key] != shard_of(PeerId(writer)):
+                raise RemoteProtocolError("wrong record", f"of peer {writer}: wrong shard")
+            latest = min(latest, content.expires_at + 1.0)  # so an old record cannot be kept alive by others
+        elif record.key == self._manifest:
+            self.manifest(writer, sealed)
+        else:
+            self.decision(writer, sealed)
+        if not record.expiration_time <= latest:  # written so that NaN is refused
+            raise RemoteProtocolError("wrong record", f"of peer {writer}: lives too long")
+
+    def _open(self, context: bytes, writer: str, sealed: bytes) -> bytes:
+        if len(sealed) > MAX_RECORD_BYTES:
+            raise RemoteProtocolError("record too large", f"{len(sealed)} bytes; at most {MAX_RECORD_BYTES}")
+        signer, content = self._unseal(context, sealed)
+        if signer != writer:
+            raise RemoteProtocolError("foreign record", f"signed by {signer}, filed under {writer[:64]!r}")
+        return content
+
+
+def _key_id(key: str) -> bytes:
+    return bytes(DHTID.generate(source=key).to_bytes())
+
+
+def _parse(message: PeerRecord | RunManifest, content: bytes) -> None:
+    try:
+        message.ParseFromString(content)
+    except DecodeError:
+        raise RemoteProtocolError("unreadable", f"not a {type(message).__name__}") from None
+
+
+def _unpack(packed: bytes, heads: frozenset[int]) -> Any:
+    """A msgpack string or byte string, and nothing else: other types could carry objects and nesting."""
+    if not packed or packed[0] not in heads or len(packed) > 2 * MAX_RECORD_BYTES:
+        raise RemoteProtocolError("unreadable", "not a signed record")
+    try:
+        return MSGPackSerializer.loads(packed)
+    except ValueError:
+        raise RemoteProtocolError("unreadable", "damaged msgpack") from None

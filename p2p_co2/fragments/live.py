@@ -1,0 +1,107 @@
+"""Live parameters seen as fragments: flat fp32 snapshots out, merges in.
+
+Laws: a snapshot is a copy, so what crosses to another thread never changes under it; a merge touches only
+its fragment's elements, in place, so the inner optimizer keeps its references and its state; a merge is
+computed in fp32 and rounded once to the parameter's dtype.
+
+Price: with 16-bit parameters a merge smaller than half a last place is rounded away. Keep fp32 parameters
+and use autocast if that matters. A parameter whose memory is not contiguous is copied as a whole for each
+merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from p2p_co2.errors import LocalProtocolError
+from p2p_co2.fragments.plan import FragmentPlan, Slice
+from p2p_co2.outer import Merge
+
+
+class LiveParameters:
+    """The parameters of ``module`` by fragment of ``plan``, which was made from the same module.
+
+    Raises ``LocalProtocolError`` if the plan names a parameter that the module lacks. Not thread-safe: the
+    training thread owns it.
+    """
+
+    def __init__(self, module: nn.Module, plan: FragmentPlan) -> None:
+        self._plan = plan
+        self._parameters = dict(module.named_parameters())
+        for fragment in plan.fragments:
+            for part in fragment.slices:
+                parameter = self._parameters.get(part.name)
+                if parameter is None or parameter.numel() < part.stop:
+                    raise LocalProtocolError(f"the fragment plan is for another module: {part.name}")
+
+    @torch.no_grad()
+    def snapshot(self, index: int, out: Tensor | None = None) -> Tensor:
+        """A copy of fragment ``index``: fp32 [numel], host memory. ``out``, if given, is filled and returned.
+
+        From an accelerator it is one transfer, after which the values are on the host.
+        """
+        fragment = self._plan.fragments[index]
+        if out is None:
+            out = torch.empty(fragment.numel, dtype=torch.float32)
+        self._check(index, out)
+        devices = {self._parameters[part.name].device for part in fragment.slices}
+        if len(devices) == 1 and next(iter(devices)).type != "cpu":
+            views = [
+                self._parameters[part.name].reshape(-1)[part.start : part.stop] for part in fragment.slices
+            ]
+            return out.copy_(torch.cat([view.float() for view in views]))
+        for parameter, part, at in self._slices(index):
+            out[at].copy_(parameter.reshape(-1)[part.start : part.stop])
+        return out
+
+    @torch.no_grad()
+    def merge_(self, index: int, merge: Merge) -> None:
+        """``live = keep * live + addend`` for fragment ``index``, in place; ``addend`` is fp32 [numel]."""
+        self._check(index, merge.addend)
+        for parameter, part, at, addend in self._with(index, merge.addend):
+            flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
+            view = flat[part.start : part.stop]
+            if view.dtype == torch.float32:
+                (view if merge.keep == 1.0 else view.mul_(merge.keep)).add_(addend[at])
+            else:
+                view.copy_(
+                    (view.float() if merge.keep == 1.0 else view.float() * merge.keep).add_(addend[at])
+                )
+            if not parameter.is_contiguous():
+                parameter.copy_(flat.view(parameter.shape))
+
+    @torch.no_grad()
+    def load_(self, index: int, values: Tensor) -> None:
+        """Overwrite fragment ``index`` with ``values`` (fp32 [numel]), in place."""
+        self._check(index, values)
+        for parameter, part, at, source in self._with(index, values):
+            flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
+            flat[part.start : part.stop].copy_(source[at])
+            if not parameter.is_contiguous():
+                parameter.copy_(flat.view(parameter.shape))
+
+    def _check(self, index: int, values: Tensor) -> None:
+        numel = self._plan.fragments[index].numel
+        if values.dtype != torch.float32 or values.shape != (numel,):
+            raise LocalProtocolError(
+                f"fragment {index} is float32 ({numel},), not {values.dtype} {tuple(values.shape)}"
+            )
+
+    def _slices(self, index: int) -> Iterator[tuple[nn.Parameter, Slice, slice]]:
+        """Parameter, its slice, and where that lies in the flat fragment."""
+        at = 0
+        for part in self._plan.fragments[index].slices:
+            stop = at + part.stop - part.start
+            yield self._parameters[part.name], part, slice(at, stop)
+            at = stop
+
+    def _with(self, index: int, values: Tensor) -> Iterator[tuple[nn.Parameter, Slice, slice, Tensor]]:
+        """As ``_slices``, with ``values`` on the parameter's device: one transfer per device."""
+        there: dict[torch.device, Tensor] = {}
+        for parameter, part, at in self._slices(index):
+            if parameter.device not in there:
+                there[parameter.device] = values.to(parameter.device)
+            yield parameter, part, at, there[parameter.device]

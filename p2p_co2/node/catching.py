@@ -1,0 +1,217 @@
+"""When and how this peer catches up: decides between replaying missed rounds and loading a fragment's whole
+state.
+
+Law: what is adopted is what the peers that this one hears agree on, by digest, as far as they can be asked; a
+state that a majority contradicts is refused and its donor counted. Replay is preferred, since it knows
+whether this peer's own work is in the missed means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from p2p_co2.catchup import (
+    ROUND,
+    STATE,
+    CatchUpEvent,
+    DonorRefused,
+    ExportWanted,
+    Fetched,
+    FetchFailed,
+    Goal,
+    split_donors,
+)
+from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.node.ledger import AgreedMean, agreed_mean
+from p2p_co2.rounds import open_decision
+from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
+
+if TYPE_CHECKING:
+    from p2p_co2.node.node import Node
+
+REPLAY_AT_MOST = 4
+"""Missed rounds of one fragment that are replayed; more, and the whole state is cheaper and surer."""
+NOTICE_AFTER_S = 3.0
+"""A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""
+
+
+class Catching:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
+        self._noticed_at: dict[int, float] = {}
+        self._started_from: dict[int, int] = {}
+
+    def busy(self) -> bool:
+        return bool(self._targets)
+
+    def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> None:
+        """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known."""
+        agreed = self._node.agreed[fragment]
+        diverged = agreed.version == version and digest not in (b"", agreed.digest)
+        if agreed.version >= version and not diverged:
+            return
+        known = self._targets.get(fragment)
+        if known is None or known[0] < version:
+            self._targets[fragment] = (version, digest, donors)
+        if known is None:
+            self._started_from[fragment] = agreed.version
+            self._fetch_next(fragment, whole=diverged)
+
+    def look_around(self, now: float) -> None:
+        """Compare this peer's versions and digests with the heartbeats of the others."""
+        for fragment, agreed in enumerate(self._node.agreed):
+            votes = self._votes(fragment)
+            newest = max((version for version, _ in votes), default=0)
+            contradicted = self._majority(fragment, agreed.version) not in (None, agreed.digest)
+            if newest <= agreed.version and not contradicted:
+                self._noticed_at.pop(fragment, None)
+                continue
+            since = self._noticed_at.setdefault(fragment, now)
+            joining = self._node.progress.phase == Status.JOINING
+            if fragment in self._targets or (now - since < NOTICE_AFTER_S and not joining):
+                continue
+            version = newest if newest > agreed.version else agreed.version
+            digest = self._majority(fragment, version) or b""
+            if newest <= agreed.version:
+                self._node.report(
+                    ev.Warned,
+                    text=f"fragment {fragment} differs from the majority at version {version}: taking over theirs",
+                )
+            self.go_to(fragment, version, digest, self._donors(fragment, version))
+
+    def handle(self, event: CatchUpEvent) -> None:
+        if isinstance(event, ExportWanted):
+            self._node.spawn(self._node.export(event.fragment))
+        elif isinstance(event, DonorRefused):
+            self._node.refuse(event.peer, event.reason, event.detail)
+        elif isinstance(event, FetchFailed):
+            self._failed(event)
+        elif isinstance(event, Fetched):
+            self._node.spawn(self._take_round(event) if event.goal.what == ROUND else self._take_state(event))
+
+    # ---- fetching
+
+    def _fetch_next(self, fragment: int, whole: bool = False) -> None:
+        version, _, donors = self._targets[fragment]
+        current = self._node.agreed[fragment].version
+        alive = tuple(peer for peer in donors if peer in self._node.membership.live)
+        alive += tuple(peer for peer in self._donors(fragment, version) if peer not in alive)
+        replay = not whole and 0 < version - current <= REPLAY_AT_MOST
+        goal = Goal(ROUND, fragment, current + 1, alive) if replay else Goal(STATE, fragment, version, alive)
+        self._node.catchup.want(goal, self._node.now())
+
+    def _failed(self, event: FetchFailed) -> None:
+        fragment = event.goal.fragment
+        if event.goal.what == ROUND and fragment in self._targets and event.goal.donors:
+            self._fetch_next(fragment, whole=True)
+            return
+        self._targets.pop(fragment, None)
+        self._noticed_at.pop(fragment, None)
+        self._node.give_up_offer(fragment)
+        self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {event.reason}")
+
+    async def _take_round(self, event: Fetched) -> None:
+        fragment = event.goal.fragment
+        try:
+            mean = self._checked_mean(event)
+        except RemoteProtocolError as error:
+            self._node.refuse(event.donor, error.reason, error.detail)
+            self._fetch_next(fragment, whole=True)
+            return
+        if mean is not None:
+            await self._node.take(mean, event.decision)
+        self._went_on(event, "replay")
+
+    async def _take_state(self, event: Fetched) -> None:
+        fragment = event.goal.fragment
+        majority = self._majority(fragment, event.version)
+        try:
+            if majority is not None and majority != event.digest:
+                raise DigestMismatch(
+                    f"the state of version {event.version} is not the one that most peers report"
+                )
+            await self._node.adopt(fragment, event.data, event.digest)
+        except (DigestMismatch, RemoteProtocolError) as error:
+            self._node.refuse(event.donor, "bad state", str(error))
+            self._targets.pop(fragment, None)
+            self._node.give_up_offer(fragment)
+            return
+        self._went_on(event, "state")
+
+    def _went_on(self, event: Fetched, how: str) -> None:
+        fragment = event.goal.fragment
+        agreed = self._node.agreed[fragment]
+        target = self._targets.get(fragment)
+        if target is not None and agreed.version < target[0] and (how == "replay" or event.version > 0):
+            if how == "replay" and agreed.version < event.version:
+                self._fetch_next(fragment, whole=True)  # the round did not follow our state
+            else:
+                self._fetch_next(fragment)
+            return
+        self._targets.pop(fragment, None)
+        self._noticed_at.pop(fragment, None)
+        self._node.report(
+            ev.CaughtUp,
+            fragment=fragment,
+            from_version=self._started_from.pop(fragment, agreed.version),
+            to_version=agreed.version,
+            how=how,
+            donor=event.donor,
+            bytes=len(event.data),
+            duration_s=event.duration_s,
+        )
+
+    def _checked_mean(self, event: Fetched) -> AgreedMean | None:
+        """The mean of a replayed round, held against its signed decision; None if this peer is past it
+        already."""
+        fragment = event.goal.fragment
+        outcome = open_decision(event.decision, self._node.run_digest, self._node.shape)
+        if not outcome.committed or (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
+            raise RemoteProtocolError("bad decision", "of another round")
+        if outcome.decided_by not in {member.peer for member in outcome.members}:
+            raise RemoteProtocolError("bad decision", "signed by no member")
+        agreed = self._node.agreed[fragment]
+        if agreed.version != event.version - 1:
+            return None
+        if outcome.state_digest != agreed.digest:
+            raise RemoteProtocolError("bad decision", "it follows another state than ours")
+        block_bytes = self._node.shape.block_bytes
+        for part in outcome.parts:
+            piece = event.data[part.start_block * block_bytes : part.stop_block * block_bytes]
+            if hashlib.sha256(piece).digest() != part.digest:
+                raise RemoteProtocolError("wrong digest", f"of the mean of round {event.version}")
+        return agreed_mean(outcome, event.data)
+
+    # ---- what the others say
+
+    def _votes(self, fragment: int) -> list[tuple[int, bytes]]:
+        return [
+            (info.status.versions[fragment], info.status.digests[fragment])
+            for info in self._node.membership.live.values()
+            if fragment < len(info.status.digests)
+        ]
+
+    def _majority(self, fragment: int, version: int) -> bytes | None:
+        """The digest that most peers at ``version`` report, this one included; None without a majority of
+        them."""
+        votes = Counter(digest for voted, digest in self._votes(fragment) if voted == version)
+        agreed = self._node.agreed[fragment]
+        if agreed.version == version:
+            votes[agreed.digest] += 1
+        if not votes:
+            return None
+        digest, count = votes.most_common(1)[0]
+        return digest if 2 * count > votes.total() else None
+
+    def _donors(self, fragment: int, version: int) -> tuple[PeerId, ...]:
+        peers = sorted(
+            peer
+            for peer, info in self._node.membership.live.items()
+            if fragment < len(info.status.versions) and info.status.versions[fragment] >= version
+        )
+        return split_donors(peers, fragment)

@@ -1,0 +1,78 @@
+"""What the node asks of the tensor side. The node knows no torch; the trainer implements this on a worker
+thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from p2p_co2.wire.messages_pb2 import Outcome
+
+
+@dataclass(frozen=True)
+class PartWeights:
+    """One part of a mean: blocks [start_block, stop_block) and the weight of every peer whose slice is in
+    it."""
+
+    start_block: int
+    stop_block: int
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AgreedMean:
+    """A committed round: the encoded mean of the whole fragment and who is in it."""
+
+    fragment: int
+    round: int
+    base_version: int
+    mean: bytes
+    parts: tuple[PartWeights, ...]
+
+
+def agreed_mean(outcome: Outcome, mean: bytes) -> AgreedMean:
+    """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
+    parts = tuple(
+        PartWeights(part.start_block, part.stop_block, {c.peer: c.weight for c in part.contributors})
+        for part in outcome.parts
+    )
+    base_version = min(member.base_version for member in outcome.members)
+    return AgreedMean(outcome.key.fragment, outcome.key.round, base_version, mean, parts)
+
+
+@dataclass(frozen=True)
+class AgreedVersion:
+    """Where a fragment is: its outer version and the digest of its state (32 bytes)."""
+
+    version: int
+    digest: bytes
+
+
+class SliceRefused(Exception):
+    """A slice in a reduction is hostile; ``peer`` sent it."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        self.peer, self.reason = peer, reason
+        super().__init__(f"{peer}: {reason}")
+
+
+class Ledger(Protocol):
+    """The tensor side. Calls for one fragment are answered in the order in which they were made."""
+
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, bytes]]) -> bytes:
+        """The encoded weighted mean of (peer, weight, slice); raises ``SliceRefused``."""
+
+    async def commit(self, mean: AgreedMean) -> AgreedVersion:
+        """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its
+        version."""
+
+    async def abort(self, fragment: int, round_: int) -> None:
+        """The round that this peer offered for came to nothing; silent if it is not in flight."""
+
+    async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
+        """The fragment's state, serialised, for a peer that is behind."""
+
+    async def adopt(self, fragment: int, data: bytes, digest: bytes) -> AgreedVersion:
+        """Take over a donor's state; raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes
+        nothing."""

@@ -1,0 +1,201 @@
+"""Links to other peers: for each peer one outgoing queue, the carrier chosen for it, and its rate.
+
+Direct gRPC is tried first where the peer's record names an address, then libp2p streams (relay, hole
+punching). The choice is per link and direction, and is an event with its reason. ``post`` never blocks:
+control messages overtake bulk data, bulk is bounded, and what cannot be delivered is dropped, because every
+message of the protocol may be lost.
+
+Law: all that leaves this machine for a peer leaves through ``post``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.transport.base import Carrier, Link
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
+
+MAX_QUEUED_BYTES = 256 << 20
+"""Bulk bytes waiting for one peer; more is dropped (the protocol asks again)."""
+MAX_QUEUED_CONTROL = 4096
+RATE_DECAY = 0.7
+RATE_WINDOW_S = 0.5
+RETRY_DIRECT_S = 60.0
+"""After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
+
+
+@dataclass
+class LinkObserver:
+    """What the node wants to hear. All calls come from the event loop."""
+
+    opened: Callable[[PeerId, str, str], None]
+    """(peer, carrier, why not the preferred carrier)"""
+    lost: Callable[[PeerId, str, str], None]
+    """(peer, carrier, reason): an open link broke."""
+    unreachable: Callable[[PeerId, str], None]
+    """(peer, reason): no carrier gets through."""
+
+
+@dataclass
+class _Lane:
+    control: deque[bytes] = field(default_factory=deque)
+    bulk: deque[bytes] = field(default_factory=deque)
+    bulk_bytes: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    link: Link | None = None
+    task: asyncio.Task[None] | None = None
+    grpc_failed_at: float = -1e9
+
+
+class Links:
+    """All outgoing links of this process. ``upload_cap_bytes_per_s`` 0 means no cap."""
+
+    def __init__(
+        self,
+        carriers: Sequence[Carrier],
+        find_record: Callable[[PeerId], Awaitable[PeerRecord | None]],
+        observer: LinkObserver,
+        tasks: asyncio.TaskGroup,
+        upload_cap_bytes_per_s: float,
+    ) -> None:
+        self._carriers = tuple(carriers)
+        self._find_record = find_record
+        self._observer = observer
+        self._tasks = tasks
+        self._cap = upload_cap_bytes_per_s
+        self._lanes: dict[PeerId, _Lane] = {}
+        self._window_started_at = 0.0
+        self._window_bytes = 0
+        self._sending = 0
+        self.up_bytes = 0
+        self.upload_bytes_per_s = 0.0
+        """Rate while bulk data was flowing; 0 until measured."""
+
+    def post(self, peer: PeerId, data: bytes, bulk: bool) -> bool:
+        """Queue a message; False if it was dropped because the queue is full."""
+        lane = self._lanes.get(peer)
+        if lane is None:
+            lane = self._lanes[peer] = _Lane()
+        if bulk:
+            if lane.bulk_bytes + len(data) > MAX_QUEUED_BYTES:
+                return False
+            lane.bulk.append(data)
+            lane.bulk_bytes += len(data)
+        else:
+            if len(lane.control) >= MAX_QUEUED_CONTROL:
+                return False
+            lane.control.append(data)
+        lane.wake.set()
+        if lane.task is None or lane.task.done():
+            lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
+        return True
+
+    def carriers_in_use(self) -> dict[str, str]:
+        """Carrier per peer with an open link."""
+        return {peer: lane.link.carrier for peer, lane in self._lanes.items() if lane.link is not None}
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until the queues of reachable peers are empty, at most ``timeout_s`` seconds."""
+        ends_at = time.monotonic() + timeout_s
+        while any(lane.control or lane.bulk for lane in self._lanes.values()) or self._sending:
+            if time.monotonic() > ends_at:
+                return
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """Stop all lanes and close their links. Safe to cancel."""
+        for lane in self._lanes.values():
+            if lane.task is not None:
+                lane.task.cancel()
+        links = [lane.link for lane in self._lanes.values() if lane.link is not None]
+        self._lanes.clear()
+        for link in links:
+            await link.close()
+
+    async def _serve(self, peer: PeerId, lane: _Lane) -> None:
+        """One lane's task: lives while there is something to send or an open link to watch."""
+        while True:
+            if lane.link is None and not await self._open(peer, lane):
+                return
+            assert lane.link is not None
+            try:
+                await self._send_until_idle(lane, lane.link)
+                await self._wait(lane, lane.link)
+            except TransportError as error:
+                carrier, lane.link = lane.link.carrier, None
+                self._observer.lost(peer, carrier, str(error))
+
+    async def _open(self, peer: PeerId, lane: _Lane) -> bool:
+        record = await self._find_record(peer)
+        reasons: list[str] = []
+        for carrier in self._carriers if record is not None else ():
+            assert record is not None
+            if carrier.name == "grpc" and time.monotonic() - lane.grpc_failed_at < RETRY_DIRECT_S:
+                reasons.append("grpc failed a moment ago")
+                continue
+            try:
+                lane.link = await carrier.connect(record)
+            except (TransportError, RemoteProtocolError) as error:
+                reasons.append(f"{carrier.name}: {error}")
+                if carrier.name == "grpc" and len(self._carriers) > 1:
+                    lane.grpc_failed_at = time.monotonic()
+                continue
+            self._observer.opened(peer, carrier.name, "; ".join(reasons))
+            return True
+        lane.control.clear()
+        lane.bulk.clear()
+        lane.bulk_bytes = 0
+        self._observer.unreachable(peer, "; ".join(reasons) or "no record of this peer is known")
+        return False
+
+    async def _send_until_idle(self, lane: _Lane, link: Link) -> None:
+        while lane.control or lane.bulk:
+            if lane.control:
+                data = lane.control.popleft()
+                await link.send(data)
+                self.up_bytes += len(data)
+                continue
+            data = lane.bulk.popleft()
+            lane.bulk_bytes -= len(data)
+            await self._send_bulk(link, data)
+
+    async def _send_bulk(self, link: Link, data: bytes) -> None:
+        if self._sending == 0:
+            self._window_started_at, self._window_bytes = time.monotonic(), 0
+        self._sending += 1
+        try:
+            await link.send(data)
+        finally:
+            self._sending -= 1
+        self.up_bytes += len(data)
+        self._window_bytes += len(data)
+        elapsed_s = max(1e-6, time.monotonic() - self._window_started_at)
+        if self._cap and (ahead_s := self._window_bytes / self._cap - elapsed_s) > 0:
+            await asyncio.sleep(ahead_s)
+            elapsed_s += ahead_s
+        if elapsed_s > RATE_WINDOW_S or (self._sending == 0 and self._window_bytes > 1 << 20):
+            rate = self._window_bytes / elapsed_s
+            known = self.upload_bytes_per_s
+            self.upload_bytes_per_s = RATE_DECAY * known + (1 - RATE_DECAY) * rate if known else rate
+            self._window_started_at, self._window_bytes = time.monotonic(), 0
+
+    async def _wait(self, lane: _Lane, link: Link) -> None:
+        """Until there is something to send; raises ``PeerLost`` when the link dies first."""
+        lane.wake.clear()
+        if lane.control or lane.bulk:
+            return
+        woken = asyncio.ensure_future(lane.wake.wait())
+        closed = asyncio.ensure_future(link.wait_closed())
+        try:
+            await asyncio.wait({woken, closed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
+            closed.cancel()
+        if closed.done() and not closed.cancelled() and not (lane.control or lane.bulk):
+            raise PeerLost(closed.result())

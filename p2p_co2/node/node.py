@@ -1,0 +1,499 @@
+"""The pump: feeds the machines with messages, timers and answers, and carries out what they ask.
+
+Nothing else in the library reads the clock for the machines, sets their timers or sends their messages; in
+tests the same machines run on virtual time.
+
+Laws: one asyncio loop, one TaskGroup; what a peer sends can at worst be counted against it
+(``MessageRefused``), never raise out of here; the tensor side is asked in the order in which rounds were
+decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.catchup import CatchUp, Shape
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
+from p2p_co2.node.catching import Catching
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean
+from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.node.network import Network
+from p2p_co2.rounds import (
+    Aborted,
+    Began,
+    Committed,
+    FellBehind,
+    Offer,
+    OutcomeWithoutBytes,
+    PayloadShape,
+    PeerView,
+    ReduceWanted,
+    Refused,
+    Rounds,
+    RoundsEvent,
+    open_decision,
+)
+from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Decision, Envelope, Status
+
+FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
+QUICK_FINDS = 10
+ALONE_BEFORE_REBOOTSTRAP_S = 20.0
+DECISION_KEPT_S = 600.0
+NEWS_UNDER_WAY_S = 0.002
+REFUSALS_REPORTED = 10
+"""Refusals of one kind from one peer that become events one by one; after that only each power of two."""
+
+_MEMBERSHIP = frozenset({"ping", "pong", "leave"})
+_ROUNDS = frozenset({"ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind"})  # fmt: skip
+_CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
+_BULK = frozenset({"part", "mean", "chunk"})
+
+
+@dataclass(frozen=True)
+class LocalProgress:
+    """What the training thread says of itself; replaced whole, so that the network thread may read it at any
+    time."""
+
+    phase: Status.Phase = Status.JOINING
+    position: float = 0.0
+    inner_steps: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+
+
+class Node:
+    """One peer on the network, after its model is known. Make it on the network thread, then run ``run`` as a
+    task."""
+
+    def __init__(
+        self,
+        network: Network,
+        shape: PayloadShape,
+        state_bytes: Sequence[int],
+        ledger: Ledger,
+        agreed: Sequence[AgreedVersion],
+        report: Callable[[ev.Event], None],
+    ) -> None:
+        self._network, self._ledger, self._report_event = network, ledger, report
+        self.me = network.identity.peer_id
+        self.run_digest = network.run.digest()
+        self.shape = shape
+        self.agreed = list(agreed)
+        self.progress = LocalProgress()
+        self.settled_now = self.abreast_now = False
+        """Settled: no live peer trains any more and all are at our versions and digests. Abreast: nobody is
+        ahead."""
+        self.swarm_position: tuple[float, float] | None = None
+        """Median position of the other training peers, and the local time it was true at."""
+        self.membership = Membership(self.me)
+        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
+        means = tuple(blocks * shape.block_bytes for blocks in shape.blocks)
+        self.catchup = CatchUp(Shape(means, tuple(state_bytes)))
+        for fragment, version in enumerate(agreed):
+            self.rounds.set_state(fragment, version.version, version.digest)
+        self.catching = Catching(self)
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        self.down_bytes = 0
+        self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._links: Links | None = None
+        self._alone_since = self.now()
+        self._bug: Exception | None = None
+
+    # ---- life
+
+    async def run(self) -> None:
+        """Until ``stop``. Raises ``EnvironmentFault`` if a carrier cannot listen."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
+            cap = self._network.config.limits.upload_bytes_per_s
+            await self._network.start_carriers(self._on_message, self._on_link_refused)
+            self._links = Links(self._network.carriers, self._network.find_record, observer, tasks, cap)
+            background = [
+                tasks.create_task(self._discover(), name="discover"),
+                tasks.create_task(self._keep_time(), name="timers"),
+            ]
+            await self._stopping.wait()
+            for task in background:
+                task.cancel()
+            await self._links.drain(1.0)
+            await self._links.close()
+        if self._bug is not None:
+            raise self._bug
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    @property
+    def links(self) -> Links:
+        if self._links is None:
+            raise LocalProtocolError("the node is not running")
+        return self._links
+
+    def now(self) -> float:
+        """The machines' clock: monotonic, and near unix time so that offsets between peers mean something."""
+        return _WALL_AT_START + time.monotonic()
+
+    # ---- what the trainer asks
+
+    def offer(self, offer: Offer) -> None:
+        """Start a round with this peer's encoded outer gradient."""
+        agreed = self.agreed[offer.fragment]
+        if agreed.version < offer.round - 1:
+            # The tensor side is ahead of us by a commit whose news is on its way to this loop.
+            asyncio.get_running_loop().call_later(NEWS_UNDER_WAY_S, self.offer, offer)
+            return
+        if (agreed.version, agreed.digest) != (offer.round - 1, offer.state_digest):
+            self.spawn(self._ledger.abort(offer.fragment, offer.round))
+            return
+        now = self.now()
+        self._refresh_peers(now)
+        try:
+            self.rounds.offer(offer, now)
+        except LocalProtocolError as error:
+            self._crash(error)
+        self.pump()
+
+    def say_goodbye(self, reason: str) -> None:
+        self.membership.say_goodbye(reason)
+        self.pump()
+
+    def live_peers(self) -> int:
+        """Peers heard of late, without this one."""
+        return len(self.membership.live)
+
+    def traffic_bytes(self) -> tuple[int, int]:
+        """Bytes of messages (up, down)."""
+        return (self._links.up_bytes if self._links is not None else 0), self.down_bytes
+
+    def _publish(self) -> None:
+        """Conclusions for other threads, as plain values."""
+        mine = [(agreed.version, agreed.digest) for agreed in self.agreed]
+        statuses = [info.status for info in self.membership.live.values()]
+        theirs = [list(zip(status.versions, status.digests, strict=False)) for status in statuses]
+        idle = not self.catching.busy()
+        self.settled_now = idle and all(
+            status.phase == Status.DRAINING and state == mine
+            for status, state in zip(statuses, theirs, strict=True)
+        )
+        ahead = [
+            max((state[fragment][0] for state in theirs if fragment < len(state)), default=0) - version
+            for fragment, (version, _) in enumerate(mine)
+        ]
+        self.abreast_now = idle and all(rounds <= 1 for rounds in ahead)
+
+    # ---- messages in
+
+    async def _on_message(self, sender: PeerId, data: bytes) -> None:
+        self.down_bytes += len(data)
+        try:
+            self._dispatch(sender, data)
+        except RemoteProtocolError as error:
+            self.refuse(sender, error.reason, error.detail)
+        except Exception as error:  # named place: a carrier would take our bug for the sender's fault
+            self._crash(error)
+            return
+        self.pump()
+
+    def _crash(self, error: Exception) -> None:
+        """A bug of ours outside the TaskGroup: end the node with it, loudly."""
+        self._bug = self._bug or error
+        self._stopping.set()
+
+    def _dispatch(self, sender: PeerId, data: bytes) -> None:
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise RemoteProtocolError("too large", f"{len(data)} bytes")
+        envelope = Envelope()
+        try:
+            envelope.ParseFromString(data)
+        except DecodeError:
+            raise RemoteProtocolError("unreadable", "not an Envelope") from None
+        if envelope.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(
+                "unknown version", f"{envelope.version}, this peer speaks {PROTOCOL_VERSION}"
+            )
+        if envelope.run != self.run_digest:
+            raise RemoteProtocolError("another run", envelope.run.hex()[:16])
+        kind = envelope.WhichOneof("body")
+        now = self.now()
+        if kind in _MEMBERSHIP:
+            self.membership.receive(getattr(envelope, kind), sender, now)
+        elif kind in _ROUNDS:
+            self.rounds.receive(getattr(envelope, kind), sender, now)
+        elif kind in _CATCH_UP:
+            self.catchup.receive(getattr(envelope, kind), sender, now)
+        else:
+            raise RemoteProtocolError("unknown message", "no body that this version knows")
+
+    def refuse(self, peer: str, reason: str, detail: str) -> None:
+        """Count a broken rule against ``peer``; the first few of a kind become events one by one."""
+        self.refusals[peer, reason] += 1
+        count = self.refusals[peer, reason]
+        if count <= REFUSALS_REPORTED or count & (count - 1) == 0:
+            self.report(ev.MessageRefused, other=peer, reason=reason, detail=detail[:200])
+
+    def _on_link_refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
+        self.refuse(peer or "unknown", error.reason, error.detail)
+
+    # ---- the pump
+
+    def pump(self) -> None:
+        """Send what the machines have to send and carry out their events until they are silent."""
+        if self._links is None or self._stopping.is_set():
+            return
+        for _ in range(1000):
+            if not self._send_all() and not self._handle_all():
+                break
+        self._wake.set()
+
+    def _send_all(self) -> bool:
+        sent = False
+        for machine in (self.membership, self.rounds, self.catchup):
+            for peer, message in machine.messages_to_send():
+                sent = True
+                self._post(peer, message)
+        return sent
+
+    def _post(self, peer: PeerId, message: Any) -> None:
+        kind = _FIELD_OF_TYPE[type(message)]
+        envelope = Envelope(version=PROTOCOL_VERSION, run=self.run_digest, **{kind: message})
+        self.links.post(peer, envelope.SerializeToString(), kind in _BULK)
+
+    def _handle_all(self) -> bool:
+        handled = False
+        while (event := self.membership.next_event()) is not None:
+            handled = True
+            self._on_membership(event)
+        while (round_event := self.rounds.next_event()) is not None:
+            handled = True
+            self._on_round(round_event)
+        while (catch_event := self.catchup.next_event()) is not None:
+            handled = True
+            self.catching.handle(catch_event)
+        return handled
+
+    async def _keep_time(self) -> None:
+        while True:
+            now = self.now()
+            self._heartbeat(now)
+            self.membership.handle_timer(now)
+            self.rounds.handle_timer(now)
+            self.catchup.handle_timer(now)
+            self.pump()
+            self._publish()
+            self._wake.clear()
+            timers = (self.membership.get_timer(), self.rounds.get_timer(), self.catchup.get_timer())
+            next_at = min((at for at in timers if at is not None), default=now + HEARTBEAT_S)
+            wait_s = min(HEARTBEAT_S, max(0.001, next_at - self.now()))
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _heartbeat(self, now: float) -> None:
+        """Refresh what others and the training thread see of us and of the swarm."""
+        progress = self.progress
+        self.membership.status = Status(
+            phase=progress.phase,
+            position=max(0.0, progress.position),
+            inner_steps=progress.inner_steps,
+            tokens=progress.tokens,
+            loss=progress.loss,
+            versions=[agreed.version for agreed in self.agreed],
+            digests=[agreed.digest for agreed in self.agreed],
+            upload_bytes_per_s=self.upload_bytes_per_s(),
+            software=self._network.software,
+        )
+        self._refresh_peers(now)
+        self.catching.look_around(now)
+        clock = self._network.run.clock
+        if clock.mode == "time":
+            positions = sorted(self.membership.positions(now, 1.0 / clock.round_s))
+            self.swarm_position = (positions[len(positions) // 2], time.monotonic()) if positions else None
+        else:
+            self.swarm_position = None
+
+    def upload_bytes_per_s(self) -> float:
+        """What this peer can send: measured, at most its own cap; 0 when not measured yet."""
+        cap = self._network.config.limits.upload_bytes_per_s
+        measured = self.links.upload_bytes_per_s
+        return min(cap, measured) if cap and measured else cap or measured
+
+    def _refresh_peers(self, now: float) -> None:
+        views = {
+            peer: PeerView(
+                upload_bytes_per_s=info.status.upload_bytes_per_s,
+                training=info.status.phase == Status.TRAINING,
+                versions=tuple(info.status.versions),
+            )
+            for peer, info in self.membership.live.items()
+        }
+        self.rounds.set_peers(views, now)
+
+    # ---- events of the machines
+
+    def _on_membership(self, event: Joined | Left) -> None:
+        now = self.now()
+        if isinstance(event, Joined):
+            self.report(ev.PeerJoined, other=event.peer)
+        else:
+            self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
+            self.catchup.forget_donor(event.peer, now)
+        self._refresh_peers(now)
+
+    def _on_round(self, event: RoundsEvent) -> None:
+        if isinstance(event, ReduceWanted):
+            self.spawn(self._reduce(event))
+        elif isinstance(event, Committed):
+            self.spawn(self._committed(event))
+        elif isinstance(event, Aborted):
+            self.report(ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason)
+            self.spawn(self._ledger.abort(event.fragment, event.round))
+        elif isinstance(event, Began):
+            self.report(
+                ev.RoundBegan,
+                fragment=event.fragment,
+                round=event.round,
+                group=tuple(event.group),
+                waited_s=event.waited_s,
+                deadline_s=event.deadline_s,
+            )
+        elif isinstance(event, FellBehind):
+            self.catching.go_to(event.fragment, event.version, event.digest, tuple(event.donors))
+        elif isinstance(event, OutcomeWithoutBytes):
+            self.catching.go_to(event.fragment, event.round, b"", tuple(event.donors))
+        elif isinstance(event, Refused):
+            self.refuse(event.peer, event.reason, event.detail)
+
+    async def _reduce(self, event: ReduceWanted) -> None:
+        job = event.job
+        try:
+            mean = await self._ledger.reduce(job.fragment, job.slices)
+        except SliceRefused as refused:
+            self.refuse(refused.peer, "bad slice", refused.reason)
+            self.rounds.refused_slice(job, PeerId(refused.peer), refused.reason, self.now())
+        else:
+            self.rounds.reduced(job, mean, self.now())
+        self.pump()
+
+    async def _committed(self, event: Committed) -> None:
+        decision = Decision()
+        decision.ParseFromString(event.decision)
+        agreed = agreed_mean(open_decision(decision, self.run_digest, self.shape), event.mean)
+        parts = agreed.parts
+        everywhere = set.intersection(*(set(part.weights) for part in parts))
+        somewhere = set.union(*(set(part.weights) for part in parts))
+        self.report(
+            ev.RoundCommitted,
+            fragment=event.fragment,
+            round=event.round,
+            coordinator=event.coordinator,
+            group_size=len(event.group),
+            contributors=len(everywhere),
+            partial=len(somewhere) - len(everywhere),
+            duration_s=event.duration_s,
+        )
+        if event.coordinator == self.me:
+            self.spawn(self._publish_decision(event.fragment, event.round, event.decision))
+        await self.take(agreed, decision)
+
+    async def take(self, mean: AgreedMean, decision: Decision) -> bool:
+        """Apply an agreed mean; False if it does not follow this peer's version."""
+        version = await self._ledger.commit(mean)
+        moved = self._agree(mean.fragment, version) and version.version == mean.round
+        if moved:
+            self.catchup.remember(mean.fragment, mean.round, decision, mean.mean)
+        self.pump()
+        return moved
+
+    async def adopt(self, fragment: int, data: bytes, digest: bytes) -> None:
+        """Take over a donor's state; errors as ``Ledger.adopt``."""
+        self._agree(fragment, await self._ledger.adopt(fragment, data, digest))
+        self.pump()
+
+    def give_up_offer(self, fragment: int) -> None:
+        """Whatever this peer has in flight for ``fragment`` came to nothing."""
+        self.spawn(self._ledger.abort(fragment, self.agreed[fragment].version + 1))
+
+    async def export(self, fragment: int) -> None:
+        version, data = await self._ledger.export(fragment)
+        self.catchup.exported(fragment, version.version, data, version.digest, self.now())
+        self.pump()
+
+    def _agree(self, fragment: int, version: AgreedVersion) -> bool:
+        changed = self.agreed[fragment] != version
+        self.agreed[fragment] = version
+        self.rounds.set_state(fragment, version.version, version.digest)
+        if changed and self._links is not None:
+            self._heartbeat(self.now())
+        return changed
+
+    async def _publish_decision(self, fragment: int, round_: int, decision: bytes) -> None:
+        try:
+            await self._network.discovery.publish_decision(fragment, round_, decision, DECISION_KEPT_S)
+        except TransportError as error:
+            self.report(ev.Warned, text=f"the decision of round {round_} is not in the DHT: {error}")
+
+    # ---- links and discovery
+
+    def _link_opened(self, peer: PeerId, carrier: str, reason: str) -> None:
+        self.report(ev.LinkOpened, other=peer, carrier=carrier, reason=reason)
+
+    def _link_lost(self, peer: PeerId, carrier: str, reason: str) -> None:
+        self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)
+
+    def _unreachable(self, peer: PeerId, reason: str) -> None:
+        self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
+        self.pump()
+
+    async def _discover(self) -> None:
+        finds = 0
+        while True:
+            try:
+                await self._network.publish_self()
+                records = await self._network.find_peers()
+                if records or self.membership.live:
+                    self._alone_since = self.now()
+                elif self.now() - self._alone_since > ALONE_BEFORE_REBOOTSTRAP_S:
+                    self._alone_since = self.now()
+                    await self._network.rebootstrap()
+            except TransportError as error:
+                self.report(ev.Warned, text=f"peer discovery: {error}")
+                records = []
+            peers = [PeerId(record.peer) for record in records]
+            self.membership.forget(peers)
+            self.membership.found(peers, self.now())
+            self.pump()
+            finds += 1
+            await asyncio.sleep(FIND_PEERS_QUICKLY_S if finds < QUICK_FINDS else FIND_PEERS_S)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` in the node's TaskGroup: an error in it is ours and ends the node loudly."""
+        if self._tasks is None or self._stopping.is_set():
+            work.close()
+            return
+        self._tasks.create_task(work)
+
+    def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
+        self._report_event(kind(at=time.time(), peer=self.me, **fields))
+
+
+_WALL_AT_START = time.time() - time.monotonic()
+_FIELD_OF_TYPE = {
+    type(getattr(Envelope(), field.name)): field.name
+    for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields
+}

@@ -1,0 +1,325 @@
+"""The outer optimizer: what a committed mean does to the agreed parameters, and how live parameters meet
+the result.
+
+``init`` and ``step`` are an algorithm over a plain ``OuterState``, one per fragment; nothing is hidden and
+nothing is changed in place, so saving, replaying and comparing states come free. In the papers' symbols:
+``params`` is CO2's x and DiLoCo's theta, ``momentum`` CO2's m, ``config.momentum`` beta, ``config.lr`` the
+outer learning rate, ``config.clip_phi`` CO2's phi. The outer gradient is ``state.params - params``; the
+sign is law.
+
+Laws:
+
+1. Agreed state. ``step`` gives the same bits on every peer. Multiplication and addition are separate
+   operations, each rounded once; ``torch.add(alpha=)``, ``addcmul`` and ``lerp`` are never used, because
+   some builds fuse them into one rounding and some do not, and one last bit of difference is another
+   digest. There is no division of a tensor by a number either: one device divides, another multiplies by
+   the inverse. Norms come from ``exact_norm``, which has no reduction order. (A process that flushes
+   denormals, ``torch.set_flush_denormal``, breaks this law: leave it off.)
+2. An aborted round changes nothing: there is no call for it.
+3. A state is never modified; ``step`` works in buffers that it made.
+
+Sources: CO2 (arXiv 2401.16265) for the staleness gap penalty (after its Eq. 3, denominator ours) and outer
+momentum clipping; DiLoCo and Streaming DiLoCo (2501.18512) for Nesterov and ``blend``; Eager updates
+(2502.12996) for ``eager_correction``; ``keep`` is ours.
+
+Price: a step holds three fp32 copies of one fragment beside the old state, and one more pass over it per
+norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from p2p_co2.config import OuterConfig
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+
+MOVED_NORMS_KEPT = 4
+"""Changes of ``params`` whose norms are remembered: the staleness that the gap penalty measures exactly."""
+_GAP_EPS = 1e-12
+_MEAN_SQUARE_DECAY = 0.9
+_NORM_BITS = 20
+_NORM_PIECE = 1 << 16
+"""Elements per piece: small enough for a cache; up to 2^22 of them, each at most (2^20)^2, would fit an
+int64."""
+
+
+class OuterState(NamedTuple):
+    """The agreed state of one fragment after ``version`` outer steps; the same bits on every peer.
+
+    ``params`` and ``momentum``: fp32 [n], host memory. ``mean_square``: running mean square of the applied
+    gradient, 0 before the first. ``moved_norms``: L2 norms of the last changes of ``params``, at most
+    ``MOVED_NORMS_KEPT``, newest last.
+    """
+
+    version: int
+    params: Tensor
+    momentum: Tensor
+    mean_square: float
+    moved_norms: tuple[float, ...]
+
+
+class StepReport(NamedTuple):
+    """What one step did. ``gap`` 1 means no penalty; ``clipped_share`` is the share of momentum values
+    clipped, 0 to 1; ``gradient_norm`` is that of the mean as it arrived, ``momentum_norm`` that of the
+    momentum as it is stored."""
+
+    gap: float
+    gradient_norm: float
+    momentum_norm: float
+    clipped_share: float
+
+
+class Merge(NamedTuple):
+    """How live parameters change: ``live = keep * live + addend``. ``addend``: fp32 [n], host memory. One
+    affine pass, so that the training thread computes nothing else, whatever it did to the live parameters
+    since the snapshot."""
+
+    keep: float
+    addend: Tensor
+
+
+def init(params: Tensor) -> OuterState:
+    """Version 0 of a fragment from its starting values ([n], any float dtype, any device; copied)."""
+    start = params.detach().to(device="cpu", dtype=torch.float32, copy=True).reshape(-1)
+    return OuterState(0, start, torch.zeros_like(start), 0.0, ())
+
+
+def exact_norm(values: Tensor) -> float:
+    """L2 norm of ``values`` (any shape; fp32 or narrower) that has no reduction order: the same bits on every
+    machine.
+
+    A float sum depends on its order, so on thread count, vector width and device. Here the largest
+    magnitude (no order in a maximum) gives a power of two that scales all values to at most 2^20; they are
+    rounded to integers, and integers are squared and summed, exactly. The rounding is at most 2^-20 of the
+    largest magnitude per value.
+
+    This replaces scalars that part owners would send with their means: a peer computes these bits itself
+    from the agreed mean and the agreed state, so no peer has to be believed about a number that steers
+    everybody's step.
+
+    Returns inf if any value is not finite, 0 for no values.
+    """
+    flat = values.detach().reshape(-1)
+    if flat.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(flat)
+    largest = max(-float(low), float(high))
+    if not math.isfinite(largest):
+        return math.inf
+    if largest == 0.0:
+        return 0.0
+    # frexp: largest = m * 2^exponent with m in [0.5, 1), so the scaled magnitudes stay below 2^20.
+    shift = _NORM_BITS - math.frexp(largest)[1]
+    total = 0
+    for piece in torch.split(flat, _NORM_PIECE):
+        # Two halves, because the scale itself may be beyond fp32; what underflows on the way rounds to 0
+        # anyway.
+        scaled = (piece.float() * math.ldexp(1.0, shift // 2)).mul_(math.ldexp(1.0, shift - shift // 2))
+        whole = scaled.round_().long()
+        total += int(whole.mul_(whole).sum())
+    return math.ldexp(math.sqrt(total), -shift)
+
+
+def outer_gradient(state: OuterState, params: Tensor, correction: Tensor | None = None) -> Tensor:
+    """``state.params - params`` (fp32 [n]): what this peer offers for ``params``, a snapshot of its live
+    parameters.
+
+    ``state`` is the one that the live parameters last met: the newest under "keep" and "blend"; under "co2"
+    and "eager" the one of the last boundary merge, even if a newer one has committed since. Its version is
+    the offer's base version.
+
+    ``correction`` is the one that was merged at the peer's last boundary under rule "eager", and None
+    otherwise: those parameters began at ``state.params - correction``, and what was corrected has been
+    offered already, so it must not count again.
+    """
+    gradient = state.params - params
+    return gradient if correction is None else gradient.sub_(correction)
+
+
+def step(
+    config: OuterConfig, state: OuterState, mean: Tensor, base_version: int
+) -> tuple[OuterState, StepReport]:
+    """Apply the committed mean outer gradient of one round.
+
+    ``mean``: fp32 [n], host memory. ``base_version``: the outer version that the mean was measured from, at
+    most ``state.version``; the difference is the staleness.
+
+    Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32: every peer
+    that holds the same bits refuses alike, and the state stays. Raises ``LocalProtocolError`` for a wrong
+    shape or version.
+    """
+    _check(state, mean, base_version)
+    gradient_norm = exact_norm(mean)
+    gap = _gap(config, state, gradient_norm, state.version - base_version)
+    inverse = 1.0 / gap
+    applied = mean * inverse
+    applied_norm = gradient_norm * inverse
+    # No ** on floats anywhere here: libraries round pow differently; products and sqrt are exact by IEEE 754.
+    mean_square = applied_norm * applied_norm / max(1, mean.numel())
+    if state.mean_square > 0.0:
+        mean_square = _MEAN_SQUARE_DECAY * state.mean_square + (1.0 - _MEAN_SQUARE_DECAY) * mean_square
+    momentum = state.momentum * config.momentum
+    momentum.add_(applied)
+    momentum, clipped_share = _clip(config, momentum, mean_square)
+    # From here on the memory of ``applied`` is the step's, then the change's, then the new parameters'.
+    change = applied.add_(momentum * config.momentum) if config.nesterov else applied.copy_(momentum)
+    change.mul_(config.lr)
+    momentum_norm, moved_norm = exact_norm(momentum), exact_norm(change)
+    params = torch.sub(state.params, change, out=change)
+    low, high = torch.aminmax(params) if params.numel() else (params.sum(), params.sum())
+    if not all(map(math.isfinite, (gradient_norm, momentum_norm, moved_norm, float(low), float(high)))):
+        raise RemoteProtocolError(
+            "not_finite", "the mean outer gradient is not finite, or too large to apply"
+        )
+    moved_norms = (*state.moved_norms, moved_norm)[-MOVED_NORMS_KEPT:]
+    return (
+        OuterState(state.version + 1, params, momentum, mean_square, moved_norms),
+        StepReport(gap, gradient_norm, momentum_norm, clipped_share),
+    )
+
+
+def merge(
+    config: OuterConfig, old: OuterState, new: OuterState, snapshot: Tensor | None, missed: Sequence[slice]
+) -> Merge:
+    """Rules "keep" and "blend": how live parameters take in the step from ``old`` to ``new``, at any moment
+    after it.
+
+    ``snapshot``: fp32 [n], the live parameters that this peer's offer was measured at, from ``old``; None
+    if it made no offer. ``missed``: ranges in which the offer did not reach the mean.
+
+    keep: where the offer counted, the drift since the snapshot survives (``new + (live - snapshot)``), so
+    the next outer gradient is exactly minus that drift. Where it did not, all drift since ``old`` survives
+    (``new + (live - old)``), so the work is offered again. Nothing is counted twice and nothing is lost.
+
+    blend: ``alpha * live + (1 - alpha) * new`` (Streaming DiLoCo). A peer with any missed range uses "keep"
+    for this one merge: blending would throw away a share of work that nobody else has.
+
+    Catching up over several versions at once is ``old`` as it was, ``new`` as it is, and the whole fragment
+    missed.
+    """
+    if config.rule not in {"keep", "blend"}:
+        raise LocalProtocolError(f"merge is not for rule {config.rule!r}: use boundary_merge")
+    if config.rule == "blend" and snapshot is not None and not missed:
+        return Merge(config.blend_alpha, new.params * (1.0 - config.blend_alpha))
+    if snapshot is None:
+        return Merge(1.0, new.params - old.params)
+    addend = new.params - snapshot
+    for part in missed:
+        addend[part] = new.params[part] - old.params[part]
+    return Merge(1.0, addend)
+
+
+def boundary_merge(
+    config: OuterConfig,
+    new: OuterState,
+    snapshot: Tensor,
+    lost_work: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> Merge:
+    """Rules "co2" and "eager" at a fragment's schedule point: live parameters become ``new``, plus what
+    they drifted since ``snapshot``.
+
+    ``new``: the state after the mean that was in flight, or the current one if nothing was. ``snapshot``:
+    fp32 [n], the live parameters at this boundary; the gradient offered now is measured at it, from the
+    state before this merge. The progress since the last boundary is dropped here and returns, averaged,
+    with that offer.
+
+    ``lost_work``: from ``lost_work_of``, if the previous offer was not wholly counted. It is put back into
+    the live parameters, so that it is part of the next offer. ``correction``: from ``eager_correction``;
+    None for "co2".
+    """
+    if config.rule not in {"co2", "eager"}:
+        raise LocalProtocolError(f"boundary_merge is not for rule {config.rule!r}: use merge")
+    addend = new.params - snapshot
+    if lost_work is not None:
+        addend.sub_(lost_work)
+    if correction is not None:
+        addend.sub_(correction)
+    return Merge(1.0, addend)
+
+
+def lost_work_of(gradient: Tensor, missed: Sequence[slice]) -> Tensor | None:
+    """The outer gradient that this peer offered, in the ranges where it did not reach the mean, 0
+    elsewhere; None if none was missed."""
+    if not missed:
+        return None
+    lost = torch.zeros_like(gradient)
+    for part in missed:
+        lost[part] = gradient[part]
+    return lost
+
+
+def eager_correction(config: OuterConfig, gap: float, share: float, fresh: Tensor, stale: Tensor) -> Tensor:
+    """What a peer subtracts from the agreed parameters under rule "eager": its own fresh share in place of
+    its own stale share.
+
+    Eager updates (arXiv 2502.12996) step with ``g + share * (fresh - stale)`` in place of the mean ``g``,
+    where ``stale`` is this peer's outer gradient inside ``g``, ``fresh`` the one it offers now (fp32 [n]
+    both), and ``share`` its weight in ``g`` (1/M for equal peers, 0 if it was missed). Call the difference
+    e. The step is linear in the mean: the momentum gains ``e / gap``, so the parameters lose
+
+    - heavy ball, step = momentum: ``lr * e / gap`` more;
+    - Nesterov, step = g / gap + beta * momentum: ``lr * (e / gap + beta * e / gap) = lr * (1 + beta) * e /
+      gap`` more.
+
+    So the agreed step stays that of "co2", and each peer adds this correction for itself. It uses the
+    agreed gap and does not pass through clipping, both of which would need norms that only this peer has.
+    It is not carried into the momentum: the next mean brings the fresh gradients of all peers.
+    """
+    factor = 1.0 + config.momentum if config.nesterov else 1.0
+    return (fresh - stale).mul_(config.lr * factor * share / gap)
+
+
+def stability_warning(config: OuterConfig, delayed: bool) -> str | None:
+    """Words for a person if these settings are known to diverge under a full round of delay, else None.
+
+    Linear model, with delta in (0, 1) the contraction of one round of training: one round late, heavy ball
+    is stable for ``lr * delta < 1 - beta``. So ``lr / (1 - beta)`` below 1 always is, and above 2 only a
+    model that covers less than half of its way per round is.
+    """
+    speed = config.lr / (1.0 - config.momentum)
+    if not delayed or config.rule not in {"co2", "eager"} or config.gap_penalty or speed <= 2.0:
+        return None
+    return (
+        f"outer.rule {config.rule!r} applies means one round late; with outer.lr / (1 - outer.momentum) = "
+        f"{speed:.1f} (above 2) and no gap penalty this diverges on most models: set outer.gap_penalty = "
+        "true, or lower outer.lr or outer.momentum"
+    )
+
+
+def _check(state: OuterState, mean: Tensor, base_version: int) -> None:
+    if mean.shape != state.params.shape or mean.dtype != torch.float32:
+        raise LocalProtocolError(
+            f"mean is {mean.dtype} {tuple(mean.shape)}, the state float32 {tuple(state.params.shape)}"
+        )
+    if not 0 <= base_version <= state.version:
+        raise LocalProtocolError(f"base version {base_version} is not in 0..{state.version}")
+
+
+def _gap(config: OuterConfig, state: OuterState, gradient_norm: float, staleness: int) -> float:
+    """1 + how far the agreed parameters moved during the delay, in units of the gradient about to be applied.
+
+    The distance is bounded by the sum of the norms of the steps (triangle inequality), so no old parameters
+    are kept. A staleness beyond the remembered norms is charged at their average.
+    """
+    recent = state.moved_norms[-staleness:] if staleness else ()
+    if not config.gap_penalty or not recent or gradient_norm in {0.0, math.inf}:
+        return 1.0
+    # fsum, because the rounding of sum() differs between versions of Python.
+    moved = math.fsum(recent) * (staleness / len(recent))
+    return 1.0 + moved / (gradient_norm + _GAP_EPS)
+
+
+def _clip(config: OuterConfig, momentum: Tensor, mean_square: float) -> tuple[Tensor, float]:
+    """The momentum that is stored, and the share of its values that were clipped."""
+    if config.clip == "none":
+        return momentum, 0.0
+    bound = config.clip_phi * (math.sqrt(mean_square) if config.clip == "rms" else 1.0)
+    clipped = momentum.clamp(-bound, bound)
+    changed = int(torch.count_nonzero(clipped != momentum))
+    return clipped, changed / max(1, momentum.numel())

@@ -1,0 +1,89 @@
+"""This process among others: is the machine one we run on, who may stop us, and what do we leave behind.
+
+Laws: the first SIGINT or SIGTERM asks, the second ends at once, and even then no process below this one
+survives (the libp2p daemon would keep its port). Sources: signal(7), prctl(2) PR_SET_PDEATHSIG, proc(5).
+Price: Linux only, as is the libp2p daemon's wheel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from p2p_co2.errors import EnvironmentFault
+
+_PR_SET_PDEATHSIG = 1
+
+
+def require_supported_platform(system: str = sys.platform, machine: str = platform.machine()) -> None:
+    """Raise ``EnvironmentFault`` where the libp2p daemon has no build: anything but Linux on x86-64."""
+    if system != "linux" or machine not in {"x86_64", "AMD64"}:
+        raise EnvironmentFault(
+            f"p2p-co2 runs on Linux x86-64 (this is {system} on {machine}): its libp2p daemon is built for "
+            "that alone; on Windows use WSL 2, elsewhere a Linux x86-64 container or virtual machine"
+        )
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process asked to leave (SIGTERM) when process ``parent`` ends, even if that was killed; 0
+    does nothing."""
+    if parent == 0:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call above
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def processes_below(pid: int) -> list[int]:
+    """Ids of the children of ``pid`` and theirs, as far as the kernel tells."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in path.read_text().split()]
+        except OSError:
+            continue  # that thread has just ended
+        for child in children:
+            found += [child, *processes_below(child)]
+    return found
+
+
+class StopSignals:
+    """While entered, SIGINT and SIGTERM call ``ask`` once; the next one ends the process with status 130.
+
+    ``ask`` runs in the main thread between two bytecodes: it may set a flag, or raise ``KeyboardInterrupt``.
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self.ask = ask
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.asked:
+            self.asked = True
+            self.ask()
+            return
+        for pid in processes_below(os.getpid()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it was faster
+        os._exit(128 + signal.SIGINT)

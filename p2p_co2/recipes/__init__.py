@@ -1,0 +1,8 @@
+"""What a run trains. ``load_recipe`` builds it, ``recipe_digest`` names it, ``Recipe`` is what a user's own
+function returns."""
+
+from __future__ import annotations
+
+from p2p_co2.recipes.recipe import BYTE_GPT, Recipe, load_recipe, recipe_digest
+
+__all__ = ["BYTE_GPT", "Recipe", "load_recipe", "recipe_digest"]

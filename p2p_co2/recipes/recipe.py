@@ -1,0 +1,317 @@
+"""What a run trains: model, data, loss and inner optimizer, by a name that every peer can look up.
+
+"byte-gpt" is built in; ``path/to/file.py:function`` is the user's own, called with the recipe options as
+keyword arguments. Laws: the same name, options and seed give every peer the same bits of the model, whatever
+random numbers were drawn before, and leave torch's random state as it was; the digest covers what must agree
+(code and shape) and not a peer's own data, so volunteers may train on different texts.
+Price: a user's recipe is code that runs with the user's rights, so it is read from the peer's own disk only,
+never from the network; and the digest covers that one file, not what it imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from p2p_co2.errors import ConfigError
+from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss, sample_text
+from p2p_co2.recipes.corpus import Corpus, embedded_corpus, text_corpus, token_corpus
+
+BYTE_GPT = "byte-gpt"
+BYTE_GPT_VERSION = 1
+"""Raised when a change makes the built-in model differ for the same options."""
+WARMUP_ROUNDS = 0.5
+_HELD_OUT_WINDOWS = 128
+_SHAPE_OPTIONS: dict[str, int] = Shape()._asdict()
+_OTHER_OPTIONS = {"batch": 8, "learning_rate": 2e-3, "warmup_rounds": WARMUP_ROUNDS, "text": "", "tokens": ""}
+
+
+def first_tensor_numel(batch: Any) -> int:
+    """Elements of the first tensor in ``batch`` (a tensor, or nested lists, tuples and mappings); 1 if there
+    is none."""
+    found = next(_tensors(batch), None)
+    return 1 if found is None else found.numel()
+
+
+def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """AdamW with PyTorch's settings."""
+    return AdamW(parameters)
+
+
+def warm_up(position: float, rounds: float = WARMUP_ROUNDS) -> float:
+    """Factor of the learning rate at ``position`` (rounds since the run began): 0.1, rising to 1 after
+    ``rounds``."""
+    return 1.0 if position >= rounds else 0.1 + 0.9 * max(0.0, position) / rounds
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a trainer needs to do inner steps.
+
+    ``batches(seed, batch)``: an endless iterator of batches of ``batch`` sequences; peers pass different
+    seeds. ``loss(model, batch)``: a scalar to go backward from. ``tokens(batch)``: what the batch weighs in
+    the mean. ``learning_rate(position)``: factor on the optimizer's own rates at this many rounds since the
+    run began, the same for a newcomer. ``held_out(model)``: loss on data that nobody trains on.
+    ``generate(model, prompt, length, seed)``: text. ``default_batch``: sequences per inner step where a peer
+    sets none.
+    """
+
+    model: nn.Module
+    batches: Callable[[int, int], Iterator[Any]]
+    loss: Callable[[nn.Module, Any], Tensor]
+    tokens: Callable[[Any], int] = first_tensor_numel
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = default_optimizer
+    learning_rate: Callable[[float], float] = warm_up
+    held_out: Callable[[nn.Module], float] | None = None
+    generate: Callable[[nn.Module, str, int, int], str] | None = None
+    default_batch: int = 8
+
+
+def load_recipe(name: str, options: Mapping[str, str | int | float | bool], seed: int) -> Recipe:
+    """Build the recipe called ``name`` ("byte-gpt", or ``path/to/file.py:function``) with its model drawn
+    from ``seed``.
+
+    Raises ``ConfigError`` (with what would be right) for an unknown name, file, function or option, a text
+    that cannot be used, and a function that does not return a ``Recipe`` or ``(model, batches, loss)``. Other
+    errors inside a user's own function pass through, so that its author sees where they come from.
+    """
+    make = partial(_byte_gpt, options) if name == BYTE_GPT else partial(_user_recipe, name, options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def recipe_digest(name: str, options: Mapping[str, str | int | float | bool]) -> str:
+    """sha256, hex, of what all peers must share. Built in: name, version and the model's shape, defaults
+    written out. The user's own: the bytes of the file, the function's name and all options, but not where the
+    file lies.
+
+    Raises ``ConfigError`` as ``load_recipe`` does; runs no user code.
+    """
+    if name == BYTE_GPT:
+        shape = _check_options(options)[0]
+        parts = [b"built-in", name.encode(), str(BYTE_GPT_VERSION).encode(), _canonical(shape._asdict())]
+    else:
+        path, function = _split(name)
+        parts = [b"file", hashlib.sha256(_source(path)).digest(), function.encode(), _canonical(options)]
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
+
+
+# The built-in recipe
+
+
+def _byte_gpt(options: Mapping[str, str | int | float | bool]) -> Recipe:
+    shape, settings = _check_options(options)
+    model = ByteGPT(shape)  # first, so that no other draw comes before it
+    text, tokens = str(settings["text"]), str(settings["tokens"])
+    if tokens:
+        corpus = token_corpus(Path(tokens), shape.vocab_size)
+    else:
+        corpus = text_corpus(Path(text)) if text else embedded_corpus()
+    if len(corpus.train) < shape.context + 1:
+        raise _option_error(
+            "tokens" if tokens else "text",
+            f"only {len(corpus.train)} tokens to train on; context {shape.context} needs {shape.context + 1}",
+        )
+    return Recipe(
+        model=model,
+        batches=partial(_windows, corpus.train, shape.context),
+        loss=next_token_loss,
+        optimizer=partial(_adamw, float(settings["learning_rate"])),
+        learning_rate=partial(warm_up, rounds=float(settings["warmup_rounds"])),
+        held_out=partial(_held_out_loss, corpus, shape.context),
+        generate=None if tokens else sample_text,
+        default_batch=int(settings["batch"]),
+    )
+
+
+def _windows(tokens: Tensor, context: int, seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random windows for ever: inputs and targets, int64 [batch, context]."""
+    generator, span = torch.Generator().manual_seed(seed), torch.arange(context + 1)
+    while True:
+        starts = torch.randint(len(tokens) - context, (batch, 1), generator=generator)
+        windows = tokens[starts + span].long()
+        yield windows[:, :-1], windows[:, 1:]
+
+
+def _held_out_loss(corpus: Corpus, context: int, model: nn.Module) -> float:
+    """Mean loss over a fixed draw of held-out windows, the same on every peer with the same text."""
+    context = min(context, len(corpus.held_out) - 1)
+    batches = _windows(corpus.held_out, context, 0, _HELD_OUT_WINDOWS // 4)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        losses = [float(next_token_loss(model, next(batches))) for _ in range(4)]
+    model.train(was_training)
+    return sum(losses) / len(losses)
+
+
+def _adamw(learning_rate: float, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    # Fused: one pass over the parameters, about a sixth of the time on a CPU.
+    return AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+
+
+def _check_options(options: Mapping[str, str | int | float | bool]) -> tuple[Shape, dict[str, Any]]:
+    for key, value in options.items():
+        if key not in _SHAPE_OPTIONS and key not in _OTHER_OPTIONS:
+            known = ", ".join(sorted([*_SHAPE_OPTIONS, *_OTHER_OPTIONS]))
+            raise _option_error(key, f"unknown option; {BYTE_GPT} knows {known}")
+        if key in {"text", "tokens"}:
+            if not isinstance(value, str):
+                raise _option_error(key, f"must be a path, got {value!r}")
+        elif key in {"learning_rate", "warmup_rounds"}:
+            if (
+                isinstance(value, bool | str)
+                or not 0 <= value < float("inf")
+                or (value == 0 and key[0] == "l")
+            ):
+                raise _option_error(key, f"must be a positive number, got {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _option_error(key, f"must be a whole number of at least 1, got {value!r}")
+    shape = Shape(**{key: int(options.get(key, default)) for key, default in _SHAPE_OPTIONS.items()})
+    settings = {key: options.get(key, default) for key, default in _OTHER_OPTIONS.items()}
+    _check_shape(shape, settings)
+    return shape, settings
+
+
+def _check_shape(shape: Shape, settings: Mapping[str, Any]) -> None:
+    if shape.width % (2 * shape.heads):
+        raise _option_error(
+            "heads", f"width {shape.width} must be a multiple of 2 * heads ({2 * shape.heads})"
+        )
+    if settings["text"] and settings["tokens"]:
+        raise _option_error("tokens", "give either text or tokens, not both")
+    if shape.vocab_size != 256 and not settings["tokens"]:
+        raise _option_error(
+            "vocab_size", "text is bytes, whose vocabulary is 256; vocab_size goes with the option tokens"
+        )
+    if shape.vocab_size > 65536:
+        raise _option_error("vocab_size", f"token ids are uint16, so at most 65536, got {shape.vocab_size}")
+
+
+def _option_error(key: str, problem: str) -> ConfigError:
+    return ConfigError(f"recipe {BYTE_GPT}", f"recipe_options.{key}", problem)
+
+
+# The user's own recipe
+
+
+def _user_recipe(name: str, options: Mapping[str, str | int | float | bool]) -> Recipe:
+    path, function_name = _split(name)
+    function = getattr(_load_module(path), function_name, None)
+    if not callable(function):
+        raise ConfigError(
+            name, "", f"{path} has no function {function_name!r}; define it, or name another after the colon"
+        )
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ConfigError(name, "recipe_options", f"do not fit {function_name}(): {error}") from None
+    return _as_recipe(name, function(**options))
+
+
+def _split(name: str) -> tuple[Path, str]:
+    file, colon, function = name.rpartition(":")
+    if not colon or not file.endswith(".py") or not function.isidentifier():
+        raise ConfigError(name, "", f'no such recipe; write "{BYTE_GPT}" or "path/to/file.py:function"')
+    return Path(file), function
+
+
+def _source(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(str(path), "", f"no such file; paths are relative to {Path.cwd()}") from None
+    except OSError as error:
+        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}") from None
+
+
+class _FreshLoader(SourceFileLoader):
+    """Compiles the very bytes that the digest covers: no cached .pyc is read or written."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _load_module(path: Path) -> ModuleType:
+    """Run the file as a module of its own name space; its folder is not searched for imports."""
+    _source(path)  # for its messages
+    module_name = f"p2p_co2_recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+    loader = _FreshLoader(module_name, str(path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look their module up
+    try:
+        loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(str(path), "", f"is not valid Python: {error}") from None
+    except ImportError as error:
+        raise ConfigError(str(path), "", f"cannot import what it needs: {error}; install it") from None
+    return module
+
+
+def _as_recipe(name: str, made: object) -> Recipe:
+    if isinstance(made, tuple) and len(made) == 3:
+        model, batches, loss = made
+        if isinstance(batches, Iterable) and not callable(batches):
+            batches = partial(_over_and_over, name, batches)
+        if callable(batches) and callable(loss):
+            made = Recipe(model=model, batches=batches, loss=loss)
+    if not isinstance(made, Recipe) or not isinstance(made.model, nn.Module):
+        got = type(made).__name__
+        raise ConfigError(
+            name,
+            "",
+            f"must return a Recipe, or (model, batches, loss): an nn.Module, data, a function; got {got}",
+        )
+    if not any(parameter.requires_grad for parameter in made.model.parameters()):
+        raise ConfigError(
+            name, "", "its model has no parameter that requires a gradient, so there is nothing to train"
+        )
+    return made
+
+
+def _over_and_over(name: str, batches: Iterable[Any], seed: int, batch: int) -> Iterator[Any]:
+    """A list or loader of batches, for ever; it knows no seed and no batch size, so those are its author's
+    affair."""
+    while True:
+        empty = True
+        for item in batches:
+            empty = False
+            yield item
+        if empty:
+            raise ConfigError(
+                name,
+                "",
+                "its batches have run out; return a list, a DataLoader, or a function of (seed, batch)",
+            )
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def _canonical(options: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(options), sort_keys=True, separators=(",", ":")).encode()

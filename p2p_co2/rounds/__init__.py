@@ -1,0 +1,40 @@
+"""Rounds: READY, BEGIN, PARTS, MEAN, RESULT, COMMIT or ABORT(reason), as one machine without I/O or clock."""
+
+from p2p_co2.rounds.decision import DECISION_CONTEXT, open_decision
+from p2p_co2.rounds.events import (
+    Aborted,
+    AgreedPart,
+    Began,
+    Committed,
+    FellBehind,
+    Offer,
+    OutcomeWithoutBytes,
+    PayloadShape,
+    PeerView,
+    ReduceJob,
+    ReduceWanted,
+    Refused,
+    RoundsEvent,
+    Slice,
+)
+from p2p_co2.rounds.machine import Rounds
+
+__all__ = [
+    "DECISION_CONTEXT",
+    "Aborted",
+    "AgreedPart",
+    "Began",
+    "Committed",
+    "FellBehind",
+    "Offer",
+    "OutcomeWithoutBytes",
+    "PayloadShape",
+    "PeerView",
+    "ReduceJob",
+    "ReduceWanted",
+    "Refused",
+    "Rounds",
+    "RoundsEvent",
+    "Slice",
+    "open_decision",
+]

@@ -1,0 +1,90 @@
+"""A member between its offer and BEGIN: it asks one coordinator at a time to be taken into the round.
+
+Laws: one READY is outstanding at a time; it is repeated to the same coordinator before the next one is asked,
+because a lost message is likelier than a lost peer and two coordinators for one round cost a round; every
+wait has a timer; after ``READY_CAP_S`` the offer is given up, whatever coordinators promise.
+"""
+
+from __future__ import annotations
+
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.deadline import Durations
+from p2p_co2.rounds.events import Offer
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Ready, Waiting
+
+TRIES = 3
+"""READYs to one coordinator, each waiting twice as long, before the next is asked."""
+
+
+class Asking:
+    """One offer that waits for BEGIN."""
+
+    def __init__(self, offer: Offer, swarm: Swarm, outlet: Outlet, receipts: Durations, now: float) -> None:
+        self.offer = offer
+        self.asked: list[PeerId] = []
+        self.failure = ""
+        """Why the offer is given up; empty as long as it is not."""
+        self._swarm, self._outlet, self._receipts = swarm, outlet, receipts
+        self._give_up_at = now + bounds.READY_CAP_S
+        self._sent_at = now
+        self._tries = 0
+        self._timer_at = now
+        self._ask_next(now)
+
+    def waiting(self, message: Waiting, sender: PeerId, now: float) -> None:
+        """A receipt: BEGIN or a decision will come within the time it names."""
+        if sender != self.asked[-1]:
+            return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
+        if self._tries == 1:
+            self._receipts.add(now - self._sent_at)
+        self._tries = 0
+        self._timer_at = now + message.begins_within_s + bounds.GRACE_S
+
+    def poke(self, now: float) -> None:
+        """Pieces of a round that we know nothing of came in: our BEGIN may be lost, so ask again soon."""
+        self._timer_at = min(self._timer_at, now + self._receipt_s())
+
+    def peers_changed(self, now: float) -> None:
+        if not self._swarm.is_live(self.asked[-1]):
+            self._ask_next(now)
+
+    def get_timer(self) -> float:
+        return min(self._timer_at, self._give_up_at)
+
+    def handle_timer(self, now: float) -> None:
+        if now >= self._give_up_at:
+            self.failure = f"no round began within {bounds.READY_CAP_S:.0f} s"
+        elif now >= self._timer_at:
+            if self._tries < TRIES:
+                self._send(now)
+            else:
+                self._ask_next(now)
+
+    def _ask_next(self, now: float) -> None:
+        order = coordination_order(self._swarm.training(), self.offer.fragment, self.offer.round)
+        left = [peer for peer in order if peer not in self.asked]
+        if not left or len(self.asked) >= bounds.MAX_ASKED:
+            names = ", ".join(short(peer) for peer in self.asked)
+            self.failure = f"no coordinator answered (asked {names})"
+            return
+        self.asked.append(left[0])
+        self._tries = 0
+        self._send(now)
+
+    def _send(self, now: float) -> None:
+        self._sent_at = now
+        self._timer_at = now + self._receipt_s() * 2**self._tries
+        self._tries += 1
+        offer = self.offer
+        ready = Ready(
+            fragment=offer.fragment, round=offer.round, base_version=offer.base_version,
+            state_digest=offer.state_digest, weight=offer.weight,
+            upload_bytes_per_s=self._swarm.my_upload_bytes_per_s(),
+        )  # fmt: skip
+        self._outlet.send(self.asked[-1], ready)
+
+    def _receipt_s(self) -> float:
+        floor_s = bounds.RECEIPT_FLOOR_S
+        return 2 * self._receipts.deadline_s(floor_s / 2, floor_s / 2, bounds.RECEIPT_CAP_S / 2)

@@ -1,0 +1,166 @@
+"""One attempt at a round as its BEGIN fixed it, and the checks that a peer's message must pass.
+
+Law: an ``Attempt`` or a checked value is never built from an unchecked number; whatever fails is a
+``RemoteProtocolError`` with a short constant reason, and nothing was allocated for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.events import PayloadShape
+from p2p_co2.rounds.parts import BlockRange, covers
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.messages_pb2 import Begin, Contributor, Member, Ready, RoundKey
+
+
+class Share(NamedTuple):
+    """A member's weight, and the outer version its gradient was measured from."""
+
+    weight: float
+    base_version: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What BEGIN fixed: ``shares`` per member (sorted by peer), part ``i`` is ``ranges[i]`` and starts with
+    ``owners[i]``."""
+
+    fragment: int
+    round: int
+    id: bytes
+    shares: Mapping[PeerId, Share]
+    ranges: tuple[BlockRange, ...]
+    owners: tuple[PeerId, ...]
+    state_digest: bytes
+    coordinator: PeerId
+    parts_within_s: float
+    result_within_s: float
+
+    def key(self) -> RoundKey:
+        return RoundKey(fragment=self.fragment, round=self.round, attempt=self.id)
+
+    def is_quorum(self, voters: Collection[PeerId]) -> bool:
+        """Whether ``voters`` may commit: more than half of the group, or half of it with the coordinator of
+        BEGIN.
+
+        Any two such sets share a member, and a member votes for one content: two contents cannot both be
+        committed.
+        """
+        count = sum(peer in self.shares for peer in voters)
+        return 2 * count > len(self.shares) or (2 * count == len(self.shares) and self.coordinator in voters)
+
+    def members(self) -> list[Member]:
+        return [
+            Member(peer=peer, weight=share.weight, base_version=share.base_version)
+            for peer, share in self.shares.items()
+        ]
+
+
+def check_place(fragment: int, round_: int, shape: PayloadShape) -> None:
+    """Raise ``RemoteProtocolError`` unless the fragment exists and the round number is possible."""
+    if fragment >= len(shape.blocks):
+        raise RemoteProtocolError("unknown fragment", f"{fragment} of {len(shape.blocks)}")
+    if not 1 <= round_ <= bounds.MAX_ROUND:
+        raise RemoteProtocolError("unknown round", str(round_))
+
+
+def check_digest(digest: bytes) -> None:
+    if len(digest) != bounds.DIGEST_BYTES:
+        raise RemoteProtocolError("wrong digest length", f"{len(digest)} bytes")
+
+
+def check_duration(duration_s: float, cap_s: float) -> None:
+    if not 0 <= duration_s <= cap_s:  # NaN fails every comparison
+        raise RemoteProtocolError("impossible duration", f"{duration_s} s, at most {cap_s:g}")
+
+
+def check_weight(weight: float) -> None:
+    if not 0 < weight <= bounds.MAX_WEIGHT:
+        raise RemoteProtocolError("impossible weight", str(weight))
+
+
+def check_ready(message: Ready, shape: PayloadShape) -> None:
+    """Raise ``RemoteProtocolError`` for a READY that no honest peer sends."""
+    check_place(message.fragment, message.round, shape)
+    check_digest(message.state_digest)
+    check_weight(message.weight)
+    if not math.isfinite(message.upload_bytes_per_s) or message.upload_bytes_per_s < 0:
+        raise RemoteProtocolError("impossible rate", f"{message.upload_bytes_per_s} bytes/s")
+    if message.base_version >= message.round:
+        raise RemoteProtocolError(
+            "impossible version", f"base {message.base_version} for round {message.round}"
+        )
+
+
+def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
+    """Members as a mapping sorted by peer; raises ``RemoteProtocolError``."""
+    if not 1 <= len(members) <= MAX_MEMBERS:
+        raise RemoteProtocolError("wrong group", f"{len(members)} members")
+    shares: dict[PeerId, Share] = {}
+    last = ""
+    for member in members:
+        check_weight(member.weight)
+        if member.peer <= last or len(member.peer) > bounds.MAX_PEER_ID or member.base_version >= round_:
+            raise RemoteProtocolError(
+                "wrong group", "members must be sorted, distinct and measured before the round"
+            )
+        last = member.peer
+        shares[PeerId(member.peer)] = Share(member.weight, member.base_version)
+    return shares
+
+
+def read_contributors(
+    contributors: Sequence[Contributor], shares: Mapping[PeerId, Share]
+) -> tuple[tuple[PeerId, float], ...]:
+    """Contributors of one part: sorted members, each with the weight of BEGIN. Raises
+    ``RemoteProtocolError``."""
+    if not 1 <= len(contributors) <= len(shares):
+        raise RemoteProtocolError("wrong contributors", f"{len(contributors)} of {len(shares)} members")
+    read: list[tuple[PeerId, float]] = []
+    for contributor in contributors:
+        peer = PeerId(contributor.peer)
+        share = shares.get(peer)
+        if share is None or share.weight != contributor.weight or (read and peer <= read[-1][0]):
+            raise RemoteProtocolError(
+                "wrong contributors", "must be sorted members with the weights of BEGIN"
+            )
+        read.append((peer, contributor.weight))
+    return tuple(read)
+
+
+def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:
+    """(fragment, round, attempt id) of a message; raises ``RemoteProtocolError``."""
+    check_place(key.fragment, key.round, shape)
+    if len(key.attempt) != bounds.ATTEMPT_BYTES:
+        raise RemoteProtocolError("wrong attempt length", f"{len(key.attempt)} bytes")
+    return key.fragment, key.round, key.attempt
+
+
+def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
+    """Check a BEGIN against the agreed shape; raises ``RemoteProtocolError``."""
+    fragment, round_, attempt = read_key(message.key, shape)
+    shares = read_members(message.members, round_)
+    check_digest(message.state_digest)
+    check_duration(message.parts_within_s, bounds.PARTS_CAP_S)
+    check_duration(message.result_within_s, bounds.ROUND_CAP_S)
+    if not 1 <= len(message.parts) <= len(shares):
+        raise RemoteProtocolError("wrong parts", f"{len(message.parts)} parts for {len(shares)} members")
+    ranges = tuple(BlockRange(part.start_block, part.stop_block) for part in message.parts)
+    owners = tuple(PeerId(part.owner) for part in message.parts)
+    if not covers(ranges, shape.blocks[fragment]):
+        raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
+    if not shares.keys() >= set(owners) or len(set(owners)) != len(owners):
+        raise RemoteProtocolError("wrong owner", "an owner is no member or has two parts")
+    if any(part.generation for part in message.parts):
+        raise RemoteProtocolError("wrong generation", "parts begin with generation 0")
+    return Attempt(
+        fragment, round_, attempt, shares, ranges, owners, message.state_digest, sender,
+        message.parts_within_s, message.result_within_s,
+    )  # fmt: skip

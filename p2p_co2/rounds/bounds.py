@@ -1,0 +1,44 @@
+"""What strangers can make this machine hold, and how long anything may last. Each bound has its name here.
+
+Law: no list, buffer or wait in ``rounds`` grows with what a peer sends beyond one of these.
+"""
+
+from __future__ import annotations
+
+DIGEST_BYTES = 32
+ATTEMPT_BYTES = 16
+
+EARLY_FLOOR_BYTES = 8 << 20
+"""Pieces that overtook the BEGIN or REASSIGN that explains them are held up to this, or one payload if that
+is more."""
+EARLY_MESSAGES = 4096
+KEEP_DECISIONS = 8
+"""Signed outcomes kept per fragment, to answer ASK_OUTCOME and a late READY or RESULT."""
+KEEP_ATTEMPTS = 64
+"""Attempts that ended, remembered so that their stragglers are ignored and not counted against anybody."""
+MAX_GENERATIONS = 3
+"""A part is given to another owner at most this often."""
+MAX_ASKED = 4
+"""Coordinators asked for one round before the offer is given up."""
+MAX_TERMS = 3
+"""Coordinators followed in one attempt: the first and its successors."""
+MAX_UPLOAD_BYTES_PER_S = 1e12
+MAX_ROUND = 1 << 48
+MAX_WEIGHT = 1e15
+MAX_PEER_ID = 64
+"""Characters of a peer id."""
+
+GATHER_DEFAULT_S, GATHER_FLOOR_S, GATHER_CAP_S = 10.0, 0.3, 30.0
+"""From the first READY to BEGIN: before anything was measured, at the least, at the most."""
+RECEIPT_FLOOR_S, RECEIPT_CAP_S = 1.0, 10.0
+"""From READY to its receipt."""
+PARTS_FLOOR_S, PARTS_CAP_S = 2.0, 300.0
+"""From BEGIN to the end of an owner's wait for slices."""
+ASSUMED_UPLOAD_BYTES_PER_S = 1e6
+"""A home link, where nobody has measured one yet."""
+GRACE_S = 2.0
+"""What the network may add to a time that another peer promised."""
+READY_CAP_S = 150.0
+"""An offer that has not begun by then is given up, whatever the coordinators promise."""
+ROUND_CAP_S = 1800.0
+"""An attempt that is not decided by then is given up."""

@@ -1,0 +1,235 @@
+"""All rounds that this peer coordinates: from the first READY to the signed outcome.
+
+Laws: a peer acts as coordinator for whoever asks it, whatever its own state, because a split view is healed
+by digests and not by silence; one sender occupies one gathering per fragment, so what is held is bounded by
+the live peers; a decided round is answered from the kept decision.
+"""
+
+from __future__ import annotations
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
+from p2p_co2.rounds.deadline import Durations, ReadyHistory
+from p2p_co2.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.rounds.events import Began
+from p2p_co2.rounds.gathering import Gathering, attempt_id, behind_message
+from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.rounds.tally import Tally
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import Begin, Member, Outcome, Ready, Result, RoundKey, Waiting
+
+Place = tuple[int, int]
+"""(fragment, round)"""
+
+
+class _Begun:
+    """A round that we began: BEGIN is kept to be repeated to a member that missed it."""
+
+    def __init__(self, begin: Begin, tally: Tally, now: float) -> None:
+        self.begin, self.tally, self.began_at = begin, tally, now
+        self.late: set[PeerId] = set()
+
+    def left(self, now: float) -> Begin:
+        """BEGIN with the time that is left of it."""
+        begin = Begin()
+        begin.CopyFrom(self.begin)
+        passed_s = now - self.began_at
+        begin.parts_within_s = max(0.0, begin.parts_within_s - passed_s)
+        begin.result_within_s = max(0.0, begin.result_within_s - passed_s)
+        return begin
+
+
+class Coordination:
+    """The coordinator's side of all fragments."""
+
+    def __init__(self, identity: Identity, run: bytes, swarm: Swarm, outlet: Outlet, fragments: int) -> None:
+        self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
+        self._gatherings: dict[Place, Gathering] = {}
+        self._begun: dict[Place, _Begun] = {}
+        self._tallies: dict[bytes, Tally] = {}
+        self._history = [ReadyHistory() for _ in range(fragments)]
+        self._observed = [Durations() for _ in range(fragments)]
+        self._moved: list[tuple[int, frozenset[PeerId]]] = [(0, frozenset())] * fragments
+        self._counter = 0
+
+    # ---- gathering
+
+    def on_ready(
+        self, message: Ready, sender: PeerId, verdicts: Verdicts, mine: tuple[int | None, bytes], now: float
+    ) -> None:
+        """A peer wants to be in a round. ``mine`` is our own version and digest. Raises
+        ``RemoteProtocolError``."""
+        check_ready(message, self._swarm.shape)
+        if not self._swarm.is_live(sender):
+            raise RemoteProtocolError("unknown peer", "READY")
+        place = (message.fragment, message.round)
+        if self._answer_decided(message, sender, verdicts, mine):
+            return
+        if place in self._begun:
+            self._answer_begun(self._begun[place], message, sender, now)
+            return
+        for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
+            self._withdraw(other, sender)
+        gathering = self._gatherings.get(place)
+        if gathering is None:
+            history = self._history[message.fragment]
+            history.forget(message.round)
+            gathering = Gathering(*place, self._swarm, self._outlet, history=history, now=now)
+            self._gatherings[place] = gathering
+        before = verdicts.commit(message.round - 1)
+        if before is not None:
+            self._moved[message.fragment] = (
+                message.round - 1, frozenset(PeerId(member.peer) for member in before[1].members),
+            )  # fmt: skip
+        gathering.ready(message, sender, now)
+
+    def _answer_decided(
+        self, message: Ready, sender: PeerId, verdicts: Verdicts, mine: tuple[int | None, bytes]
+    ) -> bool:
+        known, newest = verdicts.commit(message.round), verdicts.newest_commit()
+        version, digest = mine
+        donors = [PeerId(member.peer) for member in newest[1].members] if newest else []
+        if known is not None and known[1].state_digest == message.state_digest:
+            self._outlet.send(sender, known[0])
+        elif version is not None and version >= message.round:
+            donors = sorted({*donors, self._swarm.me} - {sender})
+            self._outlet.send(
+                sender, behind_message(message.fragment, message.round, version, digest, donors)
+            )
+        elif newest is not None and newest[1].key.round >= message.round:
+            base = newest[1].key.round - 1
+            behind = behind_message(message.fragment, message.round, base, newest[1].state_digest, donors)
+            self._outlet.send(sender, behind)
+        else:
+            return False
+        return True
+
+    def _answer_begun(self, begun: _Begun, message: Ready, sender: PeerId, now: float) -> None:
+        if sender in begun.tally.attempt.shares:
+            self._outlet.send(sender, begun.left(now))
+            return
+        if sender not in begun.late:
+            self._history[message.fragment].arrived(message.round, now)
+        begun.late.add(sender)
+        ends_at = begun.tally.get_timer()
+        within_s = max(0.0, ends_at - now) if ends_at is not None else 0.0
+        self._outlet.send(
+            sender, Waiting(fragment=message.fragment, round=message.round, begins_within_s=within_s)
+        )
+
+    def _withdraw(self, place: Place, peer: PeerId) -> None:
+        gathering = self._gatherings[place]
+        gathering.readies.pop(peer, None)
+        if not gathering.readies:
+            del self._gatherings[place]
+
+    def close_complete(self, now: float) -> bool:
+        """Close the gatherings that need not or may not wait longer; True if there was one."""
+        for place, gathering in list(self._gatherings.items()):
+            version, moved = self._moved[place[0]]
+            known = moved if version == place[1] - 1 else frozenset()
+            if now >= gathering.close_at or gathering.is_complete(known):
+                self._close(place, gathering, now)
+                return True
+        return False
+
+    def _close(self, place: Place, gathering: Gathering, now: float) -> None:
+        del self._gatherings[place]
+        self._counter += 1
+        attempt = attempt_id(self._swarm.me, *place, self._counter, now)
+        digest, camp = gathering.agreeing()
+        shortage = gathering.shortage(camp)
+        if shortage:
+            self._abort_gathering(place, gathering, attempt, digest, shortage)
+            return
+        begin = gathering.begin(attempt, self._observed[place[0]])
+        tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape), now)
+        tally.start(now)
+        self._begun[place] = begun = _Begun(begin, tally, now)
+        group = tuple(tally.attempt.shares)
+        begun.late.update(peer for peer in camp if peer not in group)
+        self._outlet.emit(Began(*place, group, now - gathering.first_at, gathering.deadline_s))
+        for peer in group:
+            self._outlet.send(peer, begin)
+
+    def _abort_gathering(
+        self, place: Place, gathering: Gathering, attempt: bytes, digest: bytes, reason: str
+    ) -> None:
+        members = [
+            Member(peer=peer, weight=ready.weight, base_version=ready.base_version)
+            for peer, ready in sorted(gathering.readies.items())
+        ]
+        key = RoundKey(fragment=place[0], round=place[1], attempt=attempt)
+        outcome = Outcome(
+            key=key, run=self._run, committed=False, reason=reason, state_digest=digest, members=members[:64]
+        )
+        decision = sign_outcome(self._identity, outcome)
+        for peer in sorted(gathering.readies):
+            self._outlet.send(peer, decision)
+
+    # ---- counting
+
+    def _tally(self, attempt: Attempt, now: float) -> Tally:
+        tally = Tally(attempt, self._swarm, self._outlet, self._decide, now)
+        self._tallies[attempt.id] = tally
+        return tally
+
+    def on_result(self, message: Result, sender: PeerId, mine: Attempt | None, now: float) -> None:
+        """A vote. ``mine`` is the attempt if our own member is in it: we may become its coordinator.
+
+        Raises ``RemoteProtocolError``.
+        """
+        _, _, attempt = read_key(message.key, self._swarm.shape)
+        tally = self._tallies.get(attempt)
+        if tally is None:
+            if mine is None:
+                raise RemoteProtocolError("unknown round", "RESULT")
+            tally = self._tally(mine, now)
+        tally.result(message, sender, now)
+
+    def take_over(self, attempt: Attempt, owners: list[PeerId], generations: list[int], now: float) -> None:
+        """Our own member follows us from now on."""
+        tally = self._tallies.get(attempt.id) or self._tally(attempt, now)
+        tally.take_over(owners, generations, now)
+
+    def member_left(self, attempt: bytes) -> None:
+        """Our own member has the outcome: a tally that only waited to succeed is over."""
+        tally = self._tallies.get(attempt)
+        if tally is not None and (tally.successor or tally.get_timer() is None):
+            del self._tallies[attempt]
+
+    def _decide(self, outcome: Outcome) -> None:
+        """Sign the outcome and tell the group, and for a commit every live peer: it is their next version
+        too."""
+        outcome.run = self._run
+        decision = sign_outcome(self._identity, outcome)
+        place = (outcome.key.fragment, outcome.key.round)
+        self._tallies.pop(outcome.key.attempt, None)
+        audience = {PeerId(member.peer) for member in outcome.members}
+        begun = self._begun.get(place)
+        if begun is not None and begun.tally.attempt.id == outcome.key.attempt:
+            audience |= begun.late
+            del self._begun[place]
+        if outcome.committed:
+            audience |= self._swarm.live.keys()
+        for peer in sorted(audience):
+            self._outlet.send(peer, decision)
+
+    # ---- time and the swarm
+
+    def peers_changed(self, now: float) -> None:
+        for place, gathering in list(self._gatherings.items()):
+            for peer in [peer for peer in gathering.readies if not self._swarm.is_live(peer)]:
+                if place in self._gatherings:
+                    self._withdraw(place, peer)
+        for tally in list(self._tallies.values()):
+            tally.peers_changed(now)
+
+    def get_timer(self) -> float | None:
+        times = [gathering.close_at for gathering in self._gatherings.values()]
+        times += [at for tally in self._tallies.values() if (at := tally.get_timer()) is not None]
+        return min(times, default=None)
+
+    def handle_timer(self, now: float) -> None:
+        for tally in list(self._tallies.values()):
+            tally.handle_timer(now)

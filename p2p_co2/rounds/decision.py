@@ -1,0 +1,122 @@
+"""Outcomes: signing, opening, keeping.
+
+Laws: an outcome is read only after its signature held; two outcomes of one round are the same if their
+content is the same, whoever signed (a successor that repeats the verdict of a lost coordinator does not
+contradict it); a commit that is kept is never replaced. An abort binds only its own attempt, and a later
+proof that the attempt was committed beats it.
+
+The price: one signature proves who decided, not that a quorum voted. A member that lies about votes is caught
+by the digests of the next READY, not here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.attempt import check_digest, check_place, read_contributors, read_key, read_members
+from p2p_co2.rounds.events import PayloadShape
+from p2p_co2.rounds.parts import BlockRange, covers
+from p2p_co2.wire.identity import Identity, verify
+from p2p_co2.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_STRING
+from p2p_co2.wire.messages_pb2 import Decision, Outcome
+
+DECISION_CONTEXT = b"p2p-co2 decision"
+
+
+def sign_outcome(identity: Identity, outcome: Outcome) -> Decision:
+    """The outcome as ``identity`` decided it; fills in ``decided_by``."""
+    outcome.decided_by = identity.peer_id
+    content = outcome.SerializeToString(deterministic=True)
+    return Decision(outcome=content, signature=identity.sign(DECISION_CONTEXT, content))
+
+
+def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcome:
+    """The checked outcome inside a decision of this run. Also for decisions that catch-up or the DHT brought.
+
+    Raises ``RemoteProtocolError`` for a wrong signature, another run, or an outcome that no honest peer
+    signs. Whether the signer had the right to decide is the caller's question.
+    """
+    outcome = Outcome()
+    if len(decision.outcome) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError("too large", f"outcome of {len(decision.outcome)} bytes")
+    try:
+        outcome.ParseFromString(decision.outcome)
+    except DecodeError:
+        raise RemoteProtocolError("unreadable", "not an Outcome") from None
+    verify(outcome.decided_by, DECISION_CONTEXT, decision.outcome, decision.signature)
+    if outcome.run != run:
+        raise RemoteProtocolError("wrong run", "a decision of another run")
+    _check_outcome(outcome, shape)
+    return outcome
+
+
+def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
+    fragment, round_, _ = read_key(outcome.key, shape)
+    check_place(fragment, round_, shape)
+    check_digest(outcome.state_digest)
+    shares = read_members(outcome.members, round_)
+    if len(outcome.reason) > MAX_STRING or len(outcome.parts) > MAX_MEMBERS:
+        raise RemoteProtocolError("too large", "reason or parts of an outcome")
+    if not outcome.committed:
+        return
+    if not covers([BlockRange(p.start_block, p.stop_block) for p in outcome.parts], shape.blocks[fragment]):
+        raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
+    for part in outcome.parts:
+        check_digest(part.digest)
+        read_contributors(part.contributors, shares)
+
+
+def content_of(outcome: Outcome) -> bytes:
+    """What an outcome says, without who said it: equal bytes mean the same verdict."""
+    bare = Outcome()
+    bare.CopyFrom(outcome)
+    bare.decided_by = bare.reason = ""
+    return bare.SerializeToString(deterministic=True)
+
+
+class Verdicts:
+    """The last ``KEEP_DECISIONS`` decisions of one fragment, and the attempts that ended."""
+
+    def __init__(self) -> None:
+        self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
+        self._aborts: OrderedDict[bytes, Decision] = OrderedDict()
+        self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+
+    def keep(self, decision: Decision, outcome: Outcome) -> None:
+        self.end(outcome.key.attempt)
+        if not outcome.committed:
+            self._aborts[outcome.key.attempt] = decision
+            while len(self._aborts) > bounds.KEEP_DECISIONS:
+                self._aborts.popitem(last=False)
+        elif outcome.key.round not in self._commits:
+            self._commits[outcome.key.round] = (decision, outcome)
+            while len(self._commits) > bounds.KEEP_DECISIONS:
+                self._commits.pop(min(self._commits))
+
+    def end(self, attempt: bytes) -> None:
+        """Remember an attempt that is over, so that its stragglers are recognised."""
+        if attempt not in self._ended:
+            self._ended.append(attempt)
+
+    def forget(self, round_: int) -> None:
+        """Drop a commit and all after it: its bytes are nowhere to be had."""
+        for later in [known for known in self._commits if known >= round_]:
+            del self._commits[later]
+
+    def has_ended(self, attempt: bytes) -> bool:
+        return attempt in self._ended
+
+    def commit(self, round_: int) -> tuple[Decision, Outcome] | None:
+        return self._commits.get(round_)
+
+    def newest_commit(self) -> tuple[Decision, Outcome] | None:
+        return self._commits[max(self._commits)] if self._commits else None
+
+    def find(self, round_: int, attempt: bytes) -> Decision | None:
+        """The commit of the round, or else the abort of that attempt."""
+        known = self._commits.get(round_)
+        return known[0] if known else self._aborts.get(attempt)

@@ -1,0 +1,177 @@
+"""What goes into the rounds machine and what comes out of it, as frozen types.
+
+Law: an offer ends in exactly one of ``Committed``, ``Aborted``, ``OutcomeWithoutBytes`` or ``FellBehind``;
+the last two also come without an offer (``ends_offer`` is False then).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from p2p_co2.errors import LocalProtocolError
+from p2p_co2.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
+from p2p_co2.wire.identity import PeerId
+
+
+@dataclass(frozen=True)
+class PayloadShape:
+    """The encoded size of every fragment, the same on all peers: ``blocks[f]`` blocks of ``block_bytes``
+    bytes."""
+
+    block_bytes: int
+    blocks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:
+            raise LocalProtocolError(f"a payload needs blocks of at least one byte: {self}")
+
+    def payload_bytes(self, fragment: int) -> int:
+        return self.block_bytes * self.blocks[fragment]
+
+
+@dataclass(frozen=True)
+class PeerView:
+    """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown. ``versions``: per fragment,
+    may be empty."""
+
+    upload_bytes_per_s: float = 0.0
+    training: bool = True
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """This peer's part in round ``round`` of ``fragment``: its encoded outer gradient and its weight
+    (tokens).
+
+    ``round`` is the version the round would make; ``state_digest`` that of the agreed state at ``round - 1``;
+    ``base_version`` the version that the gradient was measured from.
+    """
+
+    fragment: int
+    round: int
+    base_version: int
+    state_digest: bytes
+    payload: bytes
+    weight: float
+
+    def __post_init__(self) -> None:
+        if len(self.state_digest) != DIGEST_BYTES or not 0 < self.weight <= MAX_WEIGHT:
+            raise LocalProtocolError(
+                f"offer for round {self.round}: weight {self.weight} or digest impossible"
+            )
+        if not 0 <= self.base_version < self.round:
+            raise LocalProtocolError(
+                f"offer for round {self.round} measured from version {self.base_version}"
+            )
+
+
+class Slice(NamedTuple):
+    peer: PeerId
+    weight: float
+    data: bytes
+
+
+@dataclass(frozen=True)
+class ReduceJob:
+    """One part to average: the weighted mean of ``slices`` (sorted by peer), encoded into
+    ``(stop_block - start_block) * block_bytes`` bytes. ``key`` is the attempt's id."""
+
+    key: bytes
+    fragment: int
+    round: int
+    part: int
+    generation: int
+    start_block: int
+    stop_block: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class ReduceWanted:
+    """Answer with ``Rounds.reduced``, or ``Rounds.refused_slice`` if one of the slices is hostile."""
+
+    job: ReduceJob
+
+
+class AgreedPart(NamedTuple):
+    """Blocks of the mean, and whose slices are in it with which weight (sorted by peer)."""
+
+    start_block: int
+    stop_block: int
+    contributors: tuple[tuple[PeerId, float], ...]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The round stands and we hold its bytes. ``mean`` is the whole fragment's encoded mean, ``decision`` a
+    serialised ``Decision``, ``base_version`` that of our own offer, ``contributed`` says per part whether our
+    slice is in it. ``duration_s`` counts from our offer."""
+
+    fragment: int
+    round: int
+    decision: bytes
+    mean: bytes
+    parts: tuple[AgreedPart, ...]
+    base_version: int
+    group: tuple[PeerId, ...]
+    coordinator: PeerId
+    duration_s: float
+    contributed: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """Our offer came to nothing and nothing changed; the gradient carries over."""
+
+    fragment: int
+    round: int
+    reason: str
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Began:
+    """Written by the coordinator: it waited ``waited_s`` of at most ``deadline_s`` for ``group``."""
+
+    fragment: int
+    round: int
+    group: tuple[PeerId, ...]
+    waited_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class FellBehind:
+    """The majority is at ``version`` with ``digest``; ``donors`` hold it."""
+
+    fragment: int
+    version: int
+    digest: bytes
+    donors: tuple[PeerId, ...]
+    ends_offer: bool
+
+
+@dataclass(frozen=True)
+class OutcomeWithoutBytes:
+    """The round that follows our state was committed, but we lack its mean: fetch it from ``donors`` and
+    replay."""
+
+    fragment: int
+    round: int
+    decision: bytes
+    donors: tuple[PeerId, ...]
+    ends_offer: bool
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A peer's content was dropped after it had been let in; count it like a ``RemoteProtocolError``."""
+
+    peer: PeerId
+    reason: str
+    detail: str
+
+
+RoundsEvent = ReduceWanted | Committed | Aborted | Began | FellBehind | OutcomeWithoutBytes | Refused

@@ -1,0 +1,314 @@
+"""One fragment's rounds as a participant: the open offer from READY to its ending, and what others decided
+meanwhile.
+
+Laws: at most one offer is open and it ends once; a commit is believed only if it makes the version after the
+newest one that we know, from the state that we hold; a commit of another attempt than the one we are in waits
+until ours has failed, because ours may still be decided; what was held for an offer is forgotten with it.
+"""
+
+from __future__ import annotations
+
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.asking import Asking
+from p2p_co2.rounds.attempt import Attempt, check_digest, check_duration, read_begin
+from p2p_co2.rounds.coordination import Coordination
+from p2p_co2.rounds.deadline import Durations
+from p2p_co2.rounds.decision import Verdicts, content_of
+from p2p_co2.rounds.early import EarlyPieces, Piece
+from p2p_co2.rounds.events import (
+    Aborted,
+    AgreedPart,
+    Committed,
+    FellBehind,
+    Offer,
+    OutcomeWithoutBytes,
+    Refused,
+)
+from p2p_co2.rounds.member import Member
+from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.messages_pb2 import Begin, Behind, Decision, Mean, Outcome, Part, Reassign, Waiting
+
+
+class FragmentRounds:
+    """What this peer knows and does about one fragment."""
+
+    def __init__(self, fragment: int, swarm: Swarm, outlet: Outlet, coordination: Coordination) -> None:
+        self.version: int | None = None
+        """The agreed state that we hold; None while joining."""
+        self.digest = b""
+        self.verdicts = Verdicts()
+        self.offer: Offer | None = None
+        self.asking: Asking | None = None
+        self.member: Member | None = None
+        self._swarm, self._outlet, self._coordination = swarm, outlet, coordination
+        self._offered_at = 0.0
+        self._payload_bytes = swarm.shape.payload_bytes(fragment)
+        self._early = EarlyPieces(2 * self._payload_bytes)
+        self._rival: tuple[Decision, Outcome] | None = None
+        self._hinted_version = -1
+        self._leading = False
+        """Whether the attempt's lost coordinator is replaced by us."""
+        self._receipts, self._observed = Durations(), Durations()
+
+    def reached(self) -> int:
+        """The newest version that we hold or have seen committed; -1 while joining."""
+        newest = self.verdicts.newest_commit()
+        return max(-1 if self.version is None else self.version, newest[1].key.round if newest else -1)
+
+    def set_state(self, version: int, digest: bytes, now: float) -> None:
+        self.version, self.digest = version, digest
+        if self.offer is not None and self.offer.round <= version:
+            self._rival = None
+            self._abort(f"the agreed state moved on to version {version}", now)
+
+    def start(self, offer: Offer, now: float) -> None:
+        """Open an offer. Raises ``LocalProtocolError`` if one is open, or it does not fit our state."""
+        if self.offer is not None:
+            raise LocalProtocolError(
+                f"fragment {offer.fragment} has an open offer for round {self.offer.round}"
+            )
+        if self.version != offer.round - 1 or self.digest != offer.state_digest:
+            raise LocalProtocolError(f"an offer for round {offer.round} at version {self.version}")
+        if len(offer.payload) != self._payload_bytes:
+            raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
+        self.offer, self._offered_at = offer, now
+        known = self.verdicts.commit(offer.round)
+        if known is not None:
+            self._end_without_bytes(*known)
+        else:
+            self.asking = Asking(offer, self._swarm, self._outlet, self._receipts, now)
+
+    # ---- time and the swarm
+
+    def peers_changed(self, now: float) -> None:
+        role = self.asking or self.member
+        if role is not None:
+            role.peers_changed(now)
+
+    def get_timer(self) -> float | None:
+        role = self.asking or self.member
+        return role.get_timer() if role is not None else None
+
+    def handle_timer(self, now: float) -> None:
+        role = self.asking or self.member
+        if role is not None and now >= role.get_timer():
+            role.handle_timer(now)
+
+    def settle(self, now: float) -> bool:
+        """Give up an offer that can go nowhere, take over a round that fell to us; True if there was one."""
+        role = self.asking or self.member
+        if role is not None and role.failure:
+            self._abort(role.failure, now)
+            return True
+        if self.member is not None and self.member.leads() and not self._leading:
+            self._leading = True
+            self._coordination.take_over(self.member.attempt, *self.member.ownership(), now)
+            return True
+        return False
+
+    # ---- the road into a round
+
+    def on_waiting(self, message: Waiting, sender: PeerId, now: float) -> None:
+        check_duration(message.begins_within_s, bounds.ROUND_CAP_S)
+        if self.asking is not None and self.asking.offer.round == message.round:
+            self.asking.waiting(message, sender, now)
+
+    def on_begin(self, message: Begin, sender: PeerId, now: float) -> None:
+        attempt = read_begin(message, sender, self._swarm.shape)
+        if self.verdicts.has_ended(attempt.id) or (self.member and self.member.offer.round == attempt.round):
+            return  # doubled, or a second coordinator's: we are in one attempt at a time
+        if self.asking is None or self.asking.offer.round != attempt.round:
+            if attempt.round <= self.reached():
+                return
+            raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
+        if sender not in self.asking.asked:
+            raise RemoteProtocolError("wrong sender", "BEGIN by a peer that was not asked")
+        offer = self.asking.offer
+        share = attempt.shares.get(self._swarm.me)
+        if share != (offer.weight, offer.base_version) or attempt.state_digest != offer.state_digest:
+            raise RemoteProtocolError("wrong group", "BEGIN does not repeat our READY")
+        self.asking = None
+        self.member = Member(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
+        self.member.start(now)
+        self._replay(now)
+
+    def on_behind(self, message: Behind, sender: PeerId) -> None:
+        check_digest(message.state_digest)
+        if len(message.donors) > MAX_MEMBERS or any(
+            len(donor) > bounds.MAX_PEER_ID for donor in message.donors
+        ):
+            raise RemoteProtocolError("too large", "donors")
+        if not message.round - 1 <= message.version <= bounds.MAX_ROUND:
+            raise RemoteProtocolError("impossible version", f"{message.version} for round {message.round}")
+        asking = self.asking
+        if asking is None or asking.offer.round != message.round or sender not in asking.asked:
+            return
+        donors = tuple(PeerId(donor) for donor in message.donors)
+        self._end()
+        self._outlet.emit(FellBehind(message.fragment, message.version, message.state_digest, donors, True))
+
+    # ---- pieces of payloads and means
+
+    def attempt(self, attempt: bytes) -> Attempt | None:
+        """The attempt of this id if we are in it now."""
+        return self.member.attempt if self.member is not None and self.member.attempt.id == attempt else None
+
+    def on_piece(self, message: Piece, sender: PeerId, now: float) -> None:
+        """PART, MEAN or REASSIGN: for the attempt we are in, or held until its BEGIN or REASSIGN comes."""
+        round_, member = message.key.round, self.member
+        if self.verdicts.has_ended(message.key.attempt):
+            return
+        if member is not None and member.attempt.id == message.key.attempt:
+            if sender not in member.attempt.shares and sender not in member.coordinators:
+                raise RemoteProtocolError("not a member", type(message).__name__)
+            if isinstance(message, Reassign) or not member.is_early(message.part, message.generation):
+                self._take(member, message, sender, now)
+                return
+        elif self.asking is not None and self.asking.offer.round == round_:
+            if not self._swarm.is_live(sender):
+                raise RemoteProtocolError("unknown peer", "a piece of a round that has not begun here")
+            self.asking.poke(now)
+        else:
+            known = round_ <= self.reached()
+            raise RemoteProtocolError("replayed round" if known else "unknown round", str(round_))
+        self._early.hold(message, sender)
+
+    def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> None:
+        match message:
+            case Part():
+                member.part(message, sender, now)
+            case Mean():
+                member.mean(message, sender, now)
+            case Reassign():
+                member.reassign(message, sender, now)
+                self._replay(now)
+
+    def _replay(self, now: float) -> None:
+        """Take the pieces that came before the BEGIN or REASSIGN that explains them."""
+        for sender, message in self._early.release():
+            if self.attempt(message.key.attempt) is None:
+                continue
+            try:
+                self.on_piece(message, sender, now)
+            except RemoteProtocolError as error:
+                self._outlet.emit(Refused(sender, error.reason, error.detail))
+
+    # ---- outcomes
+
+    def on_decision(self, decision: Decision, outcome: Outcome, now: float) -> None:
+        """An opened decision. Raises ``RemoteProtocolError`` for one that its signer had no right to, or a
+        second one."""
+        known = self.verdicts.commit(outcome.key.round)
+        if known is not None:
+            if outcome.committed and content_of(known[1]) != content_of(outcome):
+                raise RemoteProtocolError("conflicting decision", f"round {outcome.key.round}")
+        elif outcome.committed:
+            self._on_commit(decision, outcome, now)
+        else:
+            self._on_abort(decision, outcome, now)
+
+    def _on_abort(self, decision: Decision, outcome: Outcome, now: float) -> None:
+        attempt, signer = outcome.key.attempt, PeerId(outcome.decided_by)
+        ended = self.verdicts.has_ended(attempt)
+        if ended or self.offer is None or self.offer.round != outcome.key.round:
+            return
+        if self.member is not None:
+            # A coordinator that we do not follow (yet) cannot end our attempt.
+            entitled = self.member.attempt.id == attempt and signer in self.member.coordinators
+        else:
+            entitled = self.asking is not None and signer in self.asking.asked
+        if entitled:
+            self.verdicts.keep(decision, outcome)
+            self._abort(outcome.reason, now)
+
+    def _on_commit(self, decision: Decision, outcome: Outcome, now: float) -> None:
+        round_, signer = outcome.key.round, PeerId(outcome.decided_by)
+        member = self.member if self.member is not None and self.member.offer.round == round_ else None
+        coordinator = member.attempt.coordinator if member is not None else None
+        group = {peer.peer for peer in outcome.members}
+        if signer not in group and signer != coordinator and not self._swarm.is_live(signer):
+            raise RemoteProtocolError("wrong signer", "a decision by a peer outside the round")
+        if self.version is None or round_ <= self.version:
+            return
+        foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
+        if foreign or round_ != self.reached() + 1:
+            self._hint_behind(outcome)
+        elif member is None:
+            self.verdicts.keep(decision, outcome)
+            self._end_without_bytes(decision, outcome)
+        elif outcome.key.attempt != member.attempt.id:
+            self._rival = self._rival or (decision, outcome)
+        else:
+            self._finish(member, decision, outcome, now)
+
+    def _hint_behind(self, outcome: Outcome) -> None:
+        """The swarm seems to be elsewhere. With an open offer its coordinator will tell us; else say it
+        once."""
+        version = outcome.key.round - 1
+        if self.offer is None and self._hinted_version != version:
+            self._hinted_version = version
+            donors = tuple(PeerId(member.peer) for member in outcome.members)
+            self._outlet.emit(FellBehind(outcome.key.fragment, version, outcome.state_digest, donors, False))
+
+    def _finish(self, member: Member, decision: Decision, outcome: Outcome, now: float) -> None:
+        """A commit of the attempt that we are in."""
+        member.check_outcome(outcome)
+        self.verdicts.keep(decision, outcome)
+        mean = member.agreed_mean(outcome)
+        if mean is None:
+            self._end_without_bytes(decision, outcome)
+            return
+        attempt, rival = member.attempt, self._rival
+        parts = tuple(
+            AgreedPart(p.start_block, p.stop_block, tuple((PeerId(c.peer), c.weight) for c in p.contributors))
+            for p in outcome.parts
+        )
+        event = Committed(
+            fragment=attempt.fragment,
+            round=attempt.round,
+            decision=decision.SerializeToString(),
+            mean=mean,
+            parts=parts,
+            base_version=member.offer.base_version,
+            group=tuple(attempt.shares),
+            coordinator=PeerId(outcome.decided_by),
+            duration_s=now - self._offered_at,
+            contributed=tuple(any(peer == self._swarm.me for peer, _ in p.contributors) for p in parts),
+        )
+        self._end()
+        self._outlet.emit(event)
+        if rival is not None:
+            signer = PeerId(rival[1].decided_by)
+            self._outlet.emit(Refused(signer, "conflicting decision", f"round {attempt.round}"))
+
+    def _end_without_bytes(self, decision: Decision, outcome: Outcome) -> None:
+        key = outcome.key
+        ended = self.offer is not None and self.offer.round == key.round
+        if ended:
+            self._end()
+        # Those who voted hold the bytes. The outcome does not say who did, but every member may.
+        donors = tuple(PeerId(member.peer) for member in outcome.members if member.peer != self._swarm.me)
+        event = OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
+        self._outlet.emit(event)
+
+    def _abort(self, reason: str, now: float) -> None:
+        offer, rival = self.offer, self._rival
+        assert offer is not None
+        if rival is not None:
+            self.verdicts.keep(*rival)
+            self._end_without_bytes(*rival)
+            return
+        self._end()
+        self._outlet.emit(Aborted(offer.fragment, offer.round, reason, now - self._offered_at))
+
+    def _end(self) -> None:
+        """Forget the open offer and all that was held for it."""
+        if self.member is not None:
+            self.verdicts.end(self.member.attempt.id)
+            self._coordination.member_left(self.member.attempt.id)
+        self.offer = self.asking = self.member = self._rival = None
+        self._leading = False
+        self._early.clear()

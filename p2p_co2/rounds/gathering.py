@@ -1,0 +1,119 @@
+"""A coordinator before BEGIN: it collects READYs for one round and closes the group.
+
+Laws: a round begins only with a majority of the live training peers that agree on the state they start from,
+so two halves of a split swarm cannot both go on; at an even split the half with the first peer by rendezvous
+hash does, which both halves compute alike. The group closes when everybody who can come is there, or at the
+adaptive deadline. The answer is always a BEGIN or a reason in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.bounds import DIGEST_BYTES
+from p2p_co2.rounds.deadline import Durations, ReadyHistory, parts_deadline_s
+from p2p_co2.rounds.parts import split_blocks
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
+
+
+class Gathering:
+    """The READYs of one round, from the first to BEGIN or abort. ``moved``: peers known to have reached
+    ``round - 1``."""
+
+    def __init__(
+        self, fragment: int, round_: int, swarm: Swarm, outlet: Outlet, *, history: ReadyHistory, now: float
+    ) -> None:
+        self.fragment, self.round = fragment, round_
+        self.readies: dict[PeerId, Ready] = {}
+        self.first_at = now
+        self.deadline_s = history.deadline_s(round_)
+        self.close_at = now + self.deadline_s
+        self._swarm, self._outlet, self._history = swarm, outlet, history
+
+    def ready(self, message: Ready, sender: PeerId, now: float) -> None:
+        """Take or repeat a READY, and send the receipt."""
+        if sender not in self.readies:
+            self._history.arrived(self.round, now)
+        self.readies[sender] = message
+        within_s = max(0.0, self.close_at - now)
+        self._outlet.send(sender, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
+
+    def is_complete(self, moved: frozenset[PeerId]) -> bool:
+        """Whether nobody is left to wait for. A peer known to be at an older version is not waited for."""
+        return all(peer in self.readies or not self._may_come(peer, moved) for peer in self._swarm.training())
+
+    def _may_come(self, peer: PeerId, moved: frozenset[PeerId]) -> bool:
+        version = self._swarm.version_of(peer, self.fragment)
+        return version is None or version >= self.round - 1 or (peer in moved and peer != self._swarm.me)
+
+    def agreeing(self) -> tuple[bytes, list[PeerId]]:
+        """The state digest that most READYs start from (then by weight, then by digest) and its peers,
+        sorted."""
+        camps: dict[bytes, list[PeerId]] = {}
+        for peer in sorted(self.readies):
+            camps.setdefault(self.readies[peer].state_digest, []).append(peer)
+
+        def strength(digest: bytes) -> tuple[int, float, bytes]:
+            return len(camps[digest]), sum(self.readies[peer].weight for peer in camps[digest]), digest
+
+        best = max(camps, key=strength)
+        return best, camps[best]
+
+    def shortage(self, camp: list[PeerId]) -> str:
+        """Why ``camp`` may not begin; empty if it may."""
+        training = self._swarm.training()
+        live = sorted({*training, *camp})
+        first = coordination_order(live, self.fragment, self.round)[0]
+        if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and first in camp):
+            return ""
+        waited = f"within {self.deadline_s:.1f} s"
+        if len(self.readies) > len(camp):
+            return f"only {len(camp)} of {len(live)} live peers were ready with equal states {waited}"
+        missing = ", ".join(short(peer) for peer in live if peer not in camp)
+        return f"only {len(camp)} of {len(live)} live peers were ready {waited} (missing {missing})"
+
+    def begin(self, attempt: bytes, observed: Durations) -> Begin:
+        """BEGIN for the agreeing camp, at most ``group_size`` of it; the minority is told to catch up."""
+        digest, camp = self.agreeing()
+        size = min(self._swarm.group_size, MAX_MEMBERS)
+        group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
+        for peer in sorted(self.readies.keys() - set(camp)):
+            self._outlet.send(peer, behind_message(self.fragment, self.round, self.round - 1, digest, group))
+        uploads = [self.readies[peer].upload_bytes_per_s for peer in group]
+        ranges = split_blocks(self._swarm.shape.blocks[self.fragment], uploads)
+        parts_s = parts_deadline_s(self._swarm.shape.payload_bytes(self.fragment), uploads, observed)
+        return Begin(
+            key=RoundKey(fragment=self.fragment, round=self.round, attempt=attempt),
+            members=[self._member(peer) for peer in group],
+            parts=[
+                PartSpec(owner=peer, start_block=start, stop_block=stop)
+                for peer, (start, stop) in zip(group, ranges, strict=True)
+                if stop > start
+            ],
+            state_digest=digest,
+            parts_within_s=parts_s,
+            result_within_s=2 * parts_s + bounds.GRACE_S,
+        )
+
+    def _member(self, peer: PeerId) -> Member:
+        ready = self.readies[peer]
+        return Member(peer=peer, weight=ready.weight, base_version=ready.base_version)
+
+
+def attempt_id(me: PeerId, fragment: int, round_: int, counter: int, now: float) -> bytes:
+    """16 bytes that no other attempt has: ``now`` is in it so that a restarted peer does not repeat
+    itself."""
+    text = f"{me}/{fragment}/{round_}/{counter}/{now!r}"
+    return hashlib.sha256(text.encode()).digest()[: bounds.ATTEMPT_BYTES]
+
+
+def behind_message(fragment: int, round_: int, version: int, digest: bytes, donors: list[PeerId]) -> Behind:
+    """BEHIND for a peer that wanted ``round_`` while the majority is at ``version``."""
+    assert len(digest) == DIGEST_BYTES
+    return Behind(
+        fragment=fragment, round=round_, version=version, state_digest=digest, donors=donors[:MAX_MEMBERS]
+    )

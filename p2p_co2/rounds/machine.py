@@ -1,0 +1,204 @@
+"""The rounds of one peer: every role of every fragment behind five verbs.
+
+A round averages one fragment in one group and ends in a commit or in an abort with a reason. This machine has
+no I/O, no clock, no randomness and no tensors: it is a function of (state, message, ``now``), so the same
+code runs over real carriers and in virtual time (the sans-I/O style of aioquic). ``now`` is any monotonic
+clock in seconds.
+
+    offer -> Asking ---BEGIN---> Member ---decision---> Committed | OutcomeWithoutBytes | Aborted
+                | READY             | RESULT                     (or FellBehind)
+                v                   v
+            Gathering -----------> Tally ---signs---> Decision, to the members and to all live peers
+
+Laws: an offer always ends, by a decision or by a timer; two honest members that commit a round commit the
+same bytes and contributors (``tally`` says why); everything held is bounded (``bounds``); a message that
+breaks the rules raises ``RemoteProtocolError``; a late or doubled one is no offence.
+
+The price: a doubt costs a round. A failed round changes nothing, the gradient carries over, and the update is
+one step stale anyway, so the protocol prefers an abort to a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.message import Message
+
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.rounds.attempt import check_place, read_key
+from p2p_co2.rounds.coordination import Coordination
+from p2p_co2.rounds.decision import open_decision
+from p2p_co2.rounds.events import Offer, PayloadShape, PeerView, ReduceJob, Refused, RoundsEvent
+from p2p_co2.rounds.fragment import FragmentRounds
+from p2p_co2.rounds.member import Member
+from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import Identity, PeerId
+
+
+class Rounds:
+    """This peer's part in all rounds of a run.
+
+    ``run`` is the digest of the ``RunConfig`` (32 bytes); ``shape`` the encoded size of every fragment;
+    ``group_size`` bounds one round's group. Single-threaded. After every call the caller drains
+    ``messages_to_send`` and ``next_event`` and sets its timer to ``get_timer``.
+    """
+
+    def __init__(self, identity: Identity, run: bytes, shape: PayloadShape, group_size: int) -> None:
+        self._me = identity.peer_id
+        self._run, self._shape = run, shape
+        self._swarm = Swarm(self._me, shape, group_size)
+        self._outlet = Outlet(self._me)
+        self._coordination = Coordination(identity, run, self._swarm, self._outlet, len(shape.blocks))
+        self._fragments = [
+            FragmentRounds(fragment, self._swarm, self._outlet, self._coordination)
+            for fragment in range(len(shape.blocks))
+        ]
+        self._now = 0.0
+
+    # ---- what the node tells us
+
+    def set_peers(self, live: Mapping[PeerId, PeerView], now: float) -> None:
+        """The live peers. This peer may be among them, for its upload rate; it is live and training in any
+        case."""
+        self._swarm.set_live(live)
+        for fragment in self._fragments:
+            fragment.peers_changed(now)
+        self._coordination.peers_changed(now)
+        self._settle(now)
+
+    def set_state(self, fragment: int, version: int, digest: bytes) -> None:
+        """The agreed state that we hold now. An open offer for a round that it includes ends in
+        ``Aborted``."""
+        self._swarm.my_versions[fragment] = version
+        self._fragments[fragment].set_state(version, digest, self._now)
+
+    def offer(self, offer: Offer, now: float) -> None:
+        """Take part in the round after our state. Raises ``LocalProtocolError`` while the fragment has an
+        open offer, or if the offer fits neither our state nor the shape."""
+        self._fragments[offer.fragment].start(offer, now)
+        self._settle(now)
+
+    def forget_outcome(self, fragment: int, round_: int) -> None:
+        """No donor holds the bytes of a commit that we learned of: go on as if it had not been.
+
+        All who held them are gone. Should one come back, it is in the minority by then and catches up with us.
+        """
+        self._fragments[fragment].verdicts.forget(round_)
+
+    def reduced(self, job: ReduceJob, mean: bytes, now: float) -> None:
+        """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
+        member = self._member_of(job)
+        if member is not None:
+            member.reduced(job, mean, now)
+        self._settle(now)
+
+    def refused_slice(self, job: ReduceJob, peer: PeerId, reason: str, now: float) -> None:
+        """The tensor side found ``peer``'s slice hostile: it is left out and the job comes again without
+        it."""
+        member = self._member_of(job)
+        if member is not None and member.refused_slice(job, peer):
+            self._outlet.emit(Refused(peer, reason, f"slice of fragment {job.fragment}, round {job.round}"))
+        self._settle(now)
+
+    def _member_of(self, job: ReduceJob) -> Member | None:
+        fragment = self._fragments[job.fragment]
+        return fragment.member if fragment.attempt(job.key) is not None else None
+
+    # ---- the pump
+
+    def receive(self, message: Message, sender: PeerId, now: float) -> None:
+        """One body message of a peer. Raises ``RemoteProtocolError`` if it breaks the rules; count it and go
+        on."""
+        try:
+            self._dispatch(message, sender, now)
+        finally:
+            self._settle(now)
+
+    def get_timer(self) -> float | None:
+        """When ``handle_timer`` wants to be called next."""
+        times = [self._coordination.get_timer(), *(fragment.get_timer() for fragment in self._fragments)]
+        return min((at for at in times if at is not None), default=None)
+
+    def handle_timer(self, now: float) -> None:
+        """Do what is due. Coordinators decide before members lose patience with them."""
+        self._coordination.handle_timer(now)
+        self._settle(now)
+        for fragment in self._fragments:
+            fragment.handle_timer(now)
+        self._settle(now)
+
+    def messages_to_send(self) -> list[tuple[PeerId, Message]]:
+        """All that is to be sent, and forget it. Payloads are in here as pieces: about one payload of
+        memory."""
+        messages, self._outlet.messages = self._outlet.messages, []
+        return messages
+
+    def next_event(self) -> RoundsEvent | None:
+        return self._outlet.events.popleft() if self._outlet.events else None
+
+    def _settle(self, now: float) -> None:
+        """Deliver what we sent to ourselves and end what has failed, until nothing moves."""
+        self._now = now
+        while True:
+            if self._outlet.loop:
+                message = self._outlet.loop.popleft()
+                try:
+                    self._dispatch(message, self._me, now)
+                except RemoteProtocolError as error:
+                    raise LocalProtocolError(
+                        f"we refuse our own {type(message).__name__}: {error}"
+                    ) from error
+            elif not any(fragment.settle(now) for fragment in self._fragments) and (
+                not self._coordination.close_complete(now)
+            ):
+                return
+
+    # ---- messages
+
+    def _dispatch(self, message: Message, sender: PeerId, now: float) -> None:
+        match message:
+            case wire.Ready():
+                fragment = self._place(message)
+                mine = (fragment.version, fragment.digest)
+                self._coordination.on_ready(message, sender, fragment.verdicts, mine, now)
+            case wire.Waiting():
+                self._place(message).on_waiting(message, sender, now)
+            case wire.Behind():
+                self._place(message).on_behind(message, sender)
+            case wire.Begin():
+                self._keyed(message).on_begin(message, sender, now)
+            case wire.Part() | wire.Mean() | wire.Reassign():
+                self._keyed(message).on_piece(message, sender, now)
+            case wire.Result():
+                self._on_result(message, sender, now)
+            case wire.AskOutcome():
+                self._answer(self._keyed(message), message, sender)
+            case wire.Decision():
+                outcome = open_decision(message, self._run, self._shape)
+                self._fragments[outcome.key.fragment].on_decision(message, outcome, now)
+            case _:
+                raise LocalProtocolError(f"{type(message).__name__} is not for the rounds machine")
+
+    def _place(self, message: wire.Ready | wire.Waiting | wire.Behind) -> FragmentRounds:
+        check_place(message.fragment, message.round, self._shape)
+        return self._fragments[message.fragment]
+
+    def _keyed(
+        self, message: wire.Begin | wire.Part | wire.Mean | wire.Reassign | wire.Result | wire.AskOutcome
+    ) -> FragmentRounds:
+        return self._fragments[read_key(message.key, self._shape)[0]]
+
+    def _on_result(self, message: wire.Result, sender: PeerId, now: float) -> None:
+        fragment, attempt = self._keyed(message), message.key.attempt
+        if not self._answer(fragment, message, sender) and not fragment.verdicts.has_ended(attempt):
+            self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
+
+    def _answer(
+        self, fragment: FragmentRounds, message: wire.Result | wire.AskOutcome, sender: PeerId
+    ) -> bool:
+        """Send the decision of a decided round; False if there is none."""
+        decision = fragment.verdicts.find(message.key.round, message.key.attempt)
+        if decision is not None:
+            self._outlet.send(sender, decision)
+        return decision is not None

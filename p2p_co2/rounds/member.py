@@ -1,0 +1,331 @@
+"""A member from BEGIN to the outcome: sends its slices, owns its part, collects the means, votes.
+
+Laws: a vote (a complete RESULT) goes only to the coordinator that the member follows, and it follows only
+forwards (``tally`` says why that makes two commits impossible); a mean counts only from the part's owner in
+the part's generation; the payload is cut with views, never copied whole; every wait has a timer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.assembly import Assembly, pieces
+from p2p_co2.rounds.attempt import Attempt, check_duration, read_contributors
+from p2p_co2.rounds.deadline import Durations
+from p2p_co2.rounds.events import Offer, ReduceJob
+from p2p_co2.rounds.owner import PartJob
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import (
+    AskOutcome,
+    Contributor,
+    Mean,
+    Outcome,
+    Part,
+    PartOutcome,
+    Reassign,
+    Result,
+)
+
+RESEND_S = 1.0
+"""A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
+
+
+class _PartState:
+    """What a member knows of one part's mean."""
+
+    def __init__(self, owner: PeerId, generation: int, size_bytes: int, due_at: float) -> None:
+        self.owner = owner
+        self.generation = generation
+        self.due_at = due_at
+        self.transfer = Assembly(size_bytes)
+        self.contributors: tuple[tuple[PeerId, float], ...] | None = None
+        self.mean: bytes | None = None
+        self.digest = b""
+
+    def hold(self, mean: bytes, contributors: tuple[tuple[PeerId, float], ...]) -> None:
+        self.mean, self.contributors = mean, contributors
+        self.digest = hashlib.sha256(mean).digest()
+
+
+class Member:
+    """This peer's part in one attempt."""
+
+    def __init__(
+        self, offer: Offer, attempt: Attempt, swarm: Swarm, outlet: Outlet, *, observed: Durations, now: float
+    ) -> None:
+        self.offer, self.attempt = offer, attempt
+        self.coordinators = [attempt.coordinator]
+        """Those followed so far; the last one is the one we vote to."""
+        self.failure = ""
+        """Why the attempt is given up without a decision; empty as long as it is not."""
+        self._swarm, self._outlet, self._observed = swarm, outlet, observed
+        self._payload = memoryview(offer.payload)
+        self._give_up_at = now + bounds.ROUND_CAP_S
+        self._decide_by_at = now + attempt.result_within_s + bounds.GRACE_S
+        self._resend_at: float | None = None
+        self._resend_s = RESEND_S
+        self._told: Result | None = None
+        means_due_at = now + 2 * attempt.parts_within_s
+        self._parts = [
+            _PartState(owner, 0, self._size_bytes(part), means_due_at)
+            for part, owner in enumerate(attempt.owners)
+        ]
+        self._jobs: dict[int, PartJob] = {}
+
+    def start(self, now: float) -> None:
+        """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""
+        streams = []
+        for part, state in enumerate(self._parts):
+            if state.owner == self._swarm.me:
+                self._own(part, now)
+            else:
+                streams.append(self._slice_messages(part))
+        while streams:
+            streams = [stream for stream in streams if self._send_next(stream)]
+        self._check(now)
+
+    # ---- slices
+
+    def _size_bytes(self, part: int) -> int:
+        start, stop = self.attempt.ranges[part]
+        return (stop - start) * self._swarm.shape.block_bytes
+
+    def _slice(self, part: int) -> memoryview:
+        start, stop = self.attempt.ranges[part]
+        width = self._swarm.shape.block_bytes
+        return self._payload[start * width : stop * width]
+
+    def _slice_messages(self, part: int) -> Iterator[tuple[PeerId, Part]]:
+        state = self._parts[part]
+        view = self._slice(part)
+        for offset, data in pieces(view):
+            yield state.owner, Part(
+                key=self.attempt.key(), part=part, generation=state.generation,
+                offset=offset, total=len(view), data=data,
+            )  # fmt: skip
+
+    def _send_next(self, stream: Iterator[tuple[PeerId, Part]]) -> bool:
+        item = next(stream, None)
+        if item is not None:
+            self._outlet.send(*item)
+        return item is not None
+
+    def _own(self, part: int, now: float) -> None:
+        generation = self._parts[part].generation
+        own_slice = bytes(self._slice(part))
+        job = PartJob(
+            self.attempt, part, generation, own_slice, swarm=self._swarm, outlet=self._outlet,
+            observed=self._observed, now=now,
+        )  # fmt: skip
+        self._jobs[part] = job
+        job.check(now)
+
+    def is_early(self, part: int, generation: int) -> bool:
+        """Whether a piece belongs to a generation that we have not been told of yet."""
+        known = self._parts[part].generation if part < len(self._parts) else bounds.MAX_GENERATIONS
+        return known < generation <= bounds.MAX_GENERATIONS
+
+    def part(self, message: Part, sender: PeerId, now: float) -> None:
+        """A piece of another member's slice. Raises ``RemoteProtocolError``."""
+        state = self._state(message.part, message.generation)
+        if sender not in self.attempt.shares:
+            raise RemoteProtocolError("not a member", "PART")
+        if message.generation < state.generation:
+            return
+        job = self._jobs.get(message.part)
+        if job is None:
+            raise RemoteProtocolError("wrong owner", f"PART {message.part} belongs to {state.owner}")
+        job.add(message, sender, now)
+
+    def reduced(self, job: ReduceJob, mean: bytes, now: float) -> None:
+        mine = self._jobs.get(job.part)
+        if mine is not None and mine.is_answered_by(job):
+            self._parts[job.part].hold(bytes(mean), mine.reduced(mean))
+            self._check(now)
+
+    def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
+        """Drop a slice from an open job; False if the job is not open any more."""
+        mine = self._jobs.get(job.part)
+        if mine is None or not mine.is_answered_by(job):
+            return False
+        mine.refuse(peer)
+        return True
+
+    # ---- means
+
+    def _state(self, part: int, generation: int) -> _PartState:
+        if part >= len(self._parts):
+            raise RemoteProtocolError("wrong parts", f"part {part} of {len(self._parts)}")
+        if generation > self._parts[part].generation:
+            raise RemoteProtocolError("wrong generation", f"{generation} of part {part}")
+        return self._parts[part]
+
+    def mean(self, message: Mean, sender: PeerId, now: float) -> None:
+        """A piece of a part's mean. Raises ``RemoteProtocolError``."""
+        state = self._state(message.part, message.generation)
+        if message.generation < state.generation:
+            return
+        if sender != state.owner:
+            raise RemoteProtocolError("wrong owner", f"MEAN of part {message.part} belongs to {state.owner}")
+        if message.offset == 0:
+            contributors = read_contributors(message.contributors, self.attempt.shares)
+            if state.contributors is not None and state.contributors != contributors:
+                raise RemoteProtocolError("conflicting duplicate", "other contributors")
+            state.contributors = contributors
+        if state.transfer.add(message.offset, message.total, message.data):
+            assert state.transfer.whole is not None
+            assert state.contributors is not None
+            state.hold(state.transfer.whole, state.contributors)
+            self._check(now)
+
+    def reassign(self, message: Reassign, sender: PeerId, now: float) -> None:
+        """A part got another owner: forget its mean, send the slice again. Raises ``RemoteProtocolError``."""
+        if sender not in self.coordinators:
+            raise RemoteProtocolError("wrong sender", "REASSIGN")
+        if message.part >= len(self._parts) or message.owner not in self.attempt.shares:
+            raise RemoteProtocolError(
+                "wrong owner", "REASSIGN of a part or to a peer that is not in the round"
+            )
+        if message.generation > bounds.MAX_GENERATIONS:
+            raise RemoteProtocolError("wrong generation", str(message.generation))
+        check_duration(message.parts_within_s, bounds.PARTS_CAP_S)
+        state = self._parts[message.part]
+        if sender != self.coordinators[-1] or message.generation <= state.generation:
+            return
+        owner, due_at = PeerId(message.owner), now + 2 * message.parts_within_s
+        state = _PartState(owner, message.generation, self._size_bytes(message.part), due_at)
+        self._parts[message.part] = state
+        self._jobs.pop(message.part, None)
+        self._told = None
+        self._decide_by_at = now + 2 * message.parts_within_s + 2 * bounds.GRACE_S
+        if state.owner == self._swarm.me:
+            self._own(message.part, now)
+        else:
+            for peer, piece in self._slice_messages(message.part):
+                self._outlet.send(peer, piece)
+        self._check(now)
+
+    # ---- votes
+
+    def _check(self, now: float) -> None:
+        """Tell the coordinator when there is something new to tell: all means, or another lost part."""
+        lost = [part for part, state in enumerate(self._parts) if self._is_lost(state, now)]
+        if lost or all(state.mean is not None for state in self._parts):
+            news = self._result(lost)
+            if news != self._told:
+                self._tell(news, now)
+
+    def _is_lost(self, state: _PartState, now: float) -> bool:
+        return state.mean is None and (now >= state.due_at or not self._swarm.is_live(state.owner))
+
+    def _result(self, lost: list[int]) -> Result:
+        parts = [self._part_outcome(part) for part in range(len(self._parts))]
+        return Result(key=self.attempt.key(), parts=parts, lost_parts=lost)
+
+    def _part_outcome(self, part: int) -> PartOutcome:
+        """A part that we do not hold has an empty digest; its generation is told all the same."""
+        state, (start, stop) = self._parts[part], self.attempt.ranges[part]
+        known = state.contributors or () if state.digest else ()
+        contributors = [Contributor(peer=peer, weight=weight) for peer, weight in known]
+        return PartOutcome(
+            start_block=start, stop_block=stop, generation=state.generation,
+            digest=state.digest, contributors=contributors,
+        )  # fmt: skip
+
+    def _tell(self, news: Result, now: float) -> None:
+        self._told = news
+        self._resend_s = RESEND_S
+        self._resend_at = now + self._resend_s
+        self._outlet.send(self.coordinators[-1], news)
+
+    def _repeat(self, now: float) -> None:
+        if self._told is not None:
+            self._outlet.send(self.coordinators[-1], self._told)
+        if len(self.coordinators) > 1:
+            self._ask_outcome()
+        self._resend_s *= 2
+        self._resend_at = now + self._resend_s
+
+    # ---- a lost coordinator
+
+    def _move_on(self, now: float) -> None:
+        order = coordination_order(self.attempt.shares, self.attempt.fragment, self.attempt.round)
+        left = [peer for peer in order if peer not in self.coordinators and self._swarm.is_live(peer)]
+        if not left or len(self.coordinators) >= bounds.MAX_TERMS:
+            names = ", ".join(short(peer) for peer in self.coordinators)
+            self.failure = f"coordinator lost, nobody decided in its place (followed {names})"
+            return
+        self.coordinators.append(left[0])
+        self._decide_by_at = now + self.attempt.parts_within_s + 2 * bounds.GRACE_S
+        self._ask_outcome()
+        self._tell(self._result([i for i, state in enumerate(self._parts) if self._is_lost(state, now)]), now)
+
+    def leads(self) -> bool:
+        """Whether we follow ourselves as a successor: then it is on us to decide."""
+        return len(self.coordinators) > 1 and self.coordinators[-1] == self._swarm.me
+
+    def _ask_outcome(self) -> None:
+        for peer in sorted({*self.attempt.shares, *self.coordinators} - {self._swarm.me}):
+            self._outlet.send(peer, AskOutcome(key=self.attempt.key()))
+
+    def ownership(self) -> tuple[list[PeerId], list[int]]:
+        """Owner and generation of every part, as far as we were told."""
+        return [state.owner for state in self._parts], [state.generation for state in self._parts]
+
+    # ---- time and the swarm
+
+    def peers_changed(self, now: float) -> None:
+        for job in list(self._jobs.values()):
+            job.check(now)
+        if not self._swarm.is_live(self.coordinators[-1]):
+            self._move_on(now)
+        if not self.failure:
+            self._check(now)
+
+    def get_timer(self) -> float:
+        times = [self._give_up_at, self._decide_by_at]
+        times += [due_at for job in self._jobs.values() if (due_at := job.get_timer()) is not None]
+        if self._resend_at is not None:
+            times.append(self._resend_at)
+        # Each mean's due time has to fire once; a later one is told by news, not by the clock.
+        times += [state.due_at for part, state in enumerate(self._parts) if self._must_report(part)]
+        return min(times)
+
+    def _must_report(self, part: int) -> bool:
+        told = self._told.lost_parts if self._told is not None else ()
+        return self._parts[part].mean is None and part not in told
+
+    def handle_timer(self, now: float) -> None:
+        if now >= self._give_up_at:
+            self.failure = f"not decided within {bounds.ROUND_CAP_S:.0f} s"
+            return
+        for job in list(self._jobs.values()):
+            job.check(now)
+        if now >= self._decide_by_at:
+            self._move_on(now)
+        if self.failure:
+            return
+        self._check(now)
+        if self._resend_at is not None and now >= self._resend_at:
+            self._repeat(now)
+
+    # ---- the outcome
+
+    def check_outcome(self, outcome: Outcome) -> None:
+        """Raise ``RemoteProtocolError`` unless a commit is about the round that began here."""
+        group = [(peer.peer, peer.weight) for peer in outcome.members]
+        ranges = [(part.start_block, part.stop_block) for part in outcome.parts]
+        mine = [(peer, share.weight) for peer, share in self.attempt.shares.items()]
+        if group != mine or ranges != list(self.attempt.ranges):
+            raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
+
+    def agreed_mean(self, outcome: Outcome) -> bytes | None:
+        """The whole fragment's mean if ours is what was committed, else None."""
+        held = [state.digest for state in self._parts]
+        if held != [part.digest for part in outcome.parts]:
+            return None
+        return b"".join(state.mean or b"" for state in self._parts)

@@ -1,0 +1,121 @@
+"""The owner of one part: collects the members' slices, has them averaged, sends the mean to all.
+
+Laws: a slice counts only if it arrived whole, once, from a member; the divisor is the weight of what is in
+the job; the own slice is always there; nothing waits longer than ``due_at``. What is held is at most the
+slices of this part: about one payload, whatever the size of the group.
+"""
+
+from __future__ import annotations
+
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.rounds.assembly import Assembly, pieces
+from p2p_co2.rounds.attempt import Attempt
+from p2p_co2.rounds.deadline import Durations
+from p2p_co2.rounds.events import ReduceJob, ReduceWanted, Slice
+from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Contributor, Mean, Part
+
+
+class PartJob:
+    """One part in one generation, at its owner."""
+
+    def __init__(
+        self, attempt: Attempt, part: int, generation: int, own_slice: bytes, *,
+        swarm: Swarm, outlet: Outlet, observed: Durations, now: float,
+    ) -> None:  # fmt: skip
+        self.attempt, self.part, self.generation = attempt, part, generation
+        self.job: ReduceJob | None = None
+        """What the tensor side was asked to average."""
+        self.is_done = False
+        self._swarm, self._outlet, self._observed = swarm, outlet, observed
+        self._began_at = now
+        self._due_at = now + attempt.parts_within_s
+        self._size_bytes = len(own_slice)
+        self._whole: dict[PeerId, bytes] = {swarm.me: own_slice}
+        self._transfers: dict[PeerId, Assembly] = {}
+
+    def get_timer(self) -> float | None:
+        return None if self.job is not None or self.is_done else self._due_at
+
+    def add(self, message: Part, sender: PeerId, now: float) -> None:
+        """Take a piece of a member's slice. Raises ``RemoteProtocolError``."""
+        if sender not in self.attempt.shares or sender == self._swarm.me:
+            raise RemoteProtocolError("not a member", "PART")
+        if self.job is not None or self.is_done:
+            return  # too late for this round; the sender did nothing wrong
+        transfer = self._transfers.setdefault(sender, Assembly(self._size_bytes))
+        if transfer.add(message.offset, message.total, message.data):
+            assert transfer.whole is not None
+            self._whole[sender] = transfer.whole
+            self.check(now)
+
+    def check(self, now: float) -> None:
+        """Ask for the average once every live member's slice is there, or the time is up."""
+        if self.job is not None or self.is_done:
+            return
+        missing = [p for p in self.attempt.shares if p not in self._whole and self._swarm.is_live(p)]
+        if missing and now < self._due_at:
+            return
+        # A slice that missed the deadline took longer than we know: count twice the wait, so that it can grow.
+        self._observed.add(2 * self.attempt.parts_within_s if missing else now - self._began_at)
+        self._transfers.clear()
+        self._ask()
+
+    def _ask(self) -> None:
+        shares = self.attempt.shares
+        slices = tuple(Slice(peer, shares[peer].weight, self._whole[peer]) for peer in sorted(self._whole))
+        if not slices:
+            self.is_done = True  # all were hostile, ours too: the part is lost and the members will say so
+            return
+        start, stop = self.attempt.ranges[self.part]
+        self.job = ReduceJob(
+            self.attempt.id,
+            self.attempt.fragment,
+            self.attempt.round,
+            self.part,
+            self.generation,
+            start,
+            stop,
+            slices,
+        )
+        self._outlet.emit(ReduceWanted(self.job))
+
+    def is_answered_by(self, job: ReduceJob) -> bool:
+        """Whether ``job`` is the one that is open now; a job that was re-issued is not."""
+        mine = self.job
+        if (
+            mine is None
+            or self.is_done
+            or (mine.key, mine.part, mine.generation) != (job.key, job.part, job.generation)
+        ):
+            return False
+        return [piece.peer for piece in mine.slices] == [piece.peer for piece in job.slices]
+
+    def refuse(self, peer: PeerId) -> None:
+        """Drop a hostile slice and ask again without it."""
+        if self._whole.pop(peer, None) is None:
+            raise LocalProtocolError(f"no slice of {peer} in this job")
+        self._ask()
+
+    def reduced(self, mean: bytes) -> tuple[tuple[PeerId, float], ...]:
+        """Send the encoded mean to all other members; returns the contributors."""
+        if len(mean) != self._size_bytes:
+            raise LocalProtocolError(
+                f"the mean of part {self.part} has {len(mean)} bytes, not {self._size_bytes}"
+            )
+        assert self.job is not None
+        contributors = tuple((piece.peer, piece.weight) for piece in self.job.slices)
+        listed = [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
+        others = [peer for peer in self.attempt.shares if peer != self._swarm.me]
+        for offset, data in pieces(memoryview(mean)):
+            message = Mean(
+                key=self.attempt.key(), part=self.part, generation=self.generation, offset=offset, total=len(mean),
+                data=data, contributors=[] if offset else listed,
+            )  # fmt: skip
+            for peer in others:
+                self._outlet.send(peer, message)
+        self.is_done = True
+        self._whole.clear()
+        self.job = None
+        return contributors

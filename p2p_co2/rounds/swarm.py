@@ -1,0 +1,81 @@
+"""What a round sees of the swarm: who is live, how fast they are, in which order they coordinate.
+
+Law: two peers with the same live set choose the same coordinator and the same successors (rendezvous hashing,
+Thaler and Ravishankar 1998), with no server and no election; the load spreads over peers because fragment and
+round are in the hash. This peer is always live and training in its own eyes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from google.protobuf.message import Message
+
+from p2p_co2.rounds.bounds import MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
+from p2p_co2.wire.identity import PeerId
+
+
+def coordination_order(peers: Iterable[PeerId], fragment: int, round_: int) -> list[PeerId]:
+    """The peers by rendezvous hash of (peer, fragment, round): the first coordinates, the others succeed
+    it."""
+    return sorted(peers, key=lambda peer: hashlib.sha256(f"{peer}/{fragment}/{round_}".encode()).digest())
+
+
+def short(peer: str) -> str:
+    """The end of a peer id, for reasons in words (its beginning is the same for everybody)."""
+    return peer[-6:]
+
+
+class Swarm:
+    """The live peers as membership told us last."""
+
+    def __init__(self, me: PeerId, shape: PayloadShape, group_size: int) -> None:
+        self.me = me
+        self.shape = shape
+        self.group_size = group_size
+        self.live: dict[PeerId, PeerView] = {me: PeerView()}
+        self.my_versions: dict[int, int] = {}
+
+    def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
+        mine = live.get(self.me, PeerView())
+        self.live = {peer: live[peer] for peer in sorted(live)}
+        self.live[self.me] = PeerView(mine.upload_bytes_per_s, True, mine.versions)
+
+    def is_live(self, peer: PeerId) -> bool:
+        return peer in self.live
+
+    def training(self) -> list[PeerId]:
+        return sorted(peer for peer, view in self.live.items() if view.training)
+
+    def version_of(self, peer: PeerId, fragment: int) -> int | None:
+        """The newest version that ``peer`` is known to hold; None if nobody told us."""
+        if peer == self.me:
+            return self.my_versions.get(fragment)
+        view = self.live.get(peer)
+        return view.versions[fragment] if view is not None and fragment < len(view.versions) else None
+
+    def my_upload_bytes_per_s(self) -> float:
+        return min(max(self.live[self.me].upload_bytes_per_s, 0.0), MAX_UPLOAD_BYTES_PER_S)
+
+
+class Outlet:
+    """Where the roles put messages and events. Messages to ourselves go to ``loop`` and take the same road as
+    others'."""
+
+    def __init__(self, me: PeerId) -> None:
+        self.me = me
+        self.messages: list[tuple[PeerId, Message]] = []
+        self.loop: deque[Message] = deque()
+        self.events: deque[RoundsEvent] = deque()
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        if peer == self.me:
+            self.loop.append(message)
+        else:
+            self.messages.append((peer, message))
+
+    def emit(self, event: RoundsEvent) -> None:
+        self.events.append(event)

@@ -1,0 +1,253 @@
+"""A coordinator from BEGIN to the decision: it counts RESULTs, gives lost parts away and signs the outcome.
+
+Why two contents of one attempt are never both committed:
+
+1. a complete RESULT is a vote, and a commit needs a quorum of equal votes (``Attempt.is_quorum``: any two
+   share a member);
+2. a member votes only to the coordinator it follows, and follows only forwards, from the first to its
+   successors;
+3. a member changes its vote only for a REASSIGN of the coordinator it follows;
+4. a successor may REASSIGN only when a quorum has answered it and none of them holds a complete mean: then
+   its predecessor cannot have committed, and no longer can.
+
+So a successor either repeats the lost coordinator's verdict or finds that there was none (single-decree Paxos
+with the votes as promises, Lamport 1998, without its second phase). It may also abort where the predecessor
+had committed and told nobody who can be heard: the commit stands when it surfaces (``decision``), and the
+digests of the next READY heal the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.attempt import Attempt, check_digest, read_contributors
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Outcome, PartOutcome, Reassign, Result
+
+
+class Tally:
+    """The votes of one attempt. ``decide`` is called once, with the unsigned outcome."""
+
+    def __init__(
+        self, attempt: Attempt, swarm: Swarm, outlet: Outlet, decide: Callable[[Outcome], None], now: float
+    ) -> None:
+        self.attempt = attempt
+        self.is_decided = False
+        self.successor = False
+        self._swarm, self._outlet, self._decide = swarm, outlet, decide
+        self._began_at = now
+        self._decide_at: float | None = None
+        self._owners = list(attempt.owners)
+        self._generations = [0] * len(attempt.ranges)
+        self._votes: dict[PeerId, Result] = {}
+        self._reassigned = False
+        """Whether we gave parts away ourselves: older votes are void from then on."""
+
+    def start(self, now: float) -> None:
+        """The coordinator of BEGIN counts from now on."""
+        self._decide_at = now + self.attempt.result_within_s
+
+    def take_over(self, owners: list[PeerId], generations: list[int], now: float) -> None:
+        """Our own member has moved to us: decide as a successor, from the owners and generations that it
+        knows."""
+        if not self.successor:
+            self.successor = True
+            self._owners, self._generations = list(owners), list(generations)
+            self._decide_at = now + self.attempt.parts_within_s + bounds.GRACE_S
+        self._evaluate(now)
+
+    def get_timer(self) -> float | None:
+        return None if self.is_decided else self._decide_at
+
+    def handle_timer(self, now: float) -> None:
+        if self._decide_at is not None and now >= self._decide_at:
+            self._evaluate(now, final=True)
+
+    def peers_changed(self, now: float) -> None:
+        self._evaluate(now)
+
+    def result(self, message: Result, sender: PeerId, now: float) -> None:
+        """Count a vote or a report of lost parts. Raises ``RemoteProtocolError``."""
+        if sender not in self.attempt.shares:
+            raise RemoteProtocolError("not a member", "RESULT")
+        self._check(message)
+        stale = [i for i, part in enumerate(message.parts) if part.generation < self._generations[i]]
+        if stale and self._reassigned:
+            for part in stale:
+                self._tell_reassigned(sender, part)
+            return
+        known = self._votes.get(sender)
+        if known is None or _rank(message) >= _rank(known):
+            self._votes[sender] = message
+        self._evaluate(now)
+
+    def _check(self, message: Result) -> None:
+        if len(message.parts) != len(self.attempt.ranges):
+            raise RemoteProtocolError("wrong parts", f"{len(message.parts)} in RESULT")
+        lost = set(message.lost_parts)
+        if len(lost) != len(message.lost_parts) or any(part >= len(message.parts) for part in lost):
+            raise RemoteProtocolError("wrong parts", "lost parts that do not exist")
+        for index, part in enumerate(message.parts):
+            if (part.start_block, part.stop_block) != self.attempt.ranges[index]:
+                raise RemoteProtocolError("wrong parts", "other blocks than in BEGIN")
+            if part.generation > bounds.MAX_GENERATIONS:
+                raise RemoteProtocolError("wrong generation", str(part.generation))
+            if part.digest:
+                if index in lost:
+                    raise RemoteProtocolError("wrong parts", "a part both held and lost")
+                check_digest(part.digest)
+                read_contributors(part.contributors, self.attempt.shares)
+
+    # ---- the verdict
+
+    def _evaluate(self, now: float, final: bool = False) -> None:
+        if self.is_decided or self._decide_at is None:
+            return
+        voters, parts = self._best()
+        waiting = [peer for peer in self.attempt.shares if self._is_awaited(peer)]
+        if self.attempt.is_quorum(voters) and (final or not waiting):
+            self._commit(parts)
+            return
+        timed_out = now - self._began_at >= bounds.ROUND_CAP_S
+        if not timed_out and self._reassign_lost(now, heard_all=final or not waiting):
+            return
+        if final or timed_out or (not waiting and not self._may_still_hear()):
+            self._abort(self._why(voters))
+
+    def _is_awaited(self, peer: PeerId) -> bool:
+        vote = self._votes.get(peer)
+        return self._swarm.is_live(peer) and (vote is None or _is_pending(vote))
+
+    def _may_still_hear(self) -> bool:
+        """A successor waits for its deadline: somebody may hold the predecessor's decision. A member that
+        reported lost parts may still complete them, if enough of the group is left for that to matter."""
+        if self.successor:
+            return True
+        return any(vote.lost_parts for vote in self._votes.values()) and self.attempt.is_quorum(
+            self._living()
+        )
+
+    def _best(self) -> tuple[list[PeerId], list[PartOutcome]]:
+        """The largest set of equal complete votes."""
+        camps: dict[bytes, list[PeerId]] = {}
+        for peer in sorted(self._votes):
+            if _is_complete(self._votes[peer]):
+                camps.setdefault(_content(self._votes[peer]), []).append(peer)
+        if not camps:
+            return [], []
+        best = max(camps, key=lambda content: (len(camps[content]), content))
+        return camps[best], list(self._votes[camps[best][0]].parts)
+
+    def _reassign_lost(self, now: float, heard_all: bool) -> bool:
+        """Give lost parts to other owners; True if one was, or the round ended over it."""
+        parts = self._to_reassign(heard_all)
+        if not parts or not self._may_reassign():
+            return False
+        votes = self._votes.values()
+        for part in parts:
+            self._generations[part] = max(self._generations[part], *(v.parts[part].generation for v in votes))
+            heirs = [peer for peer in self._living() if peer != self._owners[part]]
+            if self._generations[part] >= bounds.MAX_GENERATIONS or not heirs:
+                times = self._generations[part] + 1
+                self._abort(f"part {part} was lost {times} times, last by {short(self._owners[part])}")
+                return True
+            loads = Counter(self._owners)
+            self._owners[part] = min(heirs, key=lambda peer: (loads[peer], heirs.index(peer)))
+            self._generations[part] += 1
+        self._votes.clear()
+        self._reassigned = True
+        self._decide_at = now + self.attempt.result_within_s
+        for part in parts:
+            for peer in self.attempt.shares:
+                self._tell_reassigned(peer, part)
+        return True
+
+    def _to_reassign(self, heard_all: bool) -> list[int]:
+        """The parts without which no quorum can be complete. Once everybody has spoken: as few of the lost
+        parts as leave a quorum with nothing else lost, those lost most often first."""
+        lost = Counter(part for vote in self._votes.values() for part in vote.lost_parts)
+        chosen = [part for part in sorted(lost) if not self.attempt.is_quorum(self._possible_voters(part))]
+        if heard_all:
+            for part in sorted(lost, key=lambda part: (-lost[part], part)):
+                able = [p for p, vote in self._votes.items() if set(vote.lost_parts) <= set(chosen)]
+                if self.attempt.is_quorum(able):
+                    break
+                if part not in chosen:
+                    chosen.append(part)
+        return chosen
+
+    def _possible_voters(self, part: int) -> list[PeerId]:
+        able = []
+        for peer in self.attempt.shares:
+            vote = self._votes.get(peer)
+            if (vote is None and self._swarm.is_live(peer)) or (
+                vote is not None and part not in vote.lost_parts
+            ):
+                able.append(peer)
+        return able
+
+    def _may_reassign(self) -> bool:
+        if not self.attempt.is_quorum(self._living()):
+            return False
+        if not self.successor:
+            return True
+        return self.attempt.is_quorum(self._votes) and not any(map(_is_complete, self._votes.values()))
+
+    def _living(self) -> list[PeerId]:
+        order = coordination_order(self.attempt.shares, self.attempt.fragment, self.attempt.round)
+        return [peer for peer in order if self._swarm.is_live(peer)]
+
+    def _tell_reassigned(self, peer: PeerId, part: int) -> None:
+        message = Reassign(
+            key=self.attempt.key(), part=part, owner=self._owners[part],
+            generation=self._generations[part], parts_within_s=self.attempt.parts_within_s,
+        )  # fmt: skip
+        self._outlet.send(peer, message)
+
+    def _why(self, voters: list[PeerId]) -> str:
+        group = len(self.attempt.shares)
+        who = "the coordinator was lost and " if self.successor else ""
+        silent = [short(peer) for peer in self.attempt.shares if peer not in self._votes]
+        lost = sorted({part for vote in self._votes.values() for part in vote.lost_parts})
+        why = f"{who}only {len(voters)} of {group} members hold the same mean"
+        if silent:
+            why += f"; no RESULT from {', '.join(silent)}"
+        if lost:
+            why += f"; lost parts {', '.join(f'{part} (owner {short(self._owners[part])})' for part in lost)}"
+        return why[:500]
+
+    def _commit(self, parts: list[PartOutcome]) -> None:
+        self._finish(Outcome(committed=True, parts=parts))
+
+    def _abort(self, reason: str) -> None:
+        self._finish(Outcome(committed=False, reason=reason))
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.is_decided = True
+        outcome.key.CopyFrom(self.attempt.key())
+        outcome.state_digest = self.attempt.state_digest
+        outcome.members.extend(self.attempt.members())
+        self._decide(outcome)
+
+
+def _is_complete(vote: Result) -> bool:
+    return all(part.digest for part in vote.parts)
+
+
+def _is_pending(vote: Result) -> bool:
+    """Whether a part is neither held nor lost: the member will tell more."""
+    return any(not part.digest and i not in vote.lost_parts for i, part in enumerate(vote.parts))
+
+
+def _content(vote: Result) -> bytes:
+    return Result(parts=vote.parts).SerializeToString(deterministic=True)
+
+
+def _rank(vote: Result) -> tuple[int, int, int]:
+    """Later news of one member ranks higher, in whatever order it arrives."""
+    held = sum(bool(part.digest) for part in vote.parts)
+    return sum(part.generation for part in vote.parts), held, -len(vote.lost_parts)

@@ -1,0 +1,302 @@
+"""Events on disk: one JSON object per line, written by one process, read by anybody at any time.
+
+Laws: a whole event is a whole line, so a reader that follows a growing file never sees half of one as an
+event; what ``Journal`` wrote, ``read_events`` gives back equal (non-finite floats travel as null and come
+back as NaN); a file is hostile until checked, so a reader counts what it cannot use and never raises for
+content; writing never raises into the caller: training matters more than its diary. Format: JSON Lines, RFC
+8259 in ASCII.
+
+Price: about 300 bytes per second and peer, some 26 MB a day; no fsync, so a power cut may lose the last
+lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.telemetry.events import EVENT_TYPES, Event
+
+MAX_LINE_BYTES = 1 << 18
+"""A longer line is no event of ours: a reader drops it without holding it."""
+MAX_ITEMS = 4096
+"""Most entries of a list or table in one event."""
+MAX_INTEGER = 2**63 - 1
+_READ_BYTES = 1 << 16
+
+
+class Journal:
+    """Appends events to ``path``; may be called from any thread.
+
+    Raises ``EnvironmentFault`` if the file cannot be opened. After that nothing raises: when the disk
+    refuses, writing stops for good and ``failed`` says why. Events after ``close`` are dropped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed: str | None = None
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = os.open(
+                path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+            )
+            torn = _ends_torn(path)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot write the event journal {path}: {error.strerror}; choose a folder you may write to"
+            ) from None
+        if torn:
+            # A process that died in mid-line left no line end: our first event would be lost with its last.
+            self._append(b"\n")
+
+    def write(self, event: Event) -> None:
+        """Append one event as one line. Raises nothing for the disk's sake; see ``failed``."""
+        self._append(json.dumps(_without_nan(event.to_json()), separators=(",", ":")).encode("ascii") + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        with self._lock:
+            if self._file is None or self.failed is not None:
+                return
+            try:
+                while line:
+                    line = line[os.write(self._file, line) :]
+            except OSError as error:
+                self.failed = f"stopped writing {self.path}: {error.strerror}"
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ends_torn(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+
+
+class Tail:
+    """Follows one journal while it grows. A file that is not there yet has no events yet; one that became
+    shorter is read anew. ``skipped`` counts, by cause, the lines that were no events."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.skipped: Counter[str] = Counter()
+        self._offset = 0
+        self._lines = _Lines(self.skipped)
+
+    def new_events(self) -> list[Event]:
+        """The events whose lines were completed since the last call. Raises nothing: an unreadable file
+        counts as skipped."""
+        events: list[Event] = []
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._lines = 0, _Lines(self.skipped)
+                file.seek(self._offset)
+                while data := file.read(_READ_BYTES):
+                    self._offset += len(data)
+                    events += _parsed(self._lines.feed(data), self.skipped)
+        except FileNotFoundError:
+            pass  # the peer has not started yet: nothing to read, nothing wrong
+        except OSError:
+            self.skipped["file unreadable"] += 1
+        return events
+
+
+class EventReader(Iterator[Event]):
+    """The iterator that ``read_events`` returns. ``skipped`` counts, by cause, the lines that were no
+    events."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.skipped: Counter[str] = Counter()
+        self._events = self._read(file)
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def _read(self, file: BinaryIO) -> Iterator[Event]:
+        lines = _Lines(self.skipped)
+        with file:
+            while data := file.read(_READ_BYTES):
+                yield from _parsed(lines.feed(data), self.skipped)
+        if lines.unfinished:
+            self.skipped["torn last line"] += 1
+
+
+def read_events(path: Path) -> EventReader:
+    """All events of a journal, in order, each with the type of its kind.
+
+    Unknown kinds, damaged lines and a torn last line are skipped and counted in ``skipped``. Raises
+    ``EnvironmentFault`` if the file cannot be opened.
+    """
+    try:
+        return EventReader(path.open("rb"))
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read the event journal {path}: {error.strerror}") from None
+
+
+def parse_event(line: bytes) -> Event:
+    """One line as an event; raises ``ValueError`` with a short cause if it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON") from None
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    kind = record.get("kind")
+    # A name that cannot be a key (a list, say) is as unknown as any other.
+    event_type = EVENT_TYPES.get(kind) if isinstance(kind, str) else None
+    if event_type is None:
+        raise ValueError("unknown kind")
+    values: dict[str, Any] = {}
+    for name, check in _CHECKS[event_type].items():
+        if name in record:
+            values[name] = check(record[name])
+    try:
+        event = event_type(**values)
+    except TypeError:
+        raise ValueError("missing field") from None
+    if not math.isfinite(event.at):
+        raise ValueError("no time")
+    return event
+
+
+class _Lines:
+    """Cuts a stream of bytes into lines and holds at most ``MAX_LINE_BYTES`` of an unfinished one."""
+
+    def __init__(self, skipped: Counter[str]) -> None:
+        self._skipped = skipped
+        self._rest = b""
+        self._dropping = False
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._rest)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if self._dropping:
+                self._dropping = False
+            elif len(line) > MAX_LINE_BYTES:
+                self._skipped["line too long"] += 1
+            elif line:
+                yield line
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._skipped["line too long"] += not self._dropping
+            self._dropping = True
+        if self._dropping:
+            self._rest = b""
+
+
+def _parsed(lines: Iterator[bytes], skipped: Counter[str]) -> Iterator[Event]:
+    for line in lines:
+        try:
+            yield parse_event(line)
+        except ValueError as error:
+            skipped[str(error)] += 1
+
+
+def _number(value: object) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("wrong type")
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ValueError("number too large")
+    return float(value) if math.isfinite(value) else math.nan
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("wrong type")
+    if abs(value) > MAX_INTEGER:
+        raise ValueError("number too large")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("wrong type")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("wrong type")
+    # A lone surrogate is legal JSON and would raise in the first print.
+    return value.encode("utf-8", "replace").decode("utf-8")
+
+
+def _integers(value: object) -> tuple[int, ...]:
+    return tuple(_integer(item) for item in _items(value))
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(_text(item) for item in _items(value))
+
+
+def _items(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError("wrong type")
+    if len(value) > MAX_ITEMS:
+        raise ValueError("too many items")
+    return value
+
+
+def _text_table(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise ValueError("wrong type")
+    if len(value) > MAX_ITEMS:
+        raise ValueError("too many items")
+    return {_text(key): _text(item) for key, item in value.items()}
+
+
+_CHECK_OF_TYPE: dict[object, Callable[[object], object]] = {
+    float: _number,
+    int: _integer,
+    bool: _flag,
+    str: _text,
+    tuple[int, ...]: _integers,
+    tuple[str, ...]: _texts,
+    dict[str, str]: _text_table,
+}
+
+_CHECKS: dict[type[Event], dict[str, Callable[[object], object]]] = {
+    event_type: {
+        name: _CHECK_OF_TYPE[hint]
+        for name, hint in typing.get_type_hints(event_type).items()
+        if typing.get_origin(hint) is not typing.ClassVar
+    }
+    for event_type in EVENT_TYPES.values()
+}

@@ -1,0 +1,276 @@
+"""The swarm as its events tell it: ``fold(events) -> SwarmView``.
+
+Law: the view is a function of each peer's own sequence of events; how the sequences of different peers were
+interleaved does not matter, so a view folded from many journals one after the other equals the one that a
+live reader built event by event. A round of the swarm is counted once, although every member writes of it.
+
+Rounds are keyed by (fragment, round), where ``round`` is the outer version it would make: an aborted round is
+tried again under the same key, so one key may hold several aborts and at most one commit.
+
+Price: about 1.5 kB per round of four members, kept for the whole run; everything else is bounded.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from p2p_co2.telemetry.events import (
+    CaughtUp,
+    Evaluated,
+    Event,
+    LinkLost,
+    MessageRefused,
+    PeerFinished,
+    PeerJoined,
+    PeerLeft,
+    PeerStarted,
+    RoundAborted,
+    RoundBegan,
+    RoundCommitted,
+    SendSkipped,
+    Warned,
+)
+from p2p_co2.telemetry.peer_view import PeerView, count
+
+MAX_NOTABLE = 256
+"""Newest notable events kept in the view."""
+_NOTABLE = (
+    PeerStarted,
+    PeerJoined,
+    PeerLeft,
+    LinkLost,
+    RoundAborted,
+    SendSkipped,
+    CaughtUp,
+    MessageRefused,
+    Evaluated,
+    Warned,
+    PeerFinished,
+)
+
+
+@dataclass(slots=True)
+class RoundReport:
+    """What one peer wrote of a round: the figures of the commit if it learned of one, its aborts by reason
+    (None for none: most rounds have none, and there are many rounds)."""
+
+    committed: bool = False
+    group_size: int = 0
+    contributors: int = 0
+    partial: int = 0
+    duration_s: float = 0.0
+    aborts: Counter[str] | None = None
+
+    def commit(self, event: RoundCommitted) -> None:
+        self.committed, self.group_size = True, event.group_size
+        self.contributors, self.partial = event.contributors, event.partial
+        self.duration_s = event.duration_s if math.isfinite(event.duration_s) else 0.0
+
+    def abort(self, reason: str) -> None:
+        self.aborts = Counter() if self.aborts is None else self.aborts
+        count(self.aborts, reason)
+
+    @property
+    def attempts_aborted(self) -> int:
+        return self.aborts.total() if self.aborts else 0
+
+
+@dataclass(slots=True)
+class RoundView:
+    """One (fragment, round) as all its members tell it. ``begun``: (at, coordinator, group) of the newest
+    BEGIN."""
+
+    fragment: int
+    round: int
+    begun: tuple[float, str, tuple[str, ...]] | None = None
+    begins: int = 0
+    reports: dict[str, RoundReport] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str:
+        """ "committed", "aborted" (every attempt so far) or "open"."""
+        if any(report.committed for report in self.reports.values()):
+            return "committed"
+        return "aborted" if any(report.aborts for report in self.reports.values()) else "open"
+
+    @property
+    def aborts(self) -> Counter[str]:
+        """Aborted attempts by reason, each once.
+
+        Members see the same attempts, so the member that saw most is believed; of a committed round only
+        those who know of the commit are asked, since the others may have lost just the answer
+        (``missed_by``).
+        """
+        committed = self.outcome == "committed"
+        asked = {peer: report for peer, report in self.reports.items() if report.committed or not committed}
+        best = min(asked, key=lambda peer: (-asked[peer].attempts_aborted, peer), default=None)
+        return Counter(asked[best].aborts) if best is not None else Counter()
+
+    @property
+    def missed_by(self) -> tuple[str, ...]:
+        """Peers that gave this round up although others committed it."""
+        if self.outcome != "committed":
+            return ()
+        return tuple(
+            sorted(peer for peer, report in self.reports.items() if report.aborts and not report.committed)
+        )
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Peer ids of the newest attempt's group; empty if its coordinator's journal is not here."""
+        return self.begun[2] if self.begun else ()
+
+    @property
+    def contributors(self) -> int:
+        return max((commit.contributors for commit in self._commits()), default=0)
+
+    @property
+    def partial(self) -> int:
+        return max((commit.partial for commit in self._commits()), default=0)
+
+    @property
+    def group_size(self) -> int:
+        return max((commit.group_size for commit in self._commits()), default=len(self.group))
+
+    @property
+    def duration_s(self) -> float:
+        """Longest time from a member's offer to its knowing of the commit, seconds; 0 if none offered."""
+        return max((commit.duration_s for commit in self._commits() if commit.duration_s > 0), default=0.0)
+
+    def _commits(self) -> list[RoundReport]:
+        return [report for report in self.reports.values() if report.committed]
+
+    def report_of(self, peer: str) -> RoundReport:
+        return self.reports.setdefault(peer, RoundReport())
+
+
+@dataclass
+class SwarmView:
+    """All peers and rounds. ``notable``: (at, peer, its event's number, event), oldest first, the newest
+    ``MAX_NOTABLE``; ``warnings`` counts all ``Warned`` events."""
+
+    peers: dict[str, PeerView] = field(default_factory=dict)
+    rounds: dict[tuple[int, int], RoundView] = field(default_factory=dict)
+    notable: list[tuple[float, str, int, Event]] = field(default_factory=list)
+    warnings: int = 0
+    _written: Counter[str] = field(default_factory=Counter)
+
+    def add(self, event: Event) -> None:
+        """Take in one event; events of one peer must come in the order it wrote them."""
+        self._peer(event.peer).add(event)
+        self._written[event.peer] += 1
+        match event:
+            case PeerJoined():
+                self._peer(event.other).seen_left.pop(event.peer, None)
+            case PeerLeft():
+                self._peer(event.other).seen_left[event.peer] = (event.at, event.reason)
+            case RoundBegan():
+                began = self._round(event.fragment, event.round)
+                begun = (event.at, event.peer, event.group)
+                began.begun = begun if began.begun is None else max(began.begun, begun)
+                began.begins += 1
+            case RoundCommitted():
+                self._round(event.fragment, event.round).report_of(event.peer).commit(event)
+            case RoundAborted():
+                self._round(event.fragment, event.round).report_of(event.peer).abort(event.reason)
+            case Warned():
+                self.warnings += 1
+        if isinstance(event, _NOTABLE):
+            self._note(event)
+
+    def _peer(self, peer: str) -> PeerView:
+        return self.peers.setdefault(peer, PeerView(peer))
+
+    def _round(self, fragment: int, number: int) -> RoundView:
+        return self.rounds.setdefault((fragment, number), RoundView(fragment, number))
+
+    def _note(self, event: Event) -> None:
+        bisect.insort(
+            self.notable, (event.at, event.peer, self._written[event.peer], event), key=lambda note: note[:3]
+        )
+        if len(self.notable) > MAX_NOTABLE:
+            del self.notable[0]
+
+    @property
+    def started_peers(self) -> list[PeerView]:
+        """Peers that wrote events of their own, sorted by label: the ones the figures are about."""
+        labels = self.labels()
+        return sorted(
+            (peer for peer in self.peers.values() if peer.started), key=lambda peer: labels[peer.peer]
+        )
+
+    def labels(self) -> dict[str, str]:
+        """A short and unique label for every peer id: its name, with the end of its id where names are equal
+        or empty."""
+        names = Counter(peer.name for peer in self.peers.values())
+        labels: dict[str, str] = {}
+        for peer in sorted(self.peers):
+            name = self.peers[peer].name
+            label = name if name and names[name] == 1 else f"{name}~{peer[-6:]}" if name else f"~{peer[-6:]}"
+            labels[peer] = label if label not in labels.values() else f"{name}~{peer}"
+        return labels
+
+    @property
+    def started_at(self) -> float | None:
+        return min(
+            (peer.first_seen_at for peer in self.peers.values() if peer.first_seen_at is not None),
+            default=None,
+        )
+
+    @property
+    def last_at(self) -> float | None:
+        return max(
+            (peer.last_seen_at for peer in self.peers.values() if peer.last_seen_at is not None), default=None
+        )
+
+    @property
+    def committed(self) -> int:
+        """Committed rounds of the swarm, each counted once."""
+        return sum(view.outcome == "committed" for view in self.rounds.values())
+
+    @property
+    def abort_reasons(self) -> Counter[str]:
+        """Aborted rounds of the swarm by reason, each counted once."""
+        total: Counter[str] = Counter()
+        for view in self.rounds.values():
+            total += view.aborts
+        return total
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Applied outer steps by staleness, over all peers."""
+        return _sum(peer.staleness for peer in self.peers.values())
+
+    @property
+    def sync_delay_steps(self) -> Counter[int]:
+        """Applied outer steps by inner steps between send and apply, over all peers."""
+        return _sum(peer.sync_delay_steps for peer in self.peers.values())
+
+    @property
+    def gap_max(self) -> float:
+        return max((peer.gap_max for peer in self.peers.values()), default=1.0)
+
+
+def fold(events: Iterable[Event]) -> SwarmView:
+    """The view after all ``events``; any order that keeps each peer's own order gives the same view."""
+    view = SwarmView()
+    for event in events:
+        view.add(event)
+    return view
+
+
+def mean_of(histogram: Counter[int]) -> float | None:
+    """Mean of a histogram of whole numbers; None if it is empty."""
+    total = histogram.total()
+    return sum(value * times for value, times in histogram.items()) / total if total else None
+
+
+def _sum(histograms: Iterable[Counter[int]]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for histogram in histograms:
+        total.update(histogram)
+    return total

@@ -1,0 +1,130 @@
+"""A ticket: one word that invites to a run.
+
+It carries what a newcomer cannot look up: the digest of the run's settings, the key that signs them, and
+addresses of seeds. Everything else comes from the swarm and is checked against these. Not a secret, and no
+proof of anything about the holder.
+
+Form: ``p2pco2-`` and the base58 of (version, run, run key, seeds, checksum). Base58 has no letters that look
+alike and no characters that a mail program or a shell would change. The checksum is 4 bytes of sha256, so a
+typing mistake passes with probability 2^-32; only the one spelling that ``str`` gives is taken. Price: about
+130 characters for one seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+import base58
+
+from p2p_co2.errors import RemoteProtocolError, TicketError
+from p2p_co2.wire.identity import PeerId, peer_id_of, public_key_of
+from p2p_co2.wire.limits import MAX_ADDRESSES
+
+PREFIX = "p2pco2-"
+VERSION = 1
+MAX_TICKET_CHARACTERS = 4096
+MAX_SEED_CHARACTERS = 255
+_CHECKSUM_BYTES = 4
+_KEY_BYTES = 32
+_SEED = re.compile(r"(/[a-z0-9-]+/[A-Za-z0-9.:%_-]+(?:/[A-Za-z0-9.:%_-]+)*)/p2p/([1-9A-HJ-NP-Za-km-z]+)")
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """``run``: digest of the ``RunConfig`` (32 bytes). ``run_key``: the peer that signs the manifest.
+    ``seeds``: multiaddrs that end in ``/p2p/ID``. Raises ``TicketError`` for values that make no ticket."""
+
+    run: bytes
+    run_key: PeerId
+    seeds: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.run) != 32:
+            raise TicketError(f"the digest of a run has 32 bytes, not {len(self.run)}")
+        if not 0 < len(self.seeds) <= MAX_ADDRESSES:
+            raise TicketError(f"a ticket names 1 to {MAX_ADDRESSES} seeds, not {len(self.seeds)}")
+        _key_of(self.run_key)
+        for seed in self.seeds:
+            _split(seed)
+
+    def __str__(self) -> str:
+        parts = [bytes((VERSION,)), self.run, _key_of(self.run_key), bytes((len(self.seeds),))]
+        for seed in self.seeds:
+            address, peer = _split(seed)
+            parts += [bytes((len(address),)), address.encode(), _key_of(peer)]
+        content = b"".join(parts)
+        return PREFIX + base58.b58encode(content + _checksum(content)).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> Ticket:
+        """Read what ``str`` wrote; spaces and line ends around it do not matter. Raises ``TicketError`` in
+        one line."""
+        word = text.strip()
+        if len(word) > MAX_TICKET_CHARACTERS:
+            raise TicketError(f"this is no ticket: {len(word)} characters, at most {MAX_TICKET_CHARACTERS}")
+        if not word.startswith(PREFIX):
+            raise TicketError(f'this is no ticket: a ticket begins with "{PREFIX}"')
+        try:
+            data = base58.b58decode(word.removeprefix(PREFIX).encode("ascii"))
+        except ValueError:  # also UnicodeEncodeError
+            raise TicketError(
+                "the ticket has a character that no ticket has; copy it again, as a whole"
+            ) from None
+        content, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+        if _checksum(content) != checksum:
+            raise TicketError("the ticket is damaged or cut short; copy it again, as a whole")
+        if content[:1] != bytes((VERSION,)):
+            raise TicketError(
+                f"the ticket is of version {content[0] if content else 0}, this program reads version {VERSION}; "
+                "install the version that the organiser uses"
+            )
+        ticket = cls._read(content[1:])
+        if str(ticket) != word:
+            raise TicketError("the ticket is not spelt the way tickets are; ask the organiser for a new one")
+        return ticket
+
+    @classmethod
+    def _read(cls, content: bytes) -> Ticket:
+        """The fields behind the version byte; the checksum was right, so a fault here is the writer's."""
+        fields = _Fields(content)
+        run, run_key = fields.take(32), fields.take(_KEY_BYTES)
+        seeds = []
+        for _ in range(fields.take(1)[0]):
+            address = fields.take(fields.take(1)[0]).decode("latin-1")
+            seeds.append(f"{address}/p2p/{peer_id_of(fields.take(_KEY_BYTES))}")
+        return cls(run, peer_id_of(run_key), tuple(seeds))
+
+
+class _Fields:
+    def __init__(self, data: bytes) -> None:
+        self._rest = data
+
+    def take(self, count: int) -> bytes:
+        if len(self._rest) < count:
+            raise TicketError("the ticket ends too early; ask the organiser for a new one")
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        return taken
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(PREFIX.encode() + content).digest()[:_CHECKSUM_BYTES]
+
+
+def _key_of(peer: str) -> bytes:
+    try:
+        return public_key_of(peer)
+    except RemoteProtocolError:
+        raise TicketError(f"{peer[:64]!r} is no peer id of ours (Ed25519)") from None
+
+
+def _split(seed: str) -> tuple[str, PeerId]:
+    """("/ip4/203.0.113.5/tcp/31000", peer) of a seed's multiaddr."""
+    found = _SEED.fullmatch(seed)
+    if found is None or len(found[1]) > MAX_SEED_CHARACTERS:
+        raise TicketError(
+            f"{seed[:80]!r} is no seed address; one is /ip4/203.0.113.5/tcp/31000/p2p/12D3Koo..."
+        )
+    _key_of(found[2])
+    return found[1], PeerId(found[2])

@@ -1,0 +1,62 @@
+"""A trained model out of a checkpoint: for sampling and for its held-out loss.
+
+It puts the agreed parameters, not a peer's live ones, into the recipe's model: what the whole swarm holds is
+what is measured. Law: the fragment plan's digest must be the checkpoint's, so parameters never land in the
+wrong place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from p2p_co2.checkpoint import load_agreed
+from p2p_co2.errors import ConfigError
+from p2p_co2.fragments.live import LiveParameters
+from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.recipes import Recipe
+from p2p_co2.run_recipe import is_own, load_run_recipe
+
+
+@dataclass(frozen=True)
+class Trained:
+    """``recipe``: with the agreed parameters in its model, on the CPU."""
+
+    recipe: Recipe
+
+    @classmethod
+    def load(cls, checkpoint: Path, own_recipe: str = "") -> Trained:
+        """Read a checkpoint's folder, or one file of it. ``own_recipe``: see ``load_run_recipe``.
+
+        Raises ``ConfigError`` if there is no whole checkpoint or its recipe is not the one here.
+        """
+        agreed = load_agreed(checkpoint)
+        recipe = load_run_recipe(agreed.run, own_recipe if is_own(agreed.run.recipe) else "")
+        plan = plan_fragments(recipe.model, agreed.run.fragments)
+        if plan.digest != agreed.plan_digest:
+            raise ConfigError(str(checkpoint), "", "is of another model than the recipe makes here")
+        live = LiveParameters(recipe.model, plan)
+        for index, state in enumerate(agreed.states):
+            live.load_(index, state.params)
+        buffers = dict(recipe.model.named_buffers())
+        with torch.no_grad():
+            for name, values in agreed.buffers.items():
+                if name in buffers:
+                    buffers[name].copy_(values)
+        recipe.model.eval()
+        return cls(recipe)
+
+    def held_out_loss(self) -> float:
+        """Nats per token on text that no peer trained on. Raises ``ConfigError`` if the recipe has none."""
+        if self.recipe.held_out is None:
+            raise ConfigError("recipe", "held_out", "this recipe has no held-out data to measure a loss on")
+        return self.recipe.held_out(self.recipe.model)
+
+    def sample(self, prompt: str, length: int, seed: int) -> str:
+        """``prompt`` and ``length`` more tokens as text. Raises ``ConfigError`` if the recipe cannot
+        generate."""
+        if self.recipe.generate is None:
+            raise ConfigError("recipe", "generate", "this recipe makes no text; it has a held-out loss only")
+        return self.recipe.generate(self.recipe.model, prompt, length, seed)

@@ -1,0 +1,209 @@
+"""From a ticket to a training peer: ``connect`` joins the swarm's network, ``Connection.start`` adds the
+model.
+
+Between the two the caller knows the run's settings and can refuse, before anything large has been downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from p2p_co2 import checkpoint as checkpoints
+from p2p_co2 import outer
+from p2p_co2.checkpoint import Checkpoint, state_size_bytes
+from p2p_co2.codec import get_codec
+from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.errors import ConfigError, TransportError
+from p2p_co2.fragments.live import LiveParameters
+from p2p_co2.fragments.plan import FragmentPlan, plan_fragments
+from p2p_co2.node.node import Node
+from p2p_co2.rounds import PayloadShape
+from p2p_co2.telemetry import events as ev
+from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.fragment_ledger import FragmentLedger
+from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.network_thread import NetworkThread
+from p2p_co2.trainer.peer import Peer, Plan
+from p2p_co2.trainer.synchroniser import Progressed
+
+LISTEN_S = 3.0
+"""A peer that hears nobody for this long after its start is the first one."""
+GATHER_BOUND_S = 120.0
+"""Waiting for ``min_peers``."""
+CATCH_UP_BOUND_S = 600.0
+
+EventSink = Callable[[ev.Event], None]
+
+
+def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
+    """Join the network of the run that ``ticket`` invites to, and verify its settings. Blocks; Ctrl-C is
+    safe.
+
+    ``on_event`` is called from several threads. Raises ``TicketError`` (damaged, foreign), ``TransportError``
+    (no seed answers), ``EnvironmentFault`` (this machine), ``ConfigError`` (settings that this version does
+    not know).
+    """
+    thread = NetworkThread(Ticket.parse(ticket), config, on_event)
+    try:
+        thread.open()
+    except BaseException:
+        thread.close()
+        raise
+    return Connection(thread, config, on_event)
+
+
+def join(
+    ticket: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: PeerConfig | None = None,
+    on_event: EventSink = lambda event: None,
+) -> Peer:
+    """``connect`` and ``start`` in one: for one's own training loop. Use the peer as a context manager."""
+    connection = connect(ticket, config or PeerConfig(), on_event)
+    try:
+        return connection.start(model, optimizer)
+    except BaseException:
+        connection.close()
+        raise
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A verified run, not yet trained in. End it with ``close``, or ``start`` and then the peer's
+    ``leave``."""
+
+    _thread: NetworkThread
+    config: PeerConfig
+    _on_event: EventSink
+
+    @property
+    def run(self) -> RunConfig:
+        """What all peers of the run agree on."""
+        return self._thread.network.run
+
+    def close(self) -> None:
+        """Leave the network. May be called twice."""
+        self._thread.close()
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        learning_rate: Callable[[float], float] | None = None,
+        resume: bool = False,
+    ) -> Peer:
+        """Become a training peer: cut the model, resume from this peer's checkpoint if asked, wait for
+        ``min_peers``, catch up with the swarm.
+
+        ``model``'s parameters must be those that every peer starts from (same recipe, same seed); they are
+        overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
+        to a factor on each group's learning rate. Blocks, bounded. Raises ``ConfigError`` (model too small
+        for the fragments, no checkpoint to resume from, or one of another run), ``TransportError`` (not
+        enough peers, or none that can help).
+        """
+        run = self.run
+        plan = plan_fragments(model, run.fragments)
+        saved = self._load(plan) if resume else None
+        codec = get_codec(run.codec.name)
+        live = LiveParameters(model, plan)
+        me = self._thread.network.identity.peer_id
+        states = (
+            [outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments]
+            if saved is None
+            else list(saved.states)
+        )
+        ledger = TensorLedger(codec, [FragmentLedger(run, codec, me, state) for state in states])
+        progressed = Progressed()
+        if saved is not None:
+            restore(saved, model, optimizer, ledger)
+            progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
+        shape = PayloadShape(codec.block_bytes, tuple(codec.blocks(f.numel) for f in plan.fragments))
+        self._on_event(
+            ev.PeerStarted(
+                at=time.time(),
+                peer=me,
+                name=self.config.name,
+                pid=os.getpid(),
+                software=self._thread.network.software,
+                device=str(next(model.parameters()).device),
+                parameters=plan.numel,
+                fragments=len(plan.fragments),
+                run=run.digest().hex(),
+            )
+        )
+        sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
+        node = self._thread.start_node(shape, sizes, ledger)
+        try:
+            self._gather()
+            self._catch_up(node)
+        except BaseException:
+            ledger.close()
+            raise
+        others = self._thread.swarm_position()
+        if others is not None:
+            at_swarm = others[0] + (time.monotonic() - others[1]) * self._thread.rounds_per_s()
+            progressed = Progressed(
+                max(at_swarm, progressed.position), progressed.inner_steps, progressed.tokens
+            )
+        if warning := outer.stability_warning(run.outer, delayed=run.outer.rule in {"co2", "eager"}):
+            self._thread.report(ev.Warned, {"text": warning})
+        plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate)
+        return Peer(self._thread, ledger, plan_of_peer, progressed)
+
+    def _load(self, plan: FragmentPlan) -> Checkpoint:
+        saved = checkpoints.load(self.config.folder / "checkpoint")
+        where = str(self.config.folder / "checkpoint")
+        if RunConfig.from_canonical_bytes(saved.run_config_json.encode()).digest() != self.run.digest():
+            raise ConfigError(where, "", "is of another run; join without --resume, or with another --folder")
+        if saved.plan_digest != plan.digest:
+            raise ConfigError(
+                where, "", "is of another model; join without --resume, or with another --folder"
+            )
+        return saved
+
+    def _gather(self) -> None:
+        """Wait until enough peers are live."""
+        wanted = self.config.min_peers - 1
+        ends_at = time.monotonic() + GATHER_BOUND_S
+        while self._thread.live_peers() < wanted:
+            self._thread.check()
+            if time.monotonic() > ends_at:
+                raise TransportError(
+                    f"only {self._thread.live_peers() + 1} of {self.config.min_peers} peers after {GATHER_BOUND_S:.0f} s; "
+                    "start the others, or ask for fewer with --min-peers"
+                )
+            time.sleep(0.02)
+
+    def _catch_up(self, node: Node) -> None:
+        """Wait until this peer is where the swarm is, or is sure that it is alone."""
+        started_at = time.monotonic()
+        while True:
+            self._thread.check()
+            waited_s = time.monotonic() - started_at
+            heard = self._thread.live_peers() > 0
+            if (heard and waited_s > 0.2 and self._thread.abreast()) or (not heard and waited_s > LISTEN_S):
+                return
+            if waited_s > CATCH_UP_BOUND_S:
+                raise TransportError("no peer could give this one the agreed state; try again later")
+            time.sleep(0.02)
+
+
+def restore(saved: Checkpoint, model: nn.Module, optimizer: Optimizer, ledger: TensorLedger) -> None:
+    """Put a checkpoint's live parameters, buffers, inner optimizer and residuals back."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in saved.params:
+                parameter.copy_(saved.params[name])
+        for name, buffer in model.named_buffers():
+            if name in saved.buffers:
+                buffer.copy_(saved.buffers[name])
+    optimizer.load_state_dict(dict(saved.optimizer))
+    ledger.set_residuals(saved.residuals)

@@ -1,0 +1,186 @@
+"""The tensor side of a node: all fragments' ledgers on one worker thread, with an asyncio face for the
+network thread.
+
+Three threads meet here, and only snapshots, bytes and merges cross between them: the training thread hands
+over snapshots (``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits
+the ``Ledger`` methods; all tensor work is done by the one worker, in the order in which it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from p2p_co2.averaging import admit, mean_of_parts
+from p2p_co2.checkpoint import state_bytes, state_digest, state_from_bytes
+from p2p_co2.codec import Codec
+from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, SliceRefused
+from p2p_co2.outer import Merge, OuterState, StepReport
+from p2p_co2.trainer.fragment_ledger import Contribution, EncodedOffer, FragmentLedger
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """News for the training thread. ``report`` is set when an outer step was taken; ``ends_offer`` when
+    nothing of this peer is in flight for the fragment any more."""
+
+    fragment: int
+    version: int
+    merge: Merge | None
+    report: StepReport | None = None
+    contributed: bool = False
+    ends_offer: bool = True
+    trouble: str = ""
+
+
+class TensorLedger:
+    """Implements ``node.ledger.Ledger``. ``close`` ends the worker thread."""
+
+    def __init__(self, codec: Codec, fragments: Sequence[FragmentLedger]) -> None:
+        self._codec = codec
+        self._fragments = list(fragments)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._digests = [state_digest(fragment.state) for fragment in self._fragments]
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def agreed(self) -> list[AgreedVersion]:
+        """Where every fragment is. Call before the node runs, or on the worker."""
+        return [
+            AgreedVersion(fragment.state.version, digest)
+            for fragment, digest in zip(self._fragments, self._digests, strict=True)
+        ]
+
+    def states(self) -> list[OuterState]:
+        """The agreed states, consistent with each other. Any thread; waits for the worker."""
+        return self._worker.submit(lambda: [fragment.state for fragment in self._fragments]).result()
+
+    def residuals(self) -> dict[int, Tensor]:
+        """Error-feedback residuals by fragment, if the codec keeps any. Any thread; waits for the worker."""
+
+        def copy() -> dict[int, Tensor]:
+            return {
+                f: ledger.residual for f, ledger in enumerate(self._fragments) if ledger.residual is not None
+            }
+
+        return self._worker.submit(copy).result()
+
+    def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
+        """Put saved residuals back, before the node runs."""
+        for fragment, residual in residuals.items():
+            self._fragments[fragment].residual = residual
+
+    def submit_offer(
+        self, fragment: int, snapshot: Tensor, done: Callable[[int, EncodedOffer, AgreedVersion], None]
+    ) -> Future[None]:
+        """Encode an offer; ``done(fragment, offer, agreed)`` is called on the worker. Does not block."""
+
+        def encode() -> None:
+            ledger = self._fragments[fragment]
+            agreed = AgreedVersion(ledger.state.version, self._digests[fragment])
+            try:
+                offer = ledger.offer(snapshot)
+            except ValueError:
+                # NaN or Inf: this peer's own training has diverged. It starts again from what the swarm agrees on.
+                trouble = "this peer's parameters were not finite; took over the agreed ones"
+                reset = Merge(0.0, ledger.state.params)
+                self.outcomes.put(Outcome(fragment, agreed.version, reset, trouble=trouble))
+                return
+            if offer.merge is not None:
+                self.outcomes.put(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
+            done(fragment, offer, agreed)
+
+        return self._worker.submit(encode)
+
+    # ---- the Ledger protocol, awaited on the network thread
+
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, bytes]]) -> bytes:
+        def work() -> bytes:
+            for peer, _, data in slices:
+                try:
+                    admit(self._codec, data, len(data) // self._codec.block_bytes)
+                except RemoteProtocolError as error:
+                    raise SliceRefused(peer, str(error)) from None
+            return mean_of_parts(self._codec, slices)
+
+        return await self._ask(work)
+
+    async def commit(self, mean: AgreedMean) -> AgreedVersion:
+        def work() -> AgreedVersion:
+            ledger = self._fragments[mean.fragment]
+            if ledger.state.version + 1 != mean.round:
+                return AgreedVersion(ledger.state.version, self._digests[mean.fragment])
+            decoded = self._decode(mean.mean, ledger.state.params.numel())
+            parts = [Contribution(part.start_block, part.stop_block, part.weights) for part in mean.parts]
+            applied = ledger.commit(mean.round, mean.base_version, decoded, parts)
+            return self._moved(
+                mean.fragment,
+                lambda: Outcome(
+                    mean.fragment,
+                    mean.round,
+                    applied.merge,
+                    applied.report,
+                    applied.contributed,
+                    trouble=applied.refused,
+                ),
+            )
+
+        return await self._ask(work)
+
+    async def abort(self, fragment: int, round_: int) -> None:
+        def work() -> None:
+            ledger = self._fragments[fragment]
+            merge = ledger.abort(round_)
+            self.outcomes.put(Outcome(fragment, ledger.state.version, merge))
+
+        await self._ask(work)
+
+    async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
+        def work() -> tuple[AgreedVersion, bytes]:
+            state = self._fragments[fragment].state
+            return AgreedVersion(state.version, self._digests[fragment]), state_bytes(state)
+
+        return await self._ask(work)
+
+    async def adopt(self, fragment: int, data: bytes, digest: bytes) -> AgreedVersion:
+        def work() -> AgreedVersion:
+            ledger = self._fragments[fragment]
+            state = state_from_bytes(data, ledger.state.params.numel())
+            if state_digest(state) != digest:
+                raise DigestMismatch(
+                    f"the state of fragment {fragment} does not have the digest its donor promised"
+                )
+            merge = ledger.adopt(state)
+            return self._moved(fragment, lambda: Outcome(fragment, state.version, merge))
+
+        return await self._ask(work)
+
+    def _moved(self, fragment: int, outcome: Callable[[], Outcome]) -> AgreedVersion:
+        state = self._fragments[fragment].state
+        self._digests[fragment] = state_digest(state)
+        self.outcomes.put(outcome())
+        return AgreedVersion(state.version, self._digests[fragment])
+
+    def _decode(self, mean: bytes, numel: int) -> Tensor:
+        """fp32 [at least numel]; NaN if an owner signed a mean that is not finite, which every peer refuses
+        alike."""
+        try:
+            return self._codec.decode(admit(self._codec, mean, self._codec.blocks(numel)))
+        except RemoteProtocolError:
+            return torch.full((numel,), math.nan)
+
+    async def _ask(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)

@@ -1,0 +1,179 @@
+"""The network thread: one asyncio loop that owns the network and the node, and the calls that cross to it.
+
+Law: the training thread reads only what this object publishes whole (numbers, tuples, frozen dataclasses) and
+never waits on a call into the loop, except to open, to start and to close. Closing leaves no thread, process,
+socket or file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import uvloop
+
+from p2p_co2.config import PeerConfig
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.network import Network
+from p2p_co2.node.node import LocalProgress, Node
+from p2p_co2.rounds import Offer, PayloadShape
+from p2p_co2.telemetry import events as ev
+from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.ledger import TensorLedger
+
+CLOSE_BOUND_S = 8.0
+_T = TypeVar("_T")
+
+
+class NetworkThread:
+    """Implements ``synchroniser.Wire``. ``open`` starts the thread, ``close`` ends it."""
+
+    def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
+        self._ticket, self._config, self._on_event = ticket, config, on_event
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
+        self._network: Network | None = None
+        self._node: Node | None = None
+        self._node_task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def network(self) -> Network:
+        if self._network is None:
+            raise LocalProtocolError("the network is not open")
+        return self._network
+
+    @property
+    def node(self) -> Node:
+        if self._node is None:
+            raise LocalProtocolError("the node is not started")
+        return self._node
+
+    def open(self) -> None:
+        """Join the DHT and read the manifest; errors as ``Network.open``."""
+        self._thread.start()
+        self._network = self._ask(Network.open(self._ticket, self._config, self._refused))
+
+    def start_node(self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger) -> Node:
+        """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
+
+        async def start() -> Node:
+            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self._on_event)
+            self._node_task = asyncio.create_task(node.run(), name="node")
+            self._node_task.add_done_callback(self._node_ended)
+            return node
+
+        self._node = self._ask(start())
+        return self._node
+
+    def close(self) -> None:
+        """End node, network and loop. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            try:
+                self._ask(self._shut_down(), CLOSE_BOUND_S)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+        if not self._loop.is_closed():
+            self._loop.close()
+
+    # ---- what the training thread reads and asks
+
+    def offer(self, offer: Offer) -> None:
+        self._loop.call_soon_threadsafe(self.node.offer, offer)
+
+    def show(self, progress: LocalProgress) -> None:
+        self.node.progress = progress
+
+    def swarm_position(self) -> tuple[float, float] | None:
+        return self.node.swarm_position
+
+    def rounds_per_s(self) -> float:
+        clock = self.network.run.clock
+        return 1.0 / clock.round_s if clock.mode == "time" else 0.0
+
+    def settled(self) -> bool:
+        return self.node.settled_now
+
+    def abreast(self) -> bool:
+        """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
+        return self.node.abreast_now
+
+    def live_peers(self) -> int:
+        return self.node.live_peers()
+
+    def traffic_bytes(self) -> tuple[int, int]:
+        """Bytes of messages (up, down) since the start."""
+        return self.node.traffic_bytes()
+
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def check(self) -> None:
+        """Raise what ended the node, if something did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
+        self._on_event(kind(at=time.time(), peer=self.network.identity.peer_id, **fields))
+
+    def goodbye(self, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self.node.say_goodbye, reason)
+
+    def agreed(self) -> list[AgreedVersion]:
+        return list(self.node.agreed)
+
+    def carriers_in_use(self) -> dict[str, str]:
+        async def read() -> dict[str, str]:
+            return self.node.links.carriers_in_use()
+
+        return self._ask(read(), CLOSE_BOUND_S)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _ask(self, work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
+        """Run ``work`` on the loop and wait; a Ctrl-C here cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _shut_down(self) -> None:
+        if self._node is not None and self._node_task is not None:
+            self._node.stop()
+            await asyncio.wait({self._node_task}, timeout=CLOSE_BOUND_S / 2)
+            self._node_task.cancel()
+        if self._network is not None:
+            await self._network.close()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()
+
+    def _node_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        self._failure = error
+
+    def _refused(self, peer: str | None, error: RemoteProtocolError) -> None:
+        if self._node is not None:
+            self._node.refuse(peer or "unknown", error.reason, error.detail)

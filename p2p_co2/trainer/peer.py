@@ -1,0 +1,167 @@
+"""A training peer: the object in the user's own loop. ``step`` after each inner step, ``leave`` at the
+end."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from p2p_co2 import checkpoint as checkpoints
+from p2p_co2.checkpoint import Checkpoint, swarm_digest
+from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.fragments.plan import FragmentPlan
+from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.network_thread import NetworkThread
+from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a peer trains: the agreed run, its own config, the cut model and the inner optimizer."""
+
+    run: RunConfig
+    config: PeerConfig
+    fragments: FragmentPlan
+    model: nn.Module
+    optimizer: Optimizer
+    learning_rate: Callable[[float], float] | None
+
+
+class Peer:
+    """Made by ``Connection.start`` or ``join``. A context manager: leaving the block leaves the swarm."""
+
+    def __init__(self, thread: NetworkThread, ledger: TensorLedger, plan: Plan, start: Progressed) -> None:
+        self._thread, self._ledger, self._plan = thread, ledger, plan
+        self._base_lr = [float(group["lr"]) for group in plan.optimizer.param_groups]
+        self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
+        self._saved_at = time.monotonic()
+        self._stopped = self._left = False
+        self._sync.report()
+        self._set_learning_rate()
+
+    @property
+    def run(self) -> RunConfig:
+        return self._plan.run
+
+    @property
+    def position(self) -> float:
+        """Where the swarm is, in rounds."""
+        return self._sync.position
+
+    @property
+    def inner_steps(self) -> int:
+        return self._sync.inner_steps
+
+    @property
+    def over(self) -> bool:
+        """True when the run has reached its last round."""
+        rounds = self._plan.run.clock.rounds
+        return rounds > 0 and self._sync.position >= rounds
+
+    def step(self, tokens: int, loss: float | Tensor) -> bool:
+        """Tell the swarm of one inner optimizer step over ``tokens`` tokens with training ``loss``.
+
+        Copies a fragment out when it is due, merges what the others have agreed on into the model's
+        parameters, and otherwise returns at once. Returns False when the run is over or ``stop`` was called:
+        leave the loop then. Raises only for faults of this machine (``EnvironmentFault``) and bugs, never for
+        what another peer did.
+        """
+        self._sync.after_step(tokens, loss.detach() if isinstance(loss, Tensor) else loss)
+        self._set_learning_rate()
+        if time.monotonic() - self._saved_at >= self._plan.config.checkpoint_every_s:
+            self.save()
+        return not (self._stopped or self.over)
+
+    def stop(self) -> None:
+        """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
+        self._stopped = True
+
+    def agreed_parameters(self) -> dict[str, Tensor]:
+        """A copy of the agreed parameters by name (fp32, host memory): evaluate and publish these, not the
+        live ones."""
+        shapes = {name: parameter.shape for name, parameter in self._plan.model.named_parameters()}
+        flat: dict[str, Tensor] = {}
+        for fragment, state in zip(self._plan.fragments.fragments, self._ledger.states(), strict=True):
+            at = 0
+            for part in fragment.slices:
+                stop = at + part.stop - part.start
+                values = flat.setdefault(part.name, torch.empty(shapes[part.name].numel()))
+                values[part.start : part.stop] = state.params[at:stop]
+                at = stop
+        return {name: values.view(shapes[name]) for name, values in flat.items()}
+
+    def save(self) -> None:
+        """Write a checkpoint now. Raises ``EnvironmentFault`` if the disk refuses; the previous one stays."""
+        started_at = time.monotonic()
+        plan, sync = self._plan, self._sync
+        path = checkpoints.save(
+            plan.config.folder / "checkpoint",
+            Checkpoint(
+                run_config_json=plan.run.canonical_bytes().decode(),
+                plan_digest=plan.fragments.digest,
+                states=tuple(self._ledger.states()),
+                params={name: parameter.detach() for name, parameter in plan.model.named_parameters()},
+                buffers=dict(plan.model.named_buffers()),
+                optimizer=plan.optimizer.state_dict(),
+                position=sync.position,
+                inner_steps=sync.inner_steps,
+                tokens=sync.tokens,
+                residuals=self._ledger.residuals(),
+            ),
+        )
+        self._saved_at = time.monotonic()
+        duration_s = self._saved_at - started_at
+        fields = {"path": str(path), "versions": tuple(sync.versions), "duration_s": duration_s}
+        self._thread.report(ev.CheckpointSaved, fields)
+
+    def leave(self, reason: str = "") -> None:
+        """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
+        goodbye.
+
+        Bounded; may be called twice. After it no thread, process or socket of this peer is left.
+        """
+        if self._left:
+            return
+        self._left = True
+        try:
+            self._sync.flush(self.over and not self._stopped)
+            self.save()
+            agreed = self._thread.agreed()
+            finished = {
+                "reason": reason or ("the run is over" if self.over else "stopped"),
+                "digest": swarm_digest([version.digest for version in agreed]).hex(),
+                "versions": tuple(version.version for version in agreed),
+                "carriers": self._thread.carriers_in_use(),
+                "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                * 1024,  # Linux counts KiB
+            }
+            self._thread.goodbye(str(finished["reason"]))
+            self._thread.report(ev.PeerFinished, finished)
+        finally:
+            self._thread.close()
+            self._ledger.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._stopped = True
+        self.leave("" if kind is None else f"{kind.__name__} in the training loop")
+
+    def _set_learning_rate(self) -> None:
+        if self._plan.learning_rate is None:
+            return
+        factor = self._plan.learning_rate(self._sync.position)
+        for group, base in zip(self._plan.optimizer.param_groups, self._base_lr, strict=True):
+            group["lr"] = base * factor

@@ -1,0 +1,306 @@
+"""What the training thread does for the swarm: schedule points, snapshots, merges, and the figures about
+them.
+
+Law: the training thread never waits for the network, except in the first rounds of each fragment
+(``outer.blocking_rounds``) and in the final flush, both bounded. What ``after_step`` does otherwise is copy a
+fragment out when it is due, and add a merge in when one is ready; all time spent in it is counted as
+``exposed_s``, so the figure cannot flatter.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from p2p_co2.config import RunConfig
+from p2p_co2.fragments.live import LiveParameters
+from p2p_co2.fragments.plan import FragmentPlan
+from p2p_co2.fragments.schedule import SwarmClock, due, points_passed
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.node import LocalProgress
+from p2p_co2.rounds import Offer
+from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.fragment_ledger import EncodedOffer
+from p2p_co2.trainer.ledger import Outcome, TensorLedger
+from p2p_co2.wire.messages_pb2 import Status
+
+FIRST_ROUND_BOUND_S = 15.0
+"""Training waits at most this long for a first round."""
+FLUSH_BOUND_S = 20.0
+"""The final flush of a run that is over, all fragments together."""
+LEAVE_BOUND_S = 4.0
+"""Waiting for rounds in flight when a person stops the peer."""
+SETTLE_BOUND_S = 15.0
+"""Waiting at the end until all live peers agree."""
+REPORT_EVERY_S = 1.0
+RATE_DECAY = 0.8
+
+
+class Wire(Protocol):
+    """What the training thread asks of the network thread; the calls return at once."""
+
+    def offer(self, offer: Offer) -> None: ...
+    def show(self, progress: LocalProgress) -> None: ...
+    def swarm_position(self) -> tuple[float, float] | None: ...
+    def settled(self) -> bool: ...
+    def traffic_bytes(self) -> tuple[int, int]: ...
+    def failure(self) -> BaseException | None: ...
+    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class _Sent:
+    """A fragment that is in flight, as the training thread knows it."""
+
+    inner_steps: int
+    at: float
+    points: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """Where a peer goes on: counters of a new peer, a late joiner or a checkpoint."""
+
+    position: float = 0.0
+    inner_steps: int = 0
+    tokens: int = 0
+
+
+class Synchroniser:
+    """One per peer; every method is called by the training thread."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        module: nn.Module,
+        plan: FragmentPlan,
+        ledger: TensorLedger,
+        wire: Wire,
+        start: Progressed,
+    ) -> None:
+        self._run, self._ledger, self._wire = run, ledger, wire
+        self._count = len(plan.fragments)
+        self.live = LiveParameters(module, plan)
+        self.clock = SwarmClock(run.clock)
+        self.clock.start(start.position, time.monotonic(), start.inner_steps)
+        self.position = start.position
+        self.inner_steps, self.tokens = start.inner_steps, start.tokens
+        self._contributed_tokens = [start.tokens] * self._count
+        self._sent: dict[int, _Sent] = {}
+        self._held: deque[tuple[int, Outcome]] = deque()
+        """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
+        self.versions = [agreed.version for agreed in ledger.agreed()]
+        self._started_at = time.monotonic()
+        self._first_step_at: float | None = None
+        self._returned_at = self._started_at
+        self.train_s = self.exposed_s = 0.0
+        self._losses: list[float | Tensor] = []
+        self._loss = math.nan
+        self._tokens_per_s = 0.0
+        self._reported_at, self._reported_tokens = self._started_at, start.tokens
+        self.phase: Status.Phase = Status.TRAINING
+
+    # ---- one inner step
+
+    def after_step(self, tokens: int, loss: float | Tensor) -> None:
+        """Count an inner step, merge what is ready, send what is due."""
+        entered_at = time.monotonic()
+        if self._first_step_at is None:
+            self._first_step_at = self._returned_at
+        self.train_s += entered_at - self._returned_at
+        self.inner_steps += 1
+        self.tokens += tokens
+        self._losses.append(loss)
+        self._take_outcomes()
+        last, self.position = self.position, self._advance(entered_at)
+        for fragment in due(self._count, last, self.position):
+            self._send(fragment)
+        self._returned_at = time.monotonic()
+        self.exposed_s += self._returned_at - entered_at
+        if self._returned_at - self._reported_at >= REPORT_EVERY_S:
+            self.report()
+
+    def _advance(self, now: float) -> float:
+        others = self._wire.swarm_position()
+        if others is not None:
+            position, at = others
+            self.clock.observe(position + (now - at) / self._run.clock.round_s, now)
+        return self.clock.position(now, self.inner_steps)
+
+    def _send(self, fragment: int) -> None:
+        if fragment in self._sent:
+            self._report(
+                ev.SendSkipped, fragment=fragment, reason="the fragment's previous round is still in flight"
+            )
+            return
+        self._offer(fragment)
+        if self.versions[fragment] < self._run.outer.blocking_rounds:
+            self._wait(lambda: fragment not in self._sent, FIRST_ROUND_BOUND_S)
+
+    def _offer(self, fragment: int) -> None:
+        self._sent[fragment] = _Sent(
+            self.inner_steps,
+            time.monotonic(),
+            points_passed(fragment, self._count, self.position),
+            self.tokens,
+        )
+        weight = float(max(1, self.tokens - self._contributed_tokens[fragment]))
+
+        def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
+            self._wire.offer(
+                Offer(index, offer.round, offer.base_version, agreed.digest, offer.payload, weight)
+            )
+            self._report(
+                ev.FragmentSent,
+                fragment=index,
+                round=offer.round,
+                payload_bytes=len(offer.payload),
+                weight=weight,
+                relative_error=offer.relative_error,
+            )
+
+        self._ledger.submit_offer(fragment, self.live.snapshot(fragment), encoded)
+
+    # ---- outcomes
+
+    def _take_outcomes(self) -> None:
+        """Merge what has arrived and may be applied now."""
+        failure = self._wire.failure()
+        if failure is not None:
+            raise failure
+        while True:
+            try:
+                outcome = self._ledger.outcomes.get_nowait()
+            except queue.Empty:
+                break
+            self._hold_or_apply(outcome)
+        while self._held and self._held[0][0] <= self.inner_steps:
+            self._apply(self._held.popleft()[1])
+
+    def _hold_or_apply(self, outcome: Outcome) -> None:
+        sent = self._sent.get(outcome.fragment)
+        delay = self._run.outer.sync_delay_steps
+        if sent is not None and outcome.report is not None and self.inner_steps < sent.inner_steps + delay:
+            self._held.append((sent.inner_steps + delay, outcome))
+        else:
+            self._apply(outcome)
+
+    def _apply(self, outcome: Outcome) -> None:
+        fragment = outcome.fragment
+        if outcome.merge is not None:
+            if outcome.merge.keep == 0.0:
+                self.live.load_(fragment, outcome.merge.addend)
+            else:
+                self.live.merge_(fragment, outcome.merge)
+        self.versions[fragment] = max(self.versions[fragment], outcome.version)
+        sent = self._sent.pop(fragment, None) if outcome.ends_offer else self._sent.get(fragment)
+        if outcome.trouble:
+            self._report(ev.Warned, text=f"fragment {fragment}: {outcome.trouble}")
+        if outcome.report is None:
+            return
+        if outcome.contributed and sent is not None:
+            self._contributed_tokens[fragment] = sent.tokens
+        now = time.monotonic()
+        passed = points_passed(fragment, self._count, self.position)
+        self._report(
+            ev.FragmentApplied,
+            fragment=fragment,
+            version=outcome.version,
+            contributed=outcome.contributed,
+            staleness=0 if sent is None else max(0, passed - sent.points),
+            sync_delay_steps=0 if sent is None else self.inner_steps - sent.inner_steps,
+            sync_delay_s=0.0 if sent is None else now - sent.at,
+            gap=outcome.report.gap,
+            gradient_norm=outcome.report.gradient_norm,
+            momentum_norm=outcome.report.momentum_norm,
+            clipped_share=outcome.report.clipped_share,
+        )
+
+    def _wait(self, done: Callable[[], bool], bound_s: float) -> bool:
+        """Stand still until ``done`` or the bound, taking outcomes as they come; True if done."""
+        ends_at = time.monotonic() + bound_s
+        while not done():
+            left_s = ends_at - time.monotonic()
+            failure = self._wire.failure()
+            if failure is not None:
+                raise failure
+            if left_s <= 0:
+                return False
+            try:
+                self._apply(self._ledger.outcomes.get(timeout=min(left_s, 0.05)))
+            except queue.Empty:
+                continue
+        return True
+
+    # ---- the end
+
+    def flush(self, finished: bool) -> None:
+        """Await what is in flight; if the run is over, offer the rest of this peer's work and wait until all
+        agree."""
+        entered_at = time.monotonic()
+        self._release_held()
+        if not finished:
+            self._wait(lambda: not self._sent, LEAVE_BOUND_S)
+        else:
+            ends_at = entered_at + FLUSH_BOUND_S
+            unsent = {f for f in range(self._count) if self._contributed_tokens[f] < self.tokens}
+            while unsent and time.monotonic() < ends_at:
+                for fragment in sorted(unsent):
+                    if fragment not in self._sent:
+                        self._offer(fragment)
+                self._wait(lambda: not self._sent, max(0.0, ends_at - time.monotonic()))
+                unsent = {f for f in unsent if self._contributed_tokens[f] < self.tokens}
+            self.phase = Status.DRAINING
+            self.report()
+            self._wait(self._wire.settled, SETTLE_BOUND_S)
+            self._release_held()
+        self.exposed_s += time.monotonic() - entered_at
+        self.report()
+
+    def _release_held(self) -> None:
+        while self._held:
+            self._apply(self._held.popleft()[1])
+
+    # ---- figures
+
+    def report(self) -> None:
+        """Show where this peer is: to the others, and as an event."""
+        now = time.monotonic()
+        elapsed_s = now - self._reported_at
+        if elapsed_s > 0:
+            rate = (self.tokens - self._reported_tokens) / elapsed_s
+            known = self._tokens_per_s
+            self._tokens_per_s = RATE_DECAY * known + (1 - RATE_DECAY) * rate if known else rate
+        if self._losses:
+            self._loss = sum(float(loss) for loss in self._losses) / len(self._losses)
+            self._losses.clear()
+        self._reported_at, self._reported_tokens = now, self.tokens
+        loss = self._loss if math.isfinite(self._loss) else 0.0
+        self._wire.show(LocalProgress(self.phase, self.position, self.inner_steps, self.tokens, loss))
+        up_bytes, down_bytes = self._wire.traffic_bytes()
+        self._report(
+            ev.Progress,
+            phase=Status.Phase.Name(self.phase).lower(),
+            position=self.position,
+            inner_steps=self.inner_steps,
+            tokens=self.tokens,
+            tokens_per_s=self._tokens_per_s,
+            loss=self._loss,
+            train_s=self.train_s,
+            exposed_s=self.exposed_s,
+            wall_s=0.0 if self._first_step_at is None else now - self._first_step_at,
+            up_bytes=up_bytes,
+            down_bytes=down_bytes,
+            versions=tuple(self.versions),
+        )
+
+    def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
+        self._wire.report(kind, fields)

@@ -1,0 +1,270 @@
+"""The direct carrier: gRPC over TLS (``grpc.aio``), for peers that can be dialled.
+
+One streaming call is one link: the request stream carries the messages, the initial metadata of the answer
+says "welcome", the final status says why it ended. No generated stubs and no second serialisation: messages
+are the bytes of the call. Server: the certificate's digest is in the signed peer record (``tls``). Client: a
+signed hello bound to that certificate (``door``). HTTP/2 flow control is the backpressure.
+
+Law of death: a killed process resets its connection and both ends know at once; a host that falls silent is
+given up after ``KEEPALIVE_S`` + ``KEEPALIVE_TIMEOUT_S``. Price: about 4 CPU seconds per GB, most of it TLS;
+each link is a TCP connection of its own, so that one slow peer never stands in another's way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+
+from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.transport.base import (
+    CLOSE_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    HELLO_TIMEOUT_S,
+    OnMessage,
+    OnRefused,
+    check_incoming,
+    check_outgoing,
+)
+from p2p_co2.transport.door import Door
+from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import PeerRecord
+
+METHOD = f"/p2p_co2.v{PROTOCOL_VERSION}/Link"
+WELCOME = ("p2p-co2", "welcome")
+KEEPALIVE_S = 8.0
+KEEPALIVE_TIMEOUT_S = 12.0
+_HARD_LIMIT_BYTES = 2 * MAX_MESSAGE_BYTES
+"""gRPC drops larger messages unread, and does not say so; between this and the limit we can name the
+offence."""
+
+_COMMON_OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_frame_size", 1 << 20),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _HARD_LIMIT_BYTES),
+]
+_SERVER_OPTIONS: list[tuple[str, int | str]] = [
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # two peers on one port must be an error, not a lottery
+    ("grpc.server_handshake_timeout_ms", int(HELLO_TIMEOUT_S * 1000)),
+    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+    ("grpc.max_concurrent_streams", 1),
+]
+_CLIENT_OPTIONS: list[tuple[str, int | str]] = [
+    *_COMMON_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # a connection per link
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.ssl_target_name_override", TARGET_NAME),
+]
+
+
+class GrpcCarrier:
+    """Listens on ``host:port`` (0 picks a free one, see ``port`` after ``start``); ``run`` is the digest of
+    the run."""
+
+    name = "grpc"
+
+    def __init__(
+        self, identity: Identity, run: bytes, host: str, port: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._door = Door(identity, run, clock)
+        self._certificate = make_certificate(clock())
+        self._host, self.port = host, port
+        self._server: grpc.aio.Server | None = None
+        self._links: set[GrpcLink] = set()
+        self._on_message: OnMessage | None = None
+        self._on_refused: OnRefused | None = None
+
+    @property
+    def certificate_digest(self) -> bytes:
+        """sha256 of our certificate, for our peer record."""
+        return self._certificate.digest
+
+    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
+        """See ``Carrier``."""
+        self._on_message, self._on_refused = on_message, on_refused
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((_Handler(self._serve),))
+        credentials = grpc.ssl_server_credentials(
+            ((self._certificate.key_pem, self._certificate.certificate_pem),)
+        )
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        try:
+            bound = server.add_secure_port(f"{host}:{self.port}", credentials)
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            await server.stop(None)
+            raise EnvironmentFault(
+                f"cannot listen on {self._host}:{self.port} for gRPC: the port is in use, or the address is not this "
+                "machine's; choose another port (grpc_port, 0 for any free one) or address (host)"
+            )
+        await server.start()
+        self._server, self.port = server, bound
+
+    async def connect(self, record: PeerRecord) -> GrpcLink:
+        """See ``Carrier``; tries the record's addresses one after the other."""
+        if not record.grpc_addresses:
+            raise TransportError(f"{record.peer} offers no address for gRPC")
+        causes = []
+        for address in record.grpc_addresses[:MAX_ADDRESSES]:
+            try:
+                return await self._connect_to(address, record)
+            except TransportError as error:
+                causes.append(str(error))
+        raise TransportError(f"cannot reach {record.peer} by gRPC: {'; '.join(causes)}")
+
+    async def close(self) -> None:
+        """See ``Carrier``."""
+        server, self._server = self._server, None
+        await asyncio.gather(*(link.close() for link in list(self._links)))
+        if server is not None:
+            await server.stop(None)
+
+    async def _connect_to(self, address: str, record: PeerRecord) -> GrpcLink:
+        host, port = _split_address(address)
+        pem = await fetch_certificate(host, port, record.certificate_digest, CONNECT_TIMEOUT_S)
+        channel = grpc.aio.secure_channel(
+            address, grpc.ssl_channel_credentials(root_certificates=pem), options=_CLIENT_OPTIONS
+        )
+        link = GrpcLink(PeerId(record.peer), channel, self._links.discard)
+        self._links.add(link)
+        try:
+            await link.open(self._door.hello(link.peer, record.certificate_digest), address)
+        except BaseException:
+            await link.drop("never opened")
+            raise
+        return link
+
+    async def _serve(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
+        assert self._on_message is not None
+        assert self._on_refused is not None
+        peer: PeerId | None = None
+        try:
+            peer = await self._admit(context)
+            await context.send_initial_metadata((WELCOME,))
+            while (data := await context.read()) is not grpc.aio.EOF:
+                check_incoming(len(data))
+                await self._on_message(peer, data)
+        except RemoteProtocolError as error:
+            self._on_refused(peer, error)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        finally:
+            if peer is not None:
+                self._door.leave(peer)
+        return b""
+
+    async def _admit(self, context: grpc.aio.ServicerContext) -> PeerId:
+        self._door.knock()
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                sealed = await context.read()
+        except TimeoutError:
+            raise RemoteProtocolError("no hello", f"silent for {HELLO_TIMEOUT_S:.0f} s") from None
+        finally:
+            self._door.forget()
+        if sealed is grpc.aio.EOF:
+            raise RemoteProtocolError("no hello", "left without a word")
+        return self._door.admit(sealed, self._certificate.digest)
+
+
+class GrpcLink:
+    """See ``Link``."""
+
+    carrier = "grpc"
+
+    def __init__(self, peer: PeerId, channel: grpc.aio.Channel, gone: Callable[[GrpcLink], None]) -> None:
+        self.peer = peer
+        self._channel, self._gone = channel, gone
+        self._call: grpc.aio.StreamUnaryCall = channel.stream_unary(METHOD)()
+        self._writing = asyncio.Lock()
+        self._watcher = asyncio.create_task(self._watch(), name=f"grpc link to {peer}")
+        self._closing = ""
+
+    async def open(self, hello: bytes, address: str) -> None:
+        """Say hello and wait for the welcome. Raises ``TransportError``."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._write(hello)
+                if WELCOME not in tuple(await self._call.initial_metadata()):
+                    raise TransportError(f"{address}: {await self.wait_closed()}")
+        except TimeoutError:
+            raise TransportError(f"{address} did not welcome us within {CONNECT_TIMEOUT_S:.0f} s") from None
+
+    async def send(self, data: bytes) -> None:
+        """See ``Link``."""
+        check_outgoing(data)
+        async with self._writing:
+            await self._write(data)
+
+    async def close(self) -> None:
+        """See ``Link``."""
+        if not self._watcher.done():
+            self._closing = "closed by us"
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S), self._writing:
+                    await self._call.done_writing()
+                    await asyncio.shield(self._watcher)
+            except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+                pass  # the peer is slow or gone: it is dropped below, which is what closing means then
+        await self.drop("closed by us")
+
+    async def wait_closed(self) -> str:
+        """See ``Link``."""
+        return await asyncio.shield(self._watcher)
+
+    async def drop(self, cause: str) -> None:
+        """End the call without a goodbye."""
+        self._closing = self._closing or cause
+        self._call.cancel()
+        await self._watcher
+        await self._channel.close()
+        self._gone(self)
+
+    async def _write(self, data: bytes) -> None:
+        if self._watcher.done() or self._closing:
+            raise PeerLost(self._closing or self._watcher.result())
+        try:
+            await self._call.write(data)
+        except asyncio.CancelledError:
+            self._closing = "a send was cancelled"
+            raise
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            raise PeerLost(await self.wait_closed()) from None
+
+    async def _watch(self) -> str:
+        code, details = await self._call.code(), await self._call.details()
+        if self._closing:
+            return self._closing
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            return f"the peer refused us: {details}"
+        if code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
+            return "the peer closed the link"
+        return f"the link broke ({code.name.lower()}: {details})"
+
+
+class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no annotations
+    """Routes our one method; everything else is answered with "unimplemented" by gRPC."""
+
+    def __init__(self, serve: Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], object]) -> None:
+        self._method = grpc.stream_unary_rpc_method_handler(serve)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        return self._method if handler_call_details.method == METHOD else None
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6]:port"; raises ``TransportError``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise TransportError(f"{address[:64]!r} is no host:port")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,106 @@
+"""Two requests to the libp2p daemon: reach a peer, and open a stream to it.
+
+hivemind's client has both, but leaves its socket open when the daemon says no, and fixes the read buffer of a
+stream at 64 KiB. Here each socket is closed on every path, a failure is a ``TransportError`` in words, and a
+stream reads in pieces of ``STREAM_BUFFER_BYTES``. The control protocol is libp2p's (go-libp2p-daemon
+specification: length-prefixed protobuf).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import TransportError
+from p2p_co2.transport.hivemind_quiet import (
+    P2P,
+    Multiaddr,
+    MultiaddrError,
+    PeerID,
+    p2pd_pb2,
+    read_pbmsg_safe,
+    write_pbmsg,
+)
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_STRING
+
+STREAM_BUFFER_BYTES = 1 << 20
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def reach(p2p: P2P, peer: PeerId, maddrs: Sequence[str], timeout_s: float) -> None:
+    """Make the daemon hold a connection to ``peer``; with no usable ``maddrs`` it asks its routing table.
+
+    Raises ``TransportError``. Safe to cancel.
+    """
+    addresses = [raw for raw in (_address_bytes(maddr) for maddr in maddrs[:MAX_ADDRESSES]) if raw]
+    request = p2pd_pb2.Request(
+        type=p2pd_pb2.Request.CONNECT,
+        connect=p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer).to_bytes(), addrs=addresses),
+    )
+    _, writer, _ = await _ask(p2p, request, peer, timeout_s)
+    await hang_up(writer)
+
+
+async def open_stream(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float) -> Stream:
+    """A raw stream to the handler of ``protocol`` at ``peer``; end it with ``hang_up``. Raises
+    ``TransportError``."""
+    request = p2pd_pb2.Request(
+        type=p2pd_pb2.Request.STREAM_OPEN,
+        streamOpen=p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol]),
+    )
+    reader, writer, _ = await _ask(p2p, request, peer, timeout_s)
+    return reader, writer
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    """Close a stream at once, also when its other end is gone or does not read."""
+    writer.transport.abort()
+    with contextlib.suppress(OSError):  # the socket broke before we closed it: closed either way
+        await writer.wait_closed()
+
+
+async def _ask(
+    p2p: P2P, request: p2pd_pb2.Request, peer: PeerId, timeout_s: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, p2pd_pb2.Response]:
+    writer: asyncio.StreamWriter | None = None
+    response = p2pd_pb2.Response()
+    try:
+        async with asyncio.timeout(timeout_s):
+            path = p2p.daemon_listen_maddr["unix"]
+            reader, writer = await asyncio.open_unix_connection(path, limit=STREAM_BUFFER_BYTES)
+            await write_pbmsg(writer, request)
+            await read_pbmsg_safe(reader, response)
+        if response.type == p2pd_pb2.Response.ERROR:
+            raise TransportError(f"cannot reach {peer} by libp2p: {_cause(response.error.msg)}")
+        answered, writer = writer, None
+        return reader, answered, response
+    except TimeoutError:
+        raise TransportError(f"{peer} did not answer over libp2p within {timeout_s:.0f} s") from None
+    except (OSError, asyncio.IncompleteReadError, DecodeError):
+        raise TransportError("the libp2p daemon of this process is gone") from None
+    finally:
+        if writer is not None:
+            await hang_up(writer)
+
+
+def _address_bytes(maddr: str) -> bytes | None:
+    """A peer's own idea of its address, or None if libp2p could not read it."""
+    if len(maddr) > MAX_STRING:
+        return None
+    try:
+        return bytes(Multiaddr(maddr.rpartition("/p2p/")[0] or maddr).to_bytes())
+    except (MultiaddrError, ValueError):
+        return None
+
+
+def _cause(message: str) -> str:
+    """The daemon's many lines about one failure as one short one."""
+    causes = re.findall(r"\* \[[^\]]*\] (.*)", message)
+    text = "; ".join(dict.fromkeys(causes)) if causes else " ".join(message.split())
+    return text[:300]

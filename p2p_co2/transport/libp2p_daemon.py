@@ -1,0 +1,284 @@
+"""The libp2p daemon of this process: started with the cause and the fix in every failure, stopped without a
+trace.
+
+hivemind's own start hides why the daemon died behind "Daemon failed to start in 15.0 seconds" and ends it
+when the seeds cannot be reached. So we start its binary ourselves, read what it prints, and hand hivemind the
+running daemon (``P2P.replicate``, its public way to share one). Seeds are not the daemon's business:
+``discovery`` connects to them.
+
+Laws. One daemon per process, listening where it was told, with our identity. It never outlives us: it ends
+when its control connection does, even after a SIGKILL (measured: within 2 s). Its control socket lies in a
+folder of its own, mode 700. Price: the daemon is a Go program in the hivemind wheel, Linux x86-64 only, and
+costs about 30 MB of memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib.resources
+import ipaddress
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr
+
+logger = logging.getLogger(__name__)
+
+STARTUP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 5.0
+_IDLE_TIMEOUT_S = 30
+"""The daemon ends itself if we do not connect within this after its start."""
+_OUTPUT_LINES = 30
+_SOCKET_PATH_BYTES = 100
+"""Unix sockets take a path of 107 bytes at most."""
+
+
+class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
+    """hivemind's ``P2P`` with the daemon that belongs to it."""
+
+    daemon: Daemon | None = None
+
+
+class Daemon:
+    """The daemon's process, its folder, and the last lines that it printed."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+        self.process, self.folder = process, folder
+        self.output: deque[str] = deque(maxlen=_OUTPUT_LINES)
+        self._ready = asyncio.Event()
+        self._reader = asyncio.create_task(self._read(), name="libp2p daemon output")
+
+    async def wait_ready(self) -> None:
+        """Return when it listens; raises ``EnvironmentFault`` when it ended instead."""
+        await self._ready.wait()
+        if self.process.returncode is not None or self._reader.done():
+            raise _explain(" / ".join(self.output))
+
+    async def wait_exit(self) -> str:
+        """Wait until the daemon has ended; returns its last words. Safe to cancel."""
+        await self.process.wait()
+        return self.output[-1] if self.output else f"exit status {self.process.returncode}"
+
+    async def stop(self) -> None:
+        """End the process and remove its folder."""
+        if self.process.returncode is None:
+            self._signal(kill=False)
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self.process.wait()
+            except TimeoutError:
+                self._signal(kill=True)
+                await self.process.wait()
+        await self._reader
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _signal(self, *, kill: bool) -> None:
+        try:
+            self.process.kill() if kill else self.process.terminate()
+        except ProcessLookupError:
+            logger.debug("the libp2p daemon had ended already")
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            text = line.decode(errors="replace").rstrip()
+            self.output.append(text)
+            logger.debug("libp2p daemon: %s", text)
+            if text.startswith("Peer ID:"):
+                self._ready.set()
+        self._ready.set()
+
+
+async def start_p2p(
+    identity_path: Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    announce_host: str = "",
+    relays: Sequence[str] = (),
+    startup_timeout_s: float = STARTUP_TIMEOUT_S,
+) -> P2P:
+    """Start the daemon and hivemind's client to it; end it with ``stop_p2p``.
+
+    identity_path: file written by ``Identity.load_or_create``. host, port: address to listen on, port 0 any
+    free one. announce_host: the address or name that others dial, "" for what libp2p finds out; needs a fixed
+    ``port``. relays: multiaddrs of seeds that may pass on our traffic if nobody can dial us. A slow machine
+    gets a second try with four times the time. Raises ``EnvironmentFault`` with cause and fix,
+    ``ConfigError`` for impossible addresses.
+    """
+    arguments = _arguments(identity_path, host, port, announce_host, relays)
+    try:
+        return await _start(arguments, startup_timeout_s)
+    except TimeoutError:
+        logger.warning(
+            "the libp2p daemon was not up after %.0f s; trying once more, for longer", startup_timeout_s
+        )
+    try:
+        return await _start(arguments, 4 * startup_timeout_s)
+    except TimeoutError:
+        raise EnvironmentFault(
+            f"the libp2p daemon was not up after {4 * startup_timeout_s:.0f} s: this machine is very busy, or a "
+            "security program holds the daemon back; stop other work or allow the program p2pd"
+        ) from None
+
+
+async def stop_p2p(p2p: P2P) -> None:
+    """End the client and its daemon; no process, task, socket or file is left. May be called twice."""
+    control = p2p._client.control if p2p._client is not None else None
+    tasks = [p2p._listen_task, control and control._read_task, control and control._write_task]
+    await p2p.shutdown()
+    await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+    if isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
+        daemon, p2p.daemon = p2p.daemon, None
+        await daemon.stop()
+
+
+async def wait_p2p_exit(p2p: P2P) -> str:
+    """Wait until the daemon of ``p2p`` has ended by itself; returns its last words. Safe to cancel."""
+    if not isinstance(p2p, DaemonP2P) or p2p.daemon is None:
+        return "it was stopped"
+    return await p2p.daemon.wait_exit()
+
+
+def multiaddr_of(host: str, port: int) -> str:
+    """The libp2p address of an IP address or DNS name and a TCP port."""
+    try:
+        kind = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "dns"
+    return f"/{kind}/{host}/tcp/{port}"
+
+
+async def _start(arguments: list[str], timeout_s: float) -> P2P:
+    daemon = await _launch(arguments)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await daemon.wait_ready()
+            p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{_socket(daemon.folder)}"))
+    except BaseException:
+        await daemon.stop()
+        raise
+    p2p.daemon = daemon
+    return p2p
+
+
+async def _launch(arguments: list[str]) -> Daemon:
+    binary = Path(str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd"))
+    folder = _make_folder()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(binary),
+            f"-listen=/unix{_socket(folder)}",
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
+        )
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise _explain_exec(error, binary) from None
+    return Daemon(process, folder)
+
+
+def _make_folder() -> Path:
+    """A private folder with a path short enough for a unix socket."""
+    causes = []
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(parent.encode()) > _SOCKET_PATH_BYTES - len("/p2p-co2-12345678/p2pd.sock"):
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="p2p-co2-", dir=parent))
+        except OSError as error:
+            causes.append(f"{parent}: {error.strerror}")
+    raise EnvironmentFault(
+        f"cannot make a folder for the libp2p daemon's socket ({'; '.join(causes)}); free some space there, or set "
+        "TMPDIR to a folder that may be written"
+    )
+
+
+def _socket(folder: Path) -> Path:
+    return folder / "p2pd.sock"
+
+
+def _arguments(
+    identity_path: Path, host: str, port: int, announce_host: str, relays: Sequence[str]
+) -> list[str]:
+    if not 0 <= port < 65536:
+        raise ConfigError("libp2p_port", "", f"{port} is no TCP port; use 0 to 65535 (0: any free one)")
+    if announce_host and not port:
+        raise ConfigError(
+            "announce_host", "", "needs a fixed libp2p_port, else nobody knows which port to dial"
+        )
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(
+            "host", "", f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
+        ) from None
+    arguments = [
+        f"-id={identity_path}",
+        f"-hostAddrs={multiaddr_of(host, port)}",
+        f"-idleTimeout={_IDLE_TIMEOUT_S}s",
+        "-dhtServer",
+        "-autonat",
+        "-connManager",
+        "-natPortMap",
+        *os.environ.get("XP2P","").split(),
+    ]
+    if announce_host:
+        arguments.append(f"-announceAddrs={multiaddr_of(announce_host, port)}")
+    if relays:
+        arguments += ["-autoRelay", f"-trustedRelays={','.join(relays)}"]
+    return arguments
+
+
+def _explain_exec(error: OSError, binary: Path) -> EnvironmentFault:
+    machine = f"{platform.system()} {platform.machine()}"
+    if error.errno == errno.ENOENT:
+        return EnvironmentFault(
+            f"the libp2p daemon is missing ({binary}); reinstall it: pip install --force-reinstall hivemind"
+        )
+    if error.errno == errno.ENOEXEC:
+        return EnvironmentFault(
+            f"the libp2p daemon ({binary}) does not run on this machine ({machine}): it is for Linux x86-64; use such a "
+            "machine, WSL on Windows, or a container"
+        )
+    if error.errno == errno.EACCES:
+        return EnvironmentFault(f"the libp2p daemon may not be executed; allow it: chmod +x {binary}")
+    return EnvironmentFault(
+        f"cannot start the libp2p daemon: {error.strerror}; close other programs and try again"
+    )
+
+
+def _explain(output: str) -> EnvironmentFault:
+    """The fault behind what the daemon printed before it ended."""
+    known = (
+        (
+            "address already in use",
+            "the port is in use; choose another one (libp2p_port, 0 for any free one)",
+        ),
+        (
+            "cannot assign requested address",
+            "the address is not this machine's; choose another one to listen on (host)",
+        ),
+        ("bind: permission denied", "this port needs more rights; choose one above 1023 (libp2p_port)"),
+        (
+            "cannot parse invalid wire-format",
+            "the identity file is damaged; remove it and a new identity is made",
+        ),
+        ("too many open files", "too many files are open; raise the limit: ulimit -n 65536"),
+        ("no space left", "the disk is full; free some space"),
+    )
+    for sign, fix in known:
+        if sign in output.lower():
+            return EnvironmentFault(f"the libp2p daemon did not start: {fix} ({output[-200:]})")
+    return EnvironmentFault(f"the libp2p daemon did not start; it said: {output[-400:] or 'nothing'}")

@@ -1,0 +1,19 @@
+"""Security limits of the wire: what a peer may make us hold or parse. Each bound has its name here."""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 20
+"""A carrier refuses a larger message before it is allocated."""
+MAX_DATA_BYTES = 512 << 10
+"""Payload bytes in one Part, Mean or Chunk message."""
+MAX_MEMBERS = 64
+MAX_FRAGMENTS = 256
+MAX_PEERS = 4096
+"""Peer records read from the DHT."""
+MAX_RECORD_BYTES = 8 << 10
+"""A DHT value."""
+MAX_ADDRESSES = 16
+MAX_STRING = 512
+HELLO_WINDOW_S = 120.0
+"""A link hello older or newer than this is refused as a replay."""

@@ -1,0 +1,438 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Envelope(_message.Message):
+    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind", "fetch", "manifest", "chunk", "refusal")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    REASSIGN_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    ASK_OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    run: bytes
+    ping: Ping
+    pong: Pong
+    leave: Leave
+    ready: Ready
+    waiting: Waiting
+    begin: Begin
+    part: Part
+    mean: Mean
+    result: Result
+    reassign: Reassign
+    decision: Decision
+    ask_outcome: AskOutcome
+    behind: Behind
+    fetch: Fetch
+    manifest: Manifest
+    chunk: Chunk
+    refusal: Refusal
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        JOINING: _ClassVar[Status.Phase]
+        TRAINING: _ClassVar[Status.Phase]
+        DRAINING: _ClassVar[Status.Phase]
+    JOINING: Status.Phase
+    TRAINING: Status.Phase
+    DRAINING: Status.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    phase: Status.Phase
+    position: float
+    inner_steps: int
+    tokens: int
+    loss: float
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    upload_bytes_per_s: float
+    software: str
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("nonce", "sent_at", "status")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    sent_at: float
+    status: Status
+    def __init__(self, nonce: _Optional[int] = ..., sent_at: _Optional[float] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("nonce", "ping_sent_at", "answered_at", "status")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    PING_SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_AT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    ping_sent_at: float
+    answered_at: float
+    status: Status
+    def __init__(self, nonce: _Optional[int] = ..., ping_sent_at: _Optional[float] = ..., answered_at: _Optional[float] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class RoundKey(_message.Message):
+    __slots__ = ("fragment", "round", "attempt")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    round: int
+    attempt: bytes
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., attempt: _Optional[bytes] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("fragment", "round", "base_version", "state_digest", "weight", "upload_bytes_per_s")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    round: int
+    base_version: int
+    state_digest: bytes
+    weight: float
+    upload_bytes_per_s: float
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("fragment", "round", "begins_within_s")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    round: int
+    begins_within_s: float
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., begins_within_s: _Optional[float] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("peer", "weight", "base_version")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    weight: float
+    base_version: int
+    def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ..., base_version: _Optional[int] = ...) -> None: ...
+
+class PartSpec(_message.Message):
+    __slots__ = ("owner", "start_block", "stop_block", "generation")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    START_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    STOP_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    start_block: int
+    stop_block: int
+    generation: int
+    def __init__(self, owner: _Optional[str] = ..., start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("key", "members", "parts", "state_digest", "parts_within_s", "result_within_s")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PARTS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    RESULT_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    key: RoundKey
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    parts: _containers.RepeatedCompositeFieldContainer[PartSpec]
+    state_digest: bytes
+    parts_within_s: float
+    result_within_s: float
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartSpec, _Mapping]]] = ..., state_digest: _Optional[bytes] = ..., parts_within_s: _Optional[float] = ..., result_within_s: _Optional[float] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("key", "part", "generation", "offset", "total", "data")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    key: RoundKey
+    part: int
+    generation: int
+    offset: int
+    total: int
+    data: bytes
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Contributor(_message.Message):
+    __slots__ = ("peer", "weight")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    weight: float
+    def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class Mean(_message.Message):
+    __slots__ = ("key", "part", "generation", "offset", "total", "data", "contributors")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    key: RoundKey
+    part: int
+    generation: int
+    offset: int
+    total: int
+    data: bytes
+    contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
+
+class PartOutcome(_message.Message):
+    __slots__ = ("start_block", "stop_block", "generation", "digest", "contributors")
+    START_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    STOP_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    start_block: int
+    stop_block: int
+    generation: int
+    digest: bytes
+    contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
+    def __init__(self, start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ("key", "parts", "lost_parts")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_PARTS_FIELD_NUMBER: _ClassVar[int]
+    key: RoundKey
+    parts: _containers.RepeatedCompositeFieldContainer[PartOutcome]
+    lost_parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PartOutcome, _Mapping]]] = ..., lost_parts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Reassign(_message.Message):
+    __slots__ = ("key", "part", "owner", "generation", "parts_within_s")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PARTS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    key: RoundKey
+    part: int
+    owner: str
+    generation: int
+    parts_within_s: float
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., owner: _Optional[str] = ..., generation: _Optional[int] = ..., parts_within_s: _Optional[float] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("key", "run", "committed", "reason", "decided_by", "state_digest", "members", "parts")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_BY_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    key: RoundKey
+    run: bytes
+    committed: bool
+    reason: str
+    decided_by: str
+    state_digest: bytes
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    parts: _containers.RepeatedCompositeFieldContainer[PartOutcome]
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., run: _Optional[bytes] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., decided_by: _Optional[str] = ..., state_digest: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartOutcome, _Mapping]]] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("outcome", "signature")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    outcome: bytes
+    signature: bytes
+    def __init__(self, outcome: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class AskOutcome(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: RoundKey
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ...) -> None: ...
+
+class Behind(_message.Message):
+    __slots__ = ("fragment", "round", "version", "state_digest", "donors")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DONORS_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    round: int
+    version: int
+    state_digest: bytes
+    donors: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., donors: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("what", "fragment", "version", "want_chunk", "chunk", "request")
+    class What(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ROUND: _ClassVar[Fetch.What]
+        STATE: _ClassVar[Fetch.What]
+    ROUND: Fetch.What
+    STATE: Fetch.What
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WANT_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    what: Fetch.What
+    fragment: int
+    version: int
+    want_chunk: bool
+    chunk: int
+    request: int
+    def __init__(self, what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., want_chunk: _Optional[bool] = ..., chunk: _Optional[int] = ..., request: _Optional[int] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("request", "what", "fragment", "version", "total_bytes", "chunk_bytes", "chunk_digests", "digest", "decision")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    what: Fetch.What
+    fragment: int
+    version: int
+    total_bytes: int
+    chunk_bytes: int
+    chunk_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    digest: bytes
+    decision: Decision
+    def __init__(self, request: _Optional[int] = ..., what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., total_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunk_digests: _Optional[_Iterable[bytes]] = ..., digest: _Optional[bytes] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("request", "what", "fragment", "version", "chunk", "data")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    what: Fetch.What
+    fragment: int
+    version: int
+    chunk: int
+    data: bytes
+    def __init__(self, request: _Optional[int] = ..., what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., chunk: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("request", "reason", "newest_version")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    reason: str
+    newest_version: int
+    def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
+
+class PeerRecord(_message.Message):
+    __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MADDRS_FIELD_NUMBER: _ClassVar[int]
+    GRPC_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    run: bytes
+    maddrs: _containers.RepeatedScalarFieldContainer[str]
+    grpc_addresses: _containers.RepeatedScalarFieldContainer[str]
+    certificate_digest: bytes
+    software: str
+    expires_at: float
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ...) -> None: ...
+
+class RunManifest(_message.Message):
+    __slots__ = ("run", "config", "recipe_digest", "software", "published_at")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    RECIPE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    config: bytes
+    recipe_digest: bytes
+    software: str
+    published_at: float
+    def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., published_at: _Optional[float] = ...) -> None: ...
+
+class Signed(_message.Message):
+    __slots__ = ("signer", "content", "signature")
+    SIGNER_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    signer: str
+    content: bytes
+    signature: bytes
+    def __init__(self, signer: _Optional[str] = ..., content: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class LinkHello(_message.Message):
+    __slots__ = ("from_peer", "to_peer", "run", "certificate_digest", "sent_at", "nonce")
+    FROM_PEER_FIELD_NUMBER: _ClassVar[int]
+    TO_PEER_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    from_peer: str
+    to_peer: str
+    run: bytes
+    certificate_digest: bytes
+    sent_at: float
+    nonce: bytes
+    def __init__(self, from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., run: _Optional[bytes] = ..., certificate_digest: _Optional[bytes] = ..., sent_at: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...

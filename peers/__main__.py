@@ -1,0 +1,11 @@
+"""``python -m peers TICKET ...`` is ``p2p-co2 join TICKET ...``.
+
+An entry point stands above every floor, so it may call the command line; nothing imports it.
+"""
+
+import sys
+
+from p2p_co2.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["join", *sys.argv[1:]], program="python -m peers"))

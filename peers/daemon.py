@@ -1,0 +1,144 @@
+"""A volunteer's peer: joins by ticket, refuses a recipe that is not the run's, trains, leaves cleanly.
+
+The loop below is the one a user would write with the library (``examples/own_loop.py``); all of the swarm is
+behind ``peer.step``. Laws: nothing of a stranger's is run: an own recipe is a file on this machine whose
+digest must be the run's before it is imported; one Ctrl-C leaves cleanly, two at once. The price: inner steps
+are whole, so leaving waits for the step in progress.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.errors import ConfigError
+from p2p_co2.process import StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.run_recipe import load_run_recipe
+from p2p_co2.telemetry.events import Event
+from p2p_co2.telemetry.journal import Journal
+from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import Identity
+from peers.status import StatusLines
+
+if TYPE_CHECKING:
+    from p2p_co2.recipes import Recipe
+    from p2p_co2.trainer import Connection, Peer
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
+    ``data``: recipe options that are this peer's own affair (its text). ``resume``: go on from the
+    checkpoint in ``config.folder``. ``parent``: leave when that process ends; 0 for none."""
+
+    ticket: str
+    config: PeerConfig
+    recipe: str = ""
+    data: Mapping[str, str] = field(default_factory=dict)
+    resume: bool = False
+    parent: int = 0
+
+
+def join_run(options: JoinOptions, say: Callable[[str], None] = print) -> int:
+    """Train until the run is over or somebody stops us; returns the exit status.
+
+    Raises ``TicketError``, ``ConfigError``, ``EnvironmentFault``, ``TransportError`` as named in those.
+    """
+    Ticket.parse(options.ticket)  # a typing mistake is told before anything slow starts
+    require_supported_platform()
+    end_with_parent(options.parent)
+    device = _checked_device(options.config.device)
+    status = StatusLines(say)
+    running = _Running()
+    with StopSignals(running.stop), Journal(options.config.folder / "events.jsonl") as journal:
+
+        def on_event(event: Event) -> None:
+            journal.write(event)
+            status.see(event)
+
+        try:
+            _join_and_train(options, device, running, on_event, say)
+        except KeyboardInterrupt:
+            say("stopped before the training began")
+        if journal.failed:
+            say(f"warning: {journal.failed}")
+    return 0
+
+
+class _Running:
+    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop."""
+
+    def __init__(self) -> None:
+        self.peer: Peer | None = None
+
+    def stop(self) -> None:
+        if self.peer is None:
+            raise KeyboardInterrupt
+        self.peer.stop()
+
+
+def _join_and_train(
+    options: JoinOptions,
+    device: str,
+    running: _Running,
+    on_event: Callable[[Event], None],
+    say: Callable[[str], None],
+) -> None:
+    import torch
+
+    from p2p_co2.trainer import connect
+
+    torch.set_num_threads(options.config.limits.threads or len(os.sched_getaffinity(0)))
+    say("looking for the swarm ...")
+    connection = connect(options.ticket, options.config, on_event)
+    try:
+        say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
+        recipe = load_run_recipe(connection.run, options.recipe, options.data)
+        _train(connection, recipe, options, device, running)
+    finally:
+        connection.close()
+
+
+def _train(
+    connection: Connection, recipe: Recipe, options: JoinOptions, device: str, running: _Running
+) -> None:
+    model = recipe.model.to(device)
+    optimizer = recipe.optimizer(model.parameters())
+    peer = connection.start(model, optimizer, recipe.learning_rate, resume=options.resume)
+    running.peer = peer
+    sequences = options.config.batch or recipe.default_batch
+    with peer:
+        for batch in recipe.batches(_data_seed(connection.run, options.config, peer.inner_steps), sequences):
+            optimizer.zero_grad(set_to_none=True)
+            loss = recipe.loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]  # so torch declares it
+            optimizer.step()
+            if not peer.step(recipe.tokens(batch), loss):
+                break
+
+
+def _data_seed(run: RunConfig, config: PeerConfig, inner_steps: int) -> int:
+    """Each peer draws other batches, and after a resume not the ones it has had."""
+    peer = Identity.load_or_create(config.folder / "identity").peer_id
+    digest = hashlib.sha256(f"{run.seed} {peer} {inner_steps}".encode()).digest()
+    return int.from_bytes(digest[:6], "big")
+
+
+def _checked_device(device: str) -> str:
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ConfigError(
+            "command line", "--device", f"torch knows no device {device!r}; use cpu or cuda"
+        ) from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "command line", "--device", "torch sees no CUDA device here; use cpu, or a CUDA build of torch"
+        )
+    return device

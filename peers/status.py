@@ -1,0 +1,107 @@
+"""What a volunteer sees of their own peer: a line every ten seconds, and the events that matter as they come.
+
+Law: it only reads events and never raises into the thread that reports them. Price: one figure per matter;
+the journal has the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from p2p_co2.telemetry.events import (
+    CaughtUp,
+    CheckpointSaved,
+    Event,
+    FragmentApplied,
+    LinkOpened,
+    MessageRefused,
+    PeerFinished,
+    PeerJoined,
+    PeerLeft,
+    PeerStarted,
+    Progress,
+    RoundAborted,
+    RoundCommitted,
+    Warned,
+)
+
+EVERY_S = 10.0
+
+
+class StatusLines:
+    """``see`` may be called from any thread; ``say`` gets one line of text at a time."""
+
+    def __init__(self, say: Callable[[str], None], every_s: float = EVERY_S) -> None:
+        self._say, self._every_s = say, every_s
+        self._lock = threading.Lock()
+        self._next_at = 0.0
+        self._carriers: dict[str, str] = {}
+        self._committed = self._aborted = 0
+        self._staleness = 0
+
+    def see(self, event: Event) -> None:
+        """Take in one event; prints if it is worth a line of its own, or if the next status line is due."""
+        with self._lock:
+            self._count(event)
+            text = self._news(event)
+            if isinstance(event, Progress) and time.monotonic() >= self._next_at:
+                self._next_at = time.monotonic() + self._every_s
+                text = self._status(event)
+        if text:
+            self._say(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def _count(self, event: Event) -> None:
+        match event:
+            case LinkOpened():
+                self._carriers[event.other] = event.carrier
+            case PeerLeft():
+                self._carriers.pop(event.other, None)
+            case RoundCommitted():
+                self._committed += 1
+            case RoundAborted():
+                self._aborted += 1
+            case FragmentApplied():
+                self._staleness = event.staleness
+
+    def _news(self, event: Event) -> str:
+        text = ""
+        match event:
+            case PeerStarted():
+                size = f"{event.parameters:,} parameters on {event.device}"
+                text = f"peer {event.peer} up: {size}, run {event.run[:12]}"
+            case PeerJoined():
+                text = f"peer {event.other} is here"
+            case PeerLeft():
+                text = f"peer {event.other} left: {event.reason}"
+            case RoundAborted():
+                text = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"
+            case CaughtUp():
+                text = f"caught up fragment {event.fragment} to version {event.to_version} by {event.how}"
+            case MessageRefused():
+                text = f"refused a message of {event.other}: {event.reason}"
+            case CheckpointSaved():
+                text = f"checkpoint saved in {event.path}"
+            case Warned():
+                text = f"warning: {event.text}"
+            case PeerFinished():
+                text = f"left: {event.reason}; agreed state {event.digest[:16]}"
+        return "".join(char if char.isprintable() else "?" for char in text)
+
+    def _status(self, now: Progress) -> str:
+        used = list(self._carriers.values())
+        carriers = ", ".join(f"{used.count(name)} {name}" for name in sorted(set(used))) or "none yet"
+        figures = (
+            f"{now.phase}",
+            f"round {now.position:.2f}",
+            f"step {now.inner_steps}",
+            f"loss {now.loss:.3f}",
+            f"{now.tokens_per_s:,.0f} tokens/s",
+            f"links: {carriers}",
+            f"{self._committed} committed, {self._aborted} aborted",
+            f"staleness {self._staleness}",
+            f"up {now.up_bytes / 1e6:.1f} MB, down {now.down_bytes / 1e6:.1f} MB",
+            f"stood still {now.exposed_s:.1f} s",
+        )
+        return " | ".join(figures)

@@ -1,0 +1,275 @@
+"""A small world in virtual time for rounds machines: seeded latency, loss, duplication, reordering and
+crashes.
+
+Law: the same seed gives the same history. Every message has its own random delay, so reordering is the rule
+even on one link. The tensor side is a toy: the mean of a part is the weighted sum of the slices' bytes,
+modulo 256, so equal contributors give equal bytes and any difference shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from google.protobuf.message import Message
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import (
+    Aborted,
+    Committed,
+    FellBehind,
+    Offer,
+    OutcomeWithoutBytes,
+    PayloadShape,
+    PeerView,
+    ReduceJob,
+    ReduceWanted,
+    Rounds,
+    RoundsEvent,
+)
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+
+RUN = hashlib.sha256(b"a run").digest()
+Ending = Committed | Aborted | OutcomeWithoutBytes | FellBehind
+
+
+def make_identity(seed: int) -> Identity:
+    return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"peer {seed}".encode()).digest()))
+
+
+def toy_mean(job: ReduceJob) -> bytes:
+    """The weighted sum of the slices' bytes, modulo 256."""
+    width = len(job.slices[0].data)
+    total = bytearray(width)
+    for piece in job.slices:
+        scale = int(piece.weight)
+        for index, value in enumerate(piece.data[:64]):
+            total[index] = (total[index] + scale * value) % 256
+    return bytes(total)
+
+
+@dataclass
+class Faults:
+    """Probabilities per message, and the range of its delay in seconds."""
+
+    loss: float = 0.0
+    duplication: float = 0.0
+    latency_s: tuple[float, float] = (0.01, 0.05)
+
+
+@dataclass
+class Peer:
+    name: PeerId
+    identity: Identity
+    machine: Rounds
+    version: int = 0
+    alive: bool = True
+
+
+class Network:
+    """``count`` peers that all know each other, at version 0 of every fragment."""
+
+    def __init__(
+        self, count: int, seed: int = 0, faults: Faults | None = None, shape: PayloadShape | None = None
+    ) -> None:
+        self.random = random.Random(seed)
+        self.faults = faults or Faults()
+        self.shape = shape or PayloadShape(8, (16,))
+        self.now = 1000.0
+        self.peers: dict[PeerId, Peer] = {}
+        for index in range(count):
+            identity = make_identity(index)
+            machine = Rounds(identity, RUN, self.shape, 32)
+            self.peers[identity.peer_id] = Peer(identity.peer_id, identity, machine)
+        self.names = sorted(self.peers)
+        self.events: list[tuple[PeerId, RoundsEvent]] = []
+        self.refused: list[tuple[PeerId, PeerId, RemoteProtocolError]] = []
+        self.sent: list[tuple[PeerId, PeerId, Message]] = []
+        self.archive: dict[tuple[PeerId, int, int], Committed] = {}
+        self.on_send: Callable[[PeerId, PeerId, Message], bool] = lambda source, to, message: True
+        """Return False to lose the message; may crash the sender."""
+        self.on_reduce: Callable[[PeerId, ReduceJob], bool] = lambda peer, job: True
+        self.detect_s = 3.0
+        self.reduce_s = 0.01
+        self.offered: set[PeerId] = set()
+        self.planned: set[PeerId] = set()
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._digests = {fragment: {0: hashlib.sha256(b"start").digest()} for fragment in range(8)}
+        self.uploads = dict.fromkeys(self.names, 1e6)
+        for name in self.names:
+            for fragment in range(len(self.shape.blocks)):
+                self.peers[name].machine.set_state(fragment, 0, self._digests[fragment][0])
+        self.tell_everybody()
+
+    # ---- the world
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._queue, (time, self._count, action))
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self._queue and self._queue[0][0] <= end:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        self.now = end
+
+    def run_until_settled(self, limit_s: float = 5000.0) -> None:
+        """Until every surviving peer that offered has an ending."""
+        end = self.now + limit_s
+        while self._queue and self._queue[0][0] <= end and self.undecided():
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+
+    def undecided(self) -> list[PeerId]:
+        ended = {name for name, event in self.events if isinstance(event, Ending)}
+        return [
+            name
+            for name in self.names
+            if self.peers[name].alive and name in (self.offered | self.planned) - ended
+        ]
+
+    def crash(self, name: PeerId) -> None:
+        """The peer stops; the others' membership sees it after ``detect_s``."""
+        self.peers[name].alive = False
+        self.at(self.now + self.detect_s, self.tell_everybody)
+
+    def tell_everybody(self) -> None:
+        live = {name: PeerView(self.uploads[name], True) for name in self.names if self.peers[name].alive}
+        for name in live:
+            self.peers[name].machine.set_peers(live, self.now)
+            self.pump(name)
+
+    # ---- one peer
+
+    def payload(self, name: PeerId, fragment: int = 0, round_: int = 1) -> bytes:
+        seed = hashlib.sha256(f"{name}/{fragment}/{round_}".encode()).digest()
+        size = self.shape.payload_bytes(fragment)
+        return (seed * (size // 32 + 1))[:size]
+
+    def weight(self, name: PeerId) -> float:
+        return float(1 + self.names.index(name))
+
+    def offer(self, name: PeerId, round_: int = 1, fragment: int = 0, digest: bytes | None = None) -> None:
+        digest = digest or self._digests[fragment][round_ - 1]
+        self.offered.add(name)
+        payload, weight = self.payload(name, fragment, round_), self.weight(name)
+        self.peers[name].machine.offer(Offer(fragment, round_, round_ - 1, digest, payload, weight), self.now)
+        self.pump(name)
+
+    def offer_all(self, spread_s: float = 0.2, round_: int = 1, fragment: int = 0) -> None:
+        for name in self.names:
+            if self.peers[name].alive:
+                self.planned.add(name)
+                at = self.now + self.random.uniform(0, spread_s)
+                self.at(at, lambda name=name: self._offer_if_alive(name, round_, fragment))  # type: ignore[misc]
+
+    def _offer_if_alive(self, name: PeerId, round_: int, fragment: int) -> None:
+        if self.peers[name].alive:
+            self.offer(name, round_, fragment)
+
+    def deliver(self, source: PeerId, to: PeerId, message: Message) -> None:
+        if not self.peers[to].alive:
+            return
+        try:
+            self.peers[to].machine.receive(message, source, self.now)
+        except RemoteProtocolError as error:
+            self.refused.append((to, source, error))
+        self.pump(to)
+
+    def pump(self, name: PeerId) -> None:
+        peer = self.peers[name]
+        for to, message in peer.machine.messages_to_send():
+            if not peer.alive:
+                break
+            assert message.ByteSize() <= MAX_MESSAGE_BYTES - 256
+            self._send(name, to, message)
+        while peer.alive and (event := peer.machine.next_event()) is not None:
+            self._event(peer, event)
+        timer_at = peer.machine.get_timer()
+        if peer.alive and timer_at is not None:
+            self.at(max(timer_at, self.now), lambda: self._timer(peer))
+
+    def _timer(self, peer: Peer) -> None:
+        timer_at = peer.machine.get_timer()
+        if peer.alive and timer_at is not None and timer_at <= self.now:
+            peer.machine.handle_timer(self.now)
+            later = peer.machine.get_timer()
+            assert later is None or later > self.now, "a timer that fires for ever"
+            self.pump(peer.name)
+
+    def _send(self, source: PeerId, to: PeerId, message: Message) -> None:
+        self.sent.append((source, to, message))
+        if not self.on_send(source, to, message) or self.random.random() < self.faults.loss:
+            return
+        copies = 2 if self.random.random() < self.faults.duplication else 1
+        for _ in range(copies):
+            delay_s = self.random.uniform(*self.faults.latency_s)
+            self.at(self.now + delay_s, lambda: self.deliver(source, to, message))
+
+    def _event(self, peer: Peer, event: RoundsEvent) -> None:
+        self.events.append((peer.name, event))
+        if isinstance(event, ReduceWanted) and self.on_reduce(peer.name, event.job):
+            job = event.job
+            self.at(self.now + self.reduce_s, lambda: self._reduce(peer, job))
+        elif isinstance(event, Committed):
+            self.archive[(peer.name, event.fragment, event.round)] = event
+            self._apply(peer, event.fragment, event.round, event.mean)
+        elif isinstance(event, OutcomeWithoutBytes):
+            for donor in event.donors:
+                held = self.archive.get((donor, event.fragment, event.round))
+                if held is not None and self.peers[donor].alive:
+                    self._apply(peer, event.fragment, event.round, held.mean)
+                    break
+
+    def _apply(self, peer: Peer, fragment: int, round_: int, mean: bytes) -> None:
+        digest = hashlib.sha256(self._digests[fragment][round_ - 1] + mean).digest()
+        self._digests[fragment].setdefault(round_, digest)
+        peer.version = round_
+        peer.machine.set_state(fragment, round_, digest)
+
+    def _reduce(self, peer: Peer, job: ReduceJob) -> None:
+        if peer.alive:
+            peer.machine.reduced(job, toy_mean(job), self.now)
+            self.pump(peer.name)
+
+    # ---- what happened
+
+    def endings(self, round_: int = 1) -> dict[PeerId, Ending]:
+        """The last ending of every peer for a round."""
+        return {
+            name: event
+            for name, event in self.events
+            if isinstance(event, Committed | Aborted | OutcomeWithoutBytes) and event.round == round_
+        }
+
+    def committed(self, round_: int = 1) -> dict[PeerId, Committed]:
+        return {name: event for name, event in self.endings(round_).items() if isinstance(event, Committed)}
+
+    def check_agreement(self, round_: int = 1) -> None:
+        """All who committed hold equal bytes from equal contributors, each counted once, who really sent."""
+        committed = [
+            event for _, event in self.events if isinstance(event, Committed) and event.round == round_
+        ]
+        for event in committed:
+            assert event.mean == committed[0].mean
+            assert event.parts == committed[0].parts
+            for part in event.parts:
+                peers = [peer for peer, _ in part.contributors]
+                assert peers == sorted(set(peers))
+                assert set(peers) <= self.offered
+                slices = bytearray(8 * (part.stop_block - part.start_block))
+                if self.shape.block_bytes == 8:
+                    for peer, weight in part.contributors:
+                        assert weight == self.weight(peer)
+                        own = self.payload(peer, event.fragment, round_)
+                        piece = own[8 * part.start_block : 8 * part.stop_block]
+                        for index, value in enumerate(piece[:64]):
+                            slices[index] = (slices[index] + int(weight) * value) % 256
+                    assert event.mean[8 * part.start_block : 8 * part.stop_block] == slices

@@ -1,0 +1,131 @@
+"""bootstrap: processes started together end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bootstrap.local_swarm import LocalSwarm, environment, program
+from p2p_co2.errors import EnvironmentFault
+
+PYTHON = [sys.executable, "-c"]
+POLITE = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+print("ready: yes", flush=True)
+time.sleep(60)
+"""
+DEAF = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("below:", below.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_that_listens_leaves_by_itself(tmp_path: Path) -> None:
+    with LocalSwarm(tmp_path, grace_s=20) as swarm:
+        child = swarm.start("polite", [*PYTHON, POLITE])
+        assert swarm.wait_for_line(child, "ready:", 20) == "yes"
+        assert swarm.running() == [child]
+        swarm.interrupt(child)
+        assert swarm.wait([child], 20)
+        assert child.exit_status() == 0
+        assert swarm.dead_unasked() == []
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_nothing_survives_a_child_that_does_not_listen(tmp_path: Path) -> None:
+    with LocalSwarm(tmp_path, grace_s=0.5) as swarm:
+        child = swarm.start("deaf", [*PYTHON, DEAF])
+        below = int(swarm.wait_for_line(child, "below:", 20))
+        assert psutil.pid_exists(below)
+    assert child.exit_status() == -signal.SIGKILL
+    assert not psutil.pid_exists(child.pid)
+    assert _gone(below)
+
+
+def test_nothing_survives_an_error_in_the_parent(tmp_path: Path) -> None:
+    started = []
+
+    def fail() -> None:
+        with LocalSwarm(tmp_path, grace_s=20) as swarm:
+            started.append(swarm.start("polite", [*PYTHON, POLITE]))
+            swarm.wait_for_line(started[0], "ready:", 20)
+            raise RuntimeError("the parent failed")
+
+    with pytest.raises(RuntimeError, match="the parent failed"):
+        fail()
+    assert not psutil.pid_exists(started[0].pid)
+
+
+def test_a_grandchild_left_behind_by_a_dead_child_is_ended(tmp_path: Path) -> None:
+    orphaning = (
+        "import subprocess, sys; b = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "print('below:', b.pid, flush=True)"
+    )
+    with LocalSwarm(tmp_path, grace_s=20) as swarm:
+        child = swarm.start("orphaning", [*PYTHON, orphaning])
+        below = int(swarm.wait_for_line(child, "below:", 20))
+        assert swarm.wait([child], 20)
+        assert psutil.pid_exists(below)
+    assert _gone(below)
+
+
+def test_a_death_that_nobody_asked_for_is_seen_with_its_last_words(tmp_path: Path) -> None:
+    with LocalSwarm(tmp_path) as swarm:
+        child = swarm.start("failing", [*PYTHON, "import sys; sys.exit('error: no room')"])
+        with pytest.raises(EnvironmentFault, match="error: no room"):
+            swarm.wait_for_line(child, "ticket:", 20)
+        assert swarm.dead_unasked() == [child]
+        assert child.exit_status() == 1
+
+
+def test_waiting_for_a_line_is_bounded(tmp_path: Path) -> None:
+    with LocalSwarm(tmp_path) as swarm:
+        child = swarm.start("polite", [*PYTHON, POLITE])
+        with pytest.raises(EnvironmentFault, match="not ready after"):
+            swarm.wait_for_line(child, "ticket:", 0.2)
+
+
+def test_children_are_in_groups_of_their_own(tmp_path: Path) -> None:
+    """A Ctrl-C in the terminal goes to the foreground group: only to the parent."""
+    with LocalSwarm(tmp_path) as swarm:
+        child = swarm.start("polite", [*PYTHON, POLITE])
+        assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with LocalSwarm(tmp_path) as swarm, pytest.raises(EnvironmentFault, match="cannot start nobody"):
+        swarm.start("nobody", [str(tmp_path / "no-such-program")])
+
+
+def test_our_programs_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where a folder of the user's has the name of one of ours."""
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    with LocalSwarm(tmp_path) as swarm:
+        child = swarm.start("peer", program("peers", "--help"), environment())
+        assert swarm.wait([child], 60)
+        assert child.exit_status() == 0
+        assert "TICKET" in child.last_lines(200)
+
+
+def _gone(pid: int) -> bool:
+    """A killed orphan is reaped by init in its own time: a zombie counts as gone."""
+    for _ in range(100):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False

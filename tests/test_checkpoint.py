@@ -1,0 +1,343 @@
+"""Checkpoints: bytes by hand, the safetensors library as reference, round trips as laws, torn files and
+full disks."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import math
+import os
+import pickle
+import resource
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from p2p_co2 import checkpoint as rooms
+from p2p_co2 import outer
+from p2p_co2.checkpoint import Checkpoint, load, load_agreed, save
+from p2p_co2.config import OuterConfig, RunConfig
+from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.fragments import LiveParameters, plan_fragments
+
+RUN = RunConfig(name="tested", fragments=2)
+Maker = Callable[[Any], torch.optim.Optimizer]
+
+
+def stepped(numel: int, steps: int, seed: int = 0) -> outer.OuterState:
+    generator = torch.Generator().manual_seed(seed)
+    state = outer.init(torch.randn(numel, generator=generator))
+    for version in range(steps):
+        state, _ = outer.step(OuterConfig(), state, torch.randn(numel, generator=generator), version)
+    return state
+
+
+def same(left: outer.OuterState, right: outer.OuterState) -> bool:
+    return (
+        torch.equal(left.params, right.params)
+        and torch.equal(left.momentum, right.momentum)
+        and left[0:1] + left[3:] == right[0:1] + right[3:]
+    )
+
+
+def module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3).bfloat16())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.03)
+
+
+def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.03, momentum=0.9)
+
+
+def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer, inner_steps: int) -> Checkpoint:
+    plan = plan_fragments(model, RUN.fragments)
+    return Checkpoint(
+        run_config_json=RUN.canonical_bytes().decode(),
+        plan_digest=plan.digest,
+        states=tuple(stepped(part.numel, inner_steps % 7, part.index) for part in plan.fragments),
+        params=dict(model.named_parameters()),
+        buffers=dict(model.named_buffers()),
+        optimizer=optimizer.state_dict(),
+        position=inner_steps / 3,
+        inner_steps=inner_steps,
+        tokens=inner_steps * 1000,
+        residuals={1: torch.full((plan.fragments[1].numel,), 0.1)},
+    )
+
+
+def saved(folder: Path, *inner_steps: int) -> list[Path]:
+    model = module()
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, range(2))
+    return [save(folder, checkpoint_of(model, optimizer, steps)) for steps in inner_steps]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- by hand
+
+
+def test_state_bytes_by_hand() -> None:
+    state = outer.OuterState(3, torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.0]), 0.25, (1.0, 2.0, 3.0))
+    header = b"p2pco2s\x01" + struct.pack("<QQdQdddd", 3, 2, 0.25, 3, 1, 2, 3, 0)
+    data = header + struct.pack("<ffff", 1, -2, 0.5, 0)
+    assert rooms.state_bytes(state) == data
+    assert rooms.state_size_bytes(2) == len(data)
+    assert rooms.state_digest(state) == hashlib.sha256(data).digest()
+    assert same(rooms.state_from_bytes(data, 2), state)
+
+
+def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path / "deep" / "folder", 10, 20, 30)
+    assert names(tmp_path / "deep" / "folder") == [
+        "state-000000000020.safetensors",
+        "state-000000000030.safetensors",
+    ]
+    assert load(tmp_path / "deep" / "folder").inner_steps == 30
+
+
+def test_an_abandoned_future_is_set_aside_and_not_deleted(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 2000, 15)
+    assert names(tmp_path) == [
+        "state-000000000010.safetensors",
+        "state-000000000015.safetensors",
+        "state-000000002000.set-aside",
+    ]
+    assert load(tmp_path).inner_steps == 15
+
+
+# ---- against a reference
+
+
+def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
+    (path,) = saved(tmp_path, 12)
+    theirs = safetensors.torch.load_file(path)
+    ours = load(tmp_path)
+    assert torch.equal(theirs["agreed.0.params"], ours.states[0].params)
+    assert torch.equal(theirs["live.3.weight"], ours.params["3.weight"])
+    assert theirs["live.3.weight"].dtype == torch.bfloat16
+    with safetensors.safe_open(path, framework="pt") as file:
+        assert file.metadata()["run"] == RUN.canonical_bytes().decode()
+
+
+# ---- laws
+
+
+@given(
+    st.integers(0, 9),
+    st.integers(0, 6),
+    st.integers(0, 99),
+)
+def test_state_bytes_there_and_back(numel: int, steps: int, seed: int) -> None:
+    state = stepped(numel, steps, seed)
+    data = rooms.state_bytes(state)
+    back = rooms.state_from_bytes(data, numel)
+    assert same(back, state)
+    assert rooms.state_bytes(back) == data
+    back.params.add_(1.0)  # owns its memory
+    assert rooms.state_digest(state) == hashlib.sha256(data).digest()
+
+
+def test_the_swarm_digest_sees_order_and_count() -> None:
+    first, second = b"a" * 32, b"b" * 32
+    digests = {rooms.swarm_digest(some) for some in ([], [first], [first, second], [second, first])}
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("make", [adamw, momentum_sgd])
+def test_training_continues_bit_for_bit(tmp_path: Path, make: Maker) -> None:
+    model = module()
+    optimizer = make(model.parameters())
+    train(model, optimizer, range(5))
+    written = checkpoint_of(model, optimizer, 5)
+    save(tmp_path, written)
+    train(model, optimizer, range(5, 9))
+
+    read = load(tmp_path)
+    resumed = module()
+    other = make(resumed.parameters())
+    other.load_state_dict(dict(read.optimizer))
+    resumed.load_state_dict({**read.params, **read.buffers})
+    train(resumed, other, range(5, 9))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+    assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+    assert all(same(one, two) for one, two in zip(read.states, written.states, strict=True))
+    assert torch.equal(read.residuals[1], written.residuals[1])
+    assert set(read.buffers) == set(dict(model.named_buffers()))
+    for field in ("run_config_json", "plan_digest", "position", "inner_steps", "tokens", "passed_over"):
+        assert getattr(read, field) == getattr(written, field)
+
+
+def test_optimizer_state_keeps_its_types(tmp_path: Path) -> None:
+    odd = {
+        "state": {0: {"step": 3, "tiny": 5e-324, "inf": math.inf, "on": True, "none": None, "word": "w"}},
+        "groups": [{"betas": (0.9, 0.999), "empty": [], "nested": [(), {}, [torch.tensor(7)]]}],
+    }
+    model = module()
+    save(tmp_path, replace(checkpoint_of(model, adamw(model.parameters()), 1), optimizer=odd))
+    read = load(tmp_path).optimizer
+    assert repr(read) == repr(odd)
+
+
+def test_the_agreed_parameters_can_be_put_into_a_module(tmp_path: Path) -> None:
+    (path,) = saved(tmp_path, 5)
+    for place in (tmp_path, path):
+        agreed = load_agreed(place)
+        assert agreed.run == RUN
+        assert agreed.path == path
+        model = module()
+        plan = plan_fragments(model, agreed.run.fragments)
+        assert plan.digest == agreed.plan_digest
+        live = LiveParameters(model, plan)
+        for index, state in enumerate(agreed.states):
+            live.load_(index, state.params)
+        assert torch.equal(model.get_parameter("0.weight").reshape(-1), agreed.states[0].params[:35])
+        assert set(agreed.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("where", [0, 4, 8, 30, 60, 0.2, 0.5, 0.9, -1])
+@pytest.mark.parametrize("harm", ["cut", "flip"])
+def test_a_torn_file_falls_back_to_the_previous(tmp_path: Path, where: float, harm: str) -> None:
+    _, newest = saved(tmp_path, 10, 20)
+    data = bytearray(newest.read_bytes())
+    at = int(where * len(data)) if isinstance(where, float) else where % len(data)
+    if harm == "cut":
+        del data[at:]
+    else:
+        data[at] ^= 0x11
+    newest.write_bytes(data)
+    for read in (load(tmp_path), load_agreed(tmp_path)):
+        assert read.inner_steps == 10
+        assert len(read.passed_over) == 1
+        assert read.passed_over[0].startswith("state-000000000020.safetensors: ")
+
+
+def test_a_longer_file_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
+    (path,) = saved(tmp_path, 10)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(ConfigError, match="no whole checkpoint there: state-000000000010"):
+        load(tmp_path)
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(ConfigError, match="its header is not readable"):
+        load_agreed(path)
+    path.write_bytes(pickle.dumps({"weights": [1, 2, 3]}))
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        load(path)
+
+
+def test_no_checkpoint_is_the_users_to_solve(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="no checkpoint there; give a folder"):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.ENOSPC, "the disk is full"), (errno.EACCES, "no permission"), (errno.EIO, "Input/output")],
+)
+def test_a_failing_disk_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    saved(tmp_path, 10)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(EnvironmentFault, match=words):
+            saved(tmp_path, 20)
+    assert names(tmp_path) == ["state-000000000010.safetensors"]
+    assert load(tmp_path).inner_steps == 10
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """The kernel refuses writes past 2000 bytes of a file, as a full disk would in the middle of one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_write_that_stops_in_the_middle_leaves_nothing(tmp_path: Path, small_files: None) -> None:
+    with pytest.raises(EnvironmentFault, match="the disk is full; free some space"):
+        saved(tmp_path, 20)
+    assert names(tmp_path) == []
+
+
+def test_what_only_pickle_could_save_is_refused_before_writing(tmp_path: Path) -> None:
+    model = module()
+    whole = checkpoint_of(model, adamw(model.parameters()), 1)
+    with pytest.raises(ConfigError, match="holds a object, which cannot be saved"):
+        save(tmp_path, replace(whole, optimizer={"state": object()}))
+    with pytest.raises(ConfigError, match="complex64 cannot be saved"):
+        save(tmp_path, replace(whole, buffers={"odd": torch.zeros(2, dtype=torch.complex64)}))
+    assert names(tmp_path) == []
+
+
+def change(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new) :]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda data: data[:-1],
+        lambda data: data + b"\0",
+        lambda data: b"",
+        lambda data: change(data, 7, b"\x02"),
+        lambda data: change(data, 8, struct.pack("<Q", 1 << 60)),
+        lambda data: change(data, 16, struct.pack("<Q", 1 << 60)),
+        lambda data: change(data, 24, struct.pack("<d", math.nan)),
+        lambda data: change(data, 24, struct.pack("<d", -1.0)),
+        lambda data: change(data, 24, struct.pack("<d", -0.0)),
+        lambda data: change(data, 32, struct.pack("<Q", 5)),
+        lambda data: change(data, 32, struct.pack("<Q", 1)),
+        lambda data: change(data, 40, struct.pack("<d", math.inf)),
+        lambda data: change(data, 72, struct.pack("<f", math.nan)),
+        lambda data: change(data, len(data) - 4, struct.pack("<f", -math.inf)),
+    ],
+)
+def test_a_lying_donor_is_refused(lie: Callable[[bytes], bytes]) -> None:
+    data = rooms.state_bytes(stepped(3, 4))
+    with pytest.raises(RemoteProtocolError, match="bad_state"):
+        rooms.state_from_bytes(lie(data), 3)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_or_read(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        rooms.state_from_bytes(data, 4)

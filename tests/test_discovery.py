@@ -1,0 +1,326 @@
+"""A run's DHT over real libp2p daemons on this machine, and the records in it without any."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2p_co2.config import RunConfig
+from p2p_co2.discovery import Discovery
+from p2p_co2.discovery import records as rec
+from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.transport.hivemind_quiet import (
+    DHTID,
+    P2P,
+    DHTNode,
+    DHTRecord,
+    MSGPackSerializer,
+    PeerID,
+    get_dht_time,
+)
+from p2p_co2.transport.libp2p_control import reach
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
+
+CONFIG = RunConfig(name="test")
+RUN = CONFIG.digest()
+RECIPE = hashlib.sha256(b"recipe").digest()
+DEAD = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+LIFETIME_S = 60.0
+
+
+@dataclass
+class Member:
+    identity: Identity
+    p2p: P2P
+    discovery: Discovery
+    maddrs: list[str]
+    refused: list[RemoteProtocolError] = field(default_factory=list)
+
+    @property
+    def record(self) -> PeerRecord:
+        return PeerRecord(peer=self.identity.peer_id, run=RUN, maddrs=self.maddrs, software="test")
+
+
+@asynccontextmanager
+async def open_member(
+    folder: Path, seeds: list[str], *, port: int = 0, run: bytes = RUN
+) -> AsyncIterator[Member]:
+    os.makedirs(folder, exist_ok=True)
+    identity = Identity.load_or_create(folder / "identity")
+    p2p = await start_p2p(folder / "identity", port=port)
+    refused: list[RemoteProtocolError] = []
+    discovery = Discovery(p2p, identity, run, lambda _, error: refused.append(error))
+    try:
+        await discovery.start(seeds)
+        yield Member(identity, p2p, discovery, [str(m) for m in await p2p.get_visible_maddrs()], refused)
+    finally:
+        await discovery.close()
+        await discovery.close()
+        await stop_p2p(p2p)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- by hand
+
+
+async def test_peers_find_each_other_and_the_run(tmp_path: Path) -> None:
+    async with open_member(tmp_path / "seed", []) as seed:
+        await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
+        async with (
+            open_member(tmp_path / "a", seed.maddrs) as a,
+            open_member(tmp_path / "b", [DEAD, *seed.maddrs]) as b,
+        ):
+            manifest = await a.discovery.fetch_manifest(seed.identity.peer_id)
+            assert RunConfig.from_canonical_bytes(manifest.config) == CONFIG
+            assert manifest.recipe_digest == RECIPE
+            assert await a.discovery.find_peers() == []
+            await asyncio.gather(*(m.discovery.publish_self(m.record, LIFETIME_S) for m in (a, b)))
+            (found,) = await a.discovery.find_peers()
+            assert (found.peer, list(found.maddrs)) == (b.identity.peer_id, b.maddrs)
+            assert get_dht_time() < found.expires_at <= get_dht_time() + LIFETIME_S
+            both = sorted((a.identity.peer_id, b.identity.peer_id))
+            assert [record.peer for record in await seed.discovery.find_peers()] == both
+            assert not a.refused + b.refused + seed.refused
+
+
+async def test_a_decision_is_found_by_everybody(tmp_path: Path) -> None:
+    async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
+        assert await a.discovery.fetch_decision(2, 7) == {}
+        await seed.discovery.publish_decision(2, 7, b"decided", LIFETIME_S)
+        await a.discovery.publish_decision(2, 7, b"decided", LIFETIME_S)
+        expected = {seed.identity.peer_id: b"decided", a.identity.peer_id: b"decided"}
+        assert await a.discovery.fetch_decision(2, 7) == expected
+        assert await seed.discovery.fetch_decision(2, 8) == {}
+
+
+async def test_the_manifest_outlives_its_author(tmp_path: Path) -> None:
+    async with open_member(tmp_path / "a", []) as a:
+        async with open_member(tmp_path / "seed", a.maddrs) as seed:
+            await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE, LIFETIME_S)
+            await a.discovery.fetch_manifest(seed.identity.peer_id)
+            run_key = seed.identity.peer_id
+        await a.discovery.keep_manifest(2 * LIFETIME_S)
+        async with open_member(tmp_path / "b", a.maddrs) as b:
+            assert (await b.discovery.fetch_manifest(run_key)).config == CONFIG.canonical_bytes()
+
+
+async def test_a_record_ends_with_its_lifetime(tmp_path: Path) -> None:
+    async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
+        await a.discovery.publish_self(a.record, 0.5)
+        assert len(await seed.discovery.find_peers()) == 1
+        await asyncio.sleep(0.6)
+        assert await seed.discovery.find_peers() == []
+
+
+# ---- the world fails
+
+
+async def test_no_seed_can_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match=r"no seed.*tcp/9.*refused"):
+        async with open_member(tmp_path / "a", [DEAD, "/ip4/127.0.0.1/tcp/9/p2p/nobody"]):
+            pass
+
+
+async def test_no_manifest(tmp_path: Path) -> None:
+    async with open_member(tmp_path / "seed", []) as seed:
+        with pytest.raises(TransportError, match="start a seed"):
+            await seed.discovery.fetch_manifest(seed.identity.peer_id)
+
+
+async def test_a_seed_dies_and_comes_back(tmp_path: Path) -> None:
+    port = free_port()
+    async with open_member(tmp_path / "seed", [], port=port) as seed:
+        seeds = seed.maddrs
+        a_open, b_open = open_member(tmp_path / "a", seeds), open_member(tmp_path / "b", seeds)
+        a = await a_open.__aenter__()
+    async with open_member(tmp_path / "seed", [], port=port) as again:
+        assert again.maddrs == seeds
+        b = await b_open.__aenter__()
+        try:
+            await a.discovery.rebootstrap(seeds)
+            await asyncio.gather(*(m.discovery.publish_self(m.record, LIFETIME_S) for m in (a, b)))
+            for one, other in ((a, b), (b, a)):
+                assert [r.peer for r in await one.discovery.find_peers()] == [other.identity.peer_id]
+        finally:
+            await b_open.__aexit__(None, None, None)
+            await a_open.__aexit__(None, None, None)
+
+
+async def test_calls_end_when_the_daemon_is_gone(tmp_path: Path) -> None:
+    async with open_member(tmp_path / "seed", []) as seed:
+        seed.p2p.daemon.process.kill()
+        with pytest.raises(TransportError, match="daemon"):
+            await seed.discovery.rebootstrap([DEAD])
+
+
+def test_only_what_fits_is_published() -> None:
+    identity = Identity.generate()
+    discovery = Discovery(None, identity, RUN, lambda *_: None)
+    with pytest.raises(LocalProtocolError):
+        asyncio.run(discovery.publish_manifest(b"{}", RECIPE))
+    large = RunConfig(recipe_options={"text": "x" * MAX_RECORD_BYTES})
+    discovery = Discovery(None, identity, large.digest(), lambda *_: None)
+    with pytest.raises(ConfigError, match="recipe_options"):
+        asyncio.run(discovery.publish_manifest(large.canonical_bytes(), RECIPE))
+    with pytest.raises(LocalProtocolError):
+        asyncio.run(discovery.find_peers())
+
+
+# ---- liars
+
+
+async def test_a_liar_in_the_dht_gets_nowhere(tmp_path: Path) -> None:
+    """A node that checks nothing serves and stores forged records; honest nodes neither take nor show them."""
+    async with (
+        open_member(tmp_path / "seed", []) as seed,
+        open_member(tmp_path / "a", seed.maddrs) as a,
+    ):
+        await a.discovery.publish_self(a.record, LIFETIME_S)
+        os.makedirs(tmp_path / "liar")
+        liar = Identity.load_or_create(tmp_path / "liar" / "identity")
+        p2p = await start_p2p(tmp_path / "liar" / "identity")
+        try:
+            await reach(p2p, seed.identity.peer_id, seed.maddrs, 5)
+            node = await DHTNode.create(p2p=p2p, cache_locally=False, cache_nearest=0)
+            await node.protocol.call_ping(PeerID.from_base58(seed.identity.peer_id))
+            await asyncio.sleep(0.05)
+            victim = PeerRecord(peer=a.identity.peer_id, run=RUN, maddrs=["/ip4/6.6.6.6/tcp/6"], expires_at=2e9)
+            forged = liar.seal(rec.PEER_CONTEXT, victim.SerializeToString())
+            key = rec.peers_key(RUN, rec.shard_of(a.identity.peer_id))
+            expires_at = get_dht_time() + 2 * LIFETIME_S
+            await node.store(key, forged, expires_at, subkey=a.identity.peer_id)
+            await node.store(rec.manifest_key(RUN), b"x", expires_at)
+            (found,) = await seed.discovery.find_peers()
+            assert list(found.maddrs) == a.maddrs
+            with pytest.raises(TransportError):
+                await seed.discovery.fetch_manifest(seed.identity.peer_id)
+            assert {error.reason for error in seed.refused} >= {"foreign record", "unreadable"}
+            await node.shutdown()
+        finally:
+            await stop_p2p(p2p)
+
+
+def make_records(run_key: PeerId | None = None) -> tuple[rec.Records, list[str]]:
+    reasons: list[str] = []
+    records = rec.Records(RUN, lambda _, error: reasons.append(error.reason), time.time)
+    records.run_key = run_key
+    return records, reasons
+
+
+def dht_record(
+    key: str, writer: object, value: object, lifetime_s: float = LIFETIME_S, **changes: bytes
+) -> DHTRecord:
+    pack = MSGPackSerializer.dumps
+    key_id = DHTID.generate(source=key).to_bytes()
+    return DHTRecord(key_id, changes.get("subkey", pack(writer)), pack(value), time.time() + lifetime_s)
+
+
+def peer_record(identity: Identity, **changes: object) -> PeerRecord:
+    values: dict[str, object] = {"peer": identity.peer_id, "run": RUN, "expires_at": time.time() + LIFETIME_S}
+    return PeerRecord(**{**values, **changes})  # type: ignore[arg-type]
+
+
+ME, OTHER = Identity.generate(), Identity.generate()
+MY_KEY = rec.peers_key(RUN, rec.shard_of(ME.peer_id))
+
+
+def test_a_right_record_is_taken() -> None:
+    records, reasons = make_records()
+    sealed = ME.seal(rec.PEER_CONTEXT, peer_record(ME).SerializeToString())
+    assert records.validate(dht_record(MY_KEY, ME.peer_id, sealed))
+    assert reasons == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"run": bytes(32)}, "wrong record"),
+        ({"peer": OTHER.peer_id}, "wrong record"),
+        ({"maddrs": ["/x"] * (MAX_ADDRESSES + 1)}, "wrong record"),
+        ({"maddrs": ["x" * (MAX_STRING + 1)]}, "wrong record"),
+        ({"software": "x" * (MAX_STRING + 1)}, "wrong record"),
+        ({"certificate_digest": bytes(31)}, "wrong record"),
+        ({"grpc_addresses": ["h:1"]}, "wrong record"),
+        ({"expires_at": float("nan")}, "wrong record"),
+        ({"expires_at": time.time() + 5}, "wrong record"),
+        ({"maddrs": ["x" * 500] * 16, "grpc_addresses": ["x" * 500] * 16}, "record too large"),
+    ],
+)
+def test_a_wrong_peer_record_is_refused(changes: dict[str, object], reason: str) -> None:
+    records, reasons = make_records()
+    sealed = ME.seal(rec.PEER_CONTEXT, peer_record(ME, **changes).SerializeToString())
+    assert not records.validate(dht_record(MY_KEY, ME.peer_id, sealed))
+    assert reasons == [reason]
+
+
+def test_a_record_is_only_good_where_it_belongs() -> None:
+    records, _ = make_records()
+    content = peer_record(ME).SerializeToString()
+    sealed = ME.seal(rec.PEER_CONTEXT, content)
+    other_shard = rec.peers_key(RUN, (rec.shard_of(ME.peer_id) + 1) % rec.PEER_SHARDS)
+    assert not records.validate(dht_record(other_shard, ME.peer_id, sealed))
+    assert not records.validate(dht_record(MY_KEY, OTHER.peer_id, sealed))
+    assert not records.validate(dht_record(MY_KEY, None, sealed))
+    assert not records.validate(dht_record(MY_KEY, ME.peer_id, sealed, rec.MAX_LIFETIME_S * 2))
+    assert not records.validate(dht_record(MY_KEY, ME.peer_id, ME.seal(rec.MANIFEST_CONTEXT, content)))
+    assert not records.validate(dht_record(rec.manifest_key(RUN), ME.peer_id, sealed))
+    assert not records.validate(dht_record(rec.decision_key(RUN, 0, 1), ME.peer_id, sealed))
+
+
+def test_only_the_run_key_writes_the_manifest() -> None:
+    def sealed(identity: Identity, **changes: object) -> bytes:
+        values = {"run": RUN, "config": CONFIG.canonical_bytes(), "recipe_digest": RECIPE}
+        return identity.seal(
+            rec.MANIFEST_CONTEXT, RunManifest(**{**values, **changes}).SerializeToString()  # type: ignore[arg-type]
+        )
+
+    records, reasons = make_records(ME.peer_id)
+    key = rec.manifest_key(RUN)
+    assert records.validate(dht_record(key, ME.peer_id, sealed(ME)))
+    assert not records.validate(dht_record(key, OTHER.peer_id, sealed(OTHER)))
+    assert not records.validate(dht_record(key, ME.peer_id, sealed(ME, config=b"{}")))
+    assert not records.validate(dht_record(key, ME.peer_id, sealed(ME, recipe_digest=b"")))
+    assert reasons == ["foreign manifest", "wrong manifest", "wrong manifest"]
+
+
+def test_entries_under_one_key_are_bounded() -> None:
+    records, reasons = make_records()
+    sealed = ME.seal(rec.DECISION_CONTEXT, b"x")
+    full = [str(i) for i in range(rec.MAX_ENTRIES)]
+    record = dht_record(rec.decision_key(RUN, 0, 1), ME.peer_id, sealed)
+    records.stored_under = lambda _: full
+    assert not records.validate(record)
+    assert reasons == ["too many records"]
+    full[0] = ME.peer_id  # it may still replace its own
+    assert records.validate(record)
+
+
+@given(st.binary(max_size=100), st.binary(max_size=100))
+def test_any_bytes_are_refused_quietly(subkey: bytes, value: bytes) -> None:
+    records, reasons = make_records()
+    record = DHTRecord(DHTID.generate(source=MY_KEY).to_bytes(), subkey, value, time.time() + 1)
+    assert not records.validate(record)
+    assert len(reasons) == 1
+
+
+def test_the_digest_is_the_runs() -> None:
+    assert rec.run_digest(CONFIG.canonical_bytes()) == CONFIG.digest()

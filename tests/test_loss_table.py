@@ -1,0 +1,130 @@
+"""The laboratory: stacked peers are separate peers, fragments cover all parameters, rows have the semantics
+they name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from p2p_co2.recipes.corpus import Corpus
+
+
+def _load() -> ModuleType:
+    path = Path(__file__).parents[1] / "benchmarks" / "loss_table.py"
+    spec = importlib.util.spec_from_file_location("loss_table", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["loss_table"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+lab = _load()
+
+
+def _corpus() -> Corpus:
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(97, 105, (5000,), generator=generator, dtype=torch.uint8)
+    return Corpus(text[:4000], text[4000:])
+
+
+def _params(models: int) -> dict[str, torch.Tensor]:
+    params: dict[str, torch.Tensor] = lab.start_params(3, models)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in params.values():  # models that differ, and a head that is not zero
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.02).requires_grad_(True)
+    return params
+
+
+def test_first_loss_is_that_of_a_uniform_guess() -> None:
+    params = lab.start_params(0, 2)
+    loss = lab.losses(params, torch.randint(256, (2, 1, 65)))
+    assert loss.tolist() == pytest.approx([math.log(256)] * 2, rel=1e-5)
+
+
+def test_stacked_gradients_equal_separate_ones() -> None:
+    params, windows = _params(4), torch.randint(256, (4, 1, 65))
+    stacked = lab.gradients(params, windows)
+    for peer in range(4):
+        alone = {
+            name: tensor[peer : peer + 1].detach().requires_grad_(True) for name, tensor in params.items()
+        }
+        for together, separate in zip(stacked, lab.gradients(alone, windows[peer : peer + 1]), strict=True):
+            torch.testing.assert_close(together[peer : peer + 1], separate, rtol=1e-5, atol=1e-6)
+
+
+def test_every_parameter_is_in_exactly_one_fragment_and_flat_views_come_back() -> None:
+    params = _params(2)
+    names = [name for group in lab._names_of_fragments(4) for name in group]
+    assert sorted(names) == sorted(params)
+    flat = lab.flatten(params, names)
+    assert flat.shape == (2, lab.PARAMETERS)
+    lab.unflatten_(params, names, flat * 2)
+    assert torch.equal(lab.flatten(params, names), flat * 2)
+
+
+@pytest.mark.parametrize("name", ["synchronous DiLoCo fp32", "co2 d0"])
+def test_without_delay_every_peer_ends_at_the_agreed_parameters(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lab, "HELD_OUT_WINDOWS", 32)
+    line = lab.simulate(_row(name), 1, 0, _corpus())
+    assert line["loss_live"] == pytest.approx(line["loss_agreed"], abs=1e-5)
+
+
+def test_co2_at_a_full_round_of_delay_is_one_step_stale() -> None:
+    params = lab.start_params(0, lab.PEERS)
+    names = list(params)
+    fragment = lab.FragmentLab(_row("co2 d30"), names, 0, params)
+    drift, versions = torch.full((lab.PEERS, lab.PARAMETERS), -0.01), []
+    for boundary in range(1, 5):
+        lab.unflatten_(params, names, lab.flatten(params, names) + drift)
+        fragment.boundary(boundary * lab.H)
+        versions.append(fragment.state.version)
+        assert torch.allclose(lab.flatten(params, names)[0], fragment.state.params)
+    # The first round is applied at once; the second finds nothing in flight; from then on one per round.
+    assert versions == [1, 1, 2, 3]
+    assert fragment.gaps[:2] == [1.0, 1.0]
+    assert fragment.gaps[2] > 1.0
+
+
+def test_keep_conserves_every_drift_in_full_precision() -> None:
+    row = lab.Row("", "keep", 3, codec="fp32", lr=1.0, momentum=0.0)
+    params = lab.start_params(0, lab.PEERS)
+    names, generator = ["out0", "out1"], torch.Generator().manual_seed(2)
+    fragment = lab.FragmentLab(row, names, 0, params)
+    start = fragment.state.params.clone()
+    total = torch.zeros_like(start)
+    for step in range(1, 3 * lab.H + 1):
+        drift = 1e-4 * torch.randn(lab.PEERS, len(start), generator=generator)
+        lab.unflatten_(params, names, lab.flatten(params, names) + drift)
+        total += drift.mean(0)
+        fragment.boundary(step)
+    fragment.flush()
+    torch.testing.assert_close(fragment.state.params, start + total, rtol=0, atol=1e-5)
+
+
+def test_table_compares_by_seed_and_finished_rows_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = []
+    for seed, (base, keep) in enumerate([(2.0, 2.1), (4.0, 4.4)]):
+        for name, loss in [("synchronous DiLoCo fp32", base), ("keep d3", keep)]:
+            lines.append(
+                json.dumps({"name": name, "seed": seed, "rounds": 30, "loss_agreed": loss, "loss_live": loss})
+            )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert lab.read_rows(path, 150) == []
+    text = lab.table(lab.read_rows(path, 30))
+    assert "| keep d3 | 0.7, 0.5 Nesterov | int4 | 2 | 3.250 | 1.150 | 3.250 | +7.5 % |" in text
+
+
+def _row(name: str) -> object:
+    return next(row for row in lab.ROWS if row.name == name)

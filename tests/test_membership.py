@@ -1,0 +1,147 @@
+"""Membership: by hand, then the law that only peers heard directly are live, then silence, lies and broken
+links."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.membership import HEARTBEAT_S, REVISIT_S, SILENCE_FLOOR_S, Joined, Left, Membership
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
+
+A, B, C = (Identity.generate().peer_id for _ in range(3))
+
+
+def drain(machine: Membership) -> list[object]:
+    events = []
+    while (event := machine.next_event()) is not None:
+        events.append(event)
+    return events
+
+
+def deliver(machines: dict[PeerId, Membership], now: float) -> None:
+    """Hand every message over at once until nobody has one."""
+    moved = True
+    while moved:
+        moved = False
+        for sender, machine in machines.items():
+            for to, message in machine.messages_to_send():
+                if to in machines:
+                    machines[to].receive(message, sender, now)
+                    moved = True
+
+
+def pair(now: float = 100.0) -> dict[PeerId, Membership]:
+    machines = {A: Membership(A), B: Membership(B)}
+    machines[A].found([A, B], now)
+    deliver(machines, now)
+    return machines
+
+
+def test_a_peer_that_the_dht_lists_is_pinged_and_both_become_live() -> None:
+    machines = pair()
+    assert set(machines[A].live) == {B}
+    assert set(machines[B].live) == {A}
+    assert drain(machines[A]) == [Joined(B)]
+    assert drain(machines[B]) == [Joined(A)]
+
+
+def test_a_peer_that_only_the_dht_knows_is_not_live() -> None:
+    machine = Membership(A)
+    machine.found([B, C], 100.0)
+    assert not machine.live
+    assert {to for to, _ in machine.messages_to_send()} == {B, C}
+
+
+def test_an_unanswered_candidate_is_tried_again_only_after_a_while() -> None:
+    machine = Membership(A)
+    machine.found([B], 100.0)
+    assert len(machine.messages_to_send()) == 1
+    machine.handle_timer(100.0 + HEARTBEAT_S)
+    assert machine.messages_to_send() == []
+    machine.handle_timer(100.0 + REVISIT_S + HEARTBEAT_S)
+    assert len(machine.messages_to_send()) == 1
+
+
+def test_heartbeats_keep_a_peer_live_and_silence_ends_it_with_a_reason() -> None:
+    machines = pair(100.0)
+    now = 100.0
+    for _ in range(20):
+        now += HEARTBEAT_S
+        for machine in machines.values():
+            machine.handle_timer(now)
+        deliver(machines, now)
+    assert set(machines[A].live) == {B}
+    drain(machines[A])
+    silent_at = now
+    while machines[A].live:
+        now += HEARTBEAT_S
+        machines[A].handle_timer(now)
+        machines[A].messages_to_send()
+        assert now < silent_at + 60
+    assert now - silent_at > SILENCE_FLOOR_S
+    (left,) = drain(machines[A])
+    assert isinstance(left, Left)
+    assert left.peer == B
+    assert "silent" in left.reason
+
+
+def test_goodbye_and_unreachable_end_a_peer_at_once() -> None:
+    machines = pair()
+    machines[B].say_goodbye("shutting down for the night")
+    deliver(machines, 101.0)
+    assert drain(machines[A])[-1] == Left(B, "left: shutting down for the night")
+    machines = pair()
+    machines[A].unreachable(B, "grpc: connection refused", 101.0)
+    assert drain(machines[A])[-1] == Left(B, "grpc: connection refused")
+
+
+def test_the_clock_offset_is_measured_and_one_liar_does_not_move_it() -> None:
+    machine = Membership(A)
+    peers = [Identity.generate().peer_id for _ in range(5)]
+    for index, peer in enumerate(peers):
+        machine.receive(Ping(nonce=1, sent_at=5.0, status=Status()), peer, 100.0)
+        offset = 1e9 if index == 0 else 3.0
+        machine.receive(
+            Pong(nonce=1, ping_sent_at=100.0, answered_at=100.1 + offset, status=Status()), peer, 100.2
+        )
+    assert machine.clock_offset_s() == pytest.approx(3.0)
+    assert machine.live[peers[1]].round_trip_s == pytest.approx(0.2)
+
+
+def test_positions_are_extrapolated_and_only_of_training_peers() -> None:
+    machine = Membership(A)
+    machine.receive(Ping(nonce=1, status=Status(phase=Status.TRAINING, position=4.0)), B, 100.0)
+    machine.receive(Ping(nonce=1, status=Status(phase=Status.DRAINING, position=9.0)), C, 100.0)
+    (position,) = machine.positions(now=110.0, rounds_per_s=0.1)
+    assert position == pytest.approx(5.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        Status(position=math.nan),
+        Status(position=-1.0),
+        Status(position=math.inf),
+        Status(upload_bytes_per_s=-5.0),
+        Status(versions=[1, 2], digests=[bytes(32)]),
+        Status(versions=[1], digests=[b"short"]),
+        Status(versions=[1] * 300),
+        Status(software="x" * 1000),
+    ],
+    ids=lambda status: str(status)[:40].replace("\n", " "),
+)
+def test_an_impossible_status_is_refused_and_changes_nothing(status: Status) -> None:
+    machine = Membership(A)
+    with pytest.raises(RemoteProtocolError, match="bad status"):
+        machine.receive(Ping(nonce=1, status=status), B, 100.0)
+    assert not machine.live
+
+
+def test_leave_of_a_stranger_is_no_event() -> None:
+    machine = Membership(A)
+    machine.receive(Leave(reason="who am I?"), B, 100.0)
+    assert drain(machine) == []

@@ -1,0 +1,291 @@
+"""The tensor side of one peer: by hand, then the laws of ALGORITHMS.md 2, 3 and 5 over several peers, then
+faults."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from p2p_co2 import outer
+from p2p_co2.averaging import mean_of_parts
+from p2p_co2.checkpoint import state_bytes, state_digest
+from p2p_co2.codec import get_codec
+from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
+from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
+from p2p_co2.node.ledger import AgreedMean, PartWeights, SliceRefused
+from p2p_co2.outer import Merge
+from p2p_co2.trainer.fragment_ledger import Contribution, FragmentLedger
+from p2p_co2.trainer.ledger import TensorLedger
+
+PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
+BLOCK = 128
+
+
+def run_config(outer_config: OuterConfig = PLAIN, codec: str = "fp32", feedback: bool = False) -> RunConfig:
+    return RunConfig(
+        outer=outer_config,
+        codec=CodecConfig.model_validate({"name": codec, "error_feedback": feedback}),
+    )
+
+
+class Simulated:
+    """A peer: its ledger and its live parameters, one fragment of ``n`` values."""
+
+    def __init__(self, name: str, run: RunConfig, start: Tensor) -> None:
+        self.name, self.codec = name, get_codec(run.codec.name)
+        self.ledger = FragmentLedger(run, self.codec, name, outer.init(start))
+        self.live = start.clone()
+
+    def take(self, merge: Merge | None) -> None:
+        if merge is not None:
+            self.live = self.live * merge.keep + merge.addend
+
+    def offer(self) -> bytes:
+        offer = self.ledger.offer(self.live.clone())
+        self.take(offer.merge)
+        return offer.payload
+
+    def commit(self, mean: bytes, parts: list[Contribution], base_version: int | None = None) -> None:
+        round_ = self.ledger.state.version + 1
+        decoded = self.codec.decode(torch.frombuffer(bytearray(mean), dtype=torch.uint8))
+        base = round_ - 1 if base_version is None else base_version
+        self.take(self.ledger.commit(round_, base, decoded, parts).merge)
+
+
+def everybody(peers: list[Simulated], blocks: int) -> list[Contribution]:
+    return [Contribution(0, blocks, {peer.name: 1.0 for peer in peers})]
+
+
+def test_two_peers_meet_in_the_middle_and_keep_what_they_learned_since() -> None:
+    start = torch.zeros(BLOCK)
+    run = run_config()
+    a, b = Simulated("a", run, start), Simulated("b", run, start)
+    a.live += 2.0
+    b.live += 4.0
+    payloads = [("a", 1.0, a.offer()), ("b", 1.0, b.offer())]
+    a.live += 10.0  # an inner step while the round travels
+    mean = mean_of_parts(a.codec, payloads)
+    for peer in (a, b):
+        peer.commit(mean, everybody([a, b], 1))
+        assert torch.equal(peer.ledger.state.params, torch.full((BLOCK,), 3.0))
+    assert torch.equal(a.live, torch.full((BLOCK,), 13.0))
+    assert torch.equal(b.live, torch.full((BLOCK,), 3.0))
+
+
+def test_one_peer_alone_trains_as_if_there_were_no_swarm() -> None:
+    """Law 3: keep, outer lr 1, no momentum."""
+    torch.manual_seed(0)
+    start = torch.randn(BLOCK * 2)
+    peer, local = Simulated("a", run_config(), start), start.clone()
+    for _ in range(10):
+        step = torch.randn(BLOCK * 2) * 0.01
+        peer.live, local = peer.live + step, local + step
+        peer.commit(mean_of_parts(peer.codec, [("a", 1.0, peer.offer())]), everybody([peer], 2))
+    torch.testing.assert_close(peer.live, local, rtol=0, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), rule=st.sampled_from(["keep", "co2"]))
+def test_every_committed_drift_counts_exactly_once(data: st.DataObject, rule: str) -> None:
+    """Law 2, conservation: whatever is counted, missed in part or aborted, the agreed parameters plus what is
+    still in live parameters and in flight equals the start plus all drift, each peer's once."""
+    config = PLAIN.model_copy(update={"rule": rule})
+    run, blocks = run_config(config), 2
+    start = torch.zeros(BLOCK * blocks)
+    peers = [Simulated(name, run, start) for name in "abc"]
+    total = {peer.name: torch.zeros_like(start) for peer in peers}
+    counted = {peer.name: torch.zeros_like(start) for peer in peers}
+    offered = {peer.name: torch.zeros_like(start) for peer in peers}
+    number = 0
+    for _ in range(data.draw(st.integers(1, 8))):
+        offers: dict[str, bytes] = {}
+        for peer in peers:
+            number += 1
+            peer.live = peer.live + number
+            total[peer.name] += number
+            offers[peer.name] = peer.offer()
+        for peer in peers:  # an inner step while the round travels
+            if data.draw(st.booleans()):
+                peer.live = peer.live + 1
+                total[peer.name] += 1
+        if data.draw(st.booleans()):
+            for peer in peers:
+                peer.take(peer.ledger.abort(peer.ledger.state.version + 1))
+            continue
+        parts, pieces = [], []
+        for block in range(blocks):
+            inside = data.draw(st.lists(st.sampled_from("abc"), min_size=1, unique=True))
+            size = peers[0].codec.block_bytes
+            slices = [(name, 1.0, offers[name][block * size : (block + 1) * size]) for name in inside]
+            pieces.append(mean_of_parts(peers[0].codec, slices))
+            parts.append(Contribution(block, block + 1, dict.fromkeys(inside, 1.0)))
+            where = slice(block * BLOCK, (block + 1) * BLOCK)
+            for name in inside:
+                gradient = torch.frombuffer(
+                    bytearray(offers[name][block * size : (block + 1) * size]), dtype=torch.float32
+                )
+                counted[name][where] -= gradient / len(inside)
+                offered[name][where] -= gradient
+        for peer in peers:
+            peer.commit(b"".join(pieces), parts)
+    moved = sum(counted.values(), torch.zeros_like(start))
+    for peer in peers:
+        torch.testing.assert_close(peer.ledger.state.params, start + moved, rtol=1e-5, atol=1e-3)
+        if rule == "keep":  # what is not counted yet is still in the live parameters
+            rest = total[peer.name] - offered[peer.name]
+            torch.testing.assert_close(peer.live, peer.ledger.state.params + rest, rtol=1e-5, atol=1e-3)
+
+
+def test_an_aborted_round_changes_nothing_and_the_work_is_offered_again() -> None:
+    """Law 5, for both families of rules."""
+    for rule in ("keep", "co2"):
+        start = torch.zeros(BLOCK)
+        peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), start)
+        peer.live += 5.0
+        first = peer.offer()
+        peer.take(peer.ledger.abort(1))
+        assert peer.ledger.state.version == 0
+        assert torch.equal(peer.live, torch.full((BLOCK,), 5.0)), rule
+        assert peer.offer() == first, rule
+
+
+def test_co2_is_one_step_stale_and_pays_the_gap_penalty() -> None:
+    config = PLAIN.model_copy(update={"rule": "co2", "gap_penalty": True})
+    peer = Simulated("a", run_config(config), torch.zeros(BLOCK))
+    peer.live += 1.0
+    mean = peer.offer()
+    peer.live += 1.0  # trained while the first round travels
+    peer.commit(mean, everybody([peer], 1))
+    assert torch.equal(peer.ledger.state.params, torch.ones(BLOCK))
+    offer = peer.ledger.offer(peer.live.clone())  # the boundary: measured from version 0, met by version 1
+    assert (offer.round, offer.base_version) == (2, 0)
+    peer.take(offer.merge)
+    assert torch.equal(peer.live, torch.ones(BLOCK))
+    decoded = peer.codec.decode(torch.frombuffer(bytearray(offer.payload), dtype=torch.uint8))
+    applied = peer.ledger.commit(2, 0, decoded, everybody([peer], 1))
+    assert applied.report.gap == pytest.approx(2.0)  # moved as far as the gradient is long
+
+
+def test_residuals_advance_only_where_the_offer_was_counted() -> None:
+    run = run_config(codec="int4", feedback=True)
+    torch.manual_seed(1)
+    peer = Simulated("a", run, torch.zeros(BLOCK * 2))
+    peer.live += torch.randn(BLOCK * 2)
+    payload = peer.offer()
+    parts = [Contribution(0, 1, {"a": 1.0}), Contribution(1, 2, {"b": 1.0})]
+    peer.commit(payload, parts)
+    residual = peer.ledger.residual
+    assert residual is not None
+    assert residual[:BLOCK].abs().sum() > 0
+    assert residual[BLOCK:].abs().sum() == 0
+    before = residual.clone()
+    peer.offer()
+    peer.ledger.abort(2)
+    assert torch.equal(peer.ledger.residual, before)  # type: ignore[arg-type]
+
+
+def test_adopting_a_state_keeps_this_peers_own_work() -> None:
+    for rule in ("keep", "co2"):
+        run = run_config(PLAIN.model_copy(update={"rule": rule}))
+        peer = Simulated("a", run, torch.zeros(BLOCK))
+        peer.live += 5.0
+        peer.offer()
+        peer.live += 1.0
+        there = outer.init(torch.full((BLOCK,), 100.0))._replace(version=7)
+        peer.take(peer.ledger.adopt(there))
+        assert torch.equal(peer.live, torch.full((BLOCK,), 106.0)), rule
+        assert peer.ledger.state.version == 7
+        peer.offer()  # nothing is in flight any more
+
+
+def test_a_mean_that_is_not_finite_is_skipped_by_everybody_alike() -> None:
+    states = []
+    for name in "ab":
+        peer = Simulated(name, run_config(), torch.zeros(BLOCK))
+        peer.live += 1.0
+        peer.offer()
+        applied = peer.ledger.commit(1, 0, torch.full((BLOCK,), math.inf), everybody([peer], 1))
+        assert applied.refused
+        peer.take(applied.merge)
+        assert torch.equal(peer.live, torch.ones(BLOCK))
+        states.append(state_digest(peer.ledger.state))
+    assert states[0] == states[1]
+
+
+def test_a_second_offer_while_one_is_in_flight_is_a_bug() -> None:
+    peer = Simulated("a", run_config(), torch.zeros(BLOCK))
+    peer.offer()
+    with pytest.raises(LocalProtocolError, match="in flight"):
+        peer.offer()
+
+
+# ---- on the worker thread
+
+
+def make_ledger() -> TensorLedger:
+    run = run_config()
+    codec = get_codec("fp32")
+    return TensorLedger(codec, [FragmentLedger(run, codec, "a", outer.init(torch.zeros(BLOCK)))])
+
+
+async def test_a_hostile_slice_is_refused_and_named() -> None:
+    ledger = make_ledger()
+    good = torch.ones(BLOCK).numpy().tobytes()
+    bad = torch.full((BLOCK,), math.nan).numpy().tobytes()
+    with pytest.raises(SliceRefused) as refused:
+        await ledger.reduce(0, [("a", 1.0, good), ("mallory", 1.0, bad)])
+    assert refused.value.peer == "mallory"
+    assert await ledger.reduce(0, [("a", 1.0, good)]) == good
+    ledger.close()
+
+
+async def test_commits_out_of_turn_change_nothing() -> None:
+    ledger = make_ledger()
+    before = ledger.agreed()[0]
+    mean = AgreedMean(0, 5, 4, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    assert await ledger.commit(mean) == before
+    assert ledger.outcomes.empty()
+    ledger.close()
+
+
+async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> None:
+    donor, late = make_ledger(), make_ledger()
+    mean = AgreedMean(0, 1, 0, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    await donor.commit(mean)
+    version, data = await donor.export(0)
+    with pytest.raises(DigestMismatch):
+        await late.adopt(0, data, bytes(32))
+    with pytest.raises(RemoteProtocolError):
+        await late.adopt(0, data[:-1], version.digest)
+    assert late.agreed()[0].version == 0
+    assert await late.adopt(0, data, version.digest) == version
+    assert data == state_bytes(late.states()[0])
+    donor.close()
+    late.close()
+
+
+def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
+    ledger = make_ledger()
+    called = []
+    future = ledger.submit_offer(0, torch.full((BLOCK,), math.nan), lambda *offer: called.append(offer))
+    future.result()
+    outcome = ledger.outcomes.get_nowait()
+    assert not called
+    assert outcome.merge is not None
+    assert outcome.merge.keep == 0.0
+    assert "not finite" in outcome.trouble
+    ledger.close()
+
+
+def test_the_worker_is_one_thread_and_close_ends_it() -> None:
+    ledger = make_ledger()
+    asyncio.run(ledger.export(0))
+    worker = ledger._worker
+    ledger.close()
+    assert not any(thread.is_alive() for thread in worker._threads)

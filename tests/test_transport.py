@@ -1,0 +1,321 @@
+"""Both carriers over real sockets of this machine: the same laws for both, then what each has of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.errors import (
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+    TransportError,
+)
+from p2p_co2.transport.base import Carrier
+from p2p_co2.transport.door import MAX_INBOUND_LINKS_PER_PEER
+from p2p_co2.transport.grpc_carrier import GrpcCarrier
+from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.wire.messages_pb2 import PeerRecord
+
+RUN = hashlib.sha256(b"a run").digest()
+BOTH = pytest.mark.parametrize("kind", ["grpc", "libp2p"])
+
+
+@dataclass
+class Peer:
+    """One carrier and what came in through it."""
+
+    identity: Identity
+    carrier: Carrier
+    record: PeerRecord
+    received: list[tuple[PeerId, bytes]] = field(default_factory=list)
+    refused: list[tuple[PeerId | None, RemoteProtocolError]] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """The receiver takes nothing while this is clear."""
+
+    async def on_message(self, sender: PeerId, data: bytes) -> None:
+        await self.gate.wait()
+        self.received.append((sender, data))
+
+    def on_refused(self, sender: PeerId | None, error: RemoteProtocolError) -> None:
+        self.refused.append((sender, error))
+
+    @property
+    def reasons(self) -> list[str]:
+        return [error.reason for _, error in self.refused]
+
+
+@asynccontextmanager
+async def open_peer(
+    kind: str, folder: Path, *, run: bytes = RUN, ahead_s: float = 0.0
+) -> AsyncIterator[Peer]:
+    os.makedirs(folder, exist_ok=True)
+    identity = Identity.load_or_create(folder / "identity.key")
+    record = PeerRecord(peer=identity.peer_id, run=run)
+
+    def clock() -> float:
+        return time.time() + ahead_s
+
+    carrier: Carrier
+    if kind == "grpc":
+        carrier = GrpcCarrier(identity, run, "127.0.0.1", 0, clock)
+        peer = Peer(identity, carrier, record)
+        await carrier.start(peer.on_message, peer.on_refused)
+        record.grpc_addresses.append(f"127.0.0.1:{carrier.port}")
+        record.certificate_digest = carrier.certificate_digest
+        p2p = None
+    else:
+        p2p = await start_p2p(folder / "identity.key")
+        carrier = Libp2pCarrier(p2p, identity, run, clock)
+        peer = Peer(identity, carrier, record)
+        await carrier.start(peer.on_message, peer.on_refused)
+        record.maddrs.extend(str(maddr) for maddr in await p2p.get_visible_maddrs())
+    peer.gate.set()
+    try:
+        yield peer
+    finally:
+        await carrier.close()
+        if p2p is not None:
+            await stop_p2p(p2p)
+
+
+@asynccontextmanager
+async def open_pair(kind: str, folder: Path) -> AsyncIterator[tuple[Peer, Peer]]:
+    async with open_peer(kind, folder / "a") as a, open_peer(kind, folder / "b") as b:
+        yield a, b
+
+
+async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# ---- by hand
+
+
+@BOTH
+async def test_one_message_arrives_with_its_sender(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        assert (link.peer, link.carrier) == (b.identity.peer_id, kind)
+        await link.send(b"hello")
+        await link.close()
+        assert b.received == [(a.identity.peer_id, b"hello")]
+        assert await link.wait_closed() == "closed by us"
+        with pytest.raises(PeerLost):
+            await link.send(b"too late")
+
+
+# ---- laws
+
+
+@BOTH
+async def test_order_and_bytes_are_kept(kind: str, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    sizes = [1, 2, MAX_MESSAGE_BYTES, *(rng.randrange(1, 2 ** rng.randrange(1, 18)) for _ in range(297))]
+    messages = [rng.randbytes(size) for size in sizes]
+    async with open_pair(kind, tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        await asyncio.gather(*(link.send(message) for message in messages))
+        await link.close()
+        assert [data for _, data in b.received] == messages
+
+
+@BOTH
+async def test_both_directions_at_once(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+        there, back = await asyncio.gather(a.carrier.connect(b.record), b.carrier.connect(a.record))
+        await asyncio.gather(*(link.send(bytes([i])) for i in range(50) for link in (there, back)))
+        await asyncio.gather(there.close(), back.close())
+        assert [data[0] for _, data in a.received] == [data[0] for _, data in b.received] == list(range(50))
+
+
+@BOTH
+async def test_a_slow_receiver_stops_the_sender(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        b.gate.clear()
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
+            for _ in range(64):
+                await link.send(bytes(MAX_MESSAGE_BYTES))
+                sent += 1
+
+        flooding = asyncio.create_task(flood())
+        await asyncio.sleep(0.7)  # real sockets: the only sign of a stop is that nothing moves
+        stopped_at = sent
+        await asyncio.sleep(0.2)
+        assert sent == stopped_at <= 32
+        b.gate.set()
+        await flooding
+        await link.close()
+        assert len(b.received) == 64
+
+
+@BOTH
+async def test_what_no_link_may_carry(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        with pytest.raises(LocalProtocolError):
+            await link.send(bytes(MAX_MESSAGE_BYTES + 1))
+        with pytest.raises(LocalProtocolError):
+            await link.send(b"")
+        await link.send(b"still open")
+        await link.close()
+        assert len(b.received) == 1
+        assert not b.refused
+
+
+@BOTH
+async def test_nothing_is_left_after_close(kind: str, tmp_path: Path) -> None:
+    async def exercise() -> None:
+        async with open_pair(kind, tmp_path) as (a, b):
+            links = [await a.carrier.connect(b.record) for _ in range(3)]
+            await links[0].send(b"x")
+            await links[0].close()  # the other two are the carrier's to close
+            await a.carrier.close()
+            await a.carrier.close()
+
+    await exercise()  # once for what the libraries open and keep
+    files, tasks, sockets = _open_files(), len(asyncio.all_tasks()), _sockets_in_tmp()
+    await exercise()
+    gc.collect()
+    await until(lambda: _open_files() <= files and len(asyncio.all_tasks()) <= tasks)
+    assert _sockets_in_tmp() == sockets
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _sockets_in_tmp() -> set[str]:
+    names = (path for folder in {"/tmp", os.environ.get("TMPDIR", "/tmp")} for path in os.listdir(folder))
+    return {name for name in names if name.startswith(("hivemind-", "p2p-co2-"))}
+
+
+# ---- faults, both carriers
+
+
+@BOTH
+async def test_another_run_is_refused(kind: str, tmp_path: Path) -> None:
+    async with open_peer(kind, tmp_path / "a", run=bytes(32)) as a, open_peer(kind, tmp_path / "b") as b:
+        with pytest.raises(TransportError, match="other run"):
+            await a.carrier.connect(b.record)
+        assert b.reasons == ["other run"]
+        assert not b.received
+
+
+@BOTH
+async def test_a_wrong_clock_is_refused_in_words(kind: str, tmp_path: Path) -> None:
+    async with open_peer(kind, tmp_path / "a", ahead_s=-600) as a, open_peer(kind, tmp_path / "b") as b:
+        with pytest.raises(TransportError, match="clock"):
+            await a.carrier.connect(b.record)
+
+
+@BOTH
+async def test_nobody_there(kind: str, tmp_path: Path) -> None:
+    async with open_peer(kind, tmp_path / "a") as a:
+        async with open_peer(kind, tmp_path / "b") as b:
+            record = b.record
+        with pytest.raises(TransportError, match=r"refused|dial"):
+            await a.carrier.connect(record)
+        with pytest.raises(TransportError):
+            await a.carrier.connect(PeerRecord(peer="nonsense", maddrs=["/x"], grpc_addresses=["x"]))
+
+
+@BOTH
+async def test_one_peer_holds_a_bounded_number_of_links(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+        links = [await a.carrier.connect(b.record) for _ in range(MAX_INBOUND_LINKS_PER_PEER)]
+        with pytest.raises(TransportError, match="too many links"):
+            await a.carrier.connect(b.record)
+        await links[0].close()
+        await a.carrier.connect(b.record)
+
+
+@BOTH
+async def test_a_message_refused_above_ends_the_link(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+
+        async def refuse(sender: PeerId, data: bytes) -> None:
+            raise RemoteProtocolError("nonsense", data.decode())
+
+        b.carrier._on_message = refuse  # type: ignore[attr-defined]
+        link = await a.carrier.connect(b.record)
+        await link.send(b"xyz")
+        assert "nonsense: xyz" in await link.wait_closed()
+        assert [(sender, str(error)) for sender, error in b.refused] == [
+            (a.identity.peer_id, "nonsense: xyz")
+        ]
+
+
+@BOTH
+async def test_a_closed_peer_is_noticed_while_idle(kind: str, tmp_path: Path) -> None:
+    async with open_peer(kind, tmp_path / "a") as a:
+        async with open_peer(kind, tmp_path / "b") as b:
+            link = await a.carrier.connect(b.record)
+        async with asyncio.timeout(2):
+            await link.wait_closed()
+        with pytest.raises(PeerLost):
+            await link.send(b"x")
+
+
+@BOTH
+async def test_an_inbound_link_ends_with_its_peer(kind: str, tmp_path: Path) -> None:
+    async with open_peer(kind, tmp_path / "b") as b:
+        for _ in range(MAX_INBOUND_LINKS_PER_PEER + 1):  # a link that were kept would count against the bound
+            async with open_peer(kind, tmp_path / "a") as a:
+                link = await a.carrier.connect(b.record)
+                await link.drop("without a goodbye")  # type: ignore[attr-defined]
+            await until(lambda: not b.carrier._door._inside)  # type: ignore[attr-defined]
+
+
+_CHILD = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_transport import open_peer
+async def main():
+    async with open_peer({kind!r}, Path({folder!r})) as peer:
+        print(peer.record.SerializeToString().hex(), flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.swarm
+@BOTH
+async def test_a_killed_process_is_noticed_while_idle(kind: str, tmp_path: Path) -> None:
+    code = _CHILD.format(tests=str(Path(__file__).parent), kind=kind, folder=str(tmp_path / "b"))
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        record = PeerRecord.FromString(bytes.fromhex((await child.stdout.readline()).decode()))
+        async with open_peer(kind, tmp_path / "a") as a:
+            link = await a.carrier.connect(record)
+            await link.send(b"x")
+            child.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(5):
+                assert await link.wait_closed()
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
