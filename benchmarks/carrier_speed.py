@@ -2,7 +2,7 @@
 
     python benchmarks/carrier_speed.py [--megabytes 256] [--message-kib 512]
 
-CPU seconds are those of both processes, the libp2p daemons included (they count as children once they have ended).
+CPU seconds are those of both processes, the libp2p daemons included (children count once they have ended).
 """
 
 from __future__ import annotations

@@ -100,6 +100,8 @@ def _rows() -> list[Row]:
     rows += [Row(f"blend d{delay}", "blend", delay) for delay in (0, 3, 7, H)]
     # With delay 0 rule eager has nothing stale to replace: it is co2 d0.
     rows += [Row(f"eager d{delay}", "eager", delay, lr=1.0, nesterov=False) for delay in (3, 7, H)]
+    # The rule apart from its settings: co2 with those of keep.
+    rows += [Row(f"co2 d{delay} as keep", "co2", delay) for delay in (3, 7, H)]
     rows.append(Row(f"co2 d{H} plain", "co2", H, lr=1.0, nesterov=False, gap_penalty=False))
     rows.append(Row(f"keep d{H} momentum 0", "keep", H, lr=0.7, momentum=0.0))
     return rows

@@ -166,8 +166,11 @@ def _prepared(options: DemoOptions, config: RunConfig, folder: Path) -> tuple[Ru
     """Write the run file with its recipe's digest; measure the loss of the parameters that every peer starts
     from."""
     print("preparing the recipe ...", flush=True)
+    import torch
+
     from p2p_co2.recipes import load_recipe, recipe_digest
 
+    torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
     config = run_config(options, recipe_digest(config.recipe, config.recipe_options))
     recipe = load_recipe(config.recipe, config.recipe_options, config.seed)
     if recipe.held_out is None:

@@ -98,12 +98,12 @@ class RunConfig(_Frozen):
         steps = self.clock.inner_steps_per_round
         if self.clock.mode == "steps" and steps < self.fragments:
             raise ValueError(
-                f"clock.inner_steps_per_round is {steps}, below fragments = {self.fragments}: each fragment needs an "
-                f"inner step of its own; use at least {self.fragments} steps or at most {steps} fragments"
+                f"clock.inner_steps_per_round is {steps}, below fragments = {self.fragments}: each fragment needs "
+                f"an inner step of its own; use at least {self.fragments} steps or at most {steps} fragments"
             )
         if self.clock.mode == "steps" and self.outer.sync_delay_steps > steps:
             raise ValueError(
-                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, more than one round of {steps} inner steps"
+                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, more than a round of {steps} inner steps"
             )
         return self
 

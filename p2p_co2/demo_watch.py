@@ -8,6 +8,7 @@ know each other. Price: every event of every peer is folded here, in the process
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,8 @@ class DemoWatch:
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._view = SwarmView()
-        self._console = Console()
+        # A log file or a pipe has no width: enough for the lines that take the live table's place.
+        self._console = Console(width=None if sys.stdout.isatty() else 150)
         self._folder = folder
         expected_s = config.clock.rounds * config.clock.round_s
         self._terminal: LiveTerminal | None = LiveTerminal(

@@ -141,6 +141,11 @@ class Membership:
         self._drop(peer, reason)
         self._candidates[peer] = now + REVISIT_S
 
+    def announce(self, now: float) -> None:
+        """Tell every live peer this peer's status now, instead of at the next heartbeat."""
+        for peer in self._live:
+            self._ping(peer, now)
+
     def say_goodbye(self, reason: str) -> None:
         """Tell every live peer that this one leaves."""
         self._outgoing.extend((peer, Leave(reason=reason)) for peer in self._live)

@@ -77,7 +77,7 @@ class Ticket:
             raise TicketError("the ticket is damaged or cut short; copy it again, as a whole")
         if content[:1] != bytes((VERSION,)):
             raise TicketError(
-                f"the ticket is of version {content[0] if content else 0}, this program reads version {VERSION}; "
+                f"the ticket is of version {content[0] if content else 0}, this program reads {VERSION}; "
                 "install the version that the organiser uses"
             )
         ticket = cls._read(content[1:])

@@ -98,6 +98,7 @@ class Network:
         self.reduce_s = 0.01
         self.offered: set[PeerId] = set()
         self.planned: set[PeerId] = set()
+        self.busy: set[PeerId] = set()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._digests = {fragment: {0: hashlib.sha256(b"start").digest()} for fragment in range(8)}
@@ -145,6 +146,24 @@ class Network:
         for name in live:
             self.peers[name].machine.set_peers(live, self.now)
             self.pump(name)
+
+    def keep_offering(self, period_s: float) -> None:
+        """Everybody offers the round after its version, again and again; catch-up copies a live peer's
+        state."""
+        for name in self.names:
+            self.at(
+                self.now + self.random.uniform(0, period_s),
+                lambda name=name: self._offer_again(name, period_s),
+            )  # type: ignore[misc]
+
+    def _offer_again(self, name: PeerId, period_s: float) -> None:
+        peer = self.peers[name]
+        if not peer.alive:
+            return
+        if name not in self.busy:
+            self.busy.add(name)
+            self.offer(name, peer.version + 1)
+        self.at(self.now + period_s, lambda: self._offer_again(name, period_s))
 
     # ---- one peer
 
@@ -206,6 +225,8 @@ class Network:
 
     def _send(self, source: PeerId, to: PeerId, message: Message) -> None:
         self.sent.append((source, to, message))
+        if to not in self.peers:
+            return
         if not self.on_send(source, to, message) or self.random.random() < self.faults.loss:
             return
         copies = 2 if self.random.random() < self.faults.duplication else 1
@@ -215,6 +236,8 @@ class Network:
 
     def _event(self, peer: Peer, event: RoundsEvent) -> None:
         self.events.append((peer.name, event))
+        if isinstance(event, Ending) and getattr(event, "ends_offer", True):
+            self.busy.discard(peer.name)
         if isinstance(event, ReduceWanted) and self.on_reduce(peer.name, event.job):
             job = event.job
             self.at(self.now + self.reduce_s, lambda: self._reduce(peer, job))
@@ -227,6 +250,18 @@ class Network:
                 if held is not None and self.peers[donor].alive:
                     self._apply(peer, event.fragment, event.round, held.mean)
                     break
+        elif isinstance(event, FellBehind):
+            self._catch_up(peer, event)
+
+    def _catch_up(self, peer: Peer, event: FellBehind) -> None:
+        """Copy the state of the first live donor that is ahead of us."""
+        for donor in event.donors:
+            other = self.peers.get(donor)
+            if other is not None and other.alive and other.version > peer.version:
+                peer.version = other.version
+                digest = self._digests[event.fragment][other.version]
+                peer.machine.set_state(event.fragment, other.version, digest)
+                break
 
     def _apply(self, peer: Peer, fragment: int, round_: int, mean: bytes) -> None:
         digest = hashlib.sha256(self._digests[fragment][round_ - 1] + mean).digest()

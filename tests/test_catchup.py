@@ -8,9 +8,6 @@ import random
 import pytest
 
 from p2p_co2.catchup import (
-    ANSWER_CAP_S,
-    HISTORY_ROUNDS_KEPT,
-    MAX_DATA_BYTES,
     ROUND,
     STATE,
     CatchUp,
@@ -23,8 +20,11 @@ from p2p_co2.catchup import (
     Shape,
     split_donors,
 )
+from p2p_co2.catchup.donor import HISTORY_ROUNDS_KEPT
+from p2p_co2.catchup.fetcher import ANSWER_CAP_S
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest
 
 STATE_BYTES = 3 * MAX_DATA_BYTES + 17
@@ -187,8 +187,8 @@ def test_the_history_is_bounded() -> None:
     for version in range(100):
         machine.remember(0, version, Decision(), MEAN)
         machine.remember(1, version, Decision(), bytes(10))
-    assert len(machine._history) <= 2 * HISTORY_ROUNDS_KEPT
-    assert machine._history_bytes <= max(MEAN_BYTES + 10, sum(SHAPE.state_bytes))
+    assert len(machine.donor._history) <= 2 * HISTORY_ROUNDS_KEPT
+    assert machine.donor.history_bytes <= max(MEAN_BYTES + 10, sum(SHAPE.state_bytes))
 
 
 def test_what_does_not_exist_is_refused() -> None:

@@ -189,7 +189,8 @@ def test_only_what_fits_is_published() -> None:
 
 
 async def test_a_liar_in_the_dht_gets_nowhere(tmp_path: Path) -> None:
-    """A node that checks nothing serves and stores forged records; honest nodes neither take nor show them."""
+    """A node that checks nothing serves and stores forged records; honest nodes neither take nor show
+    them."""
     async with (
         open_member(tmp_path / "seed", []) as seed,
         open_member(tmp_path / "a", seed.maddrs) as a,
@@ -203,7 +204,9 @@ async def test_a_liar_in_the_dht_gets_nowhere(tmp_path: Path) -> None:
             node = await DHTNode.create(p2p=p2p, cache_locally=False, cache_nearest=0)
             await node.protocol.call_ping(PeerID.from_base58(seed.identity.peer_id))
             await asyncio.sleep(0.05)
-            victim = PeerRecord(peer=a.identity.peer_id, run=RUN, maddrs=["/ip4/6.6.6.6/tcp/6"], expires_at=2e9)
+            victim = PeerRecord(
+                peer=a.identity.peer_id, run=RUN, maddrs=["/ip4/6.6.6.6/tcp/6"], expires_at=2e9
+            )
             forged = liar.seal(rec.PEER_CONTEXT, victim.SerializeToString())
             key = rec.peers_key(RUN, rec.shard_of(a.identity.peer_id))
             expires_at = get_dht_time() + 2 * LIFETIME_S
@@ -290,7 +293,8 @@ def test_only_the_run_key_writes_the_manifest() -> None:
     def sealed(identity: Identity, **changes: object) -> bytes:
         values = {"run": RUN, "config": CONFIG.canonical_bytes(), "recipe_digest": RECIPE}
         return identity.seal(
-            rec.MANIFEST_CONTEXT, RunManifest(**{**values, **changes}).SerializeToString()  # type: ignore[arg-type]
+            rec.MANIFEST_CONTEXT,
+            RunManifest(**{**values, **changes}).SerializeToString(),  # type: ignore[arg-type]
         )
 
     records, reasons = make_records(ME.peer_id)

@@ -76,7 +76,8 @@ def test_without_delay_every_peer_ends_at_the_agreed_parameters(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lab, "HELD_OUT_WINDOWS", 32)
-    line = lab.simulate(_row(name), 1, 0, _corpus())
+    monkeypatch.setattr(lab, "H", 5)
+    line = lab.simulate(_row(name), 2, 0, _corpus())
     assert line["loss_live"] == pytest.approx(line["loss_agreed"], abs=1e-5)
 
 

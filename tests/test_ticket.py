@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 
 import base58
@@ -70,12 +71,9 @@ def test_any_cut_ticket_is_refused(ticket: Ticket, data: st.DataObject) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_content_with_a_right_checksum_is_read_or_refused(content: bytes) -> None:
-    try:
-        ticket = Ticket.parse(_forge(bytes((1,)) + content))
-    except TicketError as error:
-        assert "\n" not in str(error)
-    else:
-        assert Ticket.parse(str(ticket)) == ticket
+    word = _forge(bytes((1,)) + content)
+    with contextlib.suppress(TicketError):
+        assert str(Ticket.parse(word)) == word
 
 
 @given(st.text(max_size=100))

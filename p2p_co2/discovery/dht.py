@@ -166,7 +166,8 @@ class Discovery:
             self._sealed_manifest = sealed
             return manifest
         raise TransportError(
-            f"the settings of run {self._run[:8].hex()} are not in the DHT; ask the organiser to start a seed of this run"
+            f"the settings of run {self._run[:8].hex()} are not in the DHT; ask the organiser to start "
+            "a seed of this run"
         )
 
     async def keep_manifest(self, lifetime_s: float = MAX_LIFETIME_S) -> None:
@@ -258,7 +259,8 @@ class Discovery:
                 stored = await self._running().store(key, sealed, expires_at, subkey=writer)
         except TimeoutError:
             raise TransportError(f"the DHT did not take a record within {CALL_TIMEOUT_S:.0f} s") from None
-        if not stored:
+        # hivemind says no as well when a node had this very record from another node just before, so look
+        if not stored and (await self._find([key]))[0].get(writer) != sealed:
             raise TransportError(
                 "the DHT did not take a record: it holds one that expires later, or nobody answers"
             )

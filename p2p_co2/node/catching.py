@@ -72,7 +72,7 @@ class Catching:
                 self._noticed_at.pop(fragment, None)
                 continue
             since = self._noticed_at.setdefault(fragment, now)
-            joining = self._node.progress.phase == Status.JOINING
+            joining = self._node.standing.progress.phase == Status.JOINING
             if fragment in self._targets or (now - since < NOTICE_AFTER_S and not joining):
                 continue
             version = newest if newest > agreed.version else agreed.version
@@ -80,13 +80,13 @@ class Catching:
             if newest <= agreed.version:
                 self._node.report(
                     ev.Warned,
-                    text=f"fragment {fragment} differs from the majority at version {version}: taking over theirs",
+                    text=f"fragment {fragment} differs from the majority at version {version}: taking theirs",
                 )
             self.go_to(fragment, version, digest, self._donors(fragment, version))
 
     def handle(self, event: CatchUpEvent) -> None:
         if isinstance(event, ExportWanted):
-            self._node.spawn(self._node.export(event.fragment))
+            self._node.spawn(self._node.deciding.export(event.fragment))
         elif isinstance(event, DonorRefused):
             self._node.refuse(event.peer, event.reason, event.detail)
         elif isinstance(event, FetchFailed):
@@ -124,7 +124,7 @@ class Catching:
             self._fetch_next(fragment, whole=True)
             return
         if mean is not None:
-            await self._node.take(mean, event.decision)
+            await self._node.deciding.take(mean, event.decision)
         self._went_on(event, "replay")
 
     async def _take_state(self, event: Fetched) -> None:
@@ -135,7 +135,7 @@ class Catching:
                 raise DigestMismatch(
                     f"the state of version {event.version} is not the one that most peers report"
                 )
-            await self._node.adopt(fragment, event.data, event.digest)
+            await self._node.deciding.adopt(fragment, event.data, event.digest)
         except (DigestMismatch, RemoteProtocolError) as error:
             self._node.refuse(event.donor, "bad state", str(error))
             self._targets.pop(fragment, None)

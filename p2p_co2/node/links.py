@@ -70,6 +70,7 @@ class Links:
         self._tasks = tasks
         self._cap = upload_cap_bytes_per_s
         self._lanes: dict[PeerId, _Lane] = {}
+        self._used: dict[str, str] = {}
         self._window_started_at = 0.0
         self._window_bytes = 0
         self._sending = 0
@@ -96,9 +97,9 @@ class Links:
             lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
         return True
 
-    def carriers_in_use(self) -> dict[str, str]:
-        """Carrier per peer with an open link."""
-        return {peer: lane.link.carrier for peer, lane in self._lanes.items() if lane.link is not None}
+    def carriers_used(self) -> dict[str, str]:
+        """The last carrier that reached each peer."""
+        return dict(self._used)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until the queues of reachable peers are empty, at most ``timeout_s`` seconds."""
@@ -146,6 +147,7 @@ class Links:
                 if carrier.name == "grpc" and len(self._carriers) > 1:
                     lane.grpc_failed_at = time.monotonic()
                 continue
+            self._used[peer] = carrier.name
             self._observer.opened(peer, carrier.name, "; ".join(reasons))
             return True
         lane.control.clear()

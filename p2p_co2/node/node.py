@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -23,53 +22,32 @@ from p2p_co2.catchup import CatchUp, Shape
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
 from p2p_co2.node.catching import Catching
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean
+from p2p_co2.node.deciding import Deciding
+from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
 from p2p_co2.node.network import Network
-from p2p_co2.rounds import (
-    Aborted,
-    Began,
-    Committed,
-    FellBehind,
-    Offer,
-    OutcomeWithoutBytes,
-    PayloadShape,
-    PeerView,
-    ReduceWanted,
-    Refused,
-    Rounds,
-    RoundsEvent,
-    open_decision,
-)
+from p2p_co2.node.standing import LocalProgress, Standing
+from p2p_co2.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Decision, Envelope, Status
+from p2p_co2.wire.messages_pb2 import Envelope
 
 FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
 QUICK_FINDS = 10
 ALONE_BEFORE_REBOOTSTRAP_S = 20.0
-DECISION_KEPT_S = 600.0
 NEWS_UNDER_WAY_S = 0.002
+REFRESH_S = 0.25
+"""The machines hear of statuses at most this often, but for changes of their own making."""
 REFUSALS_REPORTED = 10
 """Refusals of one kind from one peer that become events one by one; after that only each power of two."""
 
 _MEMBERSHIP = frozenset({"ping", "pong", "leave"})
-_ROUNDS = frozenset({"ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind"})  # fmt: skip
+_MEMBER_TO_COORDINATOR = frozenset({"ready", "result", "ask_outcome"})
+_COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "reassign", "decision", "behind"})
+_ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | {"part", "mean"}
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
 _BULK = frozenset({"part", "mean", "chunk"})
-
-
-@dataclass(frozen=True)
-class LocalProgress:
-    """What the training thread says of itself; replaced whole, so that the network thread may read it at any
-    time."""
-
-    phase: Status.Phase = Status.JOINING
-    position: float = 0.0
-    inner_steps: int = 0
-    tokens: int = 0
-    loss: float = 0.0
 
 
 class Node:
@@ -90,19 +68,17 @@ class Node:
         self.run_digest = network.run.digest()
         self.shape = shape
         self.agreed = list(agreed)
-        self.progress = LocalProgress()
-        self.settled_now = self.abreast_now = False
-        """Settled: no live peer trains any more and all are at our versions and digests. Abreast: nobody is
-        ahead."""
-        self.swarm_position: tuple[float, float] | None = None
-        """Median position of the other training peers, and the local time it was true at."""
         self.membership = Membership(self.me)
         self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
         means = tuple(blocks * shape.block_bytes for blocks in shape.blocks)
         self.catchup = CatchUp(Shape(means, tuple(state_bytes)))
         for fragment, version in enumerate(agreed):
             self.rounds.set_state(fragment, version.version, version.digest)
+        self.software = network.software
+        self.standing = Standing(self)
         self.catching = Catching(self)
+        self.deciding = Deciding(self, ledger, network.discovery)
+        self._beat_at = 0.0
         self.refusals: Counter[tuple[str, str]] = Counter()
         self.down_bytes = 0
         self._wake = asyncio.Event()
@@ -111,6 +87,8 @@ class Node:
         self._links: Links | None = None
         self._alone_since = self.now()
         self._bug: Exception | None = None
+        clock = network.run.clock
+        self._rounds_per_s = 1.0 / clock.round_s if clock.mode == "time" else 0.0
 
     # ---- life
 
@@ -160,12 +138,22 @@ class Node:
             self.spawn(self._ledger.abort(offer.fragment, offer.round))
             return
         now = self.now()
-        self._refresh_peers(now)
+        self.rounds.set_peers(self.standing.views(), now)
         try:
             self.rounds.offer(offer, now)
         except LocalProtocolError as error:
             self._crash(error)
         self.pump()
+
+    def show(self, progress: LocalProgress) -> None:
+        """Where the training thread is; a new phase is announced at once, the rest goes with the
+        heartbeats."""
+        news = progress.phase != self.standing.progress.phase
+        self.standing.progress = progress
+        if news:
+            self.refresh()
+            self.membership.announce(self.now())
+            self.pump()
 
     def say_goodbye(self, reason: str) -> None:
         self.membership.say_goodbye(reason)
@@ -178,22 +166,6 @@ class Node:
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""
         return (self._links.up_bytes if self._links is not None else 0), self.down_bytes
-
-    def _publish(self) -> None:
-        """Conclusions for other threads, as plain values."""
-        mine = [(agreed.version, agreed.digest) for agreed in self.agreed]
-        statuses = [info.status for info in self.membership.live.values()]
-        theirs = [list(zip(status.versions, status.digests, strict=False)) for status in statuses]
-        idle = not self.catching.busy()
-        self.settled_now = idle and all(
-            status.phase == Status.DRAINING and state == mine
-            for status, state in zip(statuses, theirs, strict=True)
-        )
-        ahead = [
-            max((state[fragment][0] for state in theirs if fragment < len(state)), default=0) - version
-            for fragment, (version, _) in enumerate(mine)
-        ]
-        self.abreast_now = idle and all(rounds <= 1 for rounds in ahead)
 
     # ---- messages in
 
@@ -279,7 +251,7 @@ class Node:
             self._on_membership(event)
         while (round_event := self.rounds.next_event()) is not None:
             handled = True
-            self._on_round(round_event)
+            self.deciding.handle(round_event)
         while (catch_event := self.catchup.next_event()) is not None:
             handled = True
             self.catching.handle(catch_event)
@@ -288,12 +260,14 @@ class Node:
     async def _keep_time(self) -> None:
         while True:
             now = self.now()
-            self._heartbeat(now)
+            if now >= self._beat_at:
+                self.refresh()
+                self.catching.look_around(now)
             self.membership.handle_timer(now)
             self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
             self.pump()
-            self._publish()
+            self.standing.conclude(now, self._rounds_per_s)
             self._wake.clear()
             timers = (self.membership.get_timer(), self.rounds.get_timer(), self.catchup.get_timer())
             next_at = min((at for at in timers if at is not None), default=now + HEARTBEAT_S)
@@ -304,47 +278,24 @@ class Node:
             except TimeoutError:
                 continue
 
-    def _heartbeat(self, now: float) -> None:
-        """Refresh what others and the training thread see of us and of the swarm."""
-        progress = self.progress
-        self.membership.status = Status(
-            phase=progress.phase,
-            position=max(0.0, progress.position),
-            inner_steps=progress.inner_steps,
-            tokens=progress.tokens,
-            loss=progress.loss,
-            versions=[agreed.version for agreed in self.agreed],
-            digests=[agreed.digest for agreed in self.agreed],
-            upload_bytes_per_s=self.upload_bytes_per_s(),
-            software=self._network.software,
-        )
-        self._refresh_peers(now)
-        self.catching.look_around(now)
-        clock = self._network.run.clock
-        if clock.mode == "time":
-            positions = sorted(self.membership.positions(now, 1.0 / clock.round_s))
-            self.swarm_position = (positions[len(positions) // 2], time.monotonic()) if positions else None
-        else:
-            self.swarm_position = None
+    def refresh(self) -> None:
+        """Tell the machines where this peer and the others stand."""
+        now = self.now()
+        self._beat_at = now + REFRESH_S
+        self.membership.status = self.standing.status()
+        self.rounds.set_peers(self.standing.views(), now)
 
     def upload_bytes_per_s(self) -> float:
         """What this peer can send: measured, at most its own cap; 0 when not measured yet."""
         cap = self._network.config.limits.upload_bytes_per_s
-        measured = self.links.upload_bytes_per_s
+        measured = self._links.upload_bytes_per_s if self._links is not None else 0.0
         return min(cap, measured) if cap and measured else cap or measured
 
-    def _refresh_peers(self, now: float) -> None:
-        views = {
-            peer: PeerView(
-                upload_bytes_per_s=info.status.upload_bytes_per_s,
-                training=info.status.phase == Status.TRAINING,
-                versions=tuple(info.status.versions),
-            )
-            for peer, info in self.membership.live.items()
-        }
-        self.rounds.set_peers(views, now)
+    def give_up_offer(self, fragment: int) -> None:
+        """Whatever this peer has in flight for ``fragment`` came to nothing."""
+        self.spawn(self._ledger.abort(fragment, self.agreed[fragment].version + 1))
 
-    # ---- events of the machines
+    # ---- events of the membership machine
 
     def _on_membership(self, event: Joined | Left) -> None:
         now = self.now()
@@ -353,100 +304,7 @@ class Node:
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
             self.catchup.forget_donor(event.peer, now)
-        self._refresh_peers(now)
-
-    def _on_round(self, event: RoundsEvent) -> None:
-        if isinstance(event, ReduceWanted):
-            self.spawn(self._reduce(event))
-        elif isinstance(event, Committed):
-            self.spawn(self._committed(event))
-        elif isinstance(event, Aborted):
-            self.report(ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason)
-            self.spawn(self._ledger.abort(event.fragment, event.round))
-        elif isinstance(event, Began):
-            self.report(
-                ev.RoundBegan,
-                fragment=event.fragment,
-                round=event.round,
-                group=tuple(event.group),
-                waited_s=event.waited_s,
-                deadline_s=event.deadline_s,
-            )
-        elif isinstance(event, FellBehind):
-            self.catching.go_to(event.fragment, event.version, event.digest, tuple(event.donors))
-        elif isinstance(event, OutcomeWithoutBytes):
-            self.catching.go_to(event.fragment, event.round, b"", tuple(event.donors))
-        elif isinstance(event, Refused):
-            self.refuse(event.peer, event.reason, event.detail)
-
-    async def _reduce(self, event: ReduceWanted) -> None:
-        job = event.job
-        try:
-            mean = await self._ledger.reduce(job.fragment, job.slices)
-        except SliceRefused as refused:
-            self.refuse(refused.peer, "bad slice", refused.reason)
-            self.rounds.refused_slice(job, PeerId(refused.peer), refused.reason, self.now())
-        else:
-            self.rounds.reduced(job, mean, self.now())
-        self.pump()
-
-    async def _committed(self, event: Committed) -> None:
-        decision = Decision()
-        decision.ParseFromString(event.decision)
-        agreed = agreed_mean(open_decision(decision, self.run_digest, self.shape), event.mean)
-        parts = agreed.parts
-        everywhere = set.intersection(*(set(part.weights) for part in parts))
-        somewhere = set.union(*(set(part.weights) for part in parts))
-        self.report(
-            ev.RoundCommitted,
-            fragment=event.fragment,
-            round=event.round,
-            coordinator=event.coordinator,
-            group_size=len(event.group),
-            contributors=len(everywhere),
-            partial=len(somewhere) - len(everywhere),
-            duration_s=event.duration_s,
-        )
-        if event.coordinator == self.me:
-            self.spawn(self._publish_decision(event.fragment, event.round, event.decision))
-        await self.take(agreed, decision)
-
-    async def take(self, mean: AgreedMean, decision: Decision) -> bool:
-        """Apply an agreed mean; False if it does not follow this peer's version."""
-        version = await self._ledger.commit(mean)
-        moved = self._agree(mean.fragment, version) and version.version == mean.round
-        if moved:
-            self.catchup.remember(mean.fragment, mean.round, decision, mean.mean)
-        self.pump()
-        return moved
-
-    async def adopt(self, fragment: int, data: bytes, digest: bytes) -> None:
-        """Take over a donor's state; errors as ``Ledger.adopt``."""
-        self._agree(fragment, await self._ledger.adopt(fragment, data, digest))
-        self.pump()
-
-    def give_up_offer(self, fragment: int) -> None:
-        """Whatever this peer has in flight for ``fragment`` came to nothing."""
-        self.spawn(self._ledger.abort(fragment, self.agreed[fragment].version + 1))
-
-    async def export(self, fragment: int) -> None:
-        version, data = await self._ledger.export(fragment)
-        self.catchup.exported(fragment, version.version, data, version.digest, self.now())
-        self.pump()
-
-    def _agree(self, fragment: int, version: AgreedVersion) -> bool:
-        changed = self.agreed[fragment] != version
-        self.agreed[fragment] = version
-        self.rounds.set_state(fragment, version.version, version.digest)
-        if changed and self._links is not None:
-            self._heartbeat(self.now())
-        return changed
-
-    async def _publish_decision(self, fragment: int, round_: int, decision: bytes) -> None:
-        try:
-            await self._network.discovery.publish_decision(fragment, round_, decision, DECISION_KEPT_S)
-        except TransportError as error:
-            self.report(ev.Warned, text=f"the decision of round {round_} is not in the DHT: {error}")
+        self.rounds.set_peers(self.standing.views(), now)
 
     # ---- links and discovery
 
@@ -471,12 +329,11 @@ class Node:
                 elif self.now() - self._alone_since > ALONE_BEFORE_REBOOTSTRAP_S:
                     self._alone_since = self.now()
                     await self._network.rebootstrap()
+                peers = [PeerId(record.peer) for record in records]
+                self.membership.forget(peers)
+                self.membership.found(peers, self.now())
             except TransportError as error:
                 self.report(ev.Warned, text=f"peer discovery: {error}")
-                records = []
-            peers = [PeerId(record.peer) for record in records]
-            self.membership.forget(peers)
-            self.membership.found(peers, self.now())
             self.pump()
             finds += 1
             await asyncio.sleep(FIND_PEERS_QUICKLY_S if finds < QUICK_FINDS else FIND_PEERS_S)

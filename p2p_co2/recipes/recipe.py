@@ -32,6 +32,8 @@ from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss, sample_tex
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, text_corpus, token_corpus
 
 BYTE_GPT = "byte-gpt"
+OWN_LOOP = "own-loop"
+"""The name for runs whose peers run a program of their own around ``p2p_co2.join``."""
 BYTE_GPT_VERSION = 1
 """Raised when a change makes the built-in model differ for the same options."""
 WARMUP_ROUNDS = 0.5
@@ -89,6 +91,10 @@ def load_recipe(name: str, options: Mapping[str, str | int | float | bool], seed
     that cannot be used, and a function that does not return a ``Recipe`` or ``(model, batches, loss)``. Other
     errors inside a user's own function pass through, so that its author sees where they come from.
     """
+    if name == OWN_LOOP:
+        raise ConfigError(
+            name, "", "this run is trained by a program of its own: run that program with the ticket instead"
+        )
     make = partial(_byte_gpt, options) if name == BYTE_GPT else partial(_user_recipe, name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -102,6 +108,8 @@ def recipe_digest(name: str, options: Mapping[str, str | int | float | bool]) ->
 
     Raises ``ConfigError`` as ``load_recipe`` does; runs no user code.
     """
+    if name == OWN_LOOP:
+        return hashlib.sha256(b"own loop").hexdigest()
     if name == BYTE_GPT:
         shape = _check_options(options)[0]
         parts = [b"built-in", name.encode(), str(BYTE_GPT_VERSION).encode(), _canonical(shape._asdict())]

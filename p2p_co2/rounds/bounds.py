@@ -16,12 +16,15 @@ KEEP_DECISIONS = 8
 """Signed outcomes kept per fragment, to answer ASK_OUTCOME and a late READY or RESULT."""
 KEEP_ATTEMPTS = 64
 """Attempts that ended, remembered so that their stragglers are ignored and not counted against anybody."""
-MAX_GENERATIONS = 3
-"""A part is given to another owner at most this often."""
+MAX_REASSIGNS = 3
+"""One coordinator gives a part to another owner at most this often."""
 MAX_ASKED = 4
 """Coordinators asked for one round before the offer is given up."""
 MAX_TERMS = 3
 """Coordinators followed in one attempt: the first and its successors."""
+MAX_GENERATION = (MAX_REASSIGNS + 1) * MAX_TERMS - 1
+"""Each coordinator counts a part's generations in a range of its own, so that two never use the same
+number."""
 MAX_UPLOAD_BYTES_PER_S = 1e12
 MAX_ROUND = 1 << 48
 MAX_WEIGHT = 1e15

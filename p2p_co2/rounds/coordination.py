@@ -13,10 +13,11 @@ from p2p_co2.rounds.deadline import Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
 from p2p_co2.rounds.events import Began
 from p2p_co2.rounds.gathering import Gathering, attempt_id, behind_message
+from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.rounds.tally import Tally
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Begin, Member, Outcome, Ready, Result, RoundKey, Waiting
+from p2p_co2.wire.messages_pb2 import Begin, Outcome, Ready, Result, RoundKey, Waiting
 
 Place = tuple[int, int]
 """(fragment, round)"""
@@ -69,7 +70,7 @@ class Coordination:
             self._answer_begun(self._begun[place], message, sender, now)
             return
         for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
-            self._withdraw(other, sender)
+            self.withdraw(other, sender)
         gathering = self._gatherings.get(place)
         if gathering is None:
             history = self._history[message.fragment]
@@ -117,11 +118,13 @@ class Coordination:
             sender, Waiting(fragment=message.fragment, round=message.round, begins_within_s=within_s)
         )
 
-    def _withdraw(self, place: Place, peer: PeerId) -> None:
-        gathering = self._gatherings[place]
-        gathering.readies.pop(peer, None)
-        if not gathering.readies:
-            del self._gatherings[place]
+    def withdraw(self, place: Place, peer: PeerId) -> None:
+        """Forget a READY: its peer left, wants another round, or (we) ended the offer."""
+        gathering = self._gatherings.get(place)
+        if gathering is not None:
+            gathering.readies.pop(peer, None)
+            if not gathering.readies:
+                del self._gatherings[place]
 
     def close_complete(self, now: float) -> bool:
         """Close the gatherings that need not or may not wait longer; True if there was one."""
@@ -155,13 +158,14 @@ class Coordination:
     def _abort_gathering(
         self, place: Place, gathering: Gathering, attempt: bytes, digest: bytes, reason: str
     ) -> None:
-        members = [
-            Member(peer=peer, weight=ready.weight, base_version=ready.base_version)
-            for peer, ready in sorted(gathering.readies.items())
-        ]
         key = RoundKey(fragment=place[0], round=place[1], attempt=attempt)
         outcome = Outcome(
-            key=key, run=self._run, committed=False, reason=reason, state_digest=digest, members=members[:64]
+            key=key,
+            run=self._run,
+            committed=False,
+            reason=reason,
+            state_digest=digest,
+            members=gathering.members(),
         )
         decision = sign_outcome(self._identity, outcome)
         for peer in sorted(gathering.readies):
@@ -173,6 +177,10 @@ class Coordination:
         tally = Tally(attempt, self._swarm, self._outlet, self._decide, now)
         self._tallies[attempt.id] = tally
         return tally
+
+    def counts(self, attempt: bytes) -> bool:
+        """Whether we are counting the votes of an attempt."""
+        return attempt in self._tallies
 
     def on_result(self, message: Result, sender: PeerId, mine: Attempt | None, now: float) -> None:
         """A vote. ``mine`` is the attempt if our own member is in it: we may become its coordinator.
@@ -187,10 +195,10 @@ class Coordination:
             tally = self._tally(mine, now)
         tally.result(message, sender, now)
 
-    def take_over(self, attempt: Attempt, owners: list[PeerId], generations: list[int], now: float) -> None:
-        """Our own member follows us from now on."""
-        tally = self._tallies.get(attempt.id) or self._tally(attempt, now)
-        tally.take_over(owners, generations, now)
+    def take_over(self, member: Member, now: float) -> None:
+        """Our own member follows us from now on: we decide in the place of a lost coordinator."""
+        tally = self._tallies.get(member.attempt.id) or self._tally(member.attempt, now)
+        tally.take_over(*member.ownership(), member.term(), now)
 
     def member_left(self, attempt: bytes) -> None:
         """Our own member has the outcome: a tally that only waited to succeed is over."""
@@ -220,8 +228,7 @@ class Coordination:
     def peers_changed(self, now: float) -> None:
         for place, gathering in list(self._gatherings.items()):
             for peer in [peer for peer in gathering.readies if not self._swarm.is_live(peer)]:
-                if place in self._gatherings:
-                    self._withdraw(place, peer)
+                self.withdraw(place, peer)
         for tally in list(self._tallies.values()):
             tally.peers_changed(now)
 

@@ -75,6 +75,8 @@ def content_of(outcome: Outcome) -> bytes:
     bare = Outcome()
     bare.CopyFrom(outcome)
     bare.decided_by = bare.reason = ""
+    for part in bare.parts:
+        part.generation = 0
     return bare.SerializeToString(deterministic=True)
 
 

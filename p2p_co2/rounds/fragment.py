@@ -105,7 +105,7 @@ class FragmentRounds:
             return True
         if self.member is not None and self.member.leads() and not self._leading:
             self._leading = True
-            self._coordination.take_over(self.member.attempt, *self.member.ownership(), now)
+            self._coordination.take_over(self.member, now)
             return True
         return False
 
@@ -118,12 +118,14 @@ class FragmentRounds:
 
     def on_begin(self, message: Begin, sender: PeerId, now: float) -> None:
         attempt = read_begin(message, sender, self._swarm.shape)
-        if self.verdicts.has_ended(attempt.id) or (self.member and self.member.offer.round == attempt.round):
-            return  # doubled, or a second coordinator's: we are in one attempt at a time
+        if self.verdicts.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
+            return  # doubled
         if self.asking is None or self.asking.offer.round != attempt.round:
-            if attempt.round <= self.reached():
-                return
-            raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
+            if attempt.round > self.reached() + 1:
+                raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
+            # Our READY was overtaken: the offer ended or is in another attempt. We are in one attempt at a time.
+            self.verdicts.end(attempt.id)
+            return
         if sender not in self.asking.asked:
             raise RemoteProtocolError("wrong sender", "BEGIN by a peer that was not asked")
         offer = self.asking.offer
@@ -148,6 +150,7 @@ class FragmentRounds:
             return
         donors = tuple(PeerId(donor) for donor in message.donors)
         self._end()
+        self._hinted_version = message.version
         self._outlet.emit(FellBehind(message.fragment, message.version, message.state_digest, donors, True))
 
     # ---- pieces of payloads and means
@@ -309,6 +312,8 @@ class FragmentRounds:
         if self.member is not None:
             self.verdicts.end(self.member.attempt.id)
             self._coordination.member_left(self.member.attempt.id)
+        if self.offer is not None:
+            self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
         self.offer = self.asking = self.member = self._rival = None
         self._leading = False
         self._early.clear()

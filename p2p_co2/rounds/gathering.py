@@ -99,6 +99,10 @@ class Gathering:
             result_within_s=2 * parts_s + bounds.GRACE_S,
         )
 
+    def members(self) -> list[Member]:
+        """Everybody who was ready, as far as an outcome has room for them."""
+        return [self._member(peer) for peer in sorted(self.readies)[:MAX_MEMBERS]]
+
     def _member(self, peer: PeerId) -> Member:
         ready = self.readies[peer]
         return Member(peer=peer, weight=ready.weight, base_version=ready.base_version)

@@ -82,7 +82,8 @@ class Rounds:
     def forget_outcome(self, fragment: int, round_: int) -> None:
         """No donor holds the bytes of a commit that we learned of: go on as if it had not been.
 
-        All who held them are gone. Should one come back, it is in the minority by then and catches up with us.
+        All who held them are gone. Should one come back, it is in the minority by then and catches up with
+        us.
         """
         self._fragments[fragment].verdicts.forget(round_)
 
@@ -191,7 +192,8 @@ class Rounds:
 
     def _on_result(self, message: wire.Result, sender: PeerId, now: float) -> None:
         fragment, attempt = self._keyed(message), message.key.attempt
-        if not self._answer(fragment, message, sender) and not fragment.verdicts.has_ended(attempt):
+        over = fragment.verdicts.has_ended(attempt) and not self._coordination.counts(attempt)
+        if not self._answer(fragment, message, sender) and not over:
             self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
 
     def _answer(

@@ -16,7 +16,7 @@ from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt, check_duration, read_contributors
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer, ReduceJob
-from p2p_co2.rounds.owner import PartJob
+from p2p_co2.rounds.owner import Contributors, PartJob, send_mean
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import (
@@ -42,11 +42,11 @@ class _PartState:
         self.generation = generation
         self.due_at = due_at
         self.transfer = Assembly(size_bytes)
-        self.contributors: tuple[tuple[PeerId, float], ...] | None = None
+        self.contributors: Contributors | None = None
         self.mean: bytes | None = None
         self.digest = b""
 
-    def hold(self, mean: bytes, contributors: tuple[tuple[PeerId, float], ...]) -> None:
+    def hold(self, mean: bytes, contributors: Contributors) -> None:
         self.mean, self.contributors = mean, contributors
         self.digest = hashlib.sha256(mean).digest()
 
@@ -126,8 +126,8 @@ class Member:
 
     def is_early(self, part: int, generation: int) -> bool:
         """Whether a piece belongs to a generation that we have not been told of yet."""
-        known = self._parts[part].generation if part < len(self._parts) else bounds.MAX_GENERATIONS
-        return known < generation <= bounds.MAX_GENERATIONS
+        known = self._parts[part].generation if part < len(self._parts) else bounds.MAX_GENERATION
+        return known < generation <= bounds.MAX_GENERATION
 
     def part(self, message: Part, sender: PeerId, now: float) -> None:
         """A piece of another member's slice. Raises ``RemoteProtocolError``."""
@@ -171,6 +171,8 @@ class Member:
             return
         if sender != state.owner:
             raise RemoteProtocolError("wrong owner", f"MEAN of part {message.part} belongs to {state.owner}")
+        if state.mean is not None and state.transfer.whole is None:
+            return  # kept over a REASSIGN
         if message.offset == 0:
             contributors = read_contributors(message.contributors, self.attempt.shares)
             if state.contributors is not None and state.contributors != contributors:
@@ -183,31 +185,40 @@ class Member:
             self._check(now)
 
     def reassign(self, message: Reassign, sender: PeerId, now: float) -> None:
-        """A part got another owner: forget its mean, send the slice again. Raises ``RemoteProtocolError``."""
-        if sender not in self.coordinators:
-            raise RemoteProtocolError("wrong sender", "REASSIGN")
+        """A part got another owner. Only the coordinator that we follow may say so: another one may be a
+        successor that we will follow later, so it is no offence. Raises ``RemoteProtocolError``."""
         if message.part >= len(self._parts) or message.owner not in self.attempt.shares:
             raise RemoteProtocolError(
                 "wrong owner", "REASSIGN of a part or to a peer that is not in the round"
             )
-        if message.generation > bounds.MAX_GENERATIONS:
+        if message.generation > bounds.MAX_GENERATION:
             raise RemoteProtocolError("wrong generation", str(message.generation))
         check_duration(message.parts_within_s, bounds.PARTS_CAP_S)
-        state = self._parts[message.part]
-        if sender != self.coordinators[-1] or message.generation <= state.generation:
-            return
-        owner, due_at = PeerId(message.owner), now + 2 * message.parts_within_s
-        state = _PartState(owner, message.generation, self._size_bytes(message.part), due_at)
-        self._parts[message.part] = state
-        self._jobs.pop(message.part, None)
-        self._told = None
-        self._decide_by_at = now + 2 * message.parts_within_s + 2 * bounds.GRACE_S
-        if state.owner == self._swarm.me:
-            self._own(message.part, now)
-        else:
-            for peer, piece in self._slice_messages(message.part):
+        if sender == self.coordinators[-1] and message.generation > self._parts[message.part].generation:
+            self._jobs.pop(message.part, None)
+            self._told = None
+            within_s = message.parts_within_s or self.attempt.parts_within_s
+            self._decide_by_at = now + 2 * within_s + 2 * bounds.GRACE_S
+            self._follow_reassign(message, now + 2 * within_s, now)
+            self._check(now)
+
+    def _follow_reassign(self, message: Reassign, due_at: float, now: float) -> None:
+        """``parts_within_s`` 0: the new owner holds the mean and sends it again; else it needs our slice."""
+        part, owner = message.part, PeerId(message.owner)
+        old, new = self._parts[part], _PartState(owner, message.generation, self._size_bytes(part), due_at)
+        self._parts[part] = new
+        is_sent_again, is_mine = message.parts_within_s == 0, owner == self._swarm.me
+        if is_sent_again and old.mean is not None and old.contributors is not None:
+            if is_mine or old.generation == message.generation - 1:
+                new.hold(old.mean, old.contributors)  # what is sent again is what we have
+            if is_mine:
+                attempt, generation = self.attempt, message.generation
+                send_mean(attempt, part, generation, old.mean, old.contributors, outlet=self._outlet)
+        elif is_mine and not is_sent_again:
+            self._own(part, now)
+        elif not is_sent_again:
+            for peer, piece in self._slice_messages(part):
                 self._outlet.send(peer, piece)
-        self._check(now)
 
     # ---- votes
 
@@ -275,6 +286,10 @@ class Member:
     def ownership(self) -> tuple[list[PeerId], list[int]]:
         """Owner and generation of every part, as far as we were told."""
         return [state.owner for state in self._parts], [state.generation for state in self._parts]
+
+    def term(self) -> int:
+        """0 with the coordinator of BEGIN, one more with each successor."""
+        return len(self.coordinators) - 1
 
     # ---- time and the swarm
 

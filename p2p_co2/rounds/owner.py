@@ -16,6 +16,8 @@ from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Contributor, Mean, Part
 
+Contributors = tuple[tuple[PeerId, float], ...]
+
 
 class PartJob:
     """One part in one generation, at its owner."""
@@ -54,7 +56,8 @@ class PartJob:
         """Ask for the average once every live member's slice is there, or the time is up."""
         if self.job is not None or self.is_done:
             return
-        missing = [p for p in self.attempt.shares if p not in self._whole and self._swarm.is_live(p)]
+        absent = [peer for peer in self.attempt.shares if peer not in self._whole]
+        missing = [peer for peer in absent if self._swarm.is_live(peer)]
         if missing and now < self._due_at:
             return
         # A slice that missed the deadline took longer than we know: count twice the wait, so that it can grow.
@@ -84,11 +87,9 @@ class PartJob:
     def is_answered_by(self, job: ReduceJob) -> bool:
         """Whether ``job`` is the one that is open now; a job that was re-issued is not."""
         mine = self.job
-        if (
-            mine is None
-            or self.is_done
-            or (mine.key, mine.part, mine.generation) != (job.key, job.part, job.generation)
-        ):
+        if mine is None or self.is_done:
+            return False
+        if (mine.key, mine.part, mine.generation) != (job.key, job.part, job.generation):
             return False
         return [piece.peer for piece in mine.slices] == [piece.peer for piece in job.slices]
 
@@ -98,7 +99,7 @@ class PartJob:
             raise LocalProtocolError(f"no slice of {peer} in this job")
         self._ask()
 
-    def reduced(self, mean: bytes) -> tuple[tuple[PeerId, float], ...]:
+    def reduced(self, mean: bytes) -> Contributors:
         """Send the encoded mean to all other members; returns the contributors."""
         if len(mean) != self._size_bytes:
             raise LocalProtocolError(
@@ -106,16 +107,23 @@ class PartJob:
             )
         assert self.job is not None
         contributors = tuple((piece.peer, piece.weight) for piece in self.job.slices)
-        listed = [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
-        others = [peer for peer in self.attempt.shares if peer != self._swarm.me]
-        for offset, data in pieces(memoryview(mean)):
-            message = Mean(
-                key=self.attempt.key(), part=self.part, generation=self.generation, offset=offset, total=len(mean),
-                data=data, contributors=[] if offset else listed,
-            )  # fmt: skip
-            for peer in others:
-                self._outlet.send(peer, message)
+        send_mean(self.attempt, self.part, self.generation, mean, contributors, outlet=self._outlet)
         self.is_done = True
         self._whole.clear()
         self.job = None
         return contributors
+
+
+def send_mean(
+    attempt: Attempt, part: int, generation: int, mean: bytes, contributors: Contributors, *, outlet: Outlet
+) -> None:
+    """The encoded mean of a part, in pieces, to all other members."""
+    listed = [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
+    others = [peer for peer in attempt.shares if peer != outlet.me]
+    for offset, data in pieces(memoryview(mean)):
+        message = Mean(
+            key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean), data=data,
+            contributors=[] if offset else listed,
+        )  # fmt: skip
+        for peer in others:
+            outlet.send(peer, message)

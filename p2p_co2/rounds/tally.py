@@ -7,13 +7,16 @@ Why two contents of one attempt are never both committed:
 2. a member votes only to the coordinator it follows, and follows only forwards, from the first to its
    successors;
 3. a member changes its vote only for a REASSIGN of the coordinator it follows;
-4. a successor may REASSIGN only when a quorum has answered it and none of them holds a complete mean: then
-   its predecessor cannot have committed, and no longer can.
+4. a successor gives a lost part away only when a quorum has answered it. If one of them holds the part's
+   mean, the newest holder sends that same mean again; only a part that nobody of the quorum holds is computed
+   anew, for then the predecessor cannot have committed, and no longer can.
 
-So a successor either repeats the lost coordinator's verdict or finds that there was none (single-decree Paxos
-with the votes as promises, Lamport 1998, without its second phase). It may also abort where the predecessor
-had committed and told nobody who can be heard: the commit stands when it surfaces (``decision``), and the
+So a successor repeats the lost coordinator's verdict or finds that there was none: single-decree Paxos
+(Lamport 1998) with votes as promises and the held mean as the value to adopt. It may still abort where the
+predecessor had committed and told nobody who can be heard; that commit stands when it surfaces, and the
 digests of the next READY heal the rest.
+
+A mean that is sent again also costs least: no slice has to travel twice.
 """
 
 from __future__ import annotations
@@ -38,11 +41,14 @@ class Tally:
         self.attempt = attempt
         self.is_decided = False
         self.successor = False
+        self._term = 0
         self._swarm, self._outlet, self._decide = swarm, outlet, decide
         self._began_at = now
         self._decide_at: float | None = None
         self._owners = list(attempt.owners)
         self._generations = [0] * len(attempt.ranges)
+        self._is_held = [False] * len(attempt.ranges)
+        """Whether the part's present owner was chosen because it holds the mean."""
         self._votes: dict[PeerId, Result] = {}
         self._reassigned = False
         """Whether we gave parts away ourselves: older votes are void from then on."""
@@ -51,11 +57,11 @@ class Tally:
         """The coordinator of BEGIN counts from now on."""
         self._decide_at = now + self.attempt.result_within_s
 
-    def take_over(self, owners: list[PeerId], generations: list[int], now: float) -> None:
+    def take_over(self, owners: list[PeerId], generations: list[int], term: int, now: float) -> None:
         """Our own member has moved to us: decide as a successor, from the owners and generations that it
         knows."""
         if not self.successor:
-            self.successor = True
+            self.successor, self._term = True, term
             self._owners, self._generations = list(owners), list(generations)
             self._decide_at = now + self.attempt.parts_within_s + bounds.GRACE_S
         self._evaluate(now)
@@ -94,7 +100,7 @@ class Tally:
         for index, part in enumerate(message.parts):
             if (part.start_block, part.stop_block) != self.attempt.ranges[index]:
                 raise RemoteProtocolError("wrong parts", "other blocks than in BEGIN")
-            if part.generation > bounds.MAX_GENERATIONS:
+            if part.generation > bounds.MAX_GENERATION:
                 raise RemoteProtocolError("wrong generation", str(part.generation))
             if part.digest:
                 if index in lost:
@@ -147,17 +153,23 @@ class Tally:
         parts = self._to_reassign(heard_all)
         if not parts or not self._may_reassign():
             return False
-        votes = self._votes.values()
+        holders = {part: self._holders(part) for part in parts}
+        if self.successor and any(held and not living for held, living in holders.values()):
+            return False  # the value to adopt is out of reach: wait, somebody may hold the decision
         for part in parts:
-            self._generations[part] = max(self._generations[part], *(v.parts[part].generation for v in votes))
-            heirs = [peer for peer in self._living() if peer != self._owners[part]]
-            if self._generations[part] >= bounds.MAX_GENERATIONS or not heirs:
-                times = self._generations[part] + 1
-                self._abort(f"part {part} was lost {times} times, last by {short(self._owners[part])}")
+            told = max(vote.parts[part].generation for vote in self._votes.values())
+            self._generations[part] = max(self._generations[part], told)
+            living = holders[part][1]
+            heirs = living or [peer for peer in self._living() if peer != self._owners[part]]
+            first = self._term * (bounds.MAX_REASSIGNS + 1)
+            generation = max(self._generations[part] + 1, first)
+            if generation > first + bounds.MAX_REASSIGNS or not heirs:
+                self._abort(f"part {part} was lost again and again, last by {short(self._owners[part])}")
                 return True
             loads = Counter(self._owners)
             self._owners[part] = min(heirs, key=lambda peer: (loads[peer], heirs.index(peer)))
-            self._generations[part] += 1
+            self._generations[part] = generation
+            self._is_held[part] = bool(living)
         self._votes.clear()
         self._reassigned = True
         self._decide_at = now + self.attempt.result_within_s
@@ -165,6 +177,13 @@ class Tally:
             for peer in self.attempt.shares:
                 self._tell_reassigned(peer, part)
         return True
+
+    def _holders(self, part: int) -> tuple[list[PeerId], list[PeerId]]:
+        """Who holds the newest mean of a part: all who voted so, and those of them who live."""
+        generations = {p: v.parts[part].generation for p, v in self._votes.items() if v.parts[part].digest}
+        newest = max(generations.values(), default=0)
+        held = [peer for peer in self.attempt.shares if generations.get(peer) == newest]
+        return held, [peer for peer in held if self._swarm.is_live(peer)]
 
     def _to_reassign(self, heard_all: bool) -> list[int]:
         """The parts without which no quorum can be complete. Once everybody has spoken: as few of the lost
@@ -191,11 +210,8 @@ class Tally:
         return able
 
     def _may_reassign(self) -> bool:
-        if not self.attempt.is_quorum(self._living()):
-            return False
-        if not self.successor:
-            return True
-        return self.attempt.is_quorum(self._votes) and not any(map(_is_complete, self._votes.values()))
+        answered = not self.successor or self.attempt.is_quorum(self._votes)
+        return answered and self.attempt.is_quorum(self._living())
 
     def _living(self) -> list[PeerId]:
         order = coordination_order(self.attempt.shares, self.attempt.fragment, self.attempt.round)
@@ -204,7 +220,8 @@ class Tally:
     def _tell_reassigned(self, peer: PeerId, part: int) -> None:
         message = Reassign(
             key=self.attempt.key(), part=part, owner=self._owners[part],
-            generation=self._generations[part], parts_within_s=self.attempt.parts_within_s,
+            generation=self._generations[part],
+            parts_within_s=0.0 if self._is_held[part] else self.attempt.parts_within_s,
         )  # fmt: skip
         self._outlet.send(peer, message)
 
@@ -244,7 +261,11 @@ def _is_pending(vote: Result) -> bool:
 
 
 def _content(vote: Result) -> bytes:
-    return Result(parts=vote.parts).SerializeToString(deterministic=True)
+    """What a vote says: a mean is the same mean in whatever generation it came."""
+    bare = Result(parts=vote.parts)
+    for part in bare.parts:
+        part.generation = 0
+    return bare.SerializeToString(deterministic=True)
 
 
 def _rank(vote: Result) -> tuple[int, int, int]:

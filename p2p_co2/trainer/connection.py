@@ -177,8 +177,8 @@ class Connection:
             self._thread.check()
             if time.monotonic() > ends_at:
                 raise TransportError(
-                    f"only {self._thread.live_peers() + 1} of {self.config.min_peers} peers after {GATHER_BOUND_S:.0f} s; "
-                    "start the others, or ask for fewer with --min-peers"
+                    f"only {self._thread.live_peers() + 1} of {self.config.min_peers} peers after "
+                    f"{GATHER_BOUND_S:.0f} s; start the others, or ask for fewer with --min-peers"
                 )
             time.sleep(0.02)
 

@@ -94,7 +94,7 @@ class TensorLedger:
             try:
                 offer = ledger.offer(snapshot)
             except ValueError:
-                # NaN or Inf: this peer's own training has diverged. It starts again from what the swarm agrees on.
+                # NaN or Inf: this peer's own training has diverged. It starts again from the agreed state.
                 trouble = "this peer's parameters were not finite; took over the agreed ones"
                 reset = Merge(0.0, ledger.state.params)
                 self.outcomes.put(Outcome(fragment, agreed.version, reset, trouble=trouble))

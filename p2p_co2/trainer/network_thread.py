@@ -19,7 +19,8 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.network import Network
-from p2p_co2.node.node import LocalProgress, Node
+from p2p_co2.node.node import Node
+from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer, PayloadShape
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
@@ -91,21 +92,21 @@ class NetworkThread:
         self._loop.call_soon_threadsafe(self.node.offer, offer)
 
     def show(self, progress: LocalProgress) -> None:
-        self.node.progress = progress
+        self._loop.call_soon_threadsafe(self.node.show, progress)
 
     def swarm_position(self) -> tuple[float, float] | None:
-        return self.node.swarm_position
+        return self.node.standing.swarm_position
 
     def rounds_per_s(self) -> float:
         clock = self.network.run.clock
         return 1.0 / clock.round_s if clock.mode == "time" else 0.0
 
     def settled(self) -> bool:
-        return self.node.settled_now
+        return self.node.standing.settled
 
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
-        return self.node.abreast_now
+        return self.node.standing.abreast
 
     def live_peers(self) -> int:
         return self.node.live_peers()
@@ -131,9 +132,9 @@ class NetworkThread:
     def agreed(self) -> list[AgreedVersion]:
         return list(self.node.agreed)
 
-    def carriers_in_use(self) -> dict[str, str]:
+    def carriers_used(self) -> dict[str, str]:
         async def read() -> dict[str, str]:
-            return self.node.links.carriers_in_use()
+            return self.node.links.carriers_used()
 
         return self._ask(read(), CLOSE_BOUND_S)
 

@@ -139,7 +139,7 @@ class Peer:
                 "reason": reason or ("the run is over" if self.over else "stopped"),
                 "digest": swarm_digest([version.digest for version in agreed]).hex(),
                 "versions": tuple(version.version for version in agreed),
-                "carriers": self._thread.carriers_in_use(),
+                "carriers": self._thread.carriers_used(),
                 "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 * 1024,  # Linux counts KiB
             }

@@ -24,7 +24,7 @@ from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.fragments.schedule import SwarmClock, due, points_passed
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.node import LocalProgress
+from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer

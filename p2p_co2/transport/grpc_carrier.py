@@ -105,8 +105,9 @@ class GrpcCarrier:
         if not bound:
             await server.stop(None)
             raise EnvironmentFault(
-                f"cannot listen on {self._host}:{self.port} for gRPC: the port is in use, or the address is not this "
-                "machine's; choose another port (grpc_port, 0 for any free one) or address (host)"
+                f"cannot listen on {self._host}:{self.port} for gRPC: the port is in use, or the "
+                "address is not this machine's; choose another port (grpc_port, 0 for any free one) or "
+                "address (host)"
             )
         await server.start()
         self._server, self.port = server, bound

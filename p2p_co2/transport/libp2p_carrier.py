@@ -110,7 +110,8 @@ class Libp2pCarrier:
             pass  # the peer is gone; its link ends here
         except asyncio.CancelledError:
             if self._listening:
-                raise  # asyncio's streams complain about a cancelled handler, so one that `close` cancels just ends
+                raise
+            # `close` did it: just end, because asyncio's streams complain about a cancelled handler
         finally:
             self._inbound.discard(task)
             await hang_up(writer)

@@ -29,6 +29,8 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_STRING
 
 STREAM_BUFFER_BYTES = 1 << 20
+_P2P_CODE, _CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
+"""421 and 290 as varints (multiaddr's table of protocols)."""
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -90,13 +92,23 @@ async def _ask(
 
 
 def _address_bytes(maddr: str) -> bytes | None:
-    """A peer's own idea of its address, or None if libp2p could not read it."""
+    """A peer's own idea of its address, or None if libp2p could not read it.
+
+    hivemind writes a relay's id in a form that the daemon does not read, so that part is written here.
+    """
+    transport, _, relay = maddr.rpartition("/p2p/")[0].partition("/p2p/")
     if len(maddr) > MAX_STRING:
         return None
     try:
-        return bytes(Multiaddr(maddr.rpartition("/p2p/")[0] or maddr).to_bytes())
+        raw = bytes(Multiaddr(transport or maddr).to_bytes())
+        if not relay:
+            return raw
+        relay_id = PeerID.from_base58(relay.removesuffix("/p2p-circuit")).to_bytes()
     except (MultiaddrError, ValueError):
         return None
+    return (
+        raw + _P2P_CODE + bytes((len(relay_id),)) + relay_id + _CIRCUIT_CODE if len(relay_id) < 128 else None
+    )
 
 
 def _cause(message: str) -> str:

@@ -22,7 +22,9 @@ import logging
 import os
 import platform
 import shutil
+import socket
 import tempfile
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,8 +39,12 @@ STOP_TIMEOUT_S = 5.0
 _IDLE_TIMEOUT_S = 30
 """The daemon ends itself if we do not connect within this after its start."""
 _OUTPUT_LINES = 30
+_CLIENT_SOCKETS = "hivemind-p2pclient-*.sock"
+"""Where hivemind listens for the daemon, in /tmp."""
 _SOCKET_PATH_BYTES = 100
 """Unix sockets take a path of 107 bytes at most."""
+_LITTER_AFTER_S = 600.0
+"""A socket that nobody serves is litter of a killed process once it is this old."""
 
 
 class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
@@ -104,17 +110,20 @@ async def start_p2p(
     *,
     announce_host: str = "",
     relays: Sequence[str] = (),
+    public: bool = False,
     startup_timeout_s: float = STARTUP_TIMEOUT_S,
 ) -> P2P:
     """Start the daemon and hivemind's client to it; end it with ``stop_p2p``.
 
     identity_path: file written by ``Identity.load_or_create``. host, port: address to listen on, port 0 any
     free one. announce_host: the address or name that others dial, "" for what libp2p finds out; needs a fixed
-    ``port``. relays: multiaddrs of seeds that may pass on our traffic if nobody can dial us. A slow machine
-    gets a second try with four times the time. Raises ``EnvironmentFault`` with cause and fix,
+    ``port``. relays: multiaddrs of seeds that may pass on our traffic if nobody can dial us. public: we know
+    that we can be dialled (a seed), so we pass on traffic at once instead of finding out first. A slow
+    machine gets a second try with four times the time. Raises ``EnvironmentFault`` with cause and fix,
     ``ConfigError`` for impossible addresses.
     """
-    arguments = _arguments(identity_path, host, port, announce_host, relays)
+    sweep()
+    arguments = _arguments(identity_path, host, port, announce_host, relays, public)
     try:
         return await _start(arguments, startup_timeout_s)
     except TimeoutError:
@@ -125,8 +134,8 @@ async def start_p2p(
         return await _start(arguments, 4 * startup_timeout_s)
     except TimeoutError:
         raise EnvironmentFault(
-            f"the libp2p daemon was not up after {4 * startup_timeout_s:.0f} s: this machine is very busy, or a "
-            "security program holds the daemon back; stop other work or allow the program p2pd"
+            f"the libp2p daemon was not up after {4 * startup_timeout_s:.0f} s: this machine is very busy, "
+            "or a security program holds the daemon back; stop other work or allow the program p2pd"
         ) from None
 
 
@@ -148,6 +157,26 @@ async def wait_p2p_exit(p2p: P2P) -> str:
     return await p2p.daemon.wait_exit()
 
 
+def sweep(older_than_s: float = _LITTER_AFTER_S) -> None:
+    """Remove what killed processes of this user left behind: only sockets that refuse a connection."""
+    parents = {Path(tempfile.gettempdir()), Path("/tmp")}
+    patterns = ("p2p-co2-*/p2pd.sock", _CLIENT_SOCKETS)
+    found = [path for parent in parents for pattern in patterns for path in parent.glob(pattern)]
+    for path in found:
+        try:
+            status = path.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < older_than_s:
+                continue
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            if path.parent not in parents:
+                shutil.rmtree(path.parent, ignore_errors=True)
+        except OSError as error:
+            logger.debug("leaving %s alone: %s", path, error)
+
+
 def multiaddr_of(host: str, port: int) -> str:
     """The libp2p address of an IP address or DNS name and a TCP port."""
     try:
@@ -162,7 +191,7 @@ async def _start(arguments: list[str], timeout_s: float) -> P2P:
     try:
         async with asyncio.timeout(timeout_s):
             await daemon.wait_ready()
-            p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{_socket(daemon.folder)}"))
+            p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{_control_socket(daemon.folder)}"))
     except BaseException:
         await daemon.stop()
         raise
@@ -176,7 +205,7 @@ async def _launch(arguments: list[str]) -> Daemon:
     try:
         process = await asyncio.create_subprocess_exec(
             str(binary),
-            f"-listen=/unix{_socket(folder)}",
+            f"-listen=/unix{_control_socket(folder)}",
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -200,17 +229,17 @@ def _make_folder() -> Path:
         except OSError as error:
             causes.append(f"{parent}: {error.strerror}")
     raise EnvironmentFault(
-        f"cannot make a folder for the libp2p daemon's socket ({'; '.join(causes)}); free some space there, or set "
-        "TMPDIR to a folder that may be written"
+        f"cannot make a folder for the libp2p daemon's socket ({'; '.join(causes)}); free some "
+        "space there, or set TMPDIR to a folder that may be written"
     )
 
 
-def _socket(folder: Path) -> Path:
+def _control_socket(folder: Path) -> Path:
     return folder / "p2pd.sock"
 
 
 def _arguments(
-    identity_path: Path, host: str, port: int, announce_host: str, relays: Sequence[str]
+    identity_path: Path, host: str, port: int, announce_host: str, relays: Sequence[str], public: bool
 ) -> list[str]:
     if not 0 <= port < 65536:
         raise ConfigError("libp2p_port", "", f"{port} is no TCP port; use 0 to 65535 (0: any free one)")
@@ -231,9 +260,11 @@ def _arguments(
         "-dhtServer",
         "-autonat",
         "-connManager",
-        "-natPortMap",
-        *os.environ.get("XP2P","").split(),
     ]
+    if not ipaddress.ip_address(host).is_loopback:
+        arguments.append("-natPortMap")  # asks the router (UPnP, NAT-PMP) to let others in
+    if public:
+        arguments.append("-forceReachabilityPublic")
     if announce_host:
         arguments.append(f"-announceAddrs={multiaddr_of(announce_host, port)}")
     if relays:
@@ -249,8 +280,8 @@ def _explain_exec(error: OSError, binary: Path) -> EnvironmentFault:
         )
     if error.errno == errno.ENOEXEC:
         return EnvironmentFault(
-            f"the libp2p daemon ({binary}) does not run on this machine ({machine}): it is for Linux x86-64; use such a "
-            "machine, WSL on Windows, or a container"
+            f"the libp2p daemon ({binary}) does not run on this machine ({machine}): it is for Linux x86-64; "
+            "use such a machine, WSL on Windows, or a container"
         )
     if error.errno == errno.EACCES:
         return EnvironmentFault(f"the libp2p daemon may not be executed; allow it: chmod +x {binary}")

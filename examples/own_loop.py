@@ -1,0 +1,36 @@
+"""Train in your own loop: any ``torch.nn.Module``, any inner ``torch.optim`` optimizer, five lines for the swarm.
+
+    p2p-co2 seed examples/own_loop.toml            # prints a ticket
+    python examples/own_loop.py TICKET             # in as many terminals, on as many machines, as you like
+
+Every peer must build the same model with the same starting parameters, hence the fixed seed; the data is each peer's own.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import p2p_co2  # 1
+
+
+def main(ticket: str, folder: str = "runs/own-loop") -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    data = torch.Generator().manual_seed(torch.seed())
+
+    with p2p_co2.join(ticket, model, optimizer, p2p_co2.PeerConfig(folder=Path(folder))) as peer:  # 2
+        while True:
+            inputs = torch.randn(64, 16, generator=data)
+            loss = ((model(inputs) - inputs.sin().sum(1, keepdim=True)) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if not peer.step(tokens=64, loss=loss):  # 3
+                break  # 4
+        print(f"{peer.inner_steps} inner steps, loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,133 @@
+"""What follows from the rounds machine's events: reductions, commits, aborts, and the state after them.
+
+The machine decides, the tensor side computes, and this room carries results from one to the other in the
+order of the decisions. Law: the machine hears of a new state only after the tensor side has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from p2p_co2.discovery import Discovery
+from p2p_co2.errors import TransportError
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean
+from p2p_co2.rounds import (
+    Aborted,
+    Began,
+    Committed,
+    FellBehind,
+    OutcomeWithoutBytes,
+    ReduceWanted,
+    Refused,
+    RoundsEvent,
+    open_decision,
+)
+from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Decision
+
+if TYPE_CHECKING:
+    from p2p_co2.node.node import Node
+
+DECISION_KEPT_S = 600.0
+"""How long a signed decision stays in the DHT."""
+
+
+class Deciding:
+    def __init__(self, node: Node, ledger: Ledger, discovery: Discovery) -> None:
+        self._node, self._ledger, self._discovery = node, ledger, discovery
+
+    def handle(self, event: RoundsEvent) -> None:
+        if isinstance(event, ReduceWanted):
+            self._node.spawn(self._reduce(event))
+        elif isinstance(event, Committed):
+            self._node.spawn(self._committed(event))
+        elif isinstance(event, Aborted):
+            self._node.report(
+                ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason
+            )
+            self._node.spawn(self._ledger.abort(event.fragment, event.round))
+        elif isinstance(event, Began):
+            self._node.report(
+                ev.RoundBegan,
+                fragment=event.fragment,
+                round=event.round,
+                group=tuple(event.group),
+                waited_s=event.waited_s,
+                deadline_s=event.deadline_s,
+            )
+        elif isinstance(event, FellBehind):
+            self._node.catching.go_to(event.fragment, event.version, event.digest, tuple(event.donors))
+        elif isinstance(event, OutcomeWithoutBytes):
+            self._node.catching.go_to(event.fragment, event.round, b"", tuple(event.donors))
+        elif isinstance(event, Refused):
+            self._node.refuse(event.peer, event.reason, event.detail)
+
+    async def _reduce(self, event: ReduceWanted) -> None:
+        job = event.job
+        try:
+            mean = await self._ledger.reduce(job.fragment, job.slices)
+        except SliceRefused as refused:
+            self._node.refuse(refused.peer, "bad slice", refused.reason)
+            self._node.rounds.refused_slice(job, PeerId(refused.peer), refused.reason, self._node.now())
+        else:
+            self._node.rounds.reduced(job, mean, self._node.now())
+        self._node.pump()
+
+    async def _committed(self, event: Committed) -> None:
+        decision = Decision()
+        decision.ParseFromString(event.decision)
+        agreed = agreed_mean(open_decision(decision, self._node.run_digest, self._node.shape), event.mean)
+        parts = agreed.parts
+        everywhere = set.intersection(*(set(part.weights) for part in parts))
+        somewhere = set.union(*(set(part.weights) for part in parts))
+        self._node.report(
+            ev.RoundCommitted,
+            fragment=event.fragment,
+            round=event.round,
+            coordinator=event.coordinator,
+            group_size=len(event.group),
+            contributors=len(everywhere),
+            partial=len(somewhere) - len(everywhere),
+            duration_s=event.duration_s,
+        )
+        if event.coordinator == self._node.me:
+            self._node.spawn(self._publish_decision(event.fragment, event.round, event.decision))
+        await self.take(agreed, decision)
+
+    async def take(self, mean: AgreedMean, decision: Decision) -> bool:
+        """Apply an agreed mean; False if it does not follow this peer's version."""
+        version = await self._ledger.commit(mean)
+        moved = self._agree(mean.fragment, version) and version.version == mean.round
+        if moved:
+            self._node.catchup.remember(mean.fragment, mean.round, decision, mean.mean)
+        self._node.pump()
+        return moved
+
+    async def adopt(self, fragment: int, data: bytes, digest: bytes) -> None:
+        """Take over a donor's state; errors as ``Ledger.adopt``."""
+        self._agree(fragment, await self._ledger.adopt(fragment, data, digest))
+        self._node.pump()
+
+    def give_up_offer(self, fragment: int) -> None:
+        """Whatever this peer has in flight for ``fragment`` came to nothing."""
+        self._node.spawn(self._ledger.abort(fragment, self._node.agreed[fragment].version + 1))
+
+    async def export(self, fragment: int) -> None:
+        version, data = await self._ledger.export(fragment)
+        self._node.catchup.exported(fragment, version.version, data, version.digest, self._node.now())
+        self._node.pump()
+
+    def _agree(self, fragment: int, version: AgreedVersion) -> bool:
+        changed = self._node.agreed[fragment] != version
+        self._node.agreed[fragment] = version
+        self._node.rounds.set_state(fragment, version.version, version.digest)
+        if changed:
+            self._node.refresh()
+        return changed
+
+    async def _publish_decision(self, fragment: int, round_: int, decision: bytes) -> None:
+        try:
+            await self._discovery.publish_decision(fragment, round_, decision, DECISION_KEPT_S)
+        except TransportError as error:
+            self._node.report(ev.Warned, text=f"the decision of round {round_} is not in the DHT: {error}")

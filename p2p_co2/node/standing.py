@@ -1,0 +1,87 @@
+"""Where this peer stands among the others: what it tells them, and what it concludes from what they tell.
+
+Conclusions are published as plain values that other threads may read at any time. Law: they rest on
+heartbeats of live peers alone, and the position on their median, so one lying peer moves nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from p2p_co2.rounds import PeerView
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
+
+if TYPE_CHECKING:
+    from p2p_co2.node.node import Node
+
+
+@dataclass(frozen=True)
+class LocalProgress:
+    """What the training thread says of itself; replaced whole, so that the network thread may read it at any
+    time."""
+
+    phase: Status.Phase = Status.JOINING
+    position: float = 0.0
+    inner_steps: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+
+
+class Standing:
+    """``settled``: no live peer trains any more and all are at our versions and digests. ``abreast``: nobody
+    is ahead by more than a round. ``swarm_position``: median position of the other training peers in rounds,
+    and the ``time.monotonic`` it was true at."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.progress = LocalProgress()
+        self.settled = self.abreast = False
+        self.swarm_position: tuple[float, float] | None = None
+
+    def status(self) -> Status:
+        """What the next heartbeats say of this peer."""
+        progress, agreed = self.progress, self._node.agreed
+        return Status(
+            phase=progress.phase,
+            position=max(0.0, progress.position),
+            inner_steps=progress.inner_steps,
+            tokens=progress.tokens,
+            loss=progress.loss,
+            versions=[version.version for version in agreed],
+            digests=[version.digest for version in agreed],
+            upload_bytes_per_s=self._node.upload_bytes_per_s(),
+            software=self._node.software,
+        )
+
+    def views(self) -> dict[PeerId, PeerView]:
+        """The live peers as the rounds machine wants to know them."""
+        return {
+            peer: PeerView(
+                upload_bytes_per_s=info.status.upload_bytes_per_s,
+                training=info.status.phase == Status.TRAINING,
+                versions=tuple(info.status.versions),
+            )
+            for peer, info in self._node.membership.live.items()
+        }
+
+    def conclude(self, now: float, rounds_per_s: float) -> None:
+        """Compare this peer with the others. ``rounds_per_s`` 0: every peer counts its own steps, positions
+        do not matter."""
+        mine = [(version.version, version.digest) for version in self._node.agreed]
+        statuses = [info.status for info in self._node.membership.live.values()]
+        theirs = [list(zip(status.versions, status.digests, strict=False)) for status in statuses]
+        idle = not self._node.catching.busy()
+        self.settled = idle and all(
+            status.phase == Status.JOINING or (status.phase == Status.DRAINING and state == mine)
+            for status, state in zip(statuses, theirs, strict=True)
+        )
+        ahead = [
+            max((state[fragment][0] for state in theirs if fragment < len(state)), default=0) - version
+            for fragment, (version, _) in enumerate(mine)
+        ]
+        self.abreast = idle and all(rounds <= 1 for rounds in ahead)
+        positions = sorted(self._node.membership.positions(now, rounds_per_s)) if rounds_per_s else []
+        self.swarm_position = (positions[len(positions) // 2], time.monotonic()) if positions else None

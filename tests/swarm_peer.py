@@ -1,0 +1,101 @@
+"""A test's peer process: a small model in its own training loop, through the library's front door.
+
+    python tests/swarm_peer.py TICKET FOLDER --seed 1 --min-peers 3 [--carrier grpc] [--die-at part] [--resume]
+
+``--die-at KIND`` makes the process kill itself with SIGKILL in the moment before it would send its first message of that
+kind after ``--die-after`` committed rounds: the way to be dead in a chosen phase of a round, for real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2p_co2.config import PeerConfig
+from p2p_co2.node.node import Node
+from p2p_co2.telemetry.events import Event, RoundCommitted
+from p2p_co2.telemetry.journal import Journal
+from p2p_co2.trainer import connect
+
+WIDTH = 48
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.ReLU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+    )
+
+
+class Doom:
+    """Counts commits and kills the process at the chosen message."""
+
+    def __init__(self, kind: str, after: int) -> None:
+        self.kind, self.after, self.commits = kind, after, 0
+
+    def saw(self, event: Event) -> None:
+        self.commits += isinstance(event, RoundCommitted)
+
+    def install(self) -> None:
+        post = Node._post
+
+        def doomed(node: Node, peer: Any, message: Any) -> None:
+            if self.commits >= self.after and type(message).__name__.lower() == self.kind:
+                os.kill(os.getpid(), signal.SIGKILL)
+            post(node, peer, message)
+
+        Node._post = doomed  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ticket")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--min-peers", type=int, default=1)
+    parser.add_argument("--carrier", default="auto")
+    parser.add_argument("--die-at", default="")
+    parser.add_argument("--die-after", type=int, default=2)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    doom = Doom(options.die_at, options.die_after)
+    doom.install()
+    config = PeerConfig(folder=options.folder, min_peers=options.min_peers, carrier=options.carrier)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with Journal(options.folder / "events.jsonl") as journal:
+
+        def on_event(event: Event) -> None:
+            doom.saw(event)
+            journal.write(event)
+
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        target = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9))
+        data = torch.Generator().manual_seed(options.seed)
+        connection = connect(options.ticket, config, on_event)
+        peer = connection.start(model, optimizer, resume=options.resume)
+        signal.signal(signal.SIGINT, lambda *_: peer.stop())
+        with peer:
+            while True:
+                inputs = torch.randn(32, WIDTH, generator=data)
+                loss = ((model(inputs) - inputs @ target) ** 2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                time.sleep(0.02)  # a stand-in for the work of a larger model
+                if not peer.step(tokens=32, loss=loss):
+                    break
+    left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    print("threads left:", left)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Real swarms for tests: a seed and peers as processes of this machine, on loopback, each ended by its own id."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from p2p_co2.config import RunConfig, write_toml
+from p2p_co2.telemetry.events import Event, PeerFinished
+from p2p_co2.telemetry.journal import read_events
+
+ROOT = Path(__file__).resolve().parent.parent
+START_BOUND_S = 90.0
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+class Swarm:
+    """A seed with its ticket, and the peers that a test starts. ``folder`` is the test's own."""
+
+    def __init__(self, folder: Path, run: RunConfig) -> None:
+        self.folder, self.run = folder, run
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        run_file = folder / "run.toml"
+        run_file.write_text(write_toml(run))
+        self.ticket = self._start_seed(run_file)
+
+    def _start_seed(self, run_file: Path) -> str:
+        seed_folder = self.folder / "seed"
+        self.start("seed", [sys.executable, "-m", "bootstrap", "seed", str(run_file), "--folder", str(seed_folder)])
+        ends_at = time.monotonic() + START_BOUND_S
+        while time.monotonic() < ends_at:
+            found = re.search(r"p2pco2-\w+", self.log("seed"))
+            if found:
+                return found.group()
+            assert self.processes["seed"].poll() is None, self.log("seed")
+            time.sleep(0.05)
+        raise AssertionError(f"the seed gave no ticket: {self.log('seed')}")
+
+    def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        """Start a process whose output goes to ``<name>.log``."""
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENVIRONMENT, cwd=ROOT
+            )
+        self.processes[name] = process
+        return process
+
+    def start_peer(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """A ``swarm_peer.py`` process in folder ``<name>``."""
+        script = str(ROOT / "tests" / "swarm_peer.py")
+        return self.start(name, [sys.executable, script, self.ticket, str(self.folder / name), *arguments])
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def events(self, name: str) -> list[Event]:
+        path = self.folder / name / "events.jsonl"
+        return list(read_events(path)) if path.exists() else []
+
+    def wait(self, *names: str, bound_s: float = 120.0) -> None:
+        """Wait until these processes have ended by themselves with status 0."""
+        ends_at = time.monotonic() + bound_s
+        for name in names:
+            status = self.processes[name].wait(max(0.1, ends_at - time.monotonic()))
+            assert status == 0, f"{name} ended with {status}:\n{self.log(name)[-3000:]}"
+
+    def wait_for(self, name: str, kind: type[Event], count: int = 1, bound_s: float = 90.0) -> list[Event]:
+        """Wait until the peer has written ``count`` events of a kind."""
+        ends_at = time.monotonic() + bound_s
+        while time.monotonic() < ends_at:
+            found = [event for event in self.events(name) if isinstance(event, kind)]
+            if len(found) >= count:
+                return found
+            assert self.processes[name].poll() is None, f"{name} ended:\n{self.log(name)[-3000:]}"
+            time.sleep(0.05)
+        raise AssertionError(f"{name}: no {count} x {kind.__name__} in {bound_s} s\n{self.log(name)[-2000:]}")
+
+    def finished(self, name: str) -> PeerFinished:
+        (event,) = [event for event in self.events(name) if isinstance(event, PeerFinished)]
+        return event
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def swarm(folder: Path, run: RunConfig) -> Iterator[Swarm]:
+    """A seed that is gone, with every peer, when the block ends."""
+    running = Swarm(folder, run)
+    try:
+        yield running
+    finally:
+        running.close()

@@ -1,0 +1,305 @@
+"""Real swarms: the console script's programs as separate processes on this machine, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from bootstrap.local_swarm import Child, LocalSwarm, environment, program
+from p2p_co2.config import ClockConfig, RunConfig, write_toml
+from p2p_co2.recipes import recipe_digest
+from p2p_co2.telemetry.events import (
+    CaughtUp,
+    Event,
+    FragmentApplied,
+    LinkOpened,
+    PeerFinished,
+    PeerLeft,
+    Progress,
+    RoundCommitted,
+)
+from p2p_co2.telemetry.journal import read_events
+from p2p_co2.ticket import Ticket
+
+pytestmark = pytest.mark.swarm
+
+TINY: dict[str, str | int | float | bool] = {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 4}
+START_S = 60.0
+"""Bound on a process's start: importing torch, several processes at a time, on few cores."""
+LEAVE_S = 10.0
+OWN_RECIPE = """
+import torch
+from torch import nn
+from p2p_co2.recipes import Recipe
+
+def make():
+    def batches(seed, batch):
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            x = torch.randn(batch, 8, generator=generator)
+            yield x, x.roll(1, 1)
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+    return Recipe(nn.Linear(8, 8), batches, loss)
+"""
+_E = TypeVar("_E", bound=Event)
+
+
+class Swarm(LocalSwarm):
+    """A seed and peers of one run, with what their journals say."""
+
+    ticket = ""
+
+    def publish(self, run: RunConfig) -> None:
+        (self.folder / "run.toml").write_text(write_toml(run))
+        place = ["--host", "127.0.0.1", "--folder", str(self.folder / "seed")]
+        seed = self.start(
+            "seed", program("bootstrap", "seed", str(self.folder / "run.toml"), *place), environment()
+        )
+        self.ticket = self.wait_for_line(seed, "ticket:", START_S)
+
+    def join(self, name: str, *options: str) -> Child:
+        place = ["--folder", str(self.folder / name), "--name", name, "--threads", "1"]
+        return self.start(name, program("peers", self.ticket, *place, *options), environment())
+
+    def events(self, name: str, kind: type[_E]) -> list[_E]:
+        path = self.folder / name / "events.jsonl"
+        return [event for event in read_events(path) if isinstance(event, kind)] if path.exists() else []
+
+    def wait_until(self, what: str, happened: Callable[[], bool], timeout_s: float = START_S) -> None:
+        ends_at = time.monotonic() + timeout_s
+        while not happened():
+            logs = "\n".join(f"{child.name}:\n{child.last_lines()}" for child in self.children)
+            assert not self.dead_unasked(), logs
+            assert time.monotonic() < ends_at, f"{what}: not after {timeout_s} s\n{logs}"
+            time.sleep(0.1)
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        self.wait_until(
+            f"{name} at inner step {step}",
+            lambda: any(event.inner_steps >= step for event in self.events(name, Progress)[-1:]),
+        )
+
+    def finished(self, *names: str) -> list[PeerFinished]:
+        """Wait until these peers have ended by themselves; how each finished."""
+        peers = [child for child in self.children if child.name in names]
+        assert self.wait(peers, START_S), "\n".join(peer.last_lines() for peer in peers)
+        assert [peer.exit_status() for peer in peers] == [0] * len(peers), [
+            peer.last_lines() for peer in peers
+        ]
+        return [self.events(name, PeerFinished)[-1] for name in names]
+
+    def versions(self, name: str) -> int:
+        """Newest outer version that a peer has applied."""
+        return max((event.version for event in self.events(name, FragmentApplied)), default=0)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    with Swarm(tmp_path, grace_s=LEAVE_S) as swarm:
+        yield swarm
+        below = [process for child in swarm.running() for process in psutil.Process(child.pid).children(True)]
+    assert not [process for process in below if process.is_running()]
+    assert not [child for child in swarm.children if psutil.pid_exists(child.pid)]
+
+
+def run_of(rounds: int, recipe: str = "byte-gpt") -> RunConfig:
+    options = TINY if recipe == "byte-gpt" else {}
+    return RunConfig(
+        name="test",
+        recipe=recipe,
+        recipe_options=options,
+        recipe_digest=recipe_digest(recipe, options),
+        fragments=2,
+        clock=ClockConfig(mode="time", round_s=1.0, rounds=rounds),
+    )
+
+
+def assert_agreed(ends: list[PeerFinished]) -> None:
+    assert len({end.digest for end in ends}) == 1, ends
+    assert ends[0].digest
+    assert min(ends[0].versions) >= 2
+
+
+@pytest.mark.parametrize("carrier", ["grpc", "libp2p"])
+def test_two_peers_agree_over_each_carrier(swarm: Swarm, carrier: str) -> None:
+    swarm.publish(run_of(rounds=6))
+    for name in ("one", "two"):
+        swarm.join(name, "--min-peers", "2", "--carrier", carrier)
+    ends = swarm.finished("one", "two")
+    assert_agreed(ends)
+    for name in ("one", "two"):
+        assert {event.carrier for event in swarm.events(name, LinkOpened)} == {carrier}
+    losses = [event.loss for event in swarm.events("one", Progress) if event.loss == event.loss]
+    assert losses[-1] < losses[0]
+    assert max(event.contributors for event in swarm.events("one", RoundCommitted)) == 2
+    assert list((swarm.folder / "one" / "checkpoint").glob("state-*.safetensors"))
+
+
+def test_the_others_go_on_when_a_peer_is_killed(swarm: Swarm) -> None:
+    swarm.publish(run_of(rounds=16))
+    peers = [swarm.join(name, "--min-peers", "3") for name in ("one", "two", "three")]
+    swarm.wait_until("a round of three", lambda: _contributors(swarm, "one") == 3)
+    before = swarm.versions("one")
+    swarm.kill(peers[2])
+    ends = swarm.finished("one", "two")
+    assert_agreed(ends)
+    assert min(ends[0].versions) > before + 1
+    assert swarm.events("one", PeerLeft)
+
+
+def test_a_late_joiner_catches_up_and_takes_part(swarm: Swarm) -> None:
+    swarm.publish(run_of(rounds=30))
+    for name in ("one", "two"):
+        swarm.join(name, "--min-peers", "2")
+    swarm.wait_until("some rounds", lambda: swarm.versions("one") >= 2)
+    swarm.join("late", "--min-peers", "2")
+    swarm.wait_until("a round of three", lambda: _contributors(swarm, "late") == 3)
+    assert swarm.events("late", CaughtUp)
+    assert_agreed(swarm.finished("one", "two", "late"))
+
+
+def test_ctrl_c_leaves_cleanly_and_resume_goes_on(swarm: Swarm) -> None:
+    swarm.publish(run_of(rounds=40))
+    swarm.join("one", "--min-peers", "2")
+    two = swarm.join("two", "--min-peers", "2")
+    swarm.wait_until("some rounds", lambda: swarm.versions("two") >= 2)
+    # What a terminal does: all of the foreground group gets it, and the libp2p daemon if it is in there.
+    os.killpg(two.pid, signal.SIGINT)
+    assert swarm.wait([two], LEAVE_S), two.last_lines()
+    assert two.exit_status() == 0, two.last_lines()
+    left = swarm.events("two", PeerFinished)[-1]
+    steps = swarm.events("two", Progress)[-1].inner_steps
+    swarm.wait_until("the goodbye", lambda: bool(swarm.events("one", PeerLeft)))
+    assert left.digest
+    swarm.join("two", "--min-peers", "2", "--resume")
+    swarm.wait_until("a second start", lambda: swarm.events("two", Progress)[-1].inner_steps > steps)
+    swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since=left.at) == 2)
+    assert swarm.children[-1].running()
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(swarm: Swarm) -> None:
+    swarm.publish(run_of(rounds=0))
+    peer = swarm.join("one")
+    swarm.wait_for_step("one", 1)
+    below = psutil.Process(peer.pid).children(recursive=True)
+    assert below, "the libp2p daemon is a child"
+    peer.asked_to_end = True
+    os.kill(peer.pid, signal.SIGSTOP)  # so that both arrive before it can leave by the first
+    os.kill(peer.pid, signal.SIGINT)
+    os.kill(peer.pid, signal.SIGTERM)
+    os.kill(peer.pid, signal.SIGCONT)
+    assert swarm.wait([peer], LEAVE_S)
+    assert peer.exit_status() in {0, 130}
+    assert not [
+        process for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def test_another_recipe_is_refused_in_one_line(swarm: Swarm, tmp_path: Path) -> None:
+    here = tmp_path / "recipe.py"
+    here.write_text(OWN_RECIPE)
+    swarm.publish(run_of(0, f"{here}:make"))
+    other = tmp_path / "other.py"
+    other.write_text(OWN_RECIPE + "# a change, were it only a comment\n")
+    for options, words in (
+        (["--recipe", f"{other}:make"], "another than the run's"),
+        ([], "--recipe"),
+    ):
+        peer = swarm.join(f"peer{len(options)}", *options)
+        assert swarm.wait([peer], START_S)
+        assert peer.exit_status() == 2, peer.last_lines()
+        peer.asked_to_end = True
+        errors = [line for line in peer.last_lines(100).splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert words in errors[0]
+        assert "Traceback" not in peer.last_lines(100)
+    right = swarm.join("right", "--recipe", f"{here}:make")
+    swarm.wait_for_step("right", 1)
+    assert right.running()
+
+
+def test_a_seed_keeps_its_name_and_its_run_over_a_restart(swarm: Swarm) -> None:
+    swarm.publish(run_of(0))
+    first, ticket = swarm.children[0], Ticket.parse(swarm.ticket)
+    swarm.interrupt(first)
+    assert swarm.wait([first], LEAVE_S)
+    assert first.exit_status() == 0
+    first.log.unlink()
+    swarm.publish(run_of(0))
+    again = Ticket.parse(swarm.ticket)
+    assert (again.run, again.run_key) == (ticket.run, ticket.run_key)
+
+
+def test_a_second_seed_serves_the_run_when_the_first_is_gone(swarm: Swarm) -> None:
+    swarm.publish(run_of(0))
+    place = ["--host", "127.0.0.1", "--folder", str(swarm.folder / "seed2")]
+    second = swarm.start("seed2", program("bootstrap", "seed", "--also", swarm.ticket, *place), environment())
+    ticket = swarm.wait_for_line(second, "ticket:", START_S)
+    assert Ticket.parse(ticket).run_key == Ticket.parse(swarm.ticket).run_key
+    assert len({seed.rpartition("/")[2] for seed in Ticket.parse(ticket).seeds}) == 2
+    swarm.kill(swarm.children[0])
+    swarm.ticket = ticket
+    swarm.join("one")
+    swarm.wait_for_step("one", 1)
+
+
+def test_no_seed_is_told_in_one_line(swarm: Swarm) -> None:
+    swarm.publish(run_of(0))
+    swarm.kill(swarm.children[0])
+    peer = swarm.join("one")
+    assert swarm.wait([peer], START_S)
+    peer.asked_to_end = True
+    assert peer.exit_status() == 1
+    assert "no seed can be reached" in peer.last_lines()
+    assert "Traceback" not in peer.last_lines(100)
+
+
+def test_the_demo_ends_with_a_summary_and_nothing_running(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ["--peers", "2", "--seconds", "10", "--round-s", "2", "--folder", str(folder)]
+    with LocalSwarm(tmp_path) as parent:
+        demo = parent.start("demo", program("bootstrap", "demo", *options), environment())
+        assert parent.wait([demo], 150), demo.last_lines()
+        assert demo.exit_status() == 0, demo.last_lines(40)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["digests_equal"] is True
+    assert summary["loss"]["end"] < summary["loss"]["start"]
+    assert 1_000_000 <= summary["parameters"] <= 2_000_000
+    assert not [pid for pid in summary["processes"].values() if psutil.pid_exists(pid)]
+    for name in ("events.jsonl", "loss.png", "checkpoint"):
+        assert (folder / name).exists()
+
+
+def test_ctrl_c_ends_a_demo_with_all_its_processes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with LocalSwarm(tmp_path) as parent:
+        options = ["--peers", "2", "--seconds", "60", "--folder", str(folder)]
+        demo = parent.start("demo", program("bootstrap", "demo", *options), environment())
+        journal = folder / "peers" / "peer-1" / "events.jsonl"
+        ends_at = time.monotonic() + 2 * START_S
+        while not (journal.exists() and any(isinstance(event, Progress) for event in read_events(journal))):
+            assert demo.running(), demo.last_lines()
+            assert time.monotonic() < ends_at, demo.last_lines()
+            time.sleep(0.1)
+        below = psutil.Process(demo.pid).children(recursive=True)
+        assert len(below) >= 3
+        parent.interrupt(demo)
+        assert parent.wait([demo], 15), demo.last_lines()
+        assert demo.exit_status() == 130
+        assert demo.last_lines(1) == "error: stopped"
+        assert not [process for process in below if process.is_running()]
+
+
+def _contributors(swarm: Swarm, name: str, since: float = 0.0) -> int:
+    """Most contributors of a round that a peer saw committed after ``since``."""
+    commits = [event for event in swarm.events(name, RoundCommitted) if event.at > since]
+    return max((event.contributors for event in commits), default=0)
