@@ -75,7 +75,13 @@ class Network:
     """``count`` peers that all know each other, at version 0 of every fragment."""
 
     def __init__(
-        self, count: int, seed: int = 0, faults: Faults | None = None, shape: PayloadShape | None = None
+        self,
+        count: int,
+        seed: int = 0,
+        faults: Faults | None = None,
+        *,
+        shape: PayloadShape | None = None,
+        group_size: int = 32,
     ) -> None:
         self.random = random.Random(seed)
         self.faults = faults or Faults()
@@ -84,7 +90,7 @@ class Network:
         self.peers: dict[PeerId, Peer] = {}
         for index in range(count):
             identity = make_identity(index)
-            machine = Rounds(identity, RUN, self.shape, 32)
+            machine = Rounds(identity, RUN, self.shape, group_size)
             self.peers[identity.peer_id] = Peer(identity.peer_id, identity, machine)
         self.names = sorted(self.peers)
         self.events: list[tuple[PeerId, RoundsEvent]] = []
@@ -144,6 +150,14 @@ class Network:
     def tell_everybody(self) -> None:
         live = {name: PeerView(self.uploads[name], True) for name in self.names if self.peers[name].alive}
         for name in live:
+            self.peers[name].machine.set_peers(live, self.now)
+            self.pump(name)
+
+    def mislead(self, name: PeerId, share: float) -> None:
+        """Membership of one peer wrongly drops a share of the others."""
+        seen = [other for other in self.names if other == name or self.random.random() >= share]
+        live = {other: PeerView(self.uploads[other]) for other in seen if self.peers[other].alive}
+        if self.peers[name].alive:
             self.peers[name].machine.set_peers(live, self.now)
             self.pump(name)
 

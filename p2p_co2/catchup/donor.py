@@ -12,27 +12,6 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 
-EXPORTS_KEPT`` states and ``HISTORY_BYTES_SHARE`` of the model in past rounds.
-
-Source of the idea: several donors, digests and resume are what users of hivemind ask for (its issues 169 and
-415).
-"""
-
-from __future__ import annotations
-
-import hashlib
-from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
-
-ROUND, STATE = Fetch.ROUND, Fetch.STATE
-WINDOW = 4
-"""Chunks asked for and not yet received, per goal."""
 EXPORTS_KEPT = 2
 EXPORT_KEPT_S = 20.0
 HISTORY_ROUNDS_KEPT = 8
@@ -40,7 +19,6 @@ HISTORY_ROUNDS_KEPT = 8
 HISTORY_BYTES_SHARE = 0.25
 """All kept means together, as a share of the model's fp32 size (at least one round per fragment is kept)."""
 MAX_WAITING_EXPORTS = 64
-
 
 
 @dataclass

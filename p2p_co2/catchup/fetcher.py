@@ -1,6 +1,8 @@
-"""The peer that is behind: asks a donor for a manifest and its chunks, checks each, and replaces donors that fail.
+"""The peer that is behind: asks a donor for a manifest and its chunks, checks each, and replaces donors that
+fail.
 
-Law: sizes are computed from this peer's own model before anything is allocated, and every chunk has its manifest's digest.
+Law: sizes are computed from this peer's own model before anything is allocated, and every chunk has its
+manifest's digest.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class Coordination:
         self._begun: dict[Place, _Begun] = {}
         self._tallies: dict[bytes, Tally] = {}
         self._history = [ReadyHistory() for _ in range(fragments)]
-        self._observed = [Durations() for _ in range(fragments)]
+        self.observed = [Durations() for _ in range(fragments)]
+        """Per fragment, from BEGIN to the last slice, as the parts that we own have seen it."""
         self._moved: list[tuple[int, frozenset[PeerId]]] = [(0, frozenset())] * fragments
         self._counter = 0
 
@@ -145,7 +146,7 @@ class Coordination:
         if shortage:
             self._abort_gathering(place, gathering, attempt, digest, shortage)
             return
-        begin = gathering.begin(attempt, self._observed[place[0]])
+        begin = gathering.begin(attempt, self.observed[place[0]])
         tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape), now)
         tally.start(now)
         self._begun[place] = begun = _Begun(begin, tally, now)

@@ -85,7 +85,8 @@ def expected_transfer_s(payload_bytes: int, uploads_bytes_per_s: Iterable[float]
 
 def parts_deadline_s(payload_bytes: int, uploads_bytes_per_s: Iterable[float], observed: Durations) -> float:
     """How long owners wait for slices: the link's rate with a safety factor, or what past rounds took if that
-    is more."""
+    is more, up to ``SAFETY`` times as much, so that a member whose slices never come does not slow the others
+    down for ever."""
     expected_s = SAFETY * expected_transfer_s(payload_bytes, uploads_bytes_per_s)
     floor_s = min(max(expected_s, bounds.PARTS_FLOOR_S), bounds.PARTS_CAP_S)
-    return observed.deadline_s(floor_s, floor_s, bounds.PARTS_CAP_S)
+    return observed.deadline_s(floor_s, floor_s, min(SAFETY * floor_s, bounds.PARTS_CAP_S))

@@ -51,7 +51,7 @@ class FragmentRounds:
         self._hinted_version = -1
         self._leading = False
         """Whether the attempt's lost coordinator is replaced by us."""
-        self._receipts, self._observed = Durations(), Durations()
+        self._receipts, self._observed = Durations(), coordination.observed[fragment]
 
     def reached(self) -> int:
         """The newest version that we hold or have seen committed; -1 while joining."""

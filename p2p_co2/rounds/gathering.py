@@ -43,12 +43,13 @@ class Gathering:
         self._outlet.send(sender, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
 
     def is_complete(self, moved: frozenset[PeerId]) -> bool:
-        """Whether nobody is left to wait for. A peer known to be at an older version is not waited for."""
+        """Whether nobody is left to wait for. A peer known to be elsewhere is not waited for; one in
+        ``moved`` has reached ``round - 1`` whatever its last status said."""
         return all(peer in self.readies or not self._may_come(peer, moved) for peer in self._swarm.training())
 
     def _may_come(self, peer: PeerId, moved: frozenset[PeerId]) -> bool:
         version = self._swarm.version_of(peer, self.fragment)
-        return version is None or version >= self.round - 1 or (peer in moved and peer != self._swarm.me)
+        return version is None or version == self.round - 1 or (peer in moved and version < self.round)
 
     def agreeing(self) -> tuple[bytes, list[PeerId]]:
         """The state digest that most READYs start from (then by weight, then by digest) and its peers,

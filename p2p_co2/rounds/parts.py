@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median_low
 from typing import NamedTuple
 
 from p2p_co2.rounds.bounds import MAX_UPLOAD_BYTES_PER_S
+
+FASTEST_SHARE = 16.0
 
 
 class BlockRange(NamedTuple):
@@ -28,7 +31,8 @@ def split_blocks(blocks: int, uploads_bytes_per_s: Sequence[float]) -> tuple[Blo
     rates = [min(max(rate, 0.0), MAX_UPLOAD_BYTES_PER_S) for rate in uploads_bytes_per_s]
     known = [rate for rate in rates if rate > 0]
     typical = sum(known) / len(known) if known else 1.0
-    shares = [rate or typical for rate in rates]
+    ceiling = FASTEST_SHARE * median_low(known) if known else typical
+    shares = [min(rate or typical, ceiling) for rate in rates]
     total = sum(shares)
     edges, reached = [0], 0.0
     for share in shares:
