@@ -89,9 +89,10 @@ class Watch(Protocol):
 
 
 def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch]) -> int:
-    """Run it; returns the exit status. Raises ``ConfigError`` for options that make no run,
-    ``EnvironmentFault`` if the swarm cannot be started or was not worth an end, ``KeyboardInterrupt`` if
-    somebody stopped it."""
+    """Run it; returns the exit status, 130 if somebody stopped it.
+
+    Raises ``ConfigError`` for options that make no run, ``EnvironmentFault`` if the swarm cannot be started.
+    """
     require_supported_platform()
     if options.peers < 1:
         raise ConfigError("command line", "--peers", f"at least 1 (got {options.peers})")
@@ -108,6 +109,9 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
                 reasons = watch.finish(demo.end(loss_start))
             finally:
                 watch.close()
+    except KeyboardInterrupt:
+        print("stopped; no process is left", file=sys.stderr)
+        return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
     for reason in reasons:

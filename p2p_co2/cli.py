@@ -8,7 +8,6 @@ status 2 (this machine or the network at fault: 1), never a traceback. A traceba
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,8 +36,6 @@ def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> in
         raise  # a bug of ours: the traceback is the report
     except P2PCo2Error as error:
         return _report(str(error), 2 if isinstance(error, ConfigError | TicketError) else 1)
-    except KeyboardInterrupt:
-        return _report("stopped", 128 + signal.SIGINT)
     except OSError as error:
         if error.strerror is None:
             raise

@@ -16,14 +16,15 @@ Laws:
    the inverse. Norms come from ``exact_norm``, which has no reduction order. (A process that flushes
    denormals, ``torch.set_flush_denormal``, breaks this law: leave it off.)
 2. An aborted round changes nothing: there is no call for it.
-3. A state is never modified; ``step`` works in buffers that it made.
+3. A state is never modified; ``step`` works in buffers that it made or was given.
 
 Sources: CO2 (arXiv 2401.16265) for the staleness gap penalty (after its Eq. 3, denominator ours) and outer
 momentum clipping; DiLoCo and Streaming DiLoCo (2501.18512) for Nesterov and ``blend``; Eager updates
 (2502.12996) for ``eager_correction``; ``keep`` is ours.
 
-Price: a step holds three fp32 copies of one fragment beside the old state, and one more pass over it per
-norm.
+Price: a step holds two fp32 copies of one fragment beside the old state and the mean (one, if it may have the
+mean's memory), and passes over them twice more for the norms. All else happens in pieces that stay in the
+cache: fresh pages of memory cost more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ MOVED_NORMS_KEPT = 4
 _GAP_EPS = 1e-12
 _MEAN_SQUARE_DECAY = 0.9
 _NORM_BITS = 20
-_NORM_PIECE = 1 << 16
-"""Elements per piece: small enough for a cache; up to 2^22 of them, each at most (2^20)^2, would fit an
-int64."""
+_NORM_ROW = 1 << 13
+"""Squares that are added in fp64: integers of at most 2^40 each, so every partial sum is exact, in any order."""
+_PIECE = 1 << 16
+"""Elements worked on at once, few enough for a cache; a multiple of ``_NORM_ROW``."""
 
 
 class OuterState(NamedTuple):
@@ -105,23 +107,41 @@ def exact_norm(values: Tensor) -> float:
     Returns inf if any value is not finite, 0 for no values.
     """
     flat = values.detach().reshape(-1)
+    largest = _magnitude(flat)
+    if largest in {0.0, math.inf}:
+        return largest
+    shift = _norm_shift(largest)
+    total = sum(_square_sum(piece, shift) for piece in torch.split(flat, _PIECE))
+    return _norm_of(total, shift)
+
+
+def _magnitude(flat: Tensor) -> float:
+    """The largest magnitude; inf if any value is not finite, 0 for no values."""
     if flat.numel() == 0:
         return 0.0
     low, high = torch.aminmax(flat)
     largest = max(-float(low), float(high))
-    if not math.isfinite(largest):
-        return math.inf
-    if largest == 0.0:
-        return 0.0
+    return largest if math.isfinite(largest) else math.inf
+
+
+def _norm_shift(largest: float) -> int:
     # frexp: largest = m * 2^exponent with m in [0.5, 1), so the scaled magnitudes stay below 2^20.
-    shift = _NORM_BITS - math.frexp(largest)[1]
-    total = 0
-    for piece in torch.split(flat, _NORM_PIECE):
-        # Two halves, because the scale itself may be beyond fp32; what underflows on the way rounds to 0
-        # anyway.
-        scaled = (piece.float() * math.ldexp(1.0, shift // 2)).mul_(math.ldexp(1.0, shift - shift // 2))
-        whole = scaled.round_().long()
-        total += int(whole.mul_(whole).sum())
+    return _NORM_BITS - math.frexp(largest)[1]
+
+
+def _square_sum(piece: Tensor, shift: int) -> int:
+    """The sum of the squares of ``round(values * 2^shift)``, exact. ``piece``: [at most _PIECE]."""
+    # Two halves, because the scale itself may be beyond fp32; what underflows on the way rounds to 0 anyway.
+    whole = piece.float() * math.ldexp(1.0, shift // 2)
+    squares = whole.mul_(math.ldexp(1.0, shift - shift // 2)).round_().double().square_()
+    return (
+        sum(int(row.sum()) for row in torch.split(squares, _NORM_ROW))
+        if len(piece) % _NORM_ROW
+        else int(squares.view(-1, _NORM_ROW).sum(1).long().sum())
+    )
+
+
+def _norm_of(total: int, shift: int) -> float:
     return math.ldexp(math.sqrt(total), -shift)
 
 
@@ -142,12 +162,13 @@ def outer_gradient(state: OuterState, params: Tensor, correction: Tensor | None 
 
 
 def step(
-    config: OuterConfig, state: OuterState, mean: Tensor, base_version: int
+    config: OuterConfig, state: OuterState, mean: Tensor, base_version: int, out: Tensor | None = None
 ) -> tuple[OuterState, StepReport]:
     """Apply the committed mean outer gradient of one round.
 
     ``mean``: fp32 [n], host memory. ``base_version``: the outer version that the mean was measured from, at
-    most ``state.version``; the difference is the staleness.
+    most ``state.version``; the difference is the staleness. ``out``: memory for the new parameters, fp32 [n];
+    it may be ``mean`` itself, whose values are lost then, whatever happens.
 
     Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32: every peer
     that holds the same bits refuses alike, and the state stays. Raises ``LocalProtocolError`` for a wrong
@@ -156,31 +177,66 @@ def step(
     _check(state, mean, base_version)
     gradient_norm = exact_norm(mean)
     gap = _gap(config, state, gradient_norm, state.version - base_version)
-    inverse = 1.0 / gap
-    applied = mean * inverse
-    applied_norm = gradient_norm * inverse
+    applied_norm = gradient_norm * (1.0 / gap)
     # No ** on floats anywhere here: libraries round pow differently; products and sqrt are exact by IEEE 754.
     mean_square = applied_norm * applied_norm / max(1, mean.numel())
     if state.mean_square > 0.0:
         mean_square = _MEAN_SQUARE_DECAY * state.mean_square + (1.0 - _MEAN_SQUARE_DECAY) * mean_square
-    momentum = state.momentum * config.momentum
-    momentum.add_(applied)
-    momentum, clipped_share = _clip(config, momentum, mean_square)
-    # From here on the memory of ``applied`` is the step's, then the change's, then the new parameters'.
-    change = applied.add_(momentum * config.momentum) if config.nesterov else applied.copy_(momentum)
-    change.mul_(config.lr)
-    momentum_norm, moved_norm = exact_norm(momentum), exact_norm(change)
-    params = torch.sub(state.params, change, out=change)
-    low, high = torch.aminmax(params) if params.numel() else (params.sum(), params.sum())
-    if not all(map(math.isfinite, (gradient_norm, momentum_norm, moved_norm, float(low), float(high)))):
+    momentum = torch.empty_like(state.momentum)
+    params = torch.empty_like(state.params) if out is None else out
+    clipped = _change_of(
+        config, state.momentum, mean, 1.0 / gap, _clip_bound(config, mean_square), momentum, params
+    )
+    # ``params`` holds the change so far.
+    momentum_norm = exact_norm(momentum)
+    moved_norm, largest = _take_change_(params, state.params)
+    if not all(map(math.isfinite, (gradient_norm, momentum_norm, moved_norm, largest))):
         raise RemoteProtocolError(
             "not_finite", "the mean outer gradient is not finite, or too large to apply"
         )
     moved_norms = (*state.moved_norms, moved_norm)[-MOVED_NORMS_KEPT:]
     return (
         OuterState(state.version + 1, params, momentum, mean_square, moved_norms),
-        StepReport(gap, gradient_norm, momentum_norm, clipped_share),
+        StepReport(gap, gradient_norm, momentum_norm, clipped / max(1, mean.numel())),
     )
+
+
+def _change_of(
+    config: OuterConfig,
+    old: Tensor,
+    mean: Tensor,
+    inverse: float,
+    bound: float,
+    momentum: Tensor,
+    change: Tensor,
+) -> int:
+    """Fill the new ``momentum`` and ``change``, what the parameters lose; how many momentum values were clipped.
+
+    ``inverse`` is 1 / gap; ``change`` may be the memory of ``mean``.
+    """
+    clipped = 0
+    for start in range(0, mean.numel(), _PIECE):
+        at = slice(start, start + _PIECE)
+        applied = mean[at] * inverse
+        new = torch.mul(old[at], config.momentum, out=momentum[at]).add_(applied)
+        if math.isfinite(bound):
+            free = new.clone()
+            clipped += int(torch.count_nonzero(new.clamp_(-bound, bound) != free))
+        step = applied.add_(new * config.momentum) if config.nesterov else new
+        torch.mul(step, config.lr, out=change[at])
+    return clipped
+
+
+def _take_change_(change: Tensor, params: Tensor) -> tuple[float, float]:
+    """Turn ``change`` into ``params - change``; the change's norm and the largest new magnitude."""
+    moved, largest, total = _magnitude(change), 0.0, 0
+    shift = 0 if moved in {0.0, math.inf} else _norm_shift(moved)
+    for start in range(0, change.numel(), _PIECE):
+        piece = change[start : start + _PIECE]
+        if moved not in {0.0, math.inf}:
+            total += _square_sum(piece, shift)
+        largest = max(largest, _magnitude(torch.sub(params[start : start + _PIECE], piece, out=piece)))
+    return (moved if moved in {0.0, math.inf} else _norm_of(total, shift)), largest
 
 
 def merge(
@@ -315,11 +371,8 @@ def _gap(config: OuterConfig, state: OuterState, gradient_norm: float, staleness
     return 1.0 + moved / (gradient_norm + _GAP_EPS)
 
 
-def _clip(config: OuterConfig, momentum: Tensor, mean_square: float) -> tuple[Tensor, float]:
-    """The momentum that is stored, and the share of its values that were clipped."""
+def _clip_bound(config: OuterConfig, mean_square: float) -> float:
+    """The magnitude at which momentum is clipped; inf for never."""
     if config.clip == "none":
-        return momentum, 0.0
-    bound = config.clip_phi * (math.sqrt(mean_square) if config.clip == "rms" else 1.0)
-    clipped = momentum.clamp(-bound, bound)
-    changed = int(torch.count_nonzero(clipped != momentum))
-    return clipped, changed / max(1, momentum.numel())
+        return math.inf
+    return config.clip_phi * (math.sqrt(mean_square) if config.clip == "rms" else 1.0)

@@ -12,7 +12,7 @@ import hashlib
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
@@ -67,8 +67,13 @@ class Peer:
     name: PeerId
     identity: Identity
     machine: Rounds
-    version: int = 0
     alive: bool = True
+    states: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """Version and digest per fragment."""
+
+    @property
+    def version(self) -> int:
+        return self.states[0][0]
 
 
 class Network:
@@ -107,11 +112,10 @@ class Network:
         self.busy: set[PeerId] = set()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._digests = {fragment: {0: hashlib.sha256(b"start").digest()} for fragment in range(8)}
         self.uploads = dict.fromkeys(self.names, 1e6)
         for name in self.names:
             for fragment in range(len(self.shape.blocks)):
-                self.peers[name].machine.set_state(fragment, 0, self._digests[fragment][0])
+                self.set_state(name, fragment, 0, hashlib.sha256(b"start").digest())
         self.tell_everybody()
 
     # ---- the world
@@ -148,15 +152,19 @@ class Network:
         self.at(self.now + self.detect_s, self.tell_everybody)
 
     def tell_everybody(self) -> None:
-        live = {name: PeerView(self.uploads[name], True) for name in self.names if self.peers[name].alive}
+        live = {name: self._view(name) for name in self.names if self.peers[name].alive}
         for name in live:
             self.peers[name].machine.set_peers(live, self.now)
             self.pump(name)
 
+    def _view(self, name: PeerId) -> PeerView:
+        states = self.peers[name].states
+        return PeerView(self.uploads[name], True, tuple(states[f][0] for f in range(len(states))))
+
     def mislead(self, name: PeerId, share: float) -> None:
         """Membership of one peer wrongly drops a share of the others."""
         seen = [other for other in self.names if other == name or self.random.random() >= share]
-        live = {other: PeerView(self.uploads[other]) for other in seen if self.peers[other].alive}
+        live = {other: self._view(other) for other in seen if self.peers[other].alive}
         if self.peers[name].alive:
             self.peers[name].machine.set_peers(live, self.now)
             self.pump(name)
@@ -169,6 +177,10 @@ class Network:
                 self.now + self.random.uniform(0, period_s),
                 lambda name=name: self._offer_again(name, period_s),
             )  # type: ignore[misc]
+
+    def _tell_regularly(self) -> None:
+        self.tell_everybody()
+        self.at(self.now + 2.0, self._tell_regularly)
 
     def _offer_again(self, name: PeerId, period_s: float) -> None:
         peer = self.peers[name]
@@ -190,7 +202,7 @@ class Network:
         return float(1 + self.names.index(name))
 
     def offer(self, name: PeerId, round_: int = 1, fragment: int = 0, digest: bytes | None = None) -> None:
-        digest = digest or self._digests[fragment][round_ - 1]
+        digest = digest or self.peers[name].states[fragment][1]
         self.offered.add(name)
         payload, weight = self.payload(name, fragment, round_), self.weight(name)
         self.peers[name].machine.offer(Offer(fragment, round_, round_ - 1, digest, payload, weight), self.now)
@@ -267,21 +279,25 @@ class Network:
         elif isinstance(event, FellBehind):
             self._catch_up(peer, event)
 
+    def set_state(self, name: PeerId, fragment: int, version: int, digest: bytes) -> None:
+        self.peers[name].states[fragment] = (version, digest)
+        self.peers[name].machine.set_state(fragment, version, digest)
+
     def _catch_up(self, peer: Peer, event: FellBehind) -> None:
-        """Copy the state of the first live donor that is ahead of us."""
+        """Copy the state of the first live donor that holds what the majority holds, or more."""
         for donor in event.donors:
             other = self.peers.get(donor)
-            if other is not None and other.alive and other.version > peer.version:
-                peer.version = other.version
-                digest = self._digests[event.fragment][other.version]
-                peer.machine.set_state(event.fragment, other.version, digest)
-                break
+            if other is None or not other.alive or other is peer:
+                continue
+            version, digest = other.states[event.fragment]
+            if version > event.version or (version, digest) == (event.version, event.digest):
+                self.set_state(peer.name, event.fragment, version, digest)
+                return
 
     def _apply(self, peer: Peer, fragment: int, round_: int, mean: bytes) -> None:
-        digest = hashlib.sha256(self._digests[fragment][round_ - 1] + mean).digest()
-        self._digests[fragment].setdefault(round_, digest)
-        peer.version = round_
-        peer.machine.set_state(fragment, round_, digest)
+        version, digest = peer.states[fragment]
+        if version == round_ - 1:
+            self.set_state(peer.name, fragment, round_, hashlib.sha256(digest + mean).digest())
 
     def _reduce(self, peer: Peer, job: ReduceJob) -> None:
         if peer.alive:

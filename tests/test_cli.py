@@ -170,7 +170,6 @@ def test_a_demo_does_not_overwrite_a_run(tmp_path: Path) -> None:
             1,
             "error: No space left on device: x.bin",
         ),
-        (KeyboardInterrupt(), 130, "error: stopped"),
     ],
 )
 def test_faults_outside_the_program_are_one_line(

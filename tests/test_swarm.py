@@ -295,7 +295,7 @@ def test_ctrl_c_ends_a_demo_with_all_its_processes(tmp_path: Path) -> None:
         parent.interrupt(demo)
         assert parent.wait([demo], 15), demo.last_lines()
         assert demo.exit_status() == 130
-        assert demo.last_lines(1) == "error: stopped"
+        assert demo.last_lines(1) == "stopped; no process is left"
         assert not [process for process in below if process.is_running()]
 
 

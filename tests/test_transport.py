@@ -32,7 +32,7 @@ from p2p_co2.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from p2p_co2.transport import libp2p_daemon
+from p2p_co2.transport import libp2p_carrier, libp2p_daemon
 from p2p_co2.transport.base import Carrier
 from p2p_co2.transport.door import MAX_INBOUND_LINKS, MAX_INBOUND_LINKS_PER_PEER, MAX_NONCES_PER_PEER, Door
 from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
@@ -308,6 +308,37 @@ async def test_a_closed_peer_is_noticed_while_idle(kind: str, tmp_path: Path) ->
 
 
 @BOTH
+async def test_a_sender_that_waits_for_room_learns_of_the_death(kind: str, tmp_path: Path) -> None:
+    async with open_peer(kind, tmp_path / "a") as a:
+        async with open_peer(kind, tmp_path / "b") as b:
+            link = await a.carrier.connect(b.record)
+            b.gate.clear()
+
+            async def flood() -> None:
+                while True:
+                    await link.send(bytes(MAX_MESSAGE_BYTES))
+
+            flooding = asyncio.create_task(flood())
+            await asyncio.sleep(0.3)  # until all buffers are full
+        async with asyncio.timeout(2):
+            with pytest.raises(PeerLost):
+                await flooding
+
+
+@BOTH
+async def test_a_cancelled_connect_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    async with open_pair(kind, tmp_path) as (a, b):
+        for delay_ms in (0, 1, 2, 4, 8):  # wherever it may be by then
+            connecting = asyncio.create_task(a.carrier.connect(b.record))
+            await asyncio.sleep(delay_ms / 1000)
+            if not connecting.cancel():
+                await (await connecting).close()
+            await asyncio.gather(connecting, return_exceptions=True)
+        await until(lambda: not b.carrier._door._inside)  # type: ignore[attr-defined]
+        assert not a.carrier._links  # type: ignore[attr-defined]
+
+
+@BOTH
 async def test_an_inbound_link_ends_with_its_peer(kind: str, tmp_path: Path) -> None:
     async with open_peer(kind, tmp_path / "b") as b:
         for _ in range(MAX_INBOUND_LINKS_PER_PEER + 1):  # a link that were kept would count against the bound
@@ -487,6 +518,22 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
         assert not b.received
         assert {sender for sender, _ in b.refused} == {a.identity.peer_id}
         await until(lambda: not b.carrier._inbound)  # type: ignore[attr-defined]
+
+
+async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libp2p_carrier, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(libp2p_carrier, "SILENCE_S", 0.4)
+    async with open_pair("libp2p", tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        b.gate.clear()
+        await link.send(b"worked on for long")
+        await asyncio.sleep(0.6)
+        b.gate.set()
+        await link.send(b"still open")
+        await until(lambda: len(b.received) == 2)
+        monkeypatch.setattr(libp2p_carrier, "HEARTBEAT_S", 60.0)
+        async with asyncio.timeout(2):
+            assert "silent" in await link.wait_closed()
 
 
 def frame(data: bytes) -> bytes:

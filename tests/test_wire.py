@@ -86,7 +86,7 @@ def test_any_bytes_are_refused(data: bytes) -> None:
 
 
 @given(st.text(max_size=80))
-def test_any_text_is_a_peer_or_refused(text: str) -> None:
+def test_any_text_is_refused_as_a_peer(text: str) -> None:
     with pytest.raises(RemoteProtocolError):
         public_key_of(text)
 

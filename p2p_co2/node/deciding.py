@@ -24,7 +24,7 @@ from p2p_co2.rounds import (
 )
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Decision
+from p2p_co2.wire.messages_pb2 import Decision, Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
@@ -120,10 +120,13 @@ class Deciding:
 
     def _agree(self, fragment: int, version: AgreedVersion) -> bool:
         changed = self._node.agreed[fragment] != version
+        self._node.standing.settled = False  # another thread reads it: it must not outlive what it was about
         self._node.agreed[fragment] = version
         self._node.rounds.set_state(fragment, version.version, version.digest)
         if changed:
             self._node.refresh()
+            if self._node.standing.progress.phase == Status.DRAINING:
+                self._node.membership.announce(self._node.now())  # others wait to see where we end
         return changed
 
     async def _publish_decision(self, fragment: int, round_: int, decision: bytes) -> None:

@@ -68,8 +68,8 @@ class Standing:
         }
 
     def conclude(self, now: float, rounds_per_s: float) -> None:
-        """Compare this peer with the others. ``rounds_per_s`` 0: every peer counts its own steps, positions
-        do not matter."""
+        """Compare this peer with the others. ``rounds_per_s`` 0: positions move with inner steps, not with
+        time."""
         mine = [(version.version, version.digest) for version in self._node.agreed]
         statuses = [info.status for info in self._node.membership.live.values()]
         theirs = [list(zip(status.versions, status.digests, strict=False)) for status in statuses]
@@ -83,5 +83,5 @@ class Standing:
             for fragment, (version, _) in enumerate(mine)
         ]
         self.abreast = idle and all(rounds <= 1 for rounds in ahead)
-        positions = sorted(self._node.membership.positions(now, rounds_per_s)) if rounds_per_s else []
+        positions = sorted(self._node.membership.positions(now, rounds_per_s))
         self.swarm_position = (positions[len(positions) // 2], time.monotonic()) if positions else None

@@ -132,7 +132,7 @@ class Coordination:
         for place, gathering in list(self._gatherings.items()):
             version, moved = self._moved[place[0]]
             known = moved if version == place[1] - 1 else frozenset()
-            if now >= gathering.close_at or gathering.is_complete(known):
+            if gathering.may_close(known, now):
                 self._close(place, gathering, now)
                 return True
         return False
@@ -142,7 +142,7 @@ class Coordination:
         self._counter += 1
         attempt = attempt_id(self._swarm.me, *place, self._counter, now)
         digest, camp = gathering.agreeing()
-        shortage = gathering.shortage(camp)
+        shortage = gathering.shortage(camp, now)
         if shortage:
             self._abort_gathering(place, gathering, attempt, digest, shortage)
             return
@@ -234,7 +234,7 @@ class Coordination:
             tally.peers_changed(now)
 
     def get_timer(self) -> float | None:
-        times = [gathering.close_at for gathering in self._gatherings.values()]
+        times = [gathering.get_timer() for gathering in self._gatherings.values()]
         times += [at for tally in self._tallies.values() if (at := tally.get_timer()) is not None]
         return min(times, default=None)
 

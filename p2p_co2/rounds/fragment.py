@@ -49,6 +49,8 @@ class FragmentRounds:
         self._early = EarlyPieces(2 * self._payload_bytes)
         self._rival: tuple[Decision, Outcome] | None = None
         self._hinted_version = -1
+        self._ahead: Outcome | None = None
+        """A commit beyond our next round, seen while our offer was open."""
         self._leading = False
         """Whether the attempt's lost coordinator is replaced by us."""
         self._receipts, self._observed = Durations(), coordination.observed[fragment]
@@ -61,7 +63,7 @@ class FragmentRounds:
     def set_state(self, version: int, digest: bytes, now: float) -> None:
         self.version, self.digest = version, digest
         if self.offer is not None and self.offer.round <= version:
-            self._rival = None
+            self._rival = self._ahead = None
             self._abort(f"the agreed state moved on to version {version}", now)
 
     def start(self, offer: Offer, now: float) -> None:
@@ -87,6 +89,7 @@ class FragmentRounds:
         role = self.asking or self.member
         if role is not None:
             role.peers_changed(now)
+        self._check_ahead()
 
     def get_timer(self) -> float | None:
         role = self.asking or self.member
@@ -123,7 +126,7 @@ class FragmentRounds:
         if self.asking is None or self.asking.offer.round != attempt.round:
             if attempt.round > self.reached() + 1:
                 raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
-            # Our READY was overtaken: the offer ended or is in another attempt. We are in one attempt at a time.
+            # Our READY was overtaken: the offer has ended or is in another attempt (we are in one at a time).
             self.verdicts.end(attempt.id)
             return
         if sender not in self.asking.asked:
@@ -248,13 +251,31 @@ class FragmentRounds:
             self._finish(member, decision, outcome, now)
 
     def _hint_behind(self, outcome: Outcome) -> None:
-        """The swarm seems to be elsewhere. With an open offer its coordinator will tell us; else say it
-        once."""
-        version = outcome.key.round - 1
-        if self.offer is None and self._hinted_version != version:
-            self._hinted_version = version
-            donors = tuple(PeerId(member.peer) for member in outcome.members)
-            self._outlet.emit(FellBehind(outcome.key.fragment, version, outcome.state_digest, donors, False))
+        """The swarm seems to be elsewhere; say it once. One signature is not enough to end an open offer, so
+        then the hint waits until the offer has failed, or until a majority of the live peers say that they
+        are past its round."""
+        if self.offer is not None:
+            self._ahead = outcome
+            self._check_ahead()
+        elif self._hinted_version != outcome.key.round - 1:
+            self._emit_behind(outcome, ends_offer=False)
+
+    def _check_ahead(self) -> None:
+        if self.asking is None or self._ahead is None:
+            return
+        fragment, round_ = self.asking.offer.fragment, self.asking.offer.round
+        training = self._swarm.training()
+        past = [peer for peer in training if (self._swarm.version_of(peer, fragment) or 0) >= round_]
+        if 2 * len(past) > len(training):
+            outcome = self._ahead
+            self._end()
+            self._emit_behind(outcome, ends_offer=True)
+
+    def _emit_behind(self, outcome: Outcome, ends_offer: bool) -> None:
+        self._hinted_version = outcome.key.round - 1
+        donors = tuple(PeerId(member.peer) for member in outcome.members if member.peer != self._swarm.me)
+        fragment, version, digest = outcome.key.fragment, outcome.key.round - 1, outcome.state_digest
+        self._outlet.emit(FellBehind(fragment, version, digest, donors, ends_offer))
 
     def _finish(self, member: Member, decision: Decision, outcome: Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
@@ -304,8 +325,11 @@ class FragmentRounds:
             self.verdicts.keep(*rival)
             self._end_without_bytes(*rival)
             return
+        ahead = self._ahead
         self._end()
         self._outlet.emit(Aborted(offer.fragment, offer.round, reason, now - self._offered_at))
+        if ahead is not None:
+            self._emit_behind(ahead, ends_offer=False)
 
     def _end(self) -> None:
         """Forget the open offer and all that was held for it."""
@@ -314,6 +338,6 @@ class FragmentRounds:
             self._coordination.member_left(self.member.attempt.id)
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
-        self.offer = self.asking = self.member = self._rival = None
+        self.offer = self.asking = self.member = self._rival = self._ahead = None
         self._leading = False
         self._early.clear()

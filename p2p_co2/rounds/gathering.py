@@ -32,6 +32,8 @@ class Gathering:
         self.first_at = now
         self.deadline_s = history.deadline_s(round_)
         self.close_at = now + self.deadline_s
+        self.give_up_at = now + max(self.deadline_s, bounds.GATHER_CAP_S)
+        self._is_overdue = False
         self._swarm, self._outlet, self._history = swarm, outlet, history
 
     def ready(self, message: Ready, sender: PeerId, now: float) -> None:
@@ -39,10 +41,22 @@ class Gathering:
         if sender not in self.readies:
             self._history.arrived(self.round, now)
         self.readies[sender] = message
-        within_s = max(0.0, self.close_at - now)
+        within_s = max(0.0, self.get_timer() - now)
         self._outlet.send(sender, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
 
-    def is_complete(self, moved: frozenset[PeerId]) -> bool:
+    def get_timer(self) -> float:
+        """The deadline; once that has passed without a majority, the end of all patience."""
+        return self.give_up_at if self._is_overdue else self.close_at
+
+    def may_close(self, moved: frozenset[PeerId], now: float) -> bool:
+        """Whether to begin, or to give up. A majority that is missing is waited for up to the cap: an abort
+        would cost the early ones a whole round, and waiting costs nobody a training step."""
+        self._is_overdue = now >= self.close_at
+        if self._is_overdue or self._is_complete(moved):
+            return now >= self.give_up_at or not self.shortage(self.agreeing()[1], now)
+        return False
+
+    def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for. A peer known to be elsewhere is not waited for; one in
         ``moved`` has reached ``round - 1`` whatever its last status said."""
         return all(peer in self.readies or not self._may_come(peer, moved) for peer in self._swarm.training())
@@ -52,26 +66,33 @@ class Gathering:
         return version is None or version == self.round - 1 or (peer in moved and version < self.round)
 
     def agreeing(self) -> tuple[bytes, list[PeerId]]:
-        """The state digest that most READYs start from (then by weight, then by digest) and its peers,
-        sorted."""
+        """The state digest that most READYs start from, and its peers, sorted. Of equal camps the one that
+        may begin with half of the swarm comes first (``shortage``), then the heavier one, then the larger
+        digest."""
         camps: dict[bytes, list[PeerId]] = {}
         for peer in sorted(self.readies):
             camps.setdefault(self.readies[peer].state_digest, []).append(peer)
+        first = self._first()
 
-        def strength(digest: bytes) -> tuple[int, float, bytes]:
-            return len(camps[digest]), sum(self.readies[peer].weight for peer in camps[digest]), digest
+        def strength(digest: bytes) -> tuple[int, bool, float, bytes]:
+            weight = sum(self.readies[peer].weight for peer in camps[digest])
+            return len(camps[digest]), first in camps[digest], weight, digest
 
         best = max(camps, key=strength)
         return best, camps[best]
 
-    def shortage(self, camp: list[PeerId]) -> str:
+    def _electorate(self) -> list[PeerId]:
+        return sorted({*self._swarm.training(), *self.readies})
+
+    def _first(self) -> PeerId:
+        return coordination_order(self._electorate(), self.fragment, self.round)[0]
+
+    def shortage(self, camp: list[PeerId], now: float) -> str:
         """Why ``camp`` may not begin; empty if it may."""
-        training = self._swarm.training()
-        live = sorted({*training, *camp})
-        first = coordination_order(live, self.fragment, self.round)[0]
-        if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and first in camp):
+        live = self._electorate()
+        if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and self._first() in camp):
             return ""
-        waited = f"within {self.deadline_s:.1f} s"
+        waited = f"within {now - self.first_at:.1f} s"
         if len(self.readies) > len(camp):
             return f"only {len(camp)} of {len(live)} live peers were ready with equal states {waited}"
         missing = ", ".join(short(peer) for peer in live if peer not in camp)

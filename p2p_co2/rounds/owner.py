@@ -60,7 +60,7 @@ class PartJob:
         missing = [peer for peer in absent if self._swarm.is_live(peer)]
         if missing and now < self._due_at:
             return
-        # A slice that missed the deadline took longer than we know: count twice the wait, so that it can grow.
+        # A slice that missed the deadline took longer than we know: count twice the wait so that it can grow.
         self._observed.add(2 * self.attempt.parts_within_s if missing else now - self._began_at)
         self._transfers.clear()
         self._ask()

@@ -58,11 +58,13 @@ class TensorLedger:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def agreed(self) -> list[AgreedVersion]:
-        """Where every fragment is. Call before the node runs, or on the worker."""
-        return [
-            AgreedVersion(fragment.state.version, digest)
-            for fragment, digest in zip(self._fragments, self._digests, strict=True)
-        ]
+        """Where every fragment is, all at one moment. Any thread; waits for the worker."""
+
+        def read() -> list[AgreedVersion]:
+            pairs = zip(self._fragments, self._digests, strict=True)
+            return [AgreedVersion(fragment.state.version, digest) for fragment, digest in pairs]
+
+        return self._worker.submit(read).result()
 
     def states(self) -> list[OuterState]:
         """The agreed states, consistent with each other. Any thread; waits for the worker."""

@@ -17,7 +17,6 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.standing import LocalProgress
@@ -26,7 +25,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
 
-CLOSE_BOUND_S = 8.0
+CLOSE_BOUND_S = 5.0
 _T = TypeVar("_T")
 
 
@@ -101,8 +100,10 @@ class NetworkThread:
         clock = self.network.run.clock
         return 1.0 / clock.round_s if clock.mode == "time" else 0.0
 
-    def settled(self) -> bool:
-        return self.node.standing.settled
+    def settled(self, versions: Sequence[int]) -> bool:
+        """Whether all live peers are done at ``versions``, and this thread knows that we are there too."""
+        known = [agreed.version for agreed in self.node.agreed]
+        return known == list(versions) and self.node.standing.settled
 
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
@@ -128,9 +129,6 @@ class NetworkThread:
 
     def goodbye(self, reason: str) -> None:
         self._loop.call_soon_threadsafe(self.node.say_goodbye, reason)
-
-    def agreed(self) -> list[AgreedVersion]:
-        return list(self.node.agreed)
 
     def carriers_used(self) -> dict[str, str]:
         async def read() -> dict[str, str]:

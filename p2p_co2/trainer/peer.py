@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from p2p_co2 import checkpoint as checkpoints
 from p2p_co2.checkpoint import Checkpoint, swarm_digest
 from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.errors import EnvironmentFault
 from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
@@ -77,7 +79,7 @@ class Peer:
         self._sync.after_step(tokens, loss.detach() if isinstance(loss, Tensor) else loss)
         self._set_learning_rate()
         if time.monotonic() - self._saved_at >= self._plan.config.checkpoint_every_s:
-            self.save()
+            self._save_or_warn()
         return not (self._stopped or self.over)
 
     def stop(self) -> None:
@@ -126,28 +128,29 @@ class Peer:
         """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
         goodbye.
 
-        Bounded; may be called twice. After it no thread, process or socket of this peer is left.
+        Bounded; may be called twice. After it no thread, process or socket of this peer is left. Raises
+        ``EnvironmentFault`` if the last checkpoint cannot be written; the one before it stays.
         """
         if self._left:
             return
         self._left = True
+        last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
+        reason = reason or ("the run is over" if self.over and not self._stopped else "stopped")
         try:
             self._sync.flush(self.over and not self._stopped)
-            self.save()
-            agreed = self._thread.agreed()
-            finished = {
-                "reason": reason or ("the run is over" if self.over else "stopped"),
-                "digest": swarm_digest([version.digest for version in agreed]).hex(),
-                "versions": tuple(version.version for version in agreed),
-                "carriers": self._thread.carriers_used(),
-                "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                * 1024,  # Linux counts KiB
-            }
-            self._thread.goodbye(str(finished["reason"]))
-            self._thread.report(ev.PeerFinished, finished)
+            agreed = self._ledger.agreed()
+            last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
+            last["versions"] = tuple(version.version for version in agreed)
+            last["carriers"] = self._thread.carriers_used()
+            self._thread.goodbye(reason)
         finally:
             self._thread.close()
-            self._ledger.close()
+            try:
+                self.save()
+            finally:
+                self._ledger.close()
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+                self._thread.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
 
     def __enter__(self) -> Peer:
         return self
@@ -158,6 +161,15 @@ class Peer:
         if kind is not None:
             self._stopped = True
         self.leave("" if kind is None else f"{kind.__name__} in the training loop")
+
+    def _save_or_warn(self) -> None:
+        """A checkpoint that cannot be written now is no reason to stop training: say so, and try again
+        later."""
+        try:
+            self.save()
+        except EnvironmentFault as error:
+            self._saved_at = time.monotonic()
+            self._thread.report(ev.Warned, {"text": f"no checkpoint was written: {error}"})
 
     def _set_learning_rate(self) -> None:
         if self._plan.learning_rate is None:

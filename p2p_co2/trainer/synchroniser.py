@@ -13,7 +13,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ FIRST_ROUND_BOUND_S = 15.0
 """Training waits at most this long for a first round."""
 FLUSH_BOUND_S = 20.0
 """The final flush of a run that is over, all fragments together."""
-LEAVE_BOUND_S = 4.0
+LEAVE_BOUND_S = 3.0
 """Waiting for rounds in flight when a person stops the peer."""
 SETTLE_BOUND_S = 15.0
 """Waiting at the end until all live peers agree."""
@@ -49,7 +49,7 @@ class Wire(Protocol):
     def offer(self, offer: Offer) -> None: ...
     def show(self, progress: LocalProgress) -> None: ...
     def swarm_position(self) -> tuple[float, float] | None: ...
-    def settled(self) -> bool: ...
+    def settled(self, versions: Sequence[int]) -> bool: ...
     def traffic_bytes(self) -> tuple[int, int]: ...
     def failure(self) -> BaseException | None: ...
     def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None: ...
@@ -260,7 +260,7 @@ class Synchroniser:
                 unsent = {f for f in unsent if self._contributed_tokens[f] < self.tokens}
             self.phase = Status.DRAINING
             self.report()
-            self._wait(self._wire.settled, SETTLE_BOUND_S)
+            self._wait(lambda: self._wire.settled(self.versions), SETTLE_BOUND_S)
             self._release_held()
         self.exposed_s += time.monotonic() - entered_at
         self.report()

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr
+from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr, P2PDaemonError
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,12 @@ async def _start(arguments: list[str], timeout_s: float) -> P2P:
         async with asyncio.timeout(timeout_s):
             await daemon.wait_ready()
             p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{_control_socket(daemon.folder)}"))
+    except TimeoutError:  # an OSError of its own kind: the caller may try again
+        await daemon.stop()
+        raise
+    except (OSError, asyncio.IncompleteReadError, P2PDaemonError):
+        await daemon.stop()
+        raise _explain(" / ".join(daemon.output)) from None
     except BaseException:
         await daemon.stop()
         raise
@@ -212,9 +218,11 @@ async def _launch(arguments: list[str]) -> Daemon:
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
         )
-    except OSError as error:
+    except (OSError, asyncio.CancelledError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise _explain_exec(error, binary) from None
+        if isinstance(error, OSError):
+            raise _explain_exec(error, binary) from None
+        raise
     return Daemon(process, folder)
 
 
