@@ -231,6 +231,8 @@ class Swarm:
     def _cpu_s(self) -> float:
         total_s = 0.0
         for process in self._processes:
+            if process.poll() is not None:
+                continue
             root = psutil.Process(process.pid)
             for one in (root, *root.children(recursive=True)):
                 self._tree[one.pid] = one
@@ -342,7 +344,7 @@ def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticke
         )
         sys.stdin.readline()
         error = _first_error(peer, tensors) if int(line) == 0 else 0.0
-        _say({"digest": network.agreed()[0].digest.hex(), "error": error})
+        _say({"digest": peer._ledger.agreed()[0].digest.hex(), "error": error})
     peer.leave("the benchmark is over")
 
 

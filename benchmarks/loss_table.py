@@ -98,6 +98,7 @@ def _rows() -> list[Row]:
         rows.append(Row(f"co2 d{delay}", "co2", delay, lr=1.0, nesterov=False))
     rows += [Row(f"keep 4 fragments d{delay}", "keep", delay, fragments=4) for delay in (1, 3, 7, H)]
     rows += [Row(f"blend d{delay}", "blend", delay) for delay in (0, 3, 7, H)]
+    rows += [Row(f"blend 4 fragments d{delay}", "blend", delay, fragments=4) for delay in (1, 3)]
     # With delay 0 rule eager has nothing stale to replace: it is co2 d0.
     rows += [Row(f"eager d{delay}", "eager", delay, lr=1.0, nesterov=False) for delay in (3, 7, H)]
     # The rule apart from its settings: co2 with those of keep.

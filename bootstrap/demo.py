@@ -11,6 +11,7 @@ the exchange works and what it costs, not that more peers learn faster.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -38,6 +39,8 @@ _START_UP_S = 75.0
 """Peers import torch one beside the other on few cores; the run's clock may start after this at the
 latest."""
 _LEAVE_S = 20.0
+_WITH_US = ["--parent", str(os.getpid())]
+"""So that the swarm leaves even when the demo itself is killed."""
 _SAMPLE_PROMPT = "def "
 _SAMPLE_TOKENS = 240
 
@@ -223,7 +226,7 @@ class _Demo:
         self._look(watch)
 
     def _seed_command(self) -> list[str]:
-        place = ["--host", "127.0.0.1", "--folder", str(self.folder / "seed")]
+        place = ["--host", "127.0.0.1", "--folder", str(self.folder / "seed"), *_WITH_US]
         return program("bootstrap", "seed", str(self.folder / "run.toml"), *place)
 
     def _start_peer(self, name: str) -> None:
@@ -232,6 +235,7 @@ class _Demo:
             "--folder", str(folder), "--name", name, "--threads", "1", "--carrier", self.options.carrier,
             "--host", "127.0.0.1", "--min-peers", str(1 if self.killed else self.options.peers),
         ]  # fmt: skip
+        arguments += _WITH_US
         if ":" in self.config.recipe:
             arguments += ["--recipe", self.config.recipe]
         self.peers[name] = self.swarm.start(name, program("peers", self.ticket, *arguments), environment())

@@ -45,7 +45,7 @@ _GAP_EPS = 1e-12
 _MEAN_SQUARE_DECAY = 0.9
 _NORM_BITS = 20
 _NORM_ROW = 1 << 13
-"""Squares that are added in fp64: integers of at most 2^40 each, so every partial sum is exact, in any order."""
+"""Squares that are added in fp64: integers of at most 2^40 each, so partial sums are exact, in any order."""
 _PIECE = 1 << 16
 """Elements worked on at once, few enough for a cache; a multiple of ``_NORM_ROW``."""
 
@@ -134,11 +134,9 @@ def _square_sum(piece: Tensor, shift: int) -> int:
     # Two halves, because the scale itself may be beyond fp32; what underflows on the way rounds to 0 anyway.
     whole = piece.float() * math.ldexp(1.0, shift // 2)
     squares = whole.mul_(math.ldexp(1.0, shift - shift // 2)).round_().double().square_()
-    return (
-        sum(int(row.sum()) for row in torch.split(squares, _NORM_ROW))
-        if len(piece) % _NORM_ROW
-        else int(squares.view(-1, _NORM_ROW).sum(1).long().sum())
-    )
+    if len(piece) % _NORM_ROW:
+        return sum(int(row.sum()) for row in torch.split(squares, _NORM_ROW))
+    return int(squares.view(-1, _NORM_ROW).sum(1).long().sum())
 
 
 def _norm_of(total: int, shift: int) -> float:
@@ -210,9 +208,9 @@ def _change_of(
     momentum: Tensor,
     change: Tensor,
 ) -> int:
-    """Fill the new ``momentum`` and ``change``, what the parameters lose; how many momentum values were clipped.
+    """Fill the new ``momentum`` and ``change``, which the parameters lose; how many values were clipped.
 
-    ``inverse`` is 1 / gap; ``change`` may be the memory of ``mean``.
+    ``old``: the momentum so far. ``inverse``: 1 / gap. ``change`` may be the memory of ``mean``.
     """
     clipped = 0
     for start in range(0, mean.numel(), _PIECE):
@@ -240,13 +238,19 @@ def _take_change_(change: Tensor, params: Tensor) -> tuple[float, float]:
 
 
 def merge(
-    config: OuterConfig, old: OuterState, new: OuterState, snapshot: Tensor | None, missed: Sequence[slice]
+    config: OuterConfig,
+    old: OuterState,
+    new: OuterState,
+    snapshot: Tensor | None,
+    missed: Sequence[slice],
+    out: Tensor | None = None,
 ) -> Merge:
     """Rules "keep" and "blend": how live parameters take in the step from ``old`` to ``new``, at any moment
     after it.
 
     ``snapshot``: fp32 [n], the live parameters that this peer's offer was measured at, from ``old``; None
-    if it made no offer. ``missed``: ranges in which the offer did not reach the mean.
+    if it made no offer. ``missed``: ranges in which the offer did not reach the mean. ``out``: memory for the
+    addend; it may be ``snapshot`` itself, whose values are lost then.
 
     keep: where the offer counted, the drift since the snapshot survives (``new + (live - snapshot)``), so
     the next outer gradient is exactly minus that drift. Where it did not, all drift since ``old`` survives
@@ -261,10 +265,10 @@ def merge(
     if config.rule not in {"keep", "blend"}:
         raise LocalProtocolError(f"merge is not for rule {config.rule!r}: use boundary_merge")
     if config.rule == "blend" and snapshot is not None and not missed:
-        return Merge(config.blend_alpha, new.params * (1.0 - config.blend_alpha))
+        return Merge(config.blend_alpha, torch.mul(new.params, 1.0 - config.blend_alpha, out=out))
     if snapshot is None:
-        return Merge(1.0, new.params - old.params)
-    addend = new.params - snapshot
+        return Merge(1.0, torch.sub(new.params, old.params, out=out))
+    addend = torch.sub(new.params, snapshot, out=out)
     for part in missed:
         addend[part] = new.params[part] - old.params[part]
     return Merge(1.0, addend)
@@ -276,6 +280,7 @@ def boundary_merge(
     snapshot: Tensor,
     lost_work: Tensor | None = None,
     correction: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Merge:
     """Rules "co2" and "eager" at a fragment's schedule point: live parameters become ``new``, plus what
     they drifted since ``snapshot``.
@@ -287,11 +292,11 @@ def boundary_merge(
 
     ``lost_work``: from ``lost_work_of``, if the previous offer was not wholly counted. It is put back into
     the live parameters, so that it is part of the next offer. ``correction``: from ``eager_correction``;
-    None for "co2".
+    None for "co2". ``out``: memory for the addend; it may be ``snapshot`` itself.
     """
     if config.rule not in {"co2", "eager"}:
         raise LocalProtocolError(f"boundary_merge is not for rule {config.rule!r}: use merge")
-    addend = new.params - snapshot
+    addend = torch.sub(new.params, snapshot, out=out)
     if lost_work is not None:
         addend.sub_(lost_work)
     if correction is not None:

@@ -110,6 +110,7 @@ class Network:
         self.offered: set[PeerId] = set()
         self.planned: set[PeerId] = set()
         self.busy: set[PeerId] = set()
+        self.offering = True
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self.uploads = dict.fromkeys(self.names, 1e6)
@@ -148,8 +149,22 @@ class Network:
 
     def crash(self, name: PeerId) -> None:
         """The peer stops; the others' membership sees it after ``detect_s``."""
+        if not self.peers[name].alive:
+            return
         self.peers[name].alive = False
         self.at(self.now + self.detect_s, self.tell_everybody)
+
+    def restart(self, name: PeerId, period_s: float) -> None:
+        """The peer comes back with its state and no memory of its rounds, and offers again."""
+        peer = self.peers[name]
+        if peer.alive:
+            return
+        peer.machine = Rounds(peer.identity, RUN, self.shape, 32)
+        peer.alive = True
+        self.busy.discard(name)
+        self.set_state(name, 0, *peer.states[0])
+        self.tell_everybody()
+        self._offer_again(name, period_s)
 
     def tell_everybody(self) -> None:
         live = {name: self._view(name) for name in self.names if self.peers[name].alive}
@@ -178,6 +193,9 @@ class Network:
                 lambda name=name: self._offer_again(name, period_s),
             )  # type: ignore[misc]
 
+    def stop_offering(self) -> None:
+        self.offering = False
+
     def _tell_regularly(self) -> None:
         self.tell_everybody()
         self.at(self.now + 2.0, self._tell_regularly)
@@ -186,7 +204,7 @@ class Network:
         peer = self.peers[name]
         if not peer.alive:
             return
-        if name not in self.busy:
+        if name not in self.busy and self.offering:
             self.busy.add(name)
             self.offer(name, peer.version + 1)
         self.at(self.now + period_s, lambda: self._offer_again(name, period_s))

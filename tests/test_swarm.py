@@ -286,7 +286,7 @@ def test_ctrl_c_ends_a_demo_with_all_its_processes(tmp_path: Path) -> None:
         demo = parent.start("demo", program("bootstrap", "demo", *options), environment())
         journal = folder / "peers" / "peer-1" / "events.jsonl"
         ends_at = time.monotonic() + 2 * START_S
-        while not (journal.exists() and any(isinstance(event, Progress) for event in read_events(journal))):
+        while not (journal.exists() and _training(journal)):
             assert demo.running(), demo.last_lines()
             assert time.monotonic() < ends_at, demo.last_lines()
             time.sleep(0.1)
@@ -303,3 +303,7 @@ def _contributors(swarm: Swarm, name: str, since: float = 0.0) -> int:
     """Most contributors of a round that a peer saw committed after ``since``."""
     commits = [event for event in swarm.events(name, RoundCommitted) if event.at > since]
     return max((event.contributors for event in commits), default=0)
+
+
+def _training(journal: Path) -> bool:
+    return any([isinstance(event, Progress) for event in read_events(journal)])

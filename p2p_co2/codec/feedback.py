@@ -45,12 +45,23 @@ def relative_error(values: Tensor, decoded: Tensor) -> float:
     ``values``: fp32 [n]; ``decoded``: fp32 [at least n], what follows the first n is padding. 0 if both are
     zero, Inf if only ``values`` is.
     """
+    return error_ratio(*error_energy(values, decoded))
+
+
+def error_energy(values: Tensor, decoded: Tensor) -> tuple[float, float]:
+    """``||values - decoded||**2`` and ``||values||**2``: the sums of ``relative_error``, to be added up over
+    pieces."""
     lost = energy = 0.0
     for start in range(0, values.numel(), _CHUNK_VALUES):
         wanted = values[start : start + _CHUNK_VALUES].double()
         difference = wanted - decoded[start : start + len(wanted)]
         lost += torch.dot(difference, difference).item()
         energy += torch.dot(wanted, wanted).item()
+    return lost, energy
+
+
+def error_ratio(lost: float, energy: float) -> float:
+    """``lost / energy``; 0 if both are zero, Inf if only ``energy`` is."""
     if energy == 0.0:
         return 0.0 if lost == 0.0 else math.inf
     return lost / energy

@@ -18,7 +18,7 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
@@ -96,7 +96,7 @@ class Network:
         record = PeerRecord(
             peer=self.identity.peer_id,
             run=self.ticket.run,
-            maddrs=[str(address) for address in await self.p2p.get_visible_maddrs()],
+            maddrs=await self._maddrs(),
             software=self.software,
         )
         if self._grpc is not None:
@@ -106,6 +106,13 @@ class Network:
             record.certificate_digest = self._grpc.certificate_digest
         await self.discovery.publish_self(record, RECORD_LIFETIME_S)
         self._published_at = time.monotonic()
+
+    async def _maddrs(self) -> list[str]:
+        """Where libp2p thinks it can be reached, as it has learned by now."""
+        try:
+            return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
+        except ValueError:  # hivemind's word for "none yet"
+            return []
 
     async def find_peers(self) -> list[PeerRecord]:
         """Records of the other peers of the run, as the DHT has them now."""
@@ -126,6 +133,10 @@ class Network:
                 return record
             record = self._records.get(peer)
         return record
+
+    async def daemon_ended(self) -> str:
+        """Wait until the libp2p daemon has ended by itself; returns its last words."""
+        return await wait_p2p_exit(self.p2p)
 
     async def rebootstrap(self) -> None:
         """Look for the seeds again; raises ``TransportError`` when none answers."""

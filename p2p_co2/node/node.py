@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.catchup import CatchUp, Shape
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
@@ -66,6 +66,7 @@ class Node:
         self._network, self._ledger, self._report_event = network, ledger, report
         self.me = network.identity.peer_id
         self.run_digest = network.run.digest()
+        self._envelope_head = Envelope(version=PROTOCOL_VERSION, run=self.run_digest).SerializeToString()
         self.shape = shape
         self.agreed = list(agreed)
         self.membership = Membership(self.me)
@@ -75,7 +76,8 @@ class Node:
         for fragment, version in enumerate(agreed):
             self.rounds.set_state(fragment, version.version, version.digest)
         self.software = network.software
-        self.standing = Standing(self)
+        clock = network.run.clock
+        self.standing = Standing(self, 1.0 / clock.round_s if clock.mode == "time" else 0.0)
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
         self._beat_at = 0.0
@@ -87,8 +89,6 @@ class Node:
         self._links: Links | None = None
         self._alone_since = self.now()
         self._bug: Exception | None = None
-        clock = network.run.clock
-        self._rounds_per_s = 1.0 / clock.round_s if clock.mode == "time" else 0.0
 
     # ---- life
 
@@ -103,6 +103,7 @@ class Node:
             background = [
                 tasks.create_task(self._discover(), name="discover"),
                 tasks.create_task(self._keep_time(), name="timers"),
+                tasks.create_task(self._watch_daemon(), name="watch the daemon"),
             ]
             await self._stopping.wait()
             for task in background:
@@ -202,6 +203,7 @@ class Node:
         kind = envelope.WhichOneof("body")
         now = self.now()
         if kind in _MEMBERSHIP:
+            self.membership.status = self.standing.status()  # a pong says where we are, not where we were
             self.membership.receive(getattr(envelope, kind), sender, now)
         elif kind in _ROUNDS:
             self.rounds.receive(getattr(envelope, kind), sender, now)
@@ -233,16 +235,22 @@ class Node:
 
     def _send_all(self) -> bool:
         sent = False
+        last: Message | None = None
+        data = b""
         for machine in (self.membership, self.rounds, self.catchup):
             for peer, message in machine.messages_to_send():
                 sent = True
-                self._post(peer, message)
+                if message is not last:  # a mean goes to all members, one after the other
+                    last, data = message, self._envelope(message)
+                self.links.post(peer, data, _FIELD_OF_TYPE[type(message)].name in _BULK)
         return sent
 
-    def _post(self, peer: PeerId, message: Any) -> None:
-        kind = _FIELD_OF_TYPE[type(message)]
-        envelope = Envelope(version=PROTOCOL_VERSION, run=self.run_digest, **{kind: message})
-        self.links.post(peer, envelope.SerializeToString(), kind in _BULK)
+    def _envelope(self, message: Message) -> bytes:
+        """The bytes of ``Envelope(version, run, body=message)``, joined by hand: setting a field of a message
+        copies what is set, and bodies are large."""
+        body = message.SerializeToString()
+        key = _FIELD_OF_TYPE[type(message)].number << 3 | 2  # protobuf's wire type of an embedded message
+        return b"".join((self._envelope_head, _varint(key), _varint(len(body)), body))
 
     def _handle_all(self) -> bool:
         handled = False
@@ -260,14 +268,15 @@ class Node:
     async def _keep_time(self) -> None:
         while True:
             now = self.now()
-            if now >= self._beat_at:
+            beat_at = self.membership.get_timer()
+            if now >= self._beat_at or (beat_at is not None and now >= beat_at):
                 self.refresh()
                 self.catching.look_around(now)
             self.membership.handle_timer(now)
             self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
             self.pump()
-            self.standing.conclude(now, self._rounds_per_s)
+            self.standing.conclude(now)
             self._wake.clear()
             timers = (self.membership.get_timer(), self.rounds.get_timer(), self.catchup.get_timer())
             next_at = min((at for at in timers if at is not None), default=now + HEARTBEAT_S)
@@ -338,6 +347,11 @@ class Node:
             finds += 1
             await asyncio.sleep(FIND_PEERS_QUICKLY_S if finds < QUICK_FINDS else FIND_PEERS_S)
 
+    async def _watch_daemon(self) -> None:
+        words = await self._network.daemon_ended()
+        text = f"the libp2p daemon has ended ({words}): gRPC links go on; restart this peer to be found"
+        self.report(ev.Warned, text=text)
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` in the node's TaskGroup: an error in it is ours and ends the node loudly."""
         if self._tasks is None or self._stopping.is_set():
@@ -350,7 +364,19 @@ class Node:
 
 
 _WALL_AT_START = time.time() - time.monotonic()
+
+
+def _varint(number: int) -> bytes:
+    """Protobuf's variable-length integer."""
+    result = bytearray()
+    while number > 0x7F:
+        result.append(number & 0x7F | 0x80)
+        number >>= 7
+    result.append(number)
+    return bytes(result)
+
+
 _FIELD_OF_TYPE = {
-    type(getattr(Envelope(), field.name)): field.name
+    type(getattr(Envelope(), field.name)): field
     for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields
 }

@@ -25,6 +25,9 @@ class LocalProgress:
 
     phase: Status.Phase = Status.JOINING
     position: float = 0.0
+    """In rounds, at ``position_at``."""
+    position_at: float = 0.0
+    """By ``time.monotonic``."""
     inner_steps: int = 0
     tokens: int = 0
     loss: float = 0.0
@@ -33,10 +36,11 @@ class LocalProgress:
 class Standing:
     """``settled``: no live peer trains any more and all are at our versions and digests. ``abreast``: nobody
     is ahead by more than a round. ``swarm_position``: median position of the other training peers in rounds,
-    and the ``time.monotonic`` it was true at."""
+    and the ``time.monotonic`` it was true at. ``rounds_per_s``: how fast positions move by themselves; 0 if
+    they count inner steps."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, node: Node, rounds_per_s: float) -> None:
+        self._node, self._rounds_per_s = node, rounds_per_s
         self.progress = LocalProgress()
         self.settled = self.abreast = False
         self.swarm_position: tuple[float, float] | None = None
@@ -46,7 +50,7 @@ class Standing:
         progress, agreed = self.progress, self._node.agreed
         return Status(
             phase=progress.phase,
-            position=max(0.0, progress.position),
+            position=self.position(),
             inner_steps=progress.inner_steps,
             tokens=progress.tokens,
             loss=progress.loss,
@@ -55,6 +59,13 @@ class Standing:
             upload_bytes_per_s=self._node.upload_bytes_per_s(),
             software=self._node.software,
         )
+
+    def position(self) -> float:
+        """This peer's position now: what the training thread last said, carried on by the clock."""
+        progress = self.progress
+        moving = progress.phase == Status.TRAINING
+        elapsed_s = time.monotonic() - progress.position_at if moving else 0.0
+        return max(0.0, progress.position + elapsed_s * self._rounds_per_s)
 
     def views(self) -> dict[PeerId, PeerView]:
         """The live peers as the rounds machine wants to know them."""
@@ -67,9 +78,8 @@ class Standing:
             for peer, info in self._node.membership.live.items()
         }
 
-    def conclude(self, now: float, rounds_per_s: float) -> None:
-        """Compare this peer with the others. ``rounds_per_s`` 0: positions move with inner steps, not with
-        time."""
+    def conclude(self, now: float) -> None:
+        """Compare this peer with the others."""
         mine = [(version.version, version.digest) for version in self._node.agreed]
         statuses = [info.status for info in self._node.membership.live.values()]
         theirs = [list(zip(status.versions, status.digests, strict=False)) for status in statuses]
@@ -83,5 +93,5 @@ class Standing:
             for fragment, (version, _) in enumerate(mine)
         ]
         self.abreast = idle and all(rounds <= 1 for rounds in ahead)
-        positions = sorted(self._node.membership.positions(now, rounds_per_s))
+        positions = sorted(self._node.membership.positions(now, self._rounds_per_s))
         self.swarm_position = (positions[len(positions) // 2], time.monotonic()) if positions else None

@@ -21,16 +21,24 @@ TRIES = 3
 class Asking:
     """One offer that waits for BEGIN."""
 
-    def __init__(self, offer: Offer, swarm: Swarm, outlet: Outlet, receipts: Durations, now: float) -> None:
+    def __init__(
+        self, offer: Offer, swarm: Swarm, outlet: Outlet, receipts: Durations, *, is_retry: bool, now: float
+    ) -> None:
         self.offer = offer
         self.asked: list[PeerId] = []
         self.failure = ""
         """Why the offer is given up; empty as long as it is not."""
-        self._swarm, self._outlet, self._receipts = swarm, outlet, receipts
+        self._swarm, self._outlet, self._receipts, self._is_retry = swarm, outlet, receipts, is_retry
         self._give_up_at = now + bounds.READY_CAP_S
         self._sent_at = now
         self._tries = 0
         self._timer_at = now
+        # Built once: a coordinator takes a READY that changed for another process's.
+        self._ready = Ready(
+            fragment=offer.fragment, round=offer.round, base_version=offer.base_version,
+            state_digest=offer.state_digest, weight=offer.weight,
+            upload_bytes_per_s=swarm.my_upload_bytes_per_s(),
+        )  # fmt: skip
         self._ask_next(now)
 
     def waiting(self, message: Waiting, sender: PeerId, now: float) -> None:
@@ -64,6 +72,8 @@ class Asking:
 
     def _ask_next(self, now: float) -> None:
         order = coordination_order(self._swarm.training(), self.offer.fragment, self.offer.round)
+        if self._is_retry and not self.asked:
+            order = self._ahead(order) + order
         left = [peer for peer in order if peer not in self.asked]
         if not left or len(self.asked) >= bounds.MAX_ASKED:
             names = ", ".join(short(peer) for peer in self.asked)
@@ -73,17 +83,17 @@ class Asking:
         self._tries = 0
         self._send(now)
 
+    def _ahead(self, order: list[PeerId]) -> list[PeerId]:
+        """Those who say that they are past this round. After an abort one of them is asked first: it knows
+        the decision, or says where it is. Not before: a claim alone must not draw everybody's READY."""
+        fragment, round_ = self.offer.fragment, self.offer.round
+        return [peer for peer in order if (self._swarm.version_of(peer, fragment) or 0) >= round_]
+
     def _send(self, now: float) -> None:
         self._sent_at = now
         self._timer_at = now + self._receipt_s() * 2**self._tries
         self._tries += 1
-        offer = self.offer
-        ready = Ready(
-            fragment=offer.fragment, round=offer.round, base_version=offer.base_version,
-            state_digest=offer.state_digest, weight=offer.weight,
-            upload_bytes_per_s=self._swarm.my_upload_bytes_per_s(),
-        )  # fmt: skip
-        self._outlet.send(self.asked[-1], ready)
+        self._outlet.send(self.asked[-1], self._ready)
 
     def _receipt_s(self) -> float:
         floor_s = bounds.RECEIPT_FLOOR_S

@@ -26,9 +26,17 @@ Place = tuple[int, int]
 class _Begun:
     """A round that we began: BEGIN is kept to be repeated to a member that missed it."""
 
-    def __init__(self, begin: Begin, tally: Tally, now: float) -> None:
+    def __init__(self, begin: Begin, tally: Tally, readies: dict[PeerId, Ready], now: float) -> None:
         self.begin, self.tally, self.began_at = begin, tally, now
+        self.readies = readies
         self.late: set[PeerId] = set()
+
+    def missed_begin(self, message: Ready, sender: PeerId) -> bool:
+        """Whether a member repeats its READY because BEGIN was lost. One that has voted, or that is ready
+        with something else, was restarted: it has forgotten its votes and its slices, and must not take part
+        a second time."""
+        member = sender in self.tally.attempt.shares and not self.tally.has_heard(sender)
+        return member and self.readies.get(sender) == message
 
     def left(self, now: float) -> Begin:
         """BEGIN with the time that is left of it."""
@@ -107,7 +115,7 @@ class Coordination:
         return True
 
     def _answer_begun(self, begun: _Begun, message: Ready, sender: PeerId, now: float) -> None:
-        if sender in begun.tally.attempt.shares:
+        if begun.missed_begin(message, sender):
             self._outlet.send(sender, begun.left(now))
             return
         if sender not in begun.late:
@@ -149,7 +157,7 @@ class Coordination:
         begin = gathering.begin(attempt, self.observed[place[0]])
         tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape), now)
         tally.start(now)
-        self._begun[place] = begun = _Begun(begin, tally, now)
+        self._begun[place] = begun = _Begun(begin, tally, gathering.readies, now)
         group = tuple(tally.attempt.shares)
         begun.late.update(peer for peer in camp if peer not in group)
         self._outlet.emit(Began(*place, group, now - gathering.first_at, gathering.deadline_s))
@@ -169,7 +177,7 @@ class Coordination:
             members=gathering.members(),
         )
         decision = sign_outcome(self._identity, outcome)
-        for peer in sorted(gathering.readies):
+        for peer in gathering.heal():
             self._outlet.send(peer, decision)
 
     # ---- counting

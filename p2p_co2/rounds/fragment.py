@@ -49,6 +49,7 @@ class FragmentRounds:
         self._early = EarlyPieces(2 * self._payload_bytes)
         self._rival: tuple[Decision, Outcome] | None = None
         self._hinted_version = -1
+        self._aborted_round = -1
         self._ahead: Outcome | None = None
         """A commit beyond our next round, seen while our offer was open."""
         self._leading = False
@@ -61,10 +62,17 @@ class FragmentRounds:
         return max(-1 if self.version is None else self.version, newest[1].key.round if newest else -1)
 
     def set_state(self, version: int, digest: bytes, now: float) -> None:
+        """Our state now. A commit that follows it and that we know already is told (again), so that replays
+        follow one another; one of another history is forgotten."""
         self.version, self.digest = version, digest
         if self.offer is not None and self.offer.round <= version:
             self._rival = self._ahead = None
             self._abort(f"the agreed state moved on to version {version}", now)
+        known = self.verdicts.commit(version + 1)
+        if known is not None and known[1].state_digest == digest:
+            self._end_without_bytes(*known)
+        elif known is not None:
+            self.verdicts.forget(version + 1)
 
     def start(self, offer: Offer, now: float) -> None:
         """Open an offer. Raises ``LocalProtocolError`` if one is open, or it does not fit our state."""
@@ -81,7 +89,14 @@ class FragmentRounds:
         if known is not None:
             self._end_without_bytes(*known)
         else:
-            self.asking = Asking(offer, self._swarm, self._outlet, self._receipts, now)
+            self.asking = Asking(
+                offer,
+                self._swarm,
+                self._outlet,
+                self._receipts,
+                is_retry=offer.round == self._aborted_round,
+                now=now,
+            )
 
     # ---- time and the swarm
 
@@ -326,6 +341,7 @@ class FragmentRounds:
             self._end_without_bytes(*rival)
             return
         ahead = self._ahead
+        self._aborted_round = offer.round
         self._end()
         self._outlet.emit(Aborted(offer.fragment, offer.round, reason, now - self._offered_at))
         if ahead is not None:

@@ -72,25 +72,24 @@ class Gathering:
         camps: dict[bytes, list[PeerId]] = {}
         for peer in sorted(self.readies):
             camps.setdefault(self.readies[peer].state_digest, []).append(peer)
-        first = self._first()
 
         def strength(digest: bytes) -> tuple[int, bool, float, bytes]:
             weight = sum(self.readies[peer].weight for peer in camps[digest])
-            return len(camps[digest]), first in camps[digest], weight, digest
+            return len(camps[digest]), self._swarm.me in camps[digest], weight, digest
 
         best = max(camps, key=strength)
         return best, camps[best]
 
-    def _electorate(self) -> list[PeerId]:
-        return sorted({*self._swarm.training(), *self.readies})
-
-    def _first(self) -> PeerId:
-        return coordination_order(self._electorate(), self.fragment, self.round)[0]
+    def _breaks_ties(self, camp: list[PeerId], live: list[PeerId]) -> bool:
+        """Half of the swarm is enough where we are in that half and first by hash: no other half can say
+        so."""
+        me = self._swarm.me
+        return me in camp and coordination_order(live, self.fragment, self.round)[0] == me
 
     def shortage(self, camp: list[PeerId], now: float) -> str:
         """Why ``camp`` may not begin; empty if it may."""
-        live = self._electorate()
-        if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and self._first() in camp):
+        live = sorted({*self._swarm.training(), *self.readies})
+        if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and self._breaks_ties(camp, live)):
             return ""
         waited = f"within {now - self.first_at:.1f} s"
         if len(self.readies) > len(camp):
@@ -103,8 +102,7 @@ class Gathering:
         digest, camp = self.agreeing()
         size = min(self._swarm.group_size, MAX_MEMBERS)
         group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
-        for peer in sorted(self.readies.keys() - set(camp)):
-            self._outlet.send(peer, behind_message(self.fragment, self.round, self.round - 1, digest, group))
+        self._tell_behind(digest, camp)
         uploads = [self.readies[peer].upload_bytes_per_s for peer in group]
         ranges = split_blocks(self._swarm.shape.blocks[self.fragment], uploads)
         parts_s = parts_deadline_s(self._swarm.shape.payload_bytes(self.fragment), uploads, observed)
@@ -120,6 +118,21 @@ class Gathering:
             parts_within_s=parts_s,
             result_within_s=2 * parts_s + bounds.GRACE_S,
         )
+
+    def heal(self) -> list[PeerId]:
+        """No camp may begin. If most of the swarm is here, it holds several histories and none has a
+        majority: the others are told to adopt the state of the strongest camp, or nobody would ever begin
+        again. Returns whom to tell of the abort: that camp, or everybody."""
+        digest, camp = self.agreeing()
+        live = {*self._swarm.training(), *self.readies}
+        if 2 * len(self.readies) <= len(live):
+            return sorted(self.readies)
+        self._tell_behind(digest, camp)
+        return camp
+
+    def _tell_behind(self, digest: bytes, camp: list[PeerId]) -> None:
+        for peer in sorted(self.readies.keys() - set(camp)):
+            self._outlet.send(peer, behind_message(self.fragment, self.round, self.round - 1, digest, camp))
 
     def members(self) -> list[Member]:
         """Everybody who was ready, as far as an outcome has room for them."""

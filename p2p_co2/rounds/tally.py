@@ -50,6 +50,7 @@ class Tally:
         self._is_held = [False] * len(attempt.ranges)
         """Whether the part's present owner was chosen because it holds the mean."""
         self._votes: dict[PeerId, Result] = {}
+        self._heard: set[PeerId] = set()
         self._reassigned = False
         """Whether we gave parts away ourselves: older votes are void from then on."""
 
@@ -66,6 +67,9 @@ class Tally:
             self._decide_at = now + self.attempt.parts_within_s + bounds.GRACE_S
         self._evaluate(now)
 
+    def has_heard(self, peer: PeerId) -> bool:
+        return peer in self._heard
+
     def get_timer(self) -> float | None:
         return None if self.is_decided else self._decide_at
 
@@ -81,6 +85,7 @@ class Tally:
         if sender not in self.attempt.shares:
             raise RemoteProtocolError("not a member", "RESULT")
         self._check(message)
+        self._heard.add(sender)
         stale = [i for i, part in enumerate(message.parts) if part.generation < self._generations[i]]
         if stale and self._reassigned:
             for part in stale:

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from p2p_co2 import outer
-from p2p_co2.codec import Codec, encode_with_residual, relative_error
+from p2p_co2.codec import Codec
+from p2p_co2.codec.base import CHUNK_BLOCKS
+from p2p_co2.codec.feedback import error_energy, error_ratio
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.outer import Merge, OuterState, StepReport
@@ -95,37 +97,39 @@ class FragmentLedger:
         if self._in_flight is not None:
             raise LocalProtocolError(f"round {self._in_flight.round} is still in flight")
         base = self._measured_from if self._delayed else self.state
-        gradient = outer.outer_gradient(base, snapshot, self._correction)
-        payload, residual, error = self._encode(gradient)
+        gradient = torch.empty_like(snapshot) if self._delayed else None
+        residual = torch.empty_like(snapshot) if self.residual is not None else None
+        payload, error = self._encode(base, snapshot, gradient, residual)
         merge: Merge | None = None
-        if self._delayed:
+        if gradient is not None:
             correction = None
             if self._run.outer.rule == "eager" and self._stale is not None:
                 stale, gap, share = self._stale
                 correction = outer.eager_correction(self._run.outer, gap, share, gradient, stale)
-            merge = outer.boundary_merge(self._run.outer, self.state, snapshot, None, correction)
+            merge = outer.boundary_merge(
+                self._run.outer, self.state, snapshot, None, correction, out=snapshot
+            )
             self._correction, self._stale, self._measured_from = correction, None, self.state
         self._in_flight = _InFlight(
             round=self.state.version + 1,
             base_version=base.version,
             snapshot=None if self._delayed else snapshot,
-            gradient=gradient if self._delayed else None,
+            gradient=gradient,
             residual=residual,
         )
         return EncodedOffer(self._in_flight.round, base.version, payload, error, merge)
 
     def commit(self, round_: int, base_version: int, mean: Tensor, parts: Sequence[Contribution]) -> Applied:
-        """Take the outer step of an agreed mean. ``mean``: fp32 [>= n], decoded; ``base_version`` the oldest
-        in the group.
+        """Take the outer step of an agreed mean. ``mean``: fp32 [n], decoded, owned from now on;
+        ``base_version`` the oldest in the group.
 
         Raises ``LocalProtocolError`` if ``round_`` is not the next version.
         """
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
         old, refused = self.state, ""
-        mean = mean[: old.params.numel()]
         try:
-            new, report = outer.step(self._run.outer, old, mean, min(base_version, old.version))
+            new, report = outer.step(self._run.outer, old, mean, min(base_version, old.version), out=mean)
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
@@ -167,17 +171,32 @@ class FragmentLedger:
 
     # ---- parts of the above
 
-    def _encode(self, gradient: Tensor) -> tuple[bytes, Tensor | None, float]:
-        residual = None
-        if self.residual is None:
-            payload = self._codec.encode(gradient)
-            wanted = gradient
-        else:
-            decay = self._run.codec.error_feedback_decay
-            payload, residual = encode_with_residual(self._codec, gradient, self.residual, decay)
-            wanted = gradient + self.residual * decay
-        decoded = self._codec.decode(payload)[: gradient.numel()]
-        return payload.numpy().tobytes(), residual, relative_error(wanted, decoded)
+    def _encode(
+        self, base: OuterState, snapshot: Tensor, gradient: Tensor | None, residual: Tensor | None
+    ) -> tuple[bytes, float]:
+        """The payload of ``base.params - snapshot`` and its relative error; fills ``gradient`` and the new
+        ``residual`` if given. Piece by piece: nothing of the fragment's size is made that is not kept."""
+        size, width = snapshot.numel(), CHUNK_BLOCKS * self._codec.block_values
+        payload = torch.empty(self._codec.payload_bytes(size), dtype=torch.uint8)
+        scratch = torch.empty(self._codec.blocks(min(width, size)) * self._codec.block_values)
+        lost = energy = 0.0
+        for start in range(0, size, width):
+            at = slice(start, min(start + width, size))
+            correction = None if self._correction is None else self._correction[at]
+            wanted = outer.outer_gradient(base._replace(params=base.params[at]), snapshot[at], correction)
+            if gradient is not None:
+                gradient[at] = wanted
+            if self.residual is not None:
+                wanted += self.residual[at] * self._run.codec.error_feedback_decay
+            first, blocks = start // self._codec.block_values, self._codec.blocks(len(wanted))
+            rows = payload[first * self._codec.block_bytes : (first + blocks) * self._codec.block_bytes]
+            self._codec.encode(wanted, rows)
+            decoded = self._codec.decode(rows, scratch[: blocks * self._codec.block_values])[: len(wanted)]
+            if residual is not None:
+                torch.sub(wanted, decoded, out=residual[at])
+            piece = error_energy(wanted, decoded)
+            lost, energy = lost + piece[0], energy + piece[1]
+        return payload.numpy().tobytes(), error_ratio(lost, energy)
 
     def _missed(self, parts: Sequence[Contribution], refused: str) -> list[slice]:
         size = self.state.params.numel()
@@ -199,7 +218,7 @@ class FragmentLedger:
             )
             return None if lost is None else Merge(1.0, lost.neg_())
         snapshot = None if mine is None else mine.snapshot
-        return outer.merge(self._run.outer, old, new, snapshot, missed)
+        return outer.merge(self._run.outer, old, new, snapshot, missed, out=snapshot)
 
     def _advance_residual(self, mine: _InFlight, missed: list[slice]) -> None:
         if self.residual is None or mine.residual is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,6 +22,7 @@ from torch import Tensor
 from p2p_co2.averaging import admit, mean_of_parts
 from p2p_co2.checkpoint import state_bytes, state_digest, state_from_bytes
 from p2p_co2.codec import Codec
+from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
@@ -113,7 +114,8 @@ class TensorLedger:
         def work() -> bytes:
             for peer, _, data in slices:
                 try:
-                    admit(self._codec, data, len(data) // self._codec.block_bytes)
+                    for _ in self._admitted(data, len(data) // self._codec.block_bytes):
+                        pass
                 except RemoteProtocolError as error:
                     raise SliceRefused(peer, str(error)) from None
             return mean_of_parts(self._codec, slices)
@@ -171,18 +173,37 @@ class TensorLedger:
         return await self._ask(work)
 
     def _moved(self, fragment: int, outcome: Callable[[], Outcome]) -> AgreedVersion:
+        # The training thread need not wait for the digest: its next offer queues up behind this work.
+        self.outcomes.put(outcome())
         state = self._fragments[fragment].state
         self._digests[fragment] = state_digest(state)
-        self.outcomes.put(outcome())
         return AgreedVersion(state.version, self._digests[fragment])
 
+    def _admitted(self, data: bytes, blocks: int) -> Iterator[Tensor]:
+        """``admit`` piece by piece: a copy of the whole costs more than the check. Raises as ``admit``."""
+        width = CHUNK_BLOCKS * self._codec.block_bytes
+        if len(data) != blocks * self._codec.block_bytes:
+            raise RemoteProtocolError(
+                "wrong size", f"{len(data)} bytes for {blocks} {self._codec.name} blocks"
+            )
+        for start in range(0, len(data), width):
+            piece = memoryview(data)[start : start + width]
+            yield admit(self._codec, piece, len(piece) // self._codec.block_bytes)
+
     def _decode(self, mean: bytes, numel: int) -> Tensor:
-        """fp32 [at least numel]; NaN if an owner signed a mean that is not finite, which every peer refuses
-        alike."""
+        """fp32 [numel]; NaN if an owner signed a mean that is not finite, which every peer refuses alike."""
+        values, at = torch.empty(numel), 0
         try:
-            return self._codec.decode(admit(self._codec, mean, self._codec.blocks(numel)))
+            for piece in self._admitted(mean, self._codec.blocks(numel)):
+                size = len(piece) // self._codec.block_bytes * self._codec.block_values
+                if at + size <= numel:
+                    self._codec.decode(piece, values[at : at + size])
+                else:
+                    values[at:] = self._codec.decode(piece)[: numel - at]
+                at += size
         except RemoteProtocolError:
-            return torch.full((numel,), math.nan)
+            values.fill_(math.nan)
+        return values
 
     async def _ask(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)

@@ -91,7 +91,7 @@ class Synchroniser:
         self.live = LiveParameters(module, plan)
         self.clock = SwarmClock(run.clock)
         self.clock.start(start.position, time.monotonic(), start.inner_steps)
-        self.position = start.position
+        self.position, self._advanced_at = start.position, time.monotonic()
         self.inner_steps, self.tokens = start.inner_steps, start.tokens
         self._contributed_tokens = [start.tokens] * self._count
         self._sent: dict[int, _Sent] = {}
@@ -133,6 +133,7 @@ class Synchroniser:
         if others is not None:
             position, at = others
             self.clock.observe(position + (now - at) / self._run.clock.round_s, now)
+        self._advanced_at = now
         return self.clock.position(now, self.inner_steps)
 
     def _send(self, fragment: int) -> None:
@@ -284,7 +285,9 @@ class Synchroniser:
             self._losses.clear()
         self._reported_at, self._reported_tokens = now, self.tokens
         loss = self._loss if math.isfinite(self._loss) else 0.0
-        self._wire.show(LocalProgress(self.phase, self.position, self.inner_steps, self.tokens, loss))
+        self._wire.show(
+            LocalProgress(self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, loss)
+        )
         up_bytes, down_bytes = self._wire.traffic_bytes()
         self._report(
             ev.Progress,

@@ -213,6 +213,7 @@ async def _launch(arguments: list[str]) -> Daemon:
             str(binary),
             f"-listen=/unix{_control_socket(folder)}",
             *arguments,
+            start_new_session=True,  # a Ctrl-C in our terminal is for us: leaving cleanly needs the daemon
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

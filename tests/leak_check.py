@@ -1,0 +1,68 @@
+"""A process that joins and leaves twice and prints, as JSON, what is left of each time.
+
+python tests/leak_check.py TICKET FOLDER
+"""
+
+from __future__ import annotations
+
+import gc
+import glob
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from p2p_co2 import PeerConfig, join
+from tests.swarm_peer import WIDTH, make_model
+
+
+def left_behind() -> dict[str, object]:
+    """Descriptors, threads, child processes and temporary files of this process, now."""
+    gc.collect()
+    children: list[str] = []
+    for task in glob.glob("/proc/self/task/*/children"):
+        children += Path(task).read_text().split()
+    mine = [
+        path
+        for path in glob.glob(f"{tempfile.gettempdir()}/*p2p*")
+        if Path(path).stat().st_ctime > STARTED_AT
+    ]
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()],
+        "children": children,
+        "files": mine,
+        "sockets": sum("socket:" in os.readlink(link) for link in open_links()),
+    }
+
+
+def open_links() -> list[str]:
+    return [link for link in glob.glob("/proc/self/fd/*") if os.path.islink(link)]
+
+
+def cycle(ticket: str, folder: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with join(ticket, model, optimizer, PeerConfig(folder=folder)) as peer:
+        for _ in range(40):
+            inputs = torch.randn(8, WIDTH)
+            loss = model(inputs).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.05)
+            if not peer.step(tokens=8, loss=loss):
+                break
+        peer.stop()
+
+
+STARTED_AT = time.time()
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps([(cycle(sys.argv[1], Path(sys.argv[2])), left_behind())[1] for _ in range(3)]))

@@ -1,0 +1,59 @@
+"""What the documents show is run as it stands: the README's first code block, the examples, their files."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.checkpoint import load_agreed, state_digest
+from p2p_co2.config import read_run_config
+from p2p_co2.recipes import recipe_digest
+from tests.swarms import ROOT, swarm
+
+README = (ROOT / "README.md").read_text()
+
+
+def first_block() -> str:
+    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+def added_lines(program: str) -> list[str]:
+    """The lines that the swarm adds to a training loop: the ones that are numbered."""
+    return [line for line in program.splitlines() if re.search(r"# \d", line)]
+
+
+@pytest.mark.parametrize("program", [first_block(), (ROOT / "examples" / "own_loop.py").read_text()])
+def test_the_swarm_adds_at_most_five_lines_to_a_loop(program: str) -> None:
+    lines = added_lines(program)
+    assert len(lines) <= 5
+    rest = "\n".join(line for line in program.splitlines() if line not in lines)
+    assert "p2p_co2" not in re.sub(r'""".*?"""', "", rest, flags=re.DOTALL)
+    assert "peer" not in re.sub(r"print.*|#.*|\"\"\".*?\"\"\"", "", rest, flags=re.DOTALL)
+
+
+@pytest.mark.swarm
+def test_the_readmes_loop_and_the_example_train_together(tmp_path: Path) -> None:
+    run = read_run_config(ROOT / "examples" / "own_loop.toml")
+    run = run.model_copy(update={"recipe_digest": recipe_digest(run.recipe, run.recipe_options)})
+    (tmp_path / "own_loop.py").write_text(first_block())
+    with swarm(tmp_path, run) as running:
+        readme = [sys.executable, str(tmp_path / "own_loop.py"), running.ticket]
+        running.start("one", [*readme, str(tmp_path / "one")])
+        running.start("two", [*readme, str(tmp_path / "two")])
+        example = [sys.executable, str(ROOT / "examples" / "own_loop.py"), running.ticket]
+        running.start("three", [*example, str(tmp_path / "three")])
+        running.wait("one", "two", "three")
+        assert "inner steps" in running.log("three")
+    agreed = [load_agreed(tmp_path / name / "checkpoint") for name in ("one", "two", "three")]
+    assert len({tuple(state_digest(state) for state in each.states) for each in agreed}) == 1
+    assert min(state.version for state in agreed[0].states) >= 3
+
+
+def test_the_example_run_file_spells_out_the_defaults() -> None:
+    run = read_run_config(ROOT / "examples" / "run.toml")
+    assert run.model_copy(update={"name": "run"}) == type(run)()
