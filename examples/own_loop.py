@@ -1,9 +1,11 @@
-"""Train in your own loop: any ``torch.nn.Module``, any inner ``torch.optim`` optimizer, five lines for the swarm.
+"""Train in your own loop: any ``torch.nn.Module``, any inner ``torch.optim`` optimizer, five lines for the
+swarm.
 
     p2p-co2 seed examples/own_loop.toml            # prints a ticket
     python examples/own_loop.py TICKET             # in as many terminals, on as many machines, as you like
 
-Every peer must build the same model with the same starting parameters, hence the fixed seed; the data is each peer's own.
+Every peer must build the same model with the same starting parameters, hence the fixed seed; the data is each
+peer's own.
 """
 
 import sys

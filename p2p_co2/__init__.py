@@ -1,7 +1,7 @@
 """p2p-co2: volunteers train one PyTorch model together over the internet.
 
-The front door for one's own training loop is ``join``; the programs are ``p2p-co2 seed``, ``join`` and ``demo``. Names below
-are loaded when first used, so that a program that needs no torch does not pay for it.
+The front door for one's own training loop is ``join``; the programs are ``p2p-co2 seed``, ``join`` and
+``demo``. Names below are loaded when first used, so that a program that needs no torch does not pay for it.
 """
 
 from __future__ import annotations

@@ -98,17 +98,18 @@ class RunConfig(_Frozen):
         steps = self.clock.inner_steps_per_round
         if self.clock.mode == "steps" and steps < self.fragments:
             raise ValueError(
-                f"clock.inner_steps_per_round is {steps}, below fragments = {self.fragments}: each fragment needs "
-                f"an inner step of its own; use at least {self.fragments} steps or at most {steps} fragments"
+                f"clock.inner_steps_per_round is {steps}, below fragments = {self.fragments}: each fragment "
+                f"needs an inner step of its own; use at least {self.fragments} steps or at most {steps} "
+                "fragments"
             )
         if self.clock.mode == "steps" and self.outer.sync_delay_steps > steps:
             raise ValueError(
-                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, more than a round of {steps} inner steps"
+                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, more than a round of {steps} steps"
             )
         if self.outer.rule in {"co2", "eager"} and self.outer.sync_delay_steps:
             raise ValueError(
-                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, but rule {self.outer.rule!r} applies at the "
-                "fragment's next schedule point, one round late; leave it at 0, or use rule keep or blend"
+                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, but rule {self.outer.rule!r} applies "
+                "at the fragment's next schedule point, one round late; leave it at 0, or use rule keep or blend"
             )
         return self
 

@@ -131,9 +131,12 @@ def _norm_shift(largest: float) -> int:
 
 def _square_sum(piece: Tensor, shift: int) -> int:
     """The sum of the squares of ``round(values * 2^shift)``, exact. ``piece``: [at most _PIECE]."""
-    # Two halves, because the scale itself may be beyond fp32; what underflows on the way rounds to 0 anyway.
-    whole = piece.float() * math.ldexp(1.0, shift // 2)
-    squares = whole.mul_(math.ldexp(1.0, shift - shift // 2)).round_().double().square_()
+    # What underflows on the way rounds to 0 anyway. Two halves where the scale itself is beyond fp32.
+    halves = (shift,) if abs(shift) < 120 else (shift // 2, shift - shift // 2)
+    whole = piece.float() * math.ldexp(1.0, halves[0])
+    if len(halves) > 1:
+        whole.mul_(math.ldexp(1.0, halves[1]))
+    squares = whole.round_().double().square_()
     if len(piece) % _NORM_ROW:
         return sum(int(row.sum()) for row in torch.split(squares, _NORM_ROW))
     return int(squares.view(-1, _NORM_ROW).sum(1).long().sum())
@@ -182,21 +185,29 @@ def step(
         mean_square = _MEAN_SQUARE_DECAY * state.mean_square + (1.0 - _MEAN_SQUARE_DECAY) * mean_square
     momentum = torch.empty_like(state.momentum)
     params = torch.empty_like(state.params) if out is None else out
-    clipped = _change_of(
+    done = _change_of(
         config, state.momentum, mean, 1.0 / gap, _clip_bound(config, mean_square), momentum, params
     )
     # ``params`` holds the change so far.
-    momentum_norm = exact_norm(momentum)
-    moved_norm, largest = _take_change_(params, state.params)
-    if not all(map(math.isfinite, (gradient_norm, momentum_norm, moved_norm, largest))):
+    moved_norm, largest = _take_change_(params, done.largest_change, state.params)
+    # A momentum that is not finite makes a change that is not.
+    if not all(map(math.isfinite, (gradient_norm, moved_norm, largest))):
         raise RemoteProtocolError(
             "not_finite", "the mean outer gradient is not finite, or too large to apply"
         )
     moved_norms = (*state.moved_norms, moved_norm)[-MOVED_NORMS_KEPT:]
     return (
         OuterState(state.version + 1, params, momentum, mean_square, moved_norms),
-        StepReport(gap, gradient_norm, momentum_norm, clipped / max(1, mean.numel())),
+        StepReport(gap, gradient_norm, math.sqrt(done.energy), done.clipped / max(1, mean.numel())),
     )
+
+
+class _Change(NamedTuple):
+    clipped: int
+    """Momentum values that were clipped."""
+    energy: float
+    """About the sum of the squares of the new momentum: for people, not for the maths."""
+    largest_change: float
 
 
 def _change_of(
@@ -207,34 +218,35 @@ def _change_of(
     bound: float,
     momentum: Tensor,
     change: Tensor,
-) -> int:
-    """Fill the new ``momentum`` and ``change``, which the parameters lose; how many values were clipped.
+) -> _Change:
+    """Fill the new ``momentum`` and ``change``, which the parameters lose.
 
     ``old``: the momentum so far. ``inverse``: 1 / gap. ``change`` may be the memory of ``mean``.
     """
-    clipped = 0
+    clipped, energy, largest = 0, 0.0, 0.0
     for start in range(0, mean.numel(), _PIECE):
         at = slice(start, start + _PIECE)
-        applied = mean[at] * inverse
+        applied = mean[at] if inverse == 1.0 else mean[at] * inverse
         new = torch.mul(old[at], config.momentum, out=momentum[at]).add_(applied)
-        if math.isfinite(bound):
+        if bound < math.inf and _magnitude(new) > bound:
             free = new.clone()
             clipped += int(torch.count_nonzero(new.clamp_(-bound, bound) != free))
-        step = applied.add_(new * config.momentum) if config.nesterov else new
-        torch.mul(step, config.lr, out=change[at])
-    return clipped
+        step = (new * config.momentum).add_(applied) if config.nesterov else new
+        largest = max(largest, _magnitude(torch.mul(step, config.lr, out=change[at])))
+        energy += float(torch.dot(new, new))
+    return _Change(clipped, energy, largest)
 
 
-def _take_change_(change: Tensor, params: Tensor) -> tuple[float, float]:
+def _take_change_(change: Tensor, largest_change: float, params: Tensor) -> tuple[float, float]:
     """Turn ``change`` into ``params - change``; the change's norm and the largest new magnitude."""
-    moved, largest, total = _magnitude(change), 0.0, 0
-    shift = 0 if moved in {0.0, math.inf} else _norm_shift(moved)
+    if largest_change in {0.0, math.inf}:
+        return largest_change, _magnitude(torch.sub(params, change, out=change))
+    largest, total, shift = 0.0, 0, _norm_shift(largest_change)
     for start in range(0, change.numel(), _PIECE):
         piece = change[start : start + _PIECE]
-        if moved not in {0.0, math.inf}:
-            total += _square_sum(piece, shift)
+        total += _square_sum(piece, shift)
         largest = max(largest, _magnitude(torch.sub(params[start : start + _PIECE], piece, out=piece)))
-    return (moved if moved in {0.0, math.inf} else _norm_of(total, shift)), largest
+    return _norm_of(total, shift), largest
 
 
 def merge(

@@ -1,9 +1,11 @@
 """A test's peer process: a small model in its own training loop, through the library's front door.
 
-    python tests/swarm_peer.py TICKET FOLDER --seed 1 --min-peers 3 [--carrier grpc] [--die-at part] [--resume]
+    python tests/swarm_peer.py TICKET FOLDER --seed 1 --min-peers 3 [--carrier grpc] [--die-at part]
+    [--resume]
 
-``--die-at KIND`` makes the process kill itself with SIGKILL in the moment before it would send its first message of that
-kind after ``--die-after`` committed rounds: the way to be dead in a chosen phase of a round, for real.
+``--die-at KIND`` makes the process kill itself with SIGKILL in the moment before it would send its first
+message of that kind after ``--die-after`` committed rounds: the way to be dead in a chosen phase of a round,
+for real.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Real swarms for tests: a seed and peers as processes of this machine, on loopback, each ended by its own id."""
+"""Real swarms for tests: a seed and peers as processes of this machine, on loopback, each ended by its own
+id."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Swarm:
 
     def _start_seed(self, run_file: Path) -> str:
         seed_folder = self.folder / "seed"
-        self.start("seed", [sys.executable, "-m", "bootstrap", "seed", str(run_file), "--folder", str(seed_folder)])
+        self.start(
+            "seed", [sys.executable, "-m", "bootstrap", "seed", str(run_file), "--folder", str(seed_folder)]
+        )
         ends_at = time.monotonic() + START_BOUND_S
         while time.monotonic() < ends_at:
             found = re.search(r"p2pco2-\w+", self.log("seed"))
@@ -47,7 +50,12 @@ class Swarm:
         """Start a process whose output goes to ``<name>.log``."""
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENVIRONMENT, cwd=ROOT
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=ENVIRONMENT,
+                cwd=ROOT,
             )
         self.processes[name] = process
         return process

@@ -1,4 +1,5 @@
-"""The house keeps its floors: imports point down, the wings meet only in the trainer, the applications do not meet.
+"""The house keeps its floors: imports point down, the wings meet only in the trainer, the applications do not
+meet.
 
 Read with the standard library's ``ast``; imports inside functions count, imports for type checkers do not.
 """
@@ -51,7 +52,12 @@ LARGEST_FILE_LINES = 450
 
 def sources() -> list[Path]:
     folders = ("p2p_co2", *sorted(APPLICATIONS))
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in path.name]
+    return [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "_pb2" not in path.name
+    ]
 
 
 def room_of(module: str) -> str:
@@ -129,7 +135,9 @@ def test_wings_and_machines_do_not_know_what_they_must_not(path: Path) -> None:
         assert not our_imports(path) & MESSAGE_WING, path
         assert not top & {"asyncio", "socket", "grpc", "hivemind"}, path
     if room in MACHINES:
-        assert not top & {"asyncio", "time", "socket", "random", "threading"}, f"{path}: a machine has no clock"
+        assert not top & {"asyncio", "time", "socket", "random", "threading"}, (
+            f"{path}: a machine has no clock"
+        )
     if room in APPLICATIONS:
         assert not our_imports(path) & (APPLICATIONS - {room}), f"{path}: applications do not meet"
 

@@ -1,7 +1,8 @@
-"""A hostile peer in a real swarm: it has an identity, a record in the DHT and real links, and breaks every rule.
+"""A hostile peer in a real swarm: it has an identity, a record in the DHT and real links, and breaks every
+rule.
 
-Two honest processes train; the test is the third peer. Each offence must be refused, counted against its sender under its name,
-and cost the honest peers nothing: they finish the run with one digest.
+Two honest processes train; the test is the third peer. Each offence must be refused, counted against its
+sender under its name, and cost the honest peers nothing: they finish the run with one digest.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
         "another run": lambda: Envelope(
             version=PROTOCOL_VERSION, run=bytes(32), ping=Ping()
         ).SerializeToString(),
-        "unknown message": lambda: envelope(),
+        "unknown message": envelope,
         "bad status": lambda: envelope(ping=Ping(status=Status(position=math.nan))),
         "unknown fragment": lambda: envelope(fetch=Fetch(fragment=77)),
         "unknown round": lambda: envelope(part=Part(key=key, total=1, data=b"x")),

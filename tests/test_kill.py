@@ -1,7 +1,7 @@
 """Peers killed in every phase of a round: real processes, real sockets, SIGKILL.
 
-In each case one of three peers dies in the moment before its first message of the given kind. The others must go on, finish the
-run with the same digest, and say that the peer left.
+In each case one of three peers dies in the moment before its first message of the given kind. The others must
+go on, finish the run with the same digest, and say that the peer left.
 """
 
 from __future__ import annotations

@@ -97,6 +97,8 @@ class Catching:
     # ---- fetching
 
     def _fetch_next(self, fragment: int, whole: bool = False) -> None:
+        if fragment not in self._targets:
+            return
         version, _, donors = self._targets[fragment]
         current = self._node.agreed[fragment].version
         alive = tuple(peer for peer in donors if peer in self._node.membership.live)
@@ -110,8 +112,12 @@ class Catching:
         if event.goal.what == ROUND and fragment in self._targets and event.goal.donors:
             self._fetch_next(fragment, whole=True)
             return
-        self._targets.pop(fragment, None)
+        target = self._targets.pop(fragment, None)
         self._noticed_at.pop(fragment, None)
+        if target is not None:
+            self._node.rounds.forget_outcome(
+                fragment, target[0]
+            )  # nobody has its bytes: do not wait for them
         self._node.give_up_offer(fragment)
         self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {event.reason}")
 

@@ -1,9 +1,11 @@
 """A coordinator before BEGIN: it collects READYs for one round and closes the group.
 
 Laws: a round begins only with a majority of the live training peers that agree on the state they start from,
-so two halves of a split swarm cannot both go on; at an even split the half with the first peer by rendezvous
-hash does, which both halves compute alike. The group closes when everybody who can come is there, or at the
-adaptive deadline. The answer is always a BEGIN or a reason in words.
+so two halves of a split swarm cannot both go on; half of it is enough only for the peer that is first by
+rendezvous hash, in its own half. The group closes when everybody who can come is there, or at the adaptive
+deadline; a majority that is missing then is waited for, up to the cap. The answer is always a BEGIN or a
+reason in words. "Live" is what membership says: where views differ widely two groups can still begin, and the
+digests of the next READYs show and heal it.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ class PeerFinished(Event):
 EVENT_TYPES: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, Progress, FragmentSent, SendSkipped, RoundBegan,
-        RoundCommitted, RoundAborted, FragmentApplied, CaughtUp, MessageRefused, CheckpointSaved, Evaluated, Warned,
-        PeerFinished,
+        PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, Progress, FragmentSent, SendSkipped,
+        RoundBegan, RoundCommitted, RoundAborted, FragmentApplied, CaughtUp, MessageRefused, CheckpointSaved,
+        Warned, PeerFinished,
     )
 }  # fmt: skip
