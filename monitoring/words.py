@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from p2p_co2.telemetry.events import (
     CaughtUp,
-    Evaluated,
     Event,
     LinkLost,
     MessageRefused,
@@ -109,8 +108,6 @@ def _words(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
             words = f"{me} caught up, {span}, by {event.how} from {name(event.donor)}"
         case MessageRefused():
             words = f"{me} refused a message from {name(event.other)}: {event.reason}"
-        case Evaluated():
-            words = f"held-out loss of the agreed parameters, {event.moment}: {figure(event.loss, 4)}"
         case Warned():
             words = f"{me} warns: {event.text}"
         case PeerFinished():

@@ -108,8 +108,9 @@ class RunConfig(_Frozen):
             )
         if self.outer.rule in {"co2", "eager"} and self.outer.sync_delay_steps:
             raise ValueError(
-                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, but rule {self.outer.rule!r} applies "
-                "at the fragment's next schedule point, one round late; leave it at 0, or use rule keep or blend"
+                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, but rule {self.outer.rule!r} "
+                "applies at the fragment's next schedule point, one round late; leave it at 0, or use keep "
+                "or blend"
             )
         return self
 

@@ -214,15 +214,6 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated(Event):
-    """Held-out loss (nats per token) of the agreed parameters."""
-
-    kind: ClassVar[str] = "evaluated"
-    loss: float
-    moment: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something that a person should know, in words."""
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from p2p_co2.telemetry.events import (
     CaughtUp,
-    Evaluated,
     Event,
     LinkLost,
     MessageRefused,
@@ -47,7 +46,6 @@ _NOTABLE = (
     SendSkipped,
     CaughtUp,
     MessageRefused,
-    Evaluated,
     Warned,
     PeerFinished,
 )
