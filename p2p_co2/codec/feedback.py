@@ -19,6 +19,7 @@ from p2p_co2.codec.base import Codec
 from p2p_co2.errors import LocalProtocolError
 
 _CHUNK_VALUES = 1 << 16
+_SMALLEST_ENERGY = 1e-20
 
 
 def encode_with_residual(
@@ -40,7 +41,7 @@ def encode_with_residual(
 
 
 def relative_error(values: Tensor, decoded: Tensor) -> float:
-    """``||values - decoded||**2 / ||values||**2``, summed in fp64.
+    """``||values - decoded||**2 / ||values||**2``, summed in fp32 per piece and in fp64 over pieces.
 
     ``values``: fp32 [n]; ``decoded``: fp32 [at least n], what follows the first n is padding. 0 if both are
     zero, Inf if only ``values`` is.
@@ -53,10 +54,14 @@ def error_energy(values: Tensor, decoded: Tensor) -> tuple[float, float]:
     pieces."""
     lost = energy = 0.0
     for start in range(0, values.numel(), _CHUNK_VALUES):
-        wanted = values[start : start + _CHUNK_VALUES].double()
+        wanted = values[start : start + _CHUNK_VALUES]
         difference = wanted - decoded[start : start + len(wanted)]
+        here = torch.dot(wanted, wanted).item()
+        if not _SMALLEST_ENERGY < here < math.inf:  # squares beyond fp32's range
+            wanted, difference = wanted.double(), difference.double()
+            here = torch.dot(wanted, wanted).item()
+        energy += here
         lost += torch.dot(difference, difference).item()
-        energy += torch.dot(wanted, wanted).item()
     return lost, energy
 
 

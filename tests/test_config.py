@@ -1,0 +1,137 @@
+"""Settings: a wrong value names its file, its key and what would be right; a digest covers every field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from p2p_co2.config import (
+    ClockConfig,
+    CodecConfig,
+    OuterConfig,
+    PeerConfig,
+    RunConfig,
+    read_peer_config,
+    read_run_config,
+    write_toml,
+)
+from p2p_co2.errors import ConfigError, EnvironmentFault
+
+WRONG = [
+    ("name = [", "", "not valid TOML"),
+    ("fragmants = 4", "fragmants", "unknown key"),
+    ("[outer]\nlearning_rate = 1", "outer.learning_rate", "unknown key"),
+    ("[outer]\nlr = -0.1", "outer.lr", "greater than 0"),
+    ("[outer]\nmomentum = 1.0", "outer.momentum", "less than 1"),
+    ("[outer]\nlr = nan", "outer.lr", ""),
+    ("[codec]\nname = 'int3'", "codec.name", "int4"),
+    ("[clock]\nmode = 'hours'", "clock.mode", "steps"),
+    ("[clock]\nround_s = 0", "clock.round_s", "greater than 0"),
+    ("fragments = 8\n[clock]\nmode = 'steps'\ninner_steps_per_round = 4", "", "at least 8 steps"),
+    ("[clock]\nmode = 'steps'\n[outer]\nsync_delay_steps = 99", "", "more than a round"),
+    ("[outer]\nrule = 'co2'\nsync_delay_steps = 3", "", "leave it at 0"),
+    ("name = 'a b'", "name", "pattern"),
+    ("seed = 'one'", "seed", "integer"),
+    ("recipe_digest = 'abc'", "recipe_digest", "pattern"),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "words"), WRONG, ids=[text[:30] for text, _, _ in WRONG])
+def test_a_wrong_run_file_names_file_key_and_cure(tmp_path: Path, text: str, key: str, words: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_run_config(path)
+    assert (caught.value.where, caught.value.key) == (str(path), key)
+    assert words in caught.value.problem
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_not_there_or_not_text_or_not_readable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_run_config(tmp_path / "nothing.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_run_config(tmp_path / "binary.toml")
+    with pytest.raises(EnvironmentFault, match="cannot read"):
+        read_run_config(tmp_path)
+
+
+def test_peer_settings_are_read_like_run_settings(tmp_path: Path) -> None:
+    path = tmp_path / "peer.toml"
+    path.write_text("device = 'cuda'\n[limits]\nthreads = 2\n")
+    config = read_peer_config(path)
+    assert (config.device, config.limits.threads) == ("cuda", 2)
+    path.write_text("grpc_port = 70000")
+    with pytest.raises(ConfigError, match="grpc_port"):
+        read_peer_config(path)
+
+
+RUNS = st.builds(
+    RunConfig,
+    name=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),
+    seed=st.integers(0, 2**31 - 1),
+    fragments=st.integers(1, 16),
+    recipe_options=st.dictionaries(
+        st.from_regex(r"[a-z_]{1,10}", fullmatch=True),
+        st.one_of(st.text("abc \"'\\é", max_size=8), st.integers(-5, 5), st.booleans(), st.floats(-1, 1)),
+        max_size=3,
+    ),
+    clock=st.builds(ClockConfig, round_s=st.floats(0.1, 1e6), rounds=st.integers(0, 10**6)),
+    codec=st.builds(CodecConfig, name=st.sampled_from(["fp32", "int4", "nf4"]), error_feedback=st.booleans()),
+    outer=st.builds(OuterConfig, lr=st.floats(0.01, 10), momentum=st.floats(0, 0.99), nesterov=st.booleans()),
+)
+
+
+@given(run=RUNS)
+def test_a_run_survives_toml_and_its_published_bytes(
+    run: RunConfig, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "run.toml"
+    path.write_text(write_toml(run))
+    assert read_run_config(path) == run
+    assert RunConfig.from_canonical_bytes(run.canonical_bytes()) == run
+    assert read_run_config(path).digest() == run.digest()
+
+
+def test_a_peers_settings_survive_toml(tmp_path: Path) -> None:
+    config = PeerConfig(folder=Path("some where"), name='a "quoted" name', carrier="grpc", min_peers=3)
+    path = tmp_path / "peer.toml"
+    path.write_text(write_toml(config))
+    assert read_peer_config(path) == config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "other"},
+        {"seed": 1},
+        {"fragments": 5},
+        {"group_size": 3},
+        {"recipe": "x.py:f"},
+        {"recipe_digest": "0" * 64},
+        {"recipe_options": {"layers": 1}},
+        {"clock": ClockConfig(round_s=61)},
+        {"codec": CodecConfig(error_feedback=True)},
+        {"outer": OuterConfig(clip_phi=9)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_field_is_in_the_digest(change: dict[str, object]) -> None:
+    assert RunConfig(**change).digest() != RunConfig().digest()  # type: ignore[arg-type]
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        RunConfig().name = "other"  # type: ignore[misc]
+
+
+def test_a_manifest_from_another_version_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="unknown key"):
+        RunConfig.from_canonical_bytes(b'{"name": "x", "quantum": true}')
+    with pytest.raises(ConfigError):
+        RunConfig.from_canonical_bytes(b"not json at all")

@@ -1,0 +1,173 @@
+"""Links and standing, over carriers made for the purpose: choice, loss, bounds, priority, caps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from p2p_co2.errors import PeerLost, TransportError
+from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.transport.base import OnMessage, OnRefused
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
+
+B, C = PeerId("b"), PeerId("c")
+
+
+class FakeLink:
+    def __init__(self, carrier: FakeCarrier, peer: PeerId) -> None:
+        self._carrier, self.peer, self.carrier = carrier, peer, carrier.name
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def send(self, data: bytes) -> None:
+        await self._carrier.gate.wait()
+        if self.closed.done():
+            raise PeerLost(self.closed.result())
+        self._carrier.sent.append(data)
+
+    async def close(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result("closed by us")
+
+    async def wait_closed(self) -> str:
+        return await asyncio.shield(self.closed)
+
+
+class FakeCarrier:
+    def __init__(self, name: str, reachable: bool = True) -> None:
+        self.name, self.reachable = name, reachable
+        self.sent: list[bytes] = []
+        self.links: list[FakeLink] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
+        return None
+
+    async def connect(self, record: PeerRecord) -> FakeLink:
+        if not self.reachable:
+            raise TransportError("connection refused")
+        self.links.append(FakeLink(self, PeerId(record.peer)))
+        return self.links[-1]
+
+    async def close(self) -> None:
+        return None
+
+
+@dataclass
+class Heard:
+    opened: list[tuple[str, str, str]] = field(default_factory=list)
+    lost: list[tuple[str, str, str]] = field(default_factory=list)
+    unreachable: list[tuple[str, str]] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def links_over(*carriers: FakeCarrier, cap: float = 0.0) -> AsyncIterator[tuple[Links, Heard]]:
+    heard = Heard()
+    observer = LinkObserver(
+        lambda *event: heard.opened.append(event),
+        lambda *event: heard.lost.append(event),
+        lambda *event: heard.unreachable.append(event),
+    )
+
+    async def find(peer: PeerId) -> PeerRecord | None:
+        return PeerRecord(peer=peer) if peer == B else None
+
+    async with asyncio.TaskGroup() as tasks:
+        links = Links(carriers, find, observer, tasks, cap)
+        yield links, heard
+        await links.close()
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_the_preferred_carrier_is_used_and_the_order_kept() -> None:
+    grpc, libp2p = FakeCarrier("grpc"), FakeCarrier("libp2p")
+    async with links_over(grpc, libp2p) as (links, heard):
+        for number in range(5):
+            assert links.post(B, bytes([number]), bulk=False)
+        await turns()
+        assert grpc.sent == [bytes([number]) for number in range(5)]
+        assert (libp2p.sent, heard.opened) == ([], [(B, "grpc", "")])
+        assert links.up_bytes == 5
+        assert links.carriers_used() == {B: "grpc"}
+
+
+async def test_the_other_carrier_serves_when_a_peer_cannot_be_dialled_and_says_why() -> None:
+    grpc, libp2p = FakeCarrier("grpc", reachable=False), FakeCarrier("libp2p")
+    async with links_over(grpc, libp2p) as (links, heard):
+        links.post(B, b"x", bulk=True)
+        await turns()
+        assert libp2p.sent == [b"x"]
+        assert heard.opened == [(B, "libp2p", "grpc: connection refused")]
+
+
+async def test_a_peer_that_no_carrier_reaches_is_reported_and_its_queue_dropped() -> None:
+    grpc = FakeCarrier("grpc", reachable=False)
+    async with links_over(grpc) as (links, heard):
+        links.post(B, b"x", bulk=True)
+        links.post(C, b"y", bulk=False)
+        await turns()
+        assert dict(heard.unreachable) == {
+            B: "grpc: connection refused",
+            C: "no record of this peer is known",
+        }
+        grpc.reachable = True
+        links.post(B, b"z", bulk=True)
+        await turns()
+        assert grpc.sent == [b"z"]
+
+
+async def test_a_link_that_dies_idle_is_noticed_and_opened_again() -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc) as (links, heard):
+        links.post(B, b"1", bulk=False)
+        await turns()
+        grpc.links[0].closed.set_result("connection reset")
+        await turns()
+        assert heard.lost == [(B, "grpc", "connection reset")]
+        assert len(grpc.links) == 2
+        links.post(B, b"2", bulk=False)
+        await turns()
+        assert grpc.sent == [b"1", b"2"]
+
+
+async def test_control_overtakes_bulk_and_bulk_is_bounded() -> None:
+    grpc = FakeCarrier("grpc")
+    grpc.gate.clear()
+    async with links_over(grpc) as (links, _):
+        links.post(B, b"bulk 1", bulk=True)
+        await turns()
+        links.post(B, b"bulk 2", bulk=True)
+        links.post(B, b"control", bulk=False)
+        grpc.gate.set()
+        await turns()
+        assert grpc.sent == [b"bulk 1", b"control", b"bulk 2"]
+        grpc.gate.clear()
+        links.post(B, b"x", bulk=True)
+        await turns()
+        piece = bytes(MAX_QUEUED_BYTES // 2)
+        assert links.post(B, piece, bulk=True)
+        assert links.post(B, piece, bulk=True)
+        assert not links.post(B, b"one too many", bulk=True)
+        assert links.post(B, b"control still passes", bulk=False)
+        grpc.gate.set()
+        await links.drain(1.0)
+
+
+async def test_the_upload_cap_holds() -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, cap=1e6) as (links, _):
+        started_at = asyncio.get_running_loop().time()
+        for _ in range(10):
+            links.post(B, bytes(20_000), bulk=True)
+        await links.drain(5.0)
+        assert (
+            asyncio.get_running_loop().time() - started_at >= 0.15
+        )  # 200 kB at 1 MB/s, the last sleep aside
+        assert len(grpc.sent) == 10

@@ -1,0 +1,184 @@
+"""What the training thread does, the test being its network: schedule, delays, staleness, bounds, flush."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from p2p_co2 import outer
+from p2p_co2.codec import get_codec
+from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, RunConfig
+from p2p_co2.fragments.live import LiveParameters
+from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.node.standing import LocalProgress
+from p2p_co2.outer import Merge, StepReport
+from p2p_co2.rounds import Offer
+from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.fragment_ledger import FragmentLedger
+from p2p_co2.trainer.ledger import Outcome, TensorLedger
+from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+
+REPORT = StepReport(1.0, 1.0, 1.0, 0.0)
+
+
+class RecordingWire:
+    """A network that takes offers and says nothing: the test answers."""
+
+    def __init__(self) -> None:
+        self.offers: list[Offer] = []
+        self.events: list[tuple[type[ev.Event], Mapping[str, Any]]] = []
+        self.shown: list[LocalProgress] = []
+        self.is_settled = False
+        self.broken: BaseException | None = None
+
+    def offer(self, offer: Offer) -> None:
+        self.offers.append(offer)
+
+    def show(self, progress: LocalProgress) -> None:
+        self.shown.append(progress)
+
+    def swarm_position(self) -> tuple[float, float] | None:
+        return None
+
+    def settled(self, versions: Sequence[int]) -> bool:
+        return self.is_settled
+
+    def traffic_bytes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def failure(self) -> BaseException | None:
+        return self.broken
+
+    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
+        kind(at=0.0, peer="me", **fields)  # the fields fit the event
+        self.events.append((kind, fields))
+
+    def seen(self, kind: type[ev.Event]) -> list[Mapping[str, Any]]:
+        return [fields for event, fields in self.events if event is kind]
+
+
+class Bench:
+    """A synchroniser in mode steps: 2 fragments, 4 inner steps per round."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.run = RunConfig(
+            fragments=2,
+            clock=ClockConfig(mode="steps", inner_steps_per_round=4),
+            codec=CodecConfig(name="fp32"),
+            outer=OuterConfig(**{"blocking_rounds": 0, **settings}),
+        )
+        self.model = torch.nn.Linear(8, 32)
+        plan = plan_fragments(self.model, 2)
+        codec = get_codec("fp32")
+        live = LiveParameters(self.model, plan)
+        states = [outer.init(live.snapshot(fragment)) for fragment in range(2)]
+        self.ledger = TensorLedger(codec, [FragmentLedger(self.run, codec, "me", state) for state in states])
+        self.wire = RecordingWire()
+        self.sync = Synchroniser(self.run, self.model, plan, self.ledger, self.wire, Progressed())
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.add_(1.0)
+            self.sync.after_step(tokens=10, loss=1.0)
+            self.ledger.states()  # let the worker finish what was asked
+
+    def commit(self, fragment: int, version: int, addend: float = 0.0) -> None:
+        """What the worker would say after a commit of this peer's offer."""
+        merge = Merge(1.0, torch.full((144,), addend))
+        self.ledger.outcomes.put(Outcome(fragment, version, merge, REPORT, contributed=True))
+
+    def value(self) -> float:
+        return float(self.model.weight.detach().flatten()[0])
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.ledger.close()
+
+
+def test_fragments_are_sent_at_their_schedule_points(bench: Bench) -> None:
+    bench.step(4)
+    assert [offer.fragment for offer in bench.wire.offers] == [1, 0]  # at half a round, and at a whole one
+    assert [offer.weight for offer in bench.wire.offers] == [20.0, 40.0]
+    assert bench.sync.position == pytest.approx(1.0)
+
+
+def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_carries_over(
+    bench: Bench,
+) -> None:
+    bench.step(8)
+    assert len(bench.wire.offers) == 2
+    assert [fields["fragment"] for fields in bench.wire.seen(ev.SendSkipped)] == [1, 0]
+    for fragment in (0, 1):
+        bench.ledger.outcomes.put(Outcome(fragment, 0, None))  # both rounds were aborted
+    bench.step(4)
+    assert bench.wire.seen(ev.FragmentApplied) == []
+
+
+def test_staleness_counts_the_points_between_send_and_apply(bench: Bench) -> None:
+    bench.step(2)  # fragment 1 is sent
+    bench.commit(1, 1)
+    bench.step()
+    (soon,) = bench.wire.seen(ev.FragmentApplied)
+    assert (soon["staleness"], soon["sync_delay_steps"]) == (0, 1)
+    bench.step(3)  # position 1.5: sent again
+    bench.step(4)  # position 2.5: a point passes in between
+    bench.commit(1, 2)
+    bench.step()
+    late = bench.wire.seen(ev.FragmentApplied)[-1]
+    assert (late["staleness"], late["sync_delay_steps"]) == (1, 5)
+
+
+def test_sync_delay_steps_holds_a_mean_back() -> None:
+    made = Bench(sync_delay_steps=3)
+    made.step(2)
+    made.commit(1, 1, addend=100.0)
+    before = made.value()
+    made.step(2)
+    held = made.value() - before
+    made.step()
+    applied = made.wire.seen(ev.FragmentApplied)
+    assert held == pytest.approx(2.0, abs=1e-3)
+    assert applied[0]["sync_delay_steps"] == 3
+    made.ledger.close()
+
+
+def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_co2.trainer.synchroniser.FIRST_ROUND_BOUND_S", 0.2)
+    made = Bench(blocking_rounds=1)
+    made.step(4)  # nobody answers: both first rounds run into their bound
+    assert 0.4 <= made.sync.exposed_s < 5.0
+    made.sync.versions = [1, 1]
+    made.sync._sent.clear()
+    exposed_s = made.sync.exposed_s
+    made.step(4)
+    assert made.sync.exposed_s - exposed_s < 0.2
+    made.ledger.close()
+
+
+def test_a_fault_of_the_network_thread_comes_up_in_the_next_step(bench: Bench) -> None:
+    bench.wire.broken = OSError("the network thread died")
+    with pytest.raises(OSError, match="network thread"):
+        bench.step()
+
+
+def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.trainer.synchroniser.FLUSH_BOUND_S", 0.3)
+    monkeypatch.setattr("p2p_co2.trainer.synchroniser.SETTLE_BOUND_S", 0.3)
+    made = Bench()
+    made.step(1)
+    made.sync.flush(finished=True)  # nobody answers
+    made.ledger.states()
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
+    assert made.wire.shown[-1].phase == made.sync.phase
+    assert made.wire.seen(ev.Progress)[-1]["phase"] == "draining"
+    made.ledger.close()
