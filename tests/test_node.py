@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.node.meter import MEASURABLE_BYTES, UploadMeter
 from p2p_co2.transport.base import OnMessage, OnRefused
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -171,3 +172,35 @@ async def test_the_upload_cap_holds() -> None:
             asyncio.get_running_loop().time() - started_at >= 0.15
         )  # 200 kB at 1 MB/s, the last sleep aside
         assert len(grpc.sent) == 10
+
+
+def burst(meter: UploadMeter, size_bytes: int, started_at: float, duration_s: float) -> None:
+    meter.started(started_at)
+    meter.finished(size_bytes, started_at + duration_s)
+
+
+def test_the_rate_is_that_of_the_best_burst_of_late() -> None:
+    meter = UploadMeter(0.0)
+    burst(meter, MEASURABLE_BYTES * 4, 1.0, 1.0)
+    burst(meter, 10, 10.0, 0.001)  # too small to tell
+    assert meter.bytes_per_s == MEASURABLE_BYTES * 4
+    burst(meter, MEASURABLE_BYTES, 20.0, 10.0)  # the machine was busy
+    burst(meter, 10, 40.0, 0.001)
+    assert 0.9 * MEASURABLE_BYTES * 4 <= meter.bytes_per_s < MEASURABLE_BYTES * 4
+    burst(meter, MEASURABLE_BYTES * 40, 50.0, 1.0)
+    burst(meter, 10, 60.0, 0.001)
+    assert meter.bytes_per_s == MEASURABLE_BYTES * 40
+
+
+def test_messages_close_together_are_one_burst() -> None:
+    meter = UploadMeter(0.0)
+    for number in range(10):
+        burst(meter, MEASURABLE_BYTES // 4, 1.0 + number * 0.1, 0.05)
+    burst(meter, 1, 10.0, 0.001)
+    assert 2.4 * MEASURABLE_BYTES <= meter.bytes_per_s <= 2.8 * MEASURABLE_BYTES
+
+
+def test_the_cap_is_one_for_all_links() -> None:
+    meter = UploadMeter(1000.0)
+    assert [meter.delay_s(500, 10.0) for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
+    assert meter.delay_s(500, 20.0) == 0.0

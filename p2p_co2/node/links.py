@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.node.meter import UploadMeter
 from p2p_co2.transport.base import Carrier, Link
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -24,8 +25,6 @@ from p2p_co2.wire.messages_pb2 import PeerRecord
 MAX_QUEUED_BYTES = 256 << 20
 """Bulk bytes waiting for one peer; more is dropped (the protocol asks again)."""
 MAX_QUEUED_CONTROL = 4096
-RATE_DECAY = 0.7
-RATE_WINDOW_S = 0.5
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
 
@@ -68,15 +67,15 @@ class Links:
         self._find_record = find_record
         self._observer = observer
         self._tasks = tasks
-        self._cap = upload_cap_bytes_per_s
+        self._meter = UploadMeter(upload_cap_bytes_per_s)
         self._lanes: dict[PeerId, _Lane] = {}
         self._used: dict[str, str] = {}
-        self._window_started_at = 0.0
-        self._window_bytes = 0
-        self._sending = 0
         self.up_bytes = 0
-        self.upload_bytes_per_s = 0.0
-        """Rate while bulk data was flowing; 0 until measured."""
+
+    @property
+    def upload_bytes_per_s(self) -> float:
+        """What the link has shown it can carry; 0 until measured."""
+        return self._meter.bytes_per_s
 
     def post(self, peer: PeerId, data: bytes, bulk: bool) -> bool:
         """Queue a message; False if it was dropped because the queue is full."""
@@ -104,7 +103,7 @@ class Links:
     async def drain(self, timeout_s: float) -> None:
         """Wait until the queues of reachable peers are empty, at most ``timeout_s`` seconds."""
         ends_at = time.monotonic() + timeout_s
-        while any(lane.control or lane.bulk for lane in self._lanes.values()) or self._sending:
+        while any(lane.control or lane.bulk for lane in self._lanes.values()) or self._meter.busy:
             if time.monotonic() > ends_at:
                 return
             await asyncio.sleep(0.01)
@@ -168,24 +167,17 @@ class Links:
             await self._send_bulk(link, data)
 
     async def _send_bulk(self, link: Link, data: bytes) -> None:
-        if self._sending == 0:
-            self._window_started_at, self._window_bytes = time.monotonic(), 0
-        self._sending += 1
+        self._meter.started(time.monotonic())
+        sent_bytes = 0
         try:
+            wait_s = self._meter.delay_s(len(data), time.monotonic())
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
             await link.send(data)
+            sent_bytes = len(data)
         finally:
-            self._sending -= 1
-        self.up_bytes += len(data)
-        self._window_bytes += len(data)
-        elapsed_s = max(1e-6, time.monotonic() - self._window_started_at)
-        if self._cap and (ahead_s := self._window_bytes / self._cap - elapsed_s) > 0:
-            await asyncio.sleep(ahead_s)
-            elapsed_s += ahead_s
-        if elapsed_s > RATE_WINDOW_S or (self._sending == 0 and self._window_bytes > 1 << 20):
-            rate = self._window_bytes / elapsed_s
-            known = self.upload_bytes_per_s
-            self.upload_bytes_per_s = RATE_DECAY * known + (1 - RATE_DECAY) * rate if known else rate
-            self._window_started_at, self._window_bytes = time.monotonic(), 0
+            self._meter.finished(sent_bytes, time.monotonic())
+        self.up_bytes += sent_bytes
 
     async def _wait(self, lane: _Lane, link: Link) -> None:
         """Until there is something to send; raises ``PeerLost`` when the link dies first."""
