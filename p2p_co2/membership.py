@@ -30,6 +30,8 @@ SILENCE_FLOOR_S = 6.0
 SILENCE_CAP_S = 30.0
 GAPS_KEPT = 16
 OFFSETS_KEPT = 9
+ONE_WAY_S = 2.0
+"""A peer that we hear but cannot reach is no peer for this long; without it, it would join and leave all the time."""
 REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
 
@@ -87,6 +89,7 @@ class Membership:
         self._live: dict[PeerId, PeerInfo] = {}
         self._candidates: dict[PeerId, float] = {}
         """Peers the DHT lists that are not live, and when to try them next."""
+        self._one_way_until: dict[PeerId, float] = {}
         self._next_heartbeat_at: float | None = None
         self._nonce = 0
         self._outgoing: list[tuple[PeerId, Ping | Pong | Leave]] = []
@@ -118,6 +121,8 @@ class Membership:
             self._drop(sender, f"left: {message.reason[:MAX_STRING] or 'no reason given'}")
             return
         check_status(message.status)
+        if self._one_way_until.get(sender, 0.0) > now:
+            return
         self._heard(sender, message.status, now)
         if isinstance(message, Ping):
             self._outgoing.append(
@@ -140,6 +145,8 @@ class Membership:
         """No carrier can open a link to ``peer``: it is gone until the DHT lists it again."""
         self._drop(peer, reason)
         self._candidates[peer] = now + REVISIT_S
+        self._one_way_until = {other: until for other, until in self._one_way_until.items() if until > now}
+        self._one_way_until[peer] = now + ONE_WAY_S
 
     def announce(self, now: float) -> None:
         """Tell every live peer this peer's status now, instead of at the next heartbeat."""

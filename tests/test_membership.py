@@ -8,7 +8,7 @@ import math
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.membership import HEARTBEAT_S, REVISIT_S, SILENCE_FLOOR_S, Joined, Left, Membership
+from p2p_co2.membership import HEARTBEAT_S, ONE_WAY_S, REVISIT_S, SILENCE_FLOOR_S, Joined, Left, Membership
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
@@ -97,6 +97,16 @@ def test_goodbye_and_unreachable_end_a_peer_at_once() -> None:
     machines = pair()
     machines[A].unreachable(B, "grpc: connection refused", 101.0)
     assert drain(machines[A])[-1] == Left(B, "grpc: connection refused")
+
+
+def test_a_peer_that_we_hear_but_cannot_reach_does_not_join_and_leave_all_the_time() -> None:
+    machine = Membership(A)
+    machine.unreachable(B, "no carrier gets through", 100.0)
+    machine.receive(Ping(nonce=1, status=Status()), B, 100.5)
+    assert not machine.live
+    assert machine.messages_to_send() == []
+    machine.receive(Ping(nonce=2, status=Status()), B, 100.0 + ONE_WAY_S)
+    assert set(machine.live) == {B}
 
 
 def test_the_clock_offset_is_measured_and_one_liar_does_not_move_it() -> None:
