@@ -356,7 +356,7 @@ def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticke
 
 
 def _count_what_hivemind_does_not_do() -> list[float]:
-    """CPU seconds in the outer step, the state digest and the report of the codec's error, counted from now on."""
+    """CPU seconds in the outer step, the state digest and the codec error report, from now on."""
     from p2p_co2.trainer import fragment_ledger, ledger
 
     spent_s = [0.0]

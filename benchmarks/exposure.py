@@ -3,7 +3,8 @@
 One seed and a few peer processes train the demo's model on the demo's data with the demo's settings (swarm
 clock, a round of 4 fragments each 5 s, int4, rule keep, a journal), one torch thread each. By wall clock and
 all together they alternate between phases of equal length: "off" never calls ``peer.step``, so nothing is
-copied out, encoded, sent or merged and only heartbeats flow; "on" calls it after each inner step. Prints JSON.
+copied out, encoded, sent or merged and only heartbeats flow; "on" calls it after each inner step. Prints
+JSON.
 
     python benchmarks/exposure.py [--layouts four two spare] [--phase-s 15] [--pairs 3]
 
@@ -16,7 +17,8 @@ Three layouts, all held to the same two cores, so that a larger machine does the
 
 What is reported, per layout, over the windows that are left of the phases without their first round:
 
-- ``ratio``: inner steps per second on / off, all peers together, the median of the pairs; each pair beside it.
+- ``ratio``: inner steps per second on / off, all peers together, the median of the pairs; each pair beside
+  it.
 - ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting. It holds all
   that ``exposed_s`` counts (``exposed_s_share``), and the reports to journal and network. A thread that
   loses its core inside ``peer.step`` counts as exposed while it waits for it.
@@ -59,8 +61,7 @@ from typing import Any
 import psutil
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig, write_toml
 from p2p_co2.recipes import load_recipe
@@ -68,6 +69,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.trainer import Peer, connect
 
+ROOT = Path(__file__).resolve().parents[1]
 RECIPE, ROUND_S, FRAGMENTS = "byte-gpt", 5.0, 4
 RUN = RunConfig(
     name="exposure", recipe=RECIPE, fragments=FRAGMENTS, clock=ClockConfig(mode="time", round_s=ROUND_S)
@@ -338,7 +340,6 @@ def _work(layout: Layout, index: int, folder: Path, ticket: str) -> None:
             windows = [training.window(*window) for window in timetable.windows()]
             exchanging = [(start, end) for on, start, end in timetable.windows() if on]
             inside = [event for event in seen if any(start <= event.at < end for start, end in exchanging)]
-        # A peer that leaves earlier than the others must not end a round that they are measured in.
         print(json.dumps({"windows": windows, **_rounds(inside)}), flush=True)
 
 

@@ -31,7 +31,8 @@ SILENCE_CAP_S = 30.0
 GAPS_KEPT = 16
 OFFSETS_KEPT = 9
 ONE_WAY_S = 2.0
-"""A peer that we hear but cannot reach is no peer for this long; without it, it would join and leave all the time."""
+"""A peer that we hear but cannot reach is no peer for this long; without it, it would join and leave all the
+time."""
 REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
 
