@@ -18,7 +18,11 @@ Three layouts, all held to the same two cores, so that a larger machine does the
 What is reported, per layout, over the windows that are left of the phases without their first round:
 
 - ``ratio``: inner steps per second on / off, all peers together, the median of the pairs; each pair beside
-  it.
+  it. ``ratio_of_quiet_pairs``: of those alone that no other work on the machine disturbed.
+- ``ratio_at_equal_cpu``: inner steps per CPU second of all the peers' threads and daemons, on / off. Where
+  the cores are never idle this is the ratio of throughputs, and other work on the machine does not touch it.
+- ``ratio_of_cpu_for_training``: the share of a peer's CPU that its training thread got, on / off: what the
+  exchange's own CPU costs the training where cores are full, whatever the speed of the host just then.
 - ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting. It holds all
   that ``exposed_s`` counts (``exposed_s_share``), and the reports to journal and network. A thread that
   loses its core inside ``peer.step`` counts as exposed while it waits for it.
@@ -77,6 +81,8 @@ RUN = RunConfig(
 """The demo's; codec int4 and rule keep are the defaults."""
 CORES = 2
 LEAD_S = 1.0
+QUIET = 0.1
+"""CPU seconds per second of others, above which a window counts as disturbed."""
 BARS = {"ratio": 0.95, "exposed_share": 0.01}
 NOTES = (
     "All threads of a layout share two cores. With four peers training wants four cores, so the run queue "
@@ -164,7 +170,7 @@ def _measure(name: str, cores: Sequence[int], options: argparse.Namespace) -> Fi
             answers = [_answer(process) for process in swarm.peers]
         finally:
             swarm.stop()
-    figures = _sum_up(layout, answers)
+    figures = _sum_up(layout, answers, others)
     figures["others_cpu_s_per_s"] = {"off": _rounded(others[::2]), "on": _rounded(others[1::2])}
     figures["load_1_min"] = round(os.getloadavg()[0], 2)
     print(name, json.dumps(figures), file=sys.stderr)
@@ -212,7 +218,8 @@ class Swarm:
         time.sleep(max(0.0, start - time.time()))
         before_s = _busy_s(cores) - self._cpu_s()
         time.sleep(max(0.0, end - time.time()))
-        return (_busy_s(cores) - self._cpu_s() - before_s) / (end - start)
+        used_s = _busy_s(cores) - self._cpu_s() - before_s
+        return used_s / (end - start)
 
     def _cpu_s(self) -> float:
         total_s = 0.0
@@ -249,21 +256,25 @@ def _answer(process: subprocess.Popen[str]) -> Figures:
     raise SystemExit(f"a peer ended with {process.wait()}: {process.args}")
 
 
-def _sum_up(layout: Layout, answers: Sequence[Figures]) -> Figures:
-    """``answers``: per peer, ``windows`` (off, on, off, on, ...) and ``events`` of the on windows."""
+def _sum_up(layout: Layout, answers: Sequence[Figures], others: Sequence[float]) -> Figures:
+    """``answers``: per peer, ``windows`` (off, on, off, on, ...), and ``events`` of the on windows;
+    ``others``: foreign CPU per window."""
     peers = [answer["windows"] for answer in answers]
     rates = [[window["steps"] / window["wall_s"] for window in windows] for windows in peers]
     swarm = [sum(together) for together in zip(*rates, strict=True)]
     phases = {"off": [w for windows in peers for w in windows[::2]],
               "on": [w for windows in peers for w in windows[1::2]]}  # fmt: skip
     on_by_peer = [windows[1::2] for windows in peers]
-    pairs = [on / off for off, on in zip(swarm[::2], swarm[1::2], strict=True)]
-    by_peer = [
-        statistics.median(on / off for off, on in zip(rate[::2], rate[1::2], strict=True)) for rate in rates
-    ]
+    pairs = _on_by_off(swarm)
+    quiet = [pair for pair, *both in zip(pairs, others[::2], others[1::2], strict=True) if max(both) <= QUIET]
+    equal_cpu = _on_by_off([_steps_per_cpu_s(together) for together in zip(*peers, strict=True)])
     exposed = [_share(windows, "in_step_s") for windows in on_by_peer]
     threads = {phase: _training_thread(windows) for phase, windows in phases.items()}
     own_s = {phase: figures["cpu_and_sleep_ms_per_step"] for phase, figures in threads.items()}
+    taken = {phase: _other_threads(windows)["all"] for phase, windows in phases.items()}
+    trains = {
+        phase: threads[phase]["cpu_share"] / (threads[phase]["cpu_share"] + taken[phase]) for phase in taken
+    }
     up_bytes = [sum(w["up_bytes"] for w in ws) / sum(w["wall_s"] for w in ws) for ws in on_by_peer]
     return {
         "layout": layout.words,
@@ -273,7 +284,11 @@ def _sum_up(layout: Layout, answers: Sequence[Figures]) -> Figures:
         },
         "ratio": round(statistics.median(pairs), 4),
         "ratio_of_pairs": _rounded(pairs),
-        "ratio_by_peer": _rounded(by_peer),
+        "ratio_of_quiet_pairs": round(statistics.median(quiet), 4) if quiet else None,
+        "ratio_by_peer": _rounded([statistics.median(_on_by_off(rate)) for rate in rates]),
+        "ratio_at_equal_cpu": round(statistics.median(equal_cpu), 4),
+        "ratio_at_equal_cpu_of_pairs": _rounded(equal_cpu),
+        "ratio_of_cpu_for_training": round(trains["on"] / trains["off"], 4),
         "ratio_without_queue": round(own_s["off"] / own_s["on"], 4),
         "exposed_share": round(max(exposed), 5),
         "exposed_share_by_peer": _rounded(exposed, 5),
@@ -285,6 +300,17 @@ def _sum_up(layout: Layout, answers: Sequence[Figures]) -> Figures:
         "events": dict(sum((Counter(answer["events"]) for answer in answers), Counter())),
         "round_s_median": round(statistics.median(s for answer in answers for s in answer["round_s"]), 3),
     }
+
+
+def _on_by_off(values: Sequence[float]) -> list[float]:
+    return [on / off for off, on in zip(values[::2], values[1::2], strict=True)]
+
+
+def _steps_per_cpu_s(windows: Sequence[Figures]) -> float:
+    """Of one window of all peers, with the CPU of all their threads and daemons."""
+    cpu_s = sum(value for window in windows for kind, value in window["cpu_s"].items() if kind != "queued")
+    steps: int = sum(window["steps"] for window in windows)
+    return steps / cpu_s
 
 
 def _share(windows: Sequence[Figures], key: str) -> float:

@@ -151,8 +151,9 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
     options = seed.options
     async with AsyncExitStack() as stack:
         p2p = await start_p2p(
-            options.folder / "identity", options.host, options.port, announce_host=options.announce_host
-        )
+            options.folder / "identity", options.host, options.port,
+            announce_host=options.announce_host, public=bool(options.announce_host),
+        )  # fmt: skip
         stack.push_async_callback(stop_p2p, p2p)
         discovery = Discovery(p2p, seed.identity, seed.run_digest, refused)
         stack.push_async_callback(discovery.close)

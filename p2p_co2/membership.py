@@ -138,7 +138,9 @@ class Membership:
         round_trip_s = now - message.ping_sent_at
         if not (0 <= round_trip_s < SILENCE_CAP_S and math.isfinite(message.answered_at)):
             return
-        info = self._live[sender]
+        info = self._live.get(sender)
+        if info is None:
+            return  # as many peers as we take are live already
         info.round_trips_s.append(round_trip_s)
         info.offsets_s.append(message.answered_at - (message.ping_sent_at + round_trip_s / 2))
 

@@ -46,14 +46,14 @@ class Doom:
         self.commits += isinstance(event, RoundCommitted)
 
     def install(self) -> None:
-        post = Node._post
+        envelope = Node._envelope
 
-        def doomed(node: Node, peer: Any, message: Any) -> None:
+        def doomed(node: Node, message: Any) -> bytes:
             if self.commits >= self.after and type(message).__name__.lower() == self.kind:
                 os.kill(os.getpid(), signal.SIGKILL)
-            post(node, peer, message)
+            return envelope(node, message)
 
-        Node._post = doomed  # type: ignore[method-assign]
+        Node._envelope = doomed  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from p2p_co2.config import RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.discovery import records as rec
+from p2p_co2.discovery.dht import CALL_TIMEOUT_S
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.transport.hivemind_quiet import (
     DHTID,
@@ -29,7 +31,7 @@ from p2p_co2.transport.hivemind_quiet import (
     PeerID,
     get_dht_time,
 )
-from p2p_co2.transport.libp2p_control import reach
+from p2p_co2.transport.libp2p_control import own_maddrs, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
@@ -110,6 +112,9 @@ async def test_a_decision_is_found_by_everybody(tmp_path: Path) -> None:
         expected = {seed.identity.peer_id: b"decided", a.identity.peer_id: b"decided"}
         assert await a.discovery.fetch_decision(2, 7) == expected
         assert await seed.discovery.fetch_decision(2, 8) == {}
+        largest = os.urandom(4096)  # what an announcement takes at most
+        await a.discovery.publish_decision(2, 8, largest, LIFETIME_S)
+        assert await seed.discovery.fetch_decision(2, 8) == {a.identity.peer_id: largest}
 
 
 async def test_the_manifest_outlives_its_author(tmp_path: Path) -> None:
@@ -170,6 +175,31 @@ async def test_calls_end_when_the_daemon_is_gone(tmp_path: Path) -> None:
         seed.p2p.daemon.process.kill()
         with pytest.raises(TransportError, match="daemon"):
             await seed.discovery.rebootstrap([DEAD])
+
+
+async def test_every_call_fails_in_words_when_the_daemon_is_killed(tmp_path: Path) -> None:
+    async with (
+        open_member(tmp_path / "seed", []) as seed,
+        open_member(tmp_path / "a", seed.maddrs) as a,
+    ):
+        await a.discovery.publish_self(a.record, LIFETIME_S)
+        os.kill(a.p2p.daemon.process.pid, signal.SIGKILL)
+        await a.p2p.daemon.wait_exit()
+        calls = [
+            lambda: own_maddrs(a.p2p, 5),
+            lambda: a.discovery.publish_self(a.record, 2 * LIFETIME_S),
+            a.discovery.find_peers,
+            lambda: a.discovery.publish_decision(0, 1, b"decided", LIFETIME_S),
+            lambda: a.discovery.fetch_decision(0, 1),
+            lambda: a.discovery.rebootstrap(seed.maddrs),
+        ]
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            for call in calls:
+                with pytest.raises(TransportError, match="daemon of this process is gone"):
+                    await call()
+        await a.discovery.close()
+        with pytest.raises(TransportError, match="daemon of this process is gone"):
+            await a.discovery.start([])
 
 
 def test_only_what_fits_is_published() -> None:

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from p2p_co2 import membership
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.membership import HEARTBEAT_S, ONE_WAY_S, REVISIT_S, SILENCE_FLOOR_S, Joined, Left, Membership
 from p2p_co2.wire.identity import Identity, PeerId
@@ -155,3 +156,12 @@ def test_leave_of_a_stranger_is_no_event() -> None:
     machine = Membership(A)
     machine.receive(Leave(reason="who am I?"), B, 100.0)
     assert drain(machine) == []
+
+
+def test_a_pong_of_a_peer_that_found_no_room_is_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_PEERS", 1)
+    machine = Membership(A)
+    machine.receive(Ping(nonce=1, status=Status()), B, 100.0)
+    machine.receive(Pong(nonce=1, ping_sent_at=100.0, answered_at=100.1, status=Status()), C, 100.2)
+    assert set(machine.live) == {B}
+    assert drain(machine) == [Joined(B)]

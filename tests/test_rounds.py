@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds import (
+    ANNOUNCEMENT_CONTEXT,
     DECISION_CONTEXT,
     Aborted,
     Began,
@@ -30,19 +31,20 @@ from p2p_co2.rounds import (
     ReduceWanted,
     Refused,
     Rounds,
+    announcement,
     open_decision,
 )
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt, Share
 from p2p_co2.rounds.deadline import Durations, ReadyHistory, adaptive_deadline_s, parts_deadline_s
-from p2p_co2.rounds.decision import content_of
+from p2p_co2.rounds.decision import content_of, sign_outcome
 from p2p_co2.rounds.early import EarlyPieces
 from p2p_co2.rounds.parts import BlockRange, covers, split_blocks
-from p2p_co2.rounds.swarm import coordination_order
+from p2p_co2.rounds.swarm import coordination_order, named
 from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.identity import PeerId, verify
+from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_MEMBERS
 from tests.round_network import RUN, Faults, Network, make_identity
 
 DIGEST = hashlib.sha256(b"start").digest()
@@ -134,6 +136,88 @@ def test_parts_follow_the_upload_rates() -> None:
     assert split_blocks(6, [2.0, 0.0, 4.0]) == ((0, 1), (1, 3), (3, 6))  # unknown counts as 3
     assert split_blocks(1, [1.0, 1.0, 1.0])[-1].stop == 1
     assert split_blocks(180, [1.0, 1.0, 1e300]) == ((0, 10), (10, 20), (20, 180))  # a boast counts as 16
+
+
+def test_ready_carries_our_own_upload_rate() -> None:
+    me, other = make_identity(0).peer_id, make_identity(1).peer_id
+    names = sorted((me, other))
+    round_ = next(n for n in range(1, 100) if coordination_order(names, 0, n)[0] == other)
+    machine = one_machine()
+    machine.set_state(0, round_ - 1, DIGEST)
+    machine.set_peers({me: PeerView(3e6), other: PeerView(1e6)}, 0.0)
+    machine.offer(offer_of(round_), 0.0)
+    ((to, ready),) = machine.messages_to_send()
+    assert to == other
+    assert isinstance(ready, wire.Ready)
+    assert ready.upload_bytes_per_s == 3e6
+
+
+def test_parts_of_begin_follow_the_measured_rates_of_all_members_the_coordinator_too() -> None:
+    net = Network(3)
+    order = coordination_order(net.names, 0, 1)
+    net.uploads = dict(zip(order, [4e6, 2e6, 2e6], strict=True))
+    net.tell_everybody()
+    net.offer_all()
+    net.run_until_settled()
+    begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
+    blocks = {part.owner: part.stop_block - part.start_block for part in begin.parts}
+    assert blocks == dict(zip(order, [8, 4, 4], strict=True))
+
+
+def test_long_lists_of_peers_are_named_in_short() -> None:
+    assert named([]) == ""
+    assert named(["peer-000001", "peer-000002"]) == "000001, 000002"
+    assert named([f"peer-{i:06}" for i in range(7)]) == "000000, 000001, 000002, 000003, 000004 and 2 more"
+
+
+def test_an_announcement_is_a_decision_in_short() -> None:
+    machine = one_machine()
+    machine.offer(offer_of(), 10.0)
+    wanted = drain(machine)[1]
+    assert isinstance(wanted, ReduceWanted)
+    machine.reduced(wanted.job, bytes(128), 10.5)
+    (committed,) = drain(machine)
+    assert isinstance(committed, Committed)
+    decision = wire.Decision.FromString(committed.decision)
+    short = wire.Decision.FromString(announcement(decision, make_identity(0)))
+    said, full = wire.Outcome.FromString(short.outcome), wire.Outcome.FromString(decision.outcome)
+    verify(said.decided_by, ANNOUNCEMENT_CONTEXT, short.outcome, short.signature)
+    with pytest.raises(RemoteProtocolError, match="wrong signature"):
+        open_decision(short, RUN, SHAPE)  # it is not taken for a decision
+    assert said.committed
+    assert (said.key, said.run, said.state_digest) == (full.key, RUN, DIGEST)
+    assert [(p.start_block, p.stop_block, p.digest) for p in said.parts] == [
+        (p.start_block, p.stop_block, p.digest) for p in full.parts
+    ]
+    assert not said.members
+    assert not any(part.contributors for part in said.parts)
+    with pytest.raises(LocalProtocolError, match="decided by"):
+        announcement(decision, make_identity(1))
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_the_largest_group_is_announced_in_4_kib(committed: bool) -> None:
+    names = sorted(make_identity(i).peer_id for i in range(MAX_MEMBERS))
+    contributors = [wire.Contributor(peer=name, weight=2.0) for name in names]
+    step = 2**32 // MAX_MEMBERS
+    outcome = wire.Outcome(
+        key=wire.RoundKey(fragment=255, round=limits.MAX_ROUND, attempt=bytes(16)),
+        run=RUN,
+        committed=committed,
+        reason="\N{SNOWMAN}" * 512,
+        state_digest=DIGEST,
+        members=[wire.Member(peer=name, weight=2.0) for name in names],
+        parts=[
+            wire.PartOutcome(
+                start_block=i * step, stop_block=(i + 1) * step - 1, generation=11, digest=DIGEST,
+                contributors=contributors,
+            )
+            for i in range(MAX_MEMBERS)
+        ],
+    )  # fmt: skip
+    decision = sign_outcome(make_identity(0), outcome)
+    assert decision.ByteSize() > 200_000
+    assert len(announcement(decision, make_identity(0))) < 4096 - 256  # with room for the publisher's seal
 
 
 def test_deadline_is_median_and_spread_between_floor_and_cap() -> None:
@@ -471,6 +555,36 @@ def test_a_minority_does_not_begin_and_the_reason_says_who_was_missing() -> None
     assert ending.reason.startswith("only 1 of 4 live peers were ready within 30.0 s (missing ")
 
 
+def test_seventy_live_peers_of_which_one_is_ready() -> None:
+    me = make_identity(0).peer_id
+    names = sorted(make_identity(i).peer_id for i in range(70))
+    round_ = next(n for n in range(1, 1000) if coordination_order(names, 0, n)[0] == me)
+    machine = one_machine(*range(1, 70))
+    machine.set_state(0, round_ - 1, DIGEST)
+    machine.offer(offer_of(round_), 0.0)  # we coordinate, and hear our own outcome
+    machine.handle_timer(limits.GATHER_CAP_S + 0.1)
+    machine.handle_timer(limits.GATHER_CAP_S + 0.1)
+    (event,) = [event for event in drain(machine) if isinstance(event, Aborted)]
+    assert event.reason.startswith("only 1 of 70 live peers were ready")
+    assert event.reason.endswith(" and 64 more)")
+
+
+def test_a_large_group_that_falls_silent_has_a_short_reason() -> None:
+    net = Network(40, shape=PayloadShape(8, (80,)), group_size=64)
+    coordinator = coordinator_of(net)
+    net.on_send = lambda source, to, message: not isinstance(message, wire.Result)
+    net.offer_all()
+    net.run(200.0)
+    decisions = [message for source, _, message in net.sent if source == coordinator]
+    outcome = next(
+        open_decision(message, RUN, net.shape) for message in decisions if isinstance(message, wire.Decision)
+    )
+    assert not outcome.committed
+    assert "no RESULT from" in outcome.reason
+    assert outcome.reason.endswith(" and 34 more")
+    assert len(outcome.reason) <= limits.MAX_REASON
+
+
 def test_of_an_even_split_only_one_half_begins() -> None:
     net = Network(4)
     order = coordination_order(net.names, 0, 1)
@@ -497,6 +611,16 @@ def test_the_digest_minority_is_told_to_catch_up() -> None:
     assert set(behind.donors) == set(net.names) - {drifted}
     assert behind.ends_offer
     assert len(net.committed()) == 3
+
+
+def test_behind_that_names_our_own_state_is_refused_and_the_offer_goes_on() -> None:
+    machine, begin, first, _ = begun_member()
+    donors = [make_identity(1).peer_id]
+    behind = wire.Behind(fragment=0, round=1, version=0, state_digest=DIGEST, donors=donors)
+    assert refusal(machine, behind, first) == "impossible version"
+    assert drain(machine) == []
+    machine.receive(begin, first, 1.0)  # the offer is still open
+    assert any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())
 
 
 def test_three_histories_without_a_majority_become_one() -> None:
@@ -980,4 +1104,66 @@ def test_an_offer_ends_when_the_state_moves_past_it() -> None:
     machine.offer(offer_of(), 0.0)
     machine.set_state(0, 1, DIGEST)
     (event,) = [event for event in drain(machine) if isinstance(event, Aborted)]
-    assert "moved on to version 1" in event.reason
+    assert event.reason == "version 1 is the agreed state now"
+
+
+def test_an_offer_ends_when_its_state_is_healed_at_the_same_version() -> None:
+    machine, begin, first, _ = begun_member()
+    other = hashlib.sha256(b"the majority's").digest()
+    machine.set_state(0, 0, DIGEST)  # no news: the offer stays open
+    assert drain(machine) == []
+    machine.set_state(0, 0, other)
+    (event,) = drain(machine)
+    assert isinstance(event, Aborted)
+    assert "replaced by another state" in event.reason
+    machine.offer(Offer(0, 1, 0, other, bytes(128), 2.0), 1.0)
+    machine.receive(begin, first, 1.5)  # answers the READY of before: nobody's fault
+    assert drain(machine) == []
+
+
+# ---- offers that are withdrawn
+
+
+def test_a_withdrawn_offer_ends_and_may_be_made_again() -> None:
+    machine, begin, first, other = begun_member()
+    assert machine.withdraw(0, "the bytes are nowhere", 0.5)
+    (event,) = drain(machine)
+    assert event == Aborted(0, 1, "the bytes are nowhere", 0.5)
+    assert machine.messages_to_send() == []
+    assert machine.get_timer() is None
+    assert not machine.withdraw(0, "twice", 0.6)
+    assert drain(machine) == []
+    machine.offer(offer_of(weight=3.0), 1.0)
+    machine.receive(begin, first, 1.1)  # for the READY that we withdrew: no offence, no effect
+    machine.receive(_part(), other, 1.2)
+    assert not any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())
+    begin.key.attempt = b"n" * 16
+    for member in begin.members:
+        member.weight = 3.0
+    machine.receive(begin, first, 1.3)
+    assert machine.withdraw(0, "after BEGIN", 2.0)
+    assert [type(event) for event in drain(machine)] == [Aborted]
+    assert machine.get_timer() is None
+
+
+@pytest.mark.parametrize("role", [0, -1])
+@pytest.mark.parametrize("after_s", [0.05, 0.3, 0.4, 0.5])
+def test_everybody_has_an_ending_though_one_withdraws_and_offers_again(role: int, after_s: float) -> None:
+    for seed in range(10):
+        net = Network(4, seed, Faults(latency_s=(0.01, 0.2)))
+        fickle = coordination_order(net.names, 0, 1)[role]
+        net.offer_all()
+
+        def withdraw(net: Network = net, fickle: PeerId = fickle) -> None:
+            if net.peers[fickle].machine.withdraw(0, "changed our mind", net.now):
+                net.pump(fickle)
+                net.at(net.now + 0.1, lambda: net.offer(fickle) if not net.peers[fickle].version else None)
+
+        net.at(net.now + after_s, withdraw)
+        net.run_until_settled()
+        net.run(300.0)
+        assert net.undecided() == []
+        net.check_agreement()
+        assert net.refused == []
+        assert net.peers[fickle].machine.get_timer() is None
+        assert len({peer.states[0] for peer in net.peers.values() if peer.name != fickle}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,15 +14,13 @@ from p2p_co2.codec import get_codec
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, RunConfig
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.standing import LocalProgress
-from p2p_co2.outer import Merge, StepReport
 from p2p_co2.rounds import Offer
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
-from p2p_co2.trainer.ledger import Outcome, TensorLedger
+from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
-
-REPORT = StepReport(1.0, 1.0, 1.0, 0.0)
 
 
 class RecordingWire:
@@ -87,10 +86,15 @@ class Bench:
             self.sync.after_step(tokens=10, loss=1.0)
             self.ledger.states()  # let the worker finish what was asked
 
-    def commit(self, fragment: int, version: int, addend: float = 0.0) -> None:
-        """What the worker would say after a commit of this peer's offer."""
-        merge = Merge(1.0, torch.full((144,), addend))
-        self.ledger.outcomes.put(Outcome(fragment, version, merge, REPORT, contributed=True))
+    def commit(self, fragment: int) -> None:
+        """The round of this peer's last offer for ``fragment`` commits, with it alone in the mean."""
+        offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
+        parts = (PartWeights(0, len(offer.payload) // 512, {"me": offer.weight}),)
+        mean = AgreedMean(fragment, offer.round, offer.base_version, offer.payload, parts)
+        asyncio.run(self.ledger.commit(mean))
+
+    def abort(self, fragment: int) -> None:
+        asyncio.run(self.ledger.abort(fragment, self.ledger.agreed()[fragment].version + 1))
 
     def value(self) -> float:
         return float(self.model.weight.detach().flatten()[0])
@@ -117,20 +121,22 @@ def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_
     assert len(bench.wire.offers) == 2
     assert [fields["fragment"] for fields in bench.wire.seen(ev.SendSkipped)] == [1, 0]
     for fragment in (0, 1):
-        bench.ledger.outcomes.put(Outcome(fragment, 0, None))  # both rounds were aborted
+        bench.abort(fragment)
     bench.step(4)
+    assert len(bench.wire.offers) == 4
+    assert [offer.weight for offer in bench.wire.offers[2:]] == [100.0, 120.0]
     assert bench.wire.seen(ev.FragmentApplied) == []
 
 
 def test_staleness_counts_the_points_between_send_and_apply(bench: Bench) -> None:
     bench.step(2)  # fragment 1 is sent
-    bench.commit(1, 1)
+    bench.commit(1)
     bench.step()
     (soon,) = bench.wire.seen(ev.FragmentApplied)
     assert (soon["staleness"], soon["sync_delay_steps"]) == (0, 1)
     bench.step(3)  # position 1.5: sent again
     bench.step(4)  # position 2.5: a point passes in between
-    bench.commit(1, 2)
+    bench.commit(1)
     bench.step()
     late = bench.wire.seen(ev.FragmentApplied)[-1]
     assert (late["staleness"], late["sync_delay_steps"]) == (1, 5)
@@ -139,7 +145,7 @@ def test_staleness_counts_the_points_between_send_and_apply(bench: Bench) -> Non
 def test_sync_delay_steps_holds_a_mean_back() -> None:
     made = Bench(sync_delay_steps=3)
     made.step(2)
-    made.commit(1, 1, addend=100.0)
+    made.commit(1)
     before = made.value()
     made.step(2)
     held = made.value() - before
@@ -157,8 +163,9 @@ def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
     made = Bench(blocking_rounds=1)
     made.step(4)  # nobody answers: both first rounds run into their bound
     assert 0.4 <= made.sync.exposed_s < 5.0
-    made.sync.versions = [1, 1]
-    made.sync._sent.clear()
+    for fragment in (0, 1):
+        made.commit(fragment)
+    made.sync.take_outcomes()
     exposed_s = made.sync.exposed_s
     made.step(4)
     assert made.sync.exposed_s - exposed_s < 0.2

@@ -18,9 +18,9 @@ from p2p_co2.checkpoint import state_bytes, state_digest
 from p2p_co2.codec import get_codec
 from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, PartWeights, SliceRefused
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge
-from p2p_co2.trainer.fragment_ledger import Contribution, FragmentLedger
+from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 
 PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
@@ -41,25 +41,26 @@ class Simulated:
         self.name, self.codec = name, get_codec(run.codec.name)
         self.ledger = FragmentLedger(run, self.codec, name, outer.init(start))
         self.live = start.clone()
+        self.weight = 1.0
 
     def take(self, merge: Merge | None) -> None:
         if merge is not None:
             self.live = self.live * merge.keep + merge.addend
 
     def offer(self) -> bytes:
-        offer = self.ledger.offer(self.live.clone())
+        offer = self.ledger.offer(self.live.clone(), self.weight)
         self.take(offer.merge)
         return offer.payload
 
-    def commit(self, mean: bytes, parts: list[Contribution], base_version: int | None = None) -> None:
+    def commit(self, mean: bytes, parts: list[PartWeights], base_version: int | None = None) -> None:
         round_ = self.ledger.state.version + 1
         decoded = self.codec.decode(torch.frombuffer(bytearray(mean), dtype=torch.uint8))
         base = round_ - 1 if base_version is None else base_version
         self.take(self.ledger.commit(round_, base, decoded, parts).merge)
 
 
-def everybody(peers: list[Simulated], blocks: int) -> list[Contribution]:
-    return [Contribution(0, blocks, {peer.name: 1.0 for peer in peers})]
+def everybody(peers: list[Simulated], blocks: int) -> list[PartWeights]:
+    return [PartWeights(0, blocks, {peer.name: 1.0 for peer in peers})]
 
 
 def test_two_peers_meet_in_the_middle_and_keep_what_they_learned_since() -> None:
@@ -116,7 +117,7 @@ def test_every_committed_drift_counts_exactly_once(data: st.DataObject, rule: st
                 total[peer.name] += 1
         if data.draw(st.booleans()):
             for peer in peers:
-                peer.take(peer.ledger.abort(peer.ledger.state.version + 1))
+                peer.take(peer.ledger.abort(peer.ledger.state.version + 1)[1])
             continue
         parts, pieces = [], []
         for block in range(blocks):
@@ -124,7 +125,7 @@ def test_every_committed_drift_counts_exactly_once(data: st.DataObject, rule: st
             size = peers[0].codec.block_bytes
             slices = [(name, 1.0, offers[name][block * size : (block + 1) * size]) for name in inside]
             pieces.append(mean_of_parts(peers[0].codec, slices))
-            parts.append(Contribution(block, block + 1, dict.fromkeys(inside, 1.0)))
+            parts.append(PartWeights(block, block + 1, dict.fromkeys(inside, 1.0)))
             where = slice(block * BLOCK, (block + 1) * BLOCK)
             for name in inside:
                 gradient = torch.frombuffer(
@@ -149,7 +150,7 @@ def test_an_aborted_round_changes_nothing_and_the_work_is_offered_again() -> Non
         peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), start)
         peer.live += 5.0
         first = peer.offer()
-        peer.take(peer.ledger.abort(1))
+        peer.take(peer.ledger.abort(1)[1])
         assert peer.ledger.state.version == 0
         assert torch.equal(peer.live, torch.full((BLOCK,), 5.0)), rule
         assert peer.offer() == first, rule
@@ -163,7 +164,9 @@ def test_co2_is_one_step_stale_and_pays_the_gap_penalty() -> None:
     peer.live += 1.0  # trained while the first round travels
     peer.commit(mean, everybody([peer], 1))
     assert torch.equal(peer.ledger.state.params, torch.ones(BLOCK))
-    offer = peer.ledger.offer(peer.live.clone())  # the boundary: measured from version 0, met by version 1
+    offer = peer.ledger.offer(
+        peer.live.clone(), 1.0
+    )  # the boundary: measured from version 0, met by version 1
     assert (offer.round, offer.base_version) == (2, 0)
     peer.take(offer.merge)
     assert torch.equal(peer.live, torch.ones(BLOCK))
@@ -178,7 +181,7 @@ def test_residuals_advance_only_where_the_offer_was_counted() -> None:
     peer = Simulated("a", run, torch.zeros(BLOCK * 2))
     peer.live += torch.randn(BLOCK * 2)
     payload = peer.offer()
-    parts = [Contribution(0, 1, {"a": 1.0}), Contribution(1, 2, {"b": 1.0})]
+    parts = [PartWeights(0, 1, {"a": 1.0}), PartWeights(1, 2, {"b": 1.0})]
     peer.commit(payload, parts)
     residual = peer.ledger.residual
     assert residual is not None
@@ -202,6 +205,69 @@ def test_adopting_a_state_keeps_this_peers_own_work() -> None:
         assert torch.equal(peer.live, torch.full((BLOCK,), 106.0)), rule
         assert peer.ledger.state.version == 7
         peer.offer()  # nothing is in flight any more
+
+
+def test_an_offer_that_was_given_up_and_counted_after_all_counts_once() -> None:
+    """A coordinator was lost and nobody decided; later its commit turns up."""
+    for rule in ("keep", "co2"):
+        peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(BLOCK))
+        peer.live += 1.0
+        payload = peer.offer()
+        peer.take(peer.ledger.abort(1)[1])
+        peer.live += 2.0
+        peer.weight = 2.0
+        peer.offer()  # a later attempt at the same round holds the first one's work too
+        peer.commit(payload, [PartWeights(0, 1, {"a": 1.0})])
+        peer.offer() if rule == "co2" else None
+        peer.take(peer.ledger.abort(2)[1])
+        assert torch.equal(peer.ledger.state.params, torch.ones(BLOCK)), rule
+        assert torch.equal(peer.live, torch.full((BLOCK,), 3.0)), rule
+
+
+def test_an_offer_from_before_a_restart_is_not_counted_twice() -> None:
+    for rule in ("keep", "co2"):
+        run = run_config(PLAIN.model_copy(update={"rule": rule}))
+        before = Simulated("a", run, torch.zeros(BLOCK))
+        before.live += 1.0
+        payload = before.offer()
+        again = Simulated("a", run, torch.zeros(BLOCK))
+        again.live += 1.0  # as a checkpoint had it, before the commit
+        again.commit(payload, [PartWeights(0, 1, {"a": 1.0})])
+        assert torch.equal(again.live, torch.ones(BLOCK)), rule
+        again.offer()
+        assert torch.equal(again.live, torch.ones(BLOCK)), rule
+
+
+def test_a_checkpoint_under_co2_loses_no_work_and_turns_none_back() -> None:
+    config = PLAIN.model_copy(update={"rule": "co2"})
+    peer = Simulated("a", run_config(config), torch.zeros(BLOCK))
+    peer.live += 1.0
+    mean = peer.offer()
+    peer.live += 2.0
+    peer.commit(mean, everybody([peer], 1))  # the live parameters meet it at the next boundary only
+    peer.live += 4.0
+    addend = peer.ledger.rebased()
+    assert addend is not None
+    saved = peer.live + addend
+    assert torch.equal(saved - peer.ledger.state.params, torch.full((BLOCK,), 6.0))
+    resumed = FragmentLedger(run_config(config), get_codec("fp32"), "a", peer.ledger.state)
+    offered = peer.codec.decode(
+        torch.frombuffer(bytearray(resumed.offer(saved, 1.0).payload), dtype=torch.uint8)
+    )
+    assert torch.equal(offered, torch.full((BLOCK,), -6.0))
+
+
+def test_a_reset_peer_offers_nothing_under_any_rule() -> None:
+    for rule in ("keep", "co2", "eager"):
+        peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(BLOCK))
+        peer.live += 1.0
+        peer.commit(peer.offer(), everybody([peer], 1))
+        peer.live = torch.full((BLOCK,), math.nan)
+        with pytest.raises(ValueError, match="finite"):
+            peer.ledger.offer(peer.live.clone(), 1.0)
+        peer.live = peer.ledger.reset().addend.clone()
+        payload = peer.codec.decode(torch.frombuffer(bytearray(peer.offer()), dtype=torch.uint8))
+        assert torch.equal(payload, torch.zeros(BLOCK)), rule
 
 
 def test_a_mean_that_is_not_finite_is_skipped_by_everybody_alike() -> None:
@@ -260,11 +326,11 @@ async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> Non
     await donor.commit(mean)
     version, data = await donor.export(0)
     with pytest.raises(DigestMismatch):
-        await late.adopt(0, data, bytes(32))
+        await late.adopt(0, data, AgreedVersion(1, bytes(32)))
     with pytest.raises(RemoteProtocolError):
-        await late.adopt(0, data[:-1], version.digest)
+        await late.adopt(0, data[:-1], version)
     assert late.agreed()[0].version == 0
-    assert await late.adopt(0, data, version.digest) == version
+    assert await late.adopt(0, data, version) == version
     assert data == state_bytes(late.states()[0])
     donor.close()
     late.close()
@@ -273,7 +339,7 @@ async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> Non
 def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
     ledger = make_ledger()
     called = []
-    future = ledger.submit_offer(0, torch.full((BLOCK,), math.nan), lambda *offer: called.append(offer))
+    future = ledger.submit_offer(0, torch.full((BLOCK,), math.nan), 1.0, lambda *offer: called.append(offer))
     future.result()
     outcome = ledger.outcomes.get_nowait()
     assert not called

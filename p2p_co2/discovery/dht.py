@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 
 from p2p_co2 import __version__
 from p2p_co2.discovery.records import (
@@ -43,7 +44,8 @@ from p2p_co2.transport.hivemind_quiet import (
     ValueWithExpiration,
     get_dht_time,
 )
-from p2p_co2.transport.libp2p_control import reach
+from p2p_co2.transport.libp2p_control import daemon_errors, reach
+from p2p_co2.transport.libp2p_daemon import require_daemon
 from p2p_co2.wire.identity import Identity, PeerId, public_key_of
 from p2p_co2.wire.limits import MAX_PEERS, MAX_RECORD_BYTES
 from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
@@ -78,15 +80,16 @@ class Discovery:
 
         Raises ``TransportError`` with each address and its cause when none can be reached.
         """
-        node = await DHTNode.create(
-            p2p=self._p2p,
-            record_validator=self._records,
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            reuse_get_requests=False,
-        )
+        with daemon_errors("the libp2p daemon did not answer"):
+            node = await DHTNode.create(
+                p2p=self._p2p,
+                record_validator=self._records,
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
+                cache_refresh_before_expiry=0,
+                reuse_get_requests=False,
+            )
         node.protocol.storage.maxsize = MAX_STORED_KEYS
         node.protocol.cache.maxsize = MAX_STORED_KEYS
         self._records.stored_under = self._stored_under
@@ -183,7 +186,8 @@ class Discovery:
         )
 
     async def publish_decision(self, fragment: int, round_: int, decision: bytes, lifetime_s: float) -> None:
-        """Publish a serialised ``Decision`` under our name. Raises ``TransportError``."""
+        """Publish what ``rounds.announcement`` made of a decision under our name; a whole ``Decision`` of a
+        large group does not fit. Raises ``TransportError``."""
         sealed = self._identity.seal(DECISION_CONTEXT, decision)
         key = decision_key(self._run, fragment, round_)
         await self._store(key, self._identity.peer_id, sealed, get_dht_time() + lifetime_s)
@@ -191,7 +195,7 @@ class Discovery:
     async def fetch_decision(self, fragment: int, round_: int) -> dict[PeerId, bytes]:
         """What peers published as the decision of a round, by publisher; empty if nothing is known.
 
-        The caller checks each ``Decision``'s own signature and whether its author was the coordinator. Raises
+        The caller checks each announcement's own signature and whether its author was the coordinator. Raises
         ``TransportError``.
         """
         (entries,) = await self._find([decision_key(self._run, fragment, round_)])
@@ -230,11 +234,12 @@ class Discovery:
                 + "; ".join(f"{seed}: {cause}" for seed, cause in zip(others, causes, strict=True))
             )
         await asyncio.sleep(0)  # hivemind enters those who answered into its table in tasks of their own
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                await node.find_nearest_nodes([node.node_id])
-        except TimeoutError:
-            return  # the seed that answered is known, which is enough; the rest of the table fills with use
+        with daemon_errors(""):
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await node.find_nearest_nodes([node.node_id])
+            except TimeoutError:
+                return  # the seed that answered is known, which is enough; the table fills with use
 
     async def _greet(self, seed: str) -> str:
         """Reach a seed and become known to it; the cause of failure in words, "" if there is none."""
@@ -242,11 +247,11 @@ class Discovery:
         try:
             public_key_of(peer)
             await reach(self._p2p, peer, [seed], REACH_TIMEOUT_S)
+            async with self._calling(f"it did not answer within {CALL_TIMEOUT_S:.0f} s"):
+                known = await self._running().protocol.call_ping(PeerID.from_base58(peer))
         except (TransportError, RemoteProtocolError) as error:
             return str(error)
-        if await self._running().protocol.call_ping(PeerID.from_base58(peer)) is None:
-            return "it is there, but does not serve a DHT"
-        return ""
+        return "" if known is not None else "it is there, but does not serve a DHT"
 
     async def _store(self, key: str, writer: PeerId, sealed: bytes, expires_at: float) -> None:
         lifetime_s = expires_at - get_dht_time()
@@ -254,11 +259,9 @@ class Discovery:
             raise LocalProtocolError(
                 f"a record of {len(sealed)} bytes for {lifetime_s:.0f} s is out of bounds"
             )
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                stored = await self._running().store(key, sealed, expires_at, subkey=writer)
-        except TimeoutError:
-            raise TransportError(f"the DHT did not take a record within {CALL_TIMEOUT_S:.0f} s") from None
+        node = self._running()
+        async with self._calling(f"the DHT did not take a record within {CALL_TIMEOUT_S:.0f} s"):
+            stored = await node.store(key, sealed, expires_at, subkey=writer)
         # hivemind says no as well when a node had this very record from another node just before, so look
         if not stored and (await self._find([key]))[0].get(writer) != sealed:
             raise TransportError(
@@ -268,12 +271,20 @@ class Discovery:
     async def _find(self, keys: list[str]) -> list[Entries]:
         """The entries under each key; those of nodes whose answer holds anything forged are left out by
         hivemind."""
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                found = await self._running().get_many(keys, sufficient_expiration_time=math.inf)
-        except TimeoutError:
-            raise TransportError(f"the DHT did not answer within {CALL_TIMEOUT_S:.0f} s") from None
+        node = self._running()
+        async with self._calling(f"the DHT did not answer within {CALL_TIMEOUT_S:.0f} s"):
+            found = await node.get_many(keys, sufficient_expiration_time=math.inf)
         return [_entries(found[key]) for key in keys]
+
+    @asynccontextmanager
+    async def _calling(self, timed_out: str) -> AsyncIterator[None]:
+        """Bound a call of hivemind's and give its failures their name. An answer that came without a daemon
+        is none: hivemind means its own storage then."""
+        require_daemon(self._p2p)
+        with daemon_errors(timed_out):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                yield
+        require_daemon(self._p2p)
 
     def _running(self) -> DHTNode:
         if self._node is None:

@@ -24,7 +24,7 @@ from p2p_co2.catchup import (
     split_donors,
 )
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, agreed_mean
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.rounds import open_decision
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 REPLAY_AT_MOST = 4
 """Missed rounds of one fragment that are replayed; more, and the whole state is cheaper and surer."""
+AHEAD_AT_MOST = 4
+"""Versions that a donor may be ahead of what the last heartbeats of most peers said."""
+AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
 """A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""
 
@@ -45,35 +48,40 @@ class Catching:
         self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
         self._noticed_at: dict[int, float] = {}
         self._started_from: dict[int, int] = {}
+        self._again_at: dict[int, float] = {}
+        """When a fragment that could not be brought up is tried again."""
 
     def busy(self) -> bool:
         return bool(self._targets)
 
-    def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> None:
-        """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known."""
+    def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
+        """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known.
+        False if there is nowhere to go."""
         agreed = self._node.agreed[fragment]
         diverged = agreed.version == version and digest not in (b"", agreed.digest)
         if agreed.version >= version and not diverged:
-            return
+            return False
         known = self._targets.get(fragment)
         if known is None or known[0] < version:
             self._targets[fragment] = (version, digest, donors)
         if known is None:
             self._started_from[fragment] = agreed.version
             self._fetch_next(fragment, whole=diverged)
+        return True
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
         for fragment, agreed in enumerate(self._node.agreed):
-            votes = self._votes(fragment)
-            newest = max((version for version, _ in votes), default=0)
+            newest = self.swarm_version(fragment)
             contradicted = self._majority(fragment, agreed.version) not in (None, agreed.digest)
             if newest <= agreed.version and not contradicted:
                 self._noticed_at.pop(fragment, None)
                 continue
             since = self._noticed_at.setdefault(fragment, now)
             joining = self._node.standing.progress.phase == Status.JOINING
-            if fragment in self._targets or (now - since < NOTICE_AFTER_S and not joining):
+            if fragment in self._targets or now < self._again_at.get(fragment, 0.0):
+                continue
+            if now - since < NOTICE_AFTER_S and not joining:
                 continue
             version = newest if newest > agreed.version else agreed.version
             digest = self._majority(fragment, version) or b""
@@ -118,6 +126,7 @@ class Catching:
             self._node.rounds.forget_outcome(
                 fragment, target[0]
             )  # nobody has its bytes: do not wait for them
+        self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
         self._node.give_up_offer(fragment)
         self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {event.reason}")
 
@@ -141,10 +150,15 @@ class Catching:
                 raise DigestMismatch(
                     f"the state of version {event.version} is not the one that most peers report"
                 )
-            await self._node.deciding.adopt(fragment, event.data, event.digest)
+            if event.version > max(
+                self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version
+            ):
+                raise DigestMismatch(f"version {event.version} is further than most peers are")
+            await self._node.deciding.adopt(fragment, event.data, AgreedVersion(event.version, event.digest))
         except (DigestMismatch, RemoteProtocolError) as error:
             self._node.refuse(event.donor, "bad state", str(error))
             self._targets.pop(fragment, None)
+            self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
             self._node.give_up_offer(fragment)
             return
         self._went_on(event, "state")
@@ -181,6 +195,8 @@ class Catching:
             raise RemoteProtocolError("bad decision", "of another round")
         if outcome.decided_by not in {member.peer for member in outcome.members}:
             raise RemoteProtocolError("bad decision", "signed by no member")
+        if not self._is_most({PeerId(member.peer) for member in outcome.members}):
+            raise RemoteProtocolError("bad decision", "most peers that train here are not in its group")
         agreed = self._node.agreed[fragment]
         if agreed.version != event.version - 1:
             return None
@@ -194,6 +210,22 @@ class Catching:
         return agreed_mean(outcome, event.data)
 
     # ---- what the others say
+
+    def swarm_version(self, fragment: int) -> int:
+        """The highest version that at least half of the peers have reached, this one included unless it is
+        joining: one peer's word alone moves nobody where three or more train."""
+        versions = sorted((version for version, _ in self._votes(fragment)), reverse=True)
+        if not versions:
+            return self._node.agreed[fragment].version
+        if self._node.standing.progress.phase != Status.JOINING:
+            versions = sorted((*versions, self._node.agreed[fragment].version), reverse=True)
+        return versions[(len(versions) - 1) // 2]
+
+    def _is_most(self, group: set[PeerId]) -> bool:
+        """Whether at least half of the peers that train now, as far as we hear them, are in ``group``."""
+        live = self._node.membership.live
+        training = {peer for peer, info in live.items() if info.status.phase == Status.TRAINING}
+        return 2 * len(training & group) >= len(training - {self._node.me})
 
     def _votes(self, fragment: int) -> list[tuple[int, bytes]]:
         return [

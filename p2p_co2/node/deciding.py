@@ -20,6 +20,7 @@ from p2p_co2.rounds import (
     ReduceWanted,
     Refused,
     RoundsEvent,
+    announcement,
     open_decision,
 )
 from p2p_co2.telemetry import events as ev
@@ -57,9 +58,15 @@ class Deciding:
                 deadline_s=event.deadline_s,
             )
         elif isinstance(event, FellBehind):
-            self._node.catching.go_to(event.fragment, event.version, event.digest, tuple(event.donors))
+            going = self._node.catching.go_to(
+                event.fragment, event.version, event.digest, tuple(event.donors)
+            )
+            if event.ends_offer and not going:
+                self._node.give_up_offer(event.fragment)
         elif isinstance(event, OutcomeWithoutBytes):
-            self._node.catching.go_to(event.fragment, event.round, b"", tuple(event.donors))
+            going = self._node.catching.go_to(event.fragment, event.round, b"", tuple(event.donors))
+            if event.ends_offer and not going:
+                self._node.give_up_offer(event.fragment)
         elif isinstance(event, Refused):
             self._node.refuse(event.peer, event.reason, event.detail)
 
@@ -92,7 +99,7 @@ class Deciding:
             duration_s=event.duration_s,
         )
         if event.coordinator == self._node.me:
-            self._node.spawn(self._publish_decision(event.fragment, event.round, event.decision))
+            self._node.spawn(self._publish(decision, event.fragment, event.round))
         await self.take(agreed, decision)
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
@@ -104,9 +111,9 @@ class Deciding:
         self._node.pump()
         return moved
 
-    async def adopt(self, fragment: int, data: bytes, digest: bytes) -> None:
+    async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion) -> None:
         """Take over a donor's state; errors as ``Ledger.adopt``."""
-        self._agree(fragment, await self._ledger.adopt(fragment, data, digest))
+        self._agree(fragment, await self._ledger.adopt(fragment, data, agreed))
         self._node.pump()
 
     def give_up_offer(self, fragment: int) -> None:
@@ -129,8 +136,11 @@ class Deciding:
                 self._node.membership.announce(self._node.now())  # others wait to see where we end
         return changed
 
-    async def _publish_decision(self, fragment: int, round_: int, decision: bytes) -> None:
+    async def _publish(self, decision: Decision, fragment: int, round_: int) -> None:
+        """Announce a commit in the DHT, where anybody can look it up."""
         try:
-            await self._discovery.publish_decision(fragment, round_, decision, DECISION_KEPT_S)
+            content = announcement(decision, self._node.identity)
+            await self._discovery.publish_decision(fragment, round_, content, DECISION_KEPT_S)
         except TransportError as error:
-            self._node.report(ev.Warned, text=f"the decision of round {round_} is not in the DHT: {error}")
+            text = f"the decision of round {round_} is not in the DHT: {error}"
+            self._node.report(ev.Warned, text=text)

@@ -20,10 +20,14 @@ from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.node.meter import UploadMeter
 from p2p_co2.transport.base import Carrier, Link
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
-MAX_QUEUED_BYTES = 256 << 20
-"""Bulk bytes waiting for one peer; more is dropped (the protocol asks again)."""
+MAX_QUEUED_BYTES = 1 << 30
+"""Bulk bytes waiting for all peers together; more is dropped (the protocol asks again)."""
+MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
+"""Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
+MAX_LANES = 2 * MAX_PEERS
 MAX_QUEUED_CONTROL = 4096
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
@@ -70,6 +74,7 @@ class Links:
         self._meter = UploadMeter(upload_cap_bytes_per_s)
         self._lanes: dict[PeerId, _Lane] = {}
         self._used: dict[str, str] = {}
+        self._queued_bytes = 0
         self.up_bytes = 0
 
     @property
@@ -77,16 +82,21 @@ class Links:
         """What the link has shown it can carry; 0 until measured."""
         return self._meter.bytes_per_s
 
-    def post(self, peer: PeerId, data: bytes, bulk: bool) -> bool:
-        """Queue a message; False if it was dropped because the queue is full."""
+    def post(self, peer: PeerId, data: bytes, bulk: bool, served: bool = False) -> bool:
+        """Queue a message; False if it was dropped because the queue is full. ``served``: bulk that ``peer``
+        asked for, so that asking without reading costs us little."""
         lane = self._lanes.get(peer)
         if lane is None:
+            if len(self._lanes) >= MAX_LANES:
+                return False
             lane = self._lanes[peer] = _Lane()
         if bulk:
-            if lane.bulk_bytes + len(data) > MAX_QUEUED_BYTES:
+            full = self._queued_bytes + len(data) > MAX_QUEUED_BYTES
+            if full or (served and lane.bulk_bytes + len(data) > MAX_SERVED_BYTES):
                 return False
             lane.bulk.append(data)
             lane.bulk_bytes += len(data)
+            self._queued_bytes += len(data)
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL:
                 return False
@@ -115,8 +125,7 @@ class Links:
                 lane.task.cancel()
         links = [lane.link for lane in self._lanes.values() if lane.link is not None]
         self._lanes.clear()
-        for link in links:
-            await link.close()
+        await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
 
     async def _serve(self, peer: PeerId, lane: _Lane) -> None:
         """One lane's task: lives while there is something to send or an open link to watch."""
@@ -149,9 +158,8 @@ class Links:
             self._used[peer] = carrier.name
             self._observer.opened(peer, carrier.name, "; ".join(reasons))
             return True
-        lane.control.clear()
-        lane.bulk.clear()
-        lane.bulk_bytes = 0
+        self._queued_bytes -= lane.bulk_bytes
+        self._lanes.pop(peer, None)
         self._observer.unreachable(peer, "; ".join(reasons) or "no record of this peer is known")
         return False
 
@@ -164,6 +172,7 @@ class Links:
                 continue
             data = lane.bulk.popleft()
             lane.bulk_bytes -= len(data)
+            self._queued_bytes -= len(data)
             await self._send_bulk(link, data)
 
     async def _send_bulk(self, link: Link, data: bytes) -> None:

@@ -8,6 +8,7 @@ The node then starts the carriers and keeps this peer's record alive.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from p2p_co2 import __version__
@@ -18,12 +19,17 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
+from p2p_co2.transport.libp2p_control import own_maddrs
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RECORD_LIFETIME_S = 60.0
 RECORD_RENEWED_S = 20.0
+RECORD_KEPT_S = 300.0
+"""A record that was used is kept this long, though the DHT lists it no more."""
+DAEMON_TIMEOUT_S = 15.0
 
 
 class Network:
@@ -36,7 +42,7 @@ class Network:
         self.carriers: tuple[Carrier, ...] = ()
         self._stack = AsyncExitStack()
         self._grpc: GrpcCarrier | None = None
-        self._records: dict[PeerId, PeerRecord] = {}
+        self._records = KnownRecords()
         self._published_at = -1e9
 
     @classmethod
@@ -90,13 +96,13 @@ class Network:
         self.carriers = tuple(carriers)
 
     async def publish_self(self) -> None:
-        """Put this peer's signed record into the DHT if the last one grows old."""
+        """Put this peer's signed record into the DHT if the last one grows old. Raises ``TransportError``."""
         if time.monotonic() - self._published_at < RECORD_RENEWED_S:
             return
         record = PeerRecord(
             peer=self.identity.peer_id,
             run=self.ticket.run,
-            maddrs=await self._maddrs(),
+            maddrs=publishable(await own_maddrs(self.p2p, DAEMON_TIMEOUT_S)),
             software=self.software,
         )
         if self._grpc is not None:
@@ -107,31 +113,24 @@ class Network:
         await self.discovery.publish_self(record, RECORD_LIFETIME_S)
         self._published_at = time.monotonic()
 
-    async def _maddrs(self) -> list[str]:
-        """Where libp2p thinks it can be reached, as it has learned by now."""
-        try:
-            return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
-        except ValueError:  # hivemind's word for "none yet"
-            return []
-
     async def find_peers(self) -> list[PeerRecord]:
-        """Records of the other peers of the run, as the DHT has them now."""
+        """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
         records = [
             record for record in await self.discovery.find_peers() if record.peer != self.identity.peer_id
         ]
-        for record in records:
-            self._records[PeerId(record.peer)] = record
+        self._records.found(records, time.monotonic())
         return records
 
     async def find_record(self, peer: PeerId) -> PeerRecord | None:
-        """The record of ``peer``; the DHT is asked for one that is not known yet, or that has expired."""
-        record = self._records.get(peer)
+        """The record of ``peer``; the DHT is asked for one that is not known yet, or that has expired. None
+        or the old one if the DHT does not answer."""
+        record = self._records.use(peer, time.monotonic())
         if record is None or record.expires_at < time.time():
             try:
                 await self.find_peers()
             except TransportError:
                 return record
-            record = self._records.get(peer)
+            record = self._records.use(peer, time.monotonic())
         return record
 
     async def daemon_ended(self) -> str:
@@ -146,3 +145,41 @@ class Network:
     async def close(self) -> None:
         """Give everything back. May be called twice."""
         await self._stack.aclose()
+
+
+class KnownRecords:
+    """What the last search found, and those used within ``RECORD_KEPT_S``: at most ``MAX_PEERS``."""
+
+    def __init__(self) -> None:
+        self._records: dict[PeerId, PeerRecord] = {}
+        self._used_at: dict[PeerId, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def found(self, records: Sequence[PeerRecord], now: float) -> None:
+        """Take what a search found in the place of the last one's."""
+        listed = {PeerId(record.peer): record for record in records[:MAX_PEERS]}
+        used_at = {peer: at for peer, at in self._used_at.items() if now - at < RECORD_KEPT_S}
+        for peer in sorted(used_at, key=lambda peer: used_at[peer], reverse=True):
+            if len(listed) < MAX_PEERS and peer not in listed:
+                listed[peer] = self._records[peer]
+        self._records = listed
+        self._used_at = {peer: at for peer, at in used_at.items() if peer in listed}
+
+    def use(self, peer: PeerId, now: float) -> PeerRecord | None:
+        """The record of ``peer``, kept for longer from now on."""
+        if peer in self._records:
+            self._used_at[peer] = now
+        return self._records.get(peer)
+
+
+def publishable(maddrs: Sequence[str]) -> list[str]:
+    """The addresses that others take and that fit into a record, in the order in which libp2p names them."""
+    room = MAX_RECORD_BYTES // 2
+    taken: list[str] = []
+    for maddr in maddrs:
+        if len(maddr) <= min(MAX_STRING, room) and len(taken) < MAX_ADDRESSES:
+            taken.append(maddr)
+            room -= len(maddr)
+    return taken

@@ -31,14 +31,18 @@ from p2p_co2.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope
+from p2p_co2.wire.messages_pb2 import Envelope, Status
 
 FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
 QUICK_FINDS = 10
 ALONE_BEFORE_REBOOTSTRAP_S = 20.0
 NEWS_UNDER_WAY_S = 0.002
+CONCLUDE_S = 0.05
+"""While training, conclusions for other threads are drawn at most this often."""
 REFRESH_S = 0.25
 """The machines hear of statuses at most this often, but for changes of their own making."""
+MAX_REFUSALS_KEPT = 4096
+"""Pairs of peer and reason that are counted: ids are free to make."""
 REFUSALS_REPORTED = 10
 """Refusals of one kind from one peer that become events one by one; after that only each power of two."""
 
@@ -64,6 +68,7 @@ class Node:
         report: Callable[[ev.Event], None],
     ) -> None:
         self._network, self._ledger, self._report_event = network, ledger, report
+        self.identity = network.identity
         self.me = network.identity.peer_id
         self.run_digest = network.run.digest()
         self._envelope_head = Envelope(version=PROTOCOL_VERSION, run=self.run_digest).SerializeToString()
@@ -80,7 +85,7 @@ class Node:
         self.standing = Standing(self, 1.0 / clock.round_s if clock.mode == "time" else 0.0)
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
-        self._beat_at = 0.0
+        self._beat_at = self._conclude_at = 0.0
         self.refusals: Counter[tuple[str, str]] = Counter()
         self.down_bytes = 0
         self._wake = asyncio.Event()
@@ -214,6 +219,8 @@ class Node:
 
     def refuse(self, peer: str, reason: str, detail: str) -> None:
         """Count a broken rule against ``peer``; the first few of a kind become events one by one."""
+        if len(self.refusals) >= MAX_REFUSALS_KEPT and (peer, reason) not in self.refusals:
+            return
         self.refusals[peer, reason] += 1
         count = self.refusals[peer, reason]
         if count <= REFUSALS_REPORTED or count & (count - 1) == 0:
@@ -242,7 +249,8 @@ class Node:
                 sent = True
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data = message, self._envelope(message)
-                self.links.post(peer, data, _FIELD_OF_TYPE[type(message)].name in _BULK)
+                kind = _FIELD_OF_TYPE[type(message)].name
+                self.links.post(peer, data, kind in _BULK, served=kind == "chunk")
         return sent
 
     def _envelope(self, message: Message) -> bytes:
@@ -276,7 +284,9 @@ class Node:
             self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
             self.pump()
-            self.standing.conclude(now)
+            if now >= self._conclude_at or self.standing.progress.phase != Status.TRAINING:
+                self._conclude_at = now + CONCLUDE_S
+                self.standing.conclude(self.now())
             self._wake.clear()
             timers = (self.membership.get_timer(), self.rounds.get_timer(), self.catchup.get_timer())
             next_at = min((at for at in timers if at is not None), default=now + HEARTBEAT_S)
@@ -302,7 +312,8 @@ class Node:
 
     def give_up_offer(self, fragment: int) -> None:
         """Whatever this peer has in flight for ``fragment`` came to nothing."""
-        self.spawn(self._ledger.abort(fragment, self.agreed[fragment].version + 1))
+        if not self.rounds.withdraw(fragment, "given up to catch up", self.now()):
+            self.spawn(self._ledger.abort(fragment, self.agreed[fragment].version + 1))
 
     # ---- events of the membership machine
 

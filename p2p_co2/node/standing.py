@@ -1,7 +1,7 @@
 """Where this peer stands among the others: what it tells them, and what it concludes from what they tell.
 
 Conclusions are published as plain values that other threads may read at any time. Law: they rest on
-heartbeats of live peers alone, and the position on their median, so one lying peer moves nothing.
+heartbeats of live peers alone, and the position on their lower median: among three others, one liar moves nothing.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Standing:
         return max(0.0, progress.position + elapsed_s * self._rounds_per_s)
 
     def views(self) -> dict[PeerId, PeerView]:
-        """The live peers as the rounds machine wants to know them."""
-        return {
+        """The live peers, this one among them, as the rounds machine wants to know them."""
+        views = {
             peer: PeerView(
                 upload_bytes_per_s=info.status.upload_bytes_per_s,
                 training=info.status.phase == Status.TRAINING,
@@ -77,6 +77,9 @@ class Standing:
             )
             for peer, info in self._node.membership.live.items()
         }
+        versions = tuple(version.version for version in self._node.agreed)
+        views[self._node.me] = PeerView(self._node.upload_bytes_per_s(), training=True, versions=versions)
+        return views
 
     def conclude(self, now: float) -> None:
         """Compare this peer with the others."""
@@ -88,10 +91,8 @@ class Standing:
             status.phase == Status.JOINING or (status.phase == Status.DRAINING and state == mine)
             for status, state in zip(statuses, theirs, strict=True)
         )
-        ahead = [
-            max((state[fragment][0] for state in theirs if fragment < len(state)), default=0) - version
-            for fragment, (version, _) in enumerate(mine)
-        ]
+        ahead = [self._node.catching.swarm_version(f) - version for f, (version, _) in enumerate(mine)]
         self.abreast = idle and all(rounds <= 1 for rounds in ahead)
+        at = time.monotonic() - (self._node.now() - now)
         positions = sorted(self._node.membership.positions(now, self._rounds_per_s))
-        self.swarm_position = (positions[len(positions) // 2], time.monotonic()) if positions else None
+        self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None

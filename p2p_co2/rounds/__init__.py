@@ -1,6 +1,6 @@
 """Rounds: READY, BEGIN, PARTS, MEAN, RESULT, COMMIT or ABORT(reason), as one machine without I/O or clock."""
 
-from p2p_co2.rounds.decision import DECISION_CONTEXT, open_decision
+from p2p_co2.rounds.decision import ANNOUNCEMENT_CONTEXT, DECISION_CONTEXT, announcement, open_decision
 from p2p_co2.rounds.events import (
     Aborted,
     AgreedPart,
@@ -20,6 +20,7 @@ from p2p_co2.rounds.events import (
 from p2p_co2.rounds.machine import Rounds
 
 __all__ = [
+    "ANNOUNCEMENT_CONTEXT",
     "DECISION_CONTEXT",
     "Aborted",
     "AgreedPart",
@@ -36,5 +37,6 @@ __all__ = [
     "Rounds",
     "RoundsEvent",
     "Slice",
+    "announcement",
     "open_decision",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Ready, Waiting
 
@@ -76,8 +76,7 @@ class Asking:
             order = self._ahead(order) + order
         left = [peer for peer in order if peer not in self.asked]
         if not left or len(self.asked) >= bounds.MAX_ASKED:
-            names = ", ".join(short(peer) for peer in self.asked)
-            self.failure = f"no coordinator answered (asked {names})"
+            self.failure = f"no coordinator answered (asked {named(self.asked)})"
             return
         self.asked.append(left[0])
         self._tries = 0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
-from p2p_co2.rounds.events import PayloadShape
+from p2p_co2.rounds.events import Offer, PayloadShape
 from p2p_co2.rounds.parts import BlockRange, covers
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
@@ -55,6 +55,13 @@ class Attempt:
         """
         count = sum(peer in self.shares for peer in voters)
         return 2 * count > len(self.shares) or (2 * count == len(self.shares) and self.coordinator in voters)
+
+    def repeats(self, offer: Offer, me: PeerId) -> bool:
+        """Whether BEGIN answers the READY that ``me`` sent for ``offer``."""
+        same_round = (self.fragment, self.round, self.state_digest) == (
+            offer.fragment, offer.round, offer.state_digest,
+        )  # fmt: skip
+        return same_round and self.shares.get(me) == (offer.weight, offer.base_version)
 
     def members(self) -> list[Member]:
         return [

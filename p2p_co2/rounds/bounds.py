@@ -30,6 +30,10 @@ MAX_ROUND = 1 << 48
 MAX_WEIGHT = 1e15
 MAX_PEER_ID = 64
 """Characters of a peer id."""
+MAX_REASON = 300
+"""Characters of an abort's reason as we write it; ``MAX_STRING`` is what we take from others."""
+MAX_NAMED = 5
+"""Peers that a reason names; the rest is counted."""
 
 GATHER_DEFAULT_S, GATHER_FLOOR_S, GATHER_CAP_S = 10.0, 0.3, 30.0
 """From the first READY to BEGIN: before anything was measured, at the least, at the most."""

@@ -8,6 +8,7 @@ the live peers; a decided round is answered from the kept decision.
 from __future__ import annotations
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
 from p2p_co2.rounds.deadline import Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
@@ -172,7 +173,7 @@ class Coordination:
             key=key,
             run=self._run,
             committed=False,
-            reason=reason,
+            reason=reason[: bounds.MAX_REASON],
             state_digest=digest,
             members=gathering.members(),
         )

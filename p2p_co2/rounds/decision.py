@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 
 from google.protobuf.message import DecodeError
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import check_digest, check_place, read_contributors, read_key, read_members
 from p2p_co2.rounds.events import PayloadShape
@@ -25,6 +25,7 @@ from p2p_co2.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
 DECISION_CONTEXT = b"p2p-co2 decision"
+ANNOUNCEMENT_CONTEXT = b"p2p-co2 announced decision"
 
 
 def sign_outcome(identity: Identity, outcome: Outcome) -> Decision:
@@ -32,6 +33,29 @@ def sign_outcome(identity: Identity, outcome: Outcome) -> Decision:
     outcome.decided_by = identity.peer_id
     content = outcome.SerializeToString(deterministic=True)
     return Decision(outcome=content, signature=identity.sign(DECISION_CONTEXT, content))
+
+
+def announcement(decision: Decision, identity: Identity) -> bytes:
+    """Our own decision in short, for the DHT: how the round ended and the digest of each part's mean.
+
+    A serialised ``Decision`` without members and contributors, signed for ``ANNOUNCEMENT_CONTEXT`` so that it
+    does not pass for the whole. Always below 4 KiB. Raises ``LocalProtocolError`` for another's decision.
+    """
+    outcome = Outcome.FromString(decision.outcome)
+    if outcome.decided_by != identity.peer_id:
+        raise LocalProtocolError(f"an announcement by {identity.peer_id}, decided by {outcome.decided_by}")
+    short = Outcome(
+        key=outcome.key, run=outcome.run, committed=outcome.committed, state_digest=outcome.state_digest,
+        decided_by=outcome.decided_by,
+    )  # fmt: skip
+    if outcome.committed:
+        for part in outcome.parts:
+            short.parts.add(start_block=part.start_block, stop_block=part.stop_block, digest=part.digest)
+    else:
+        short.reason = outcome.reason[: bounds.MAX_REASON]
+    content = short.SerializeToString(deterministic=True)
+    signature = identity.sign(ANNOUNCEMENT_CONTEXT, content)
+    return Decision(outcome=content, signature=signature).SerializeToString()
 
 
 def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcome:

@@ -52,6 +52,8 @@ class FragmentRounds:
         self._aborted_round = -1
         self._ahead: Outcome | None = None
         """A commit beyond our next round, seen while our offer was open."""
+        self._withdrawn: Offer | None = None
+        """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
         self._leading = False
         """Whether the attempt's lost coordinator is replaced by us."""
         self._receipts, self._observed = Durations(), coordination.observed[fragment]
@@ -63,11 +65,12 @@ class FragmentRounds:
 
     def set_state(self, version: int, digest: bytes, now: float) -> None:
         """Our state now. A commit that follows it and that we know already is told (again), so that replays
-        follow one another; one of another history is forgotten."""
+        follow one another; one of another history is forgotten. An offer that starts elsewhere ends."""
         self.version, self.digest = version, digest
-        if self.offer is not None and self.offer.round <= version:
-            self._rival = self._ahead = None
-            self._abort(f"the agreed state moved on to version {version}", now)
+        if self.offer is not None and (self.offer.round, self.offer.state_digest) != (version + 1, digest):
+            healed = self.offer.round == version + 1
+            how = "was replaced by another state" if healed else "is the agreed state now"
+            self.withdraw(f"version {version} {how}", now)
         known = self.verdicts.commit(version + 1)
         if known is not None and known[1].state_digest == digest:
             self._end_without_bytes(*known)
@@ -97,6 +100,15 @@ class FragmentRounds:
                 is_retry=offer.round == self._aborted_round,
                 now=now,
             )
+
+    def withdraw(self, reason: str, now: float) -> bool:
+        """End the open offer, whatever it waits for; False if there is none."""
+        if self.offer is None:
+            return False
+        self._withdrawn = self.offer
+        self._rival = self._ahead = None
+        self._abort(reason, now)
+        return True
 
     # ---- time and the swarm
 
@@ -147,9 +159,11 @@ class FragmentRounds:
         if sender not in self.asking.asked:
             raise RemoteProtocolError("wrong sender", "BEGIN by a peer that was not asked")
         offer = self.asking.offer
-        share = attempt.shares.get(self._swarm.me)
-        if share != (offer.weight, offer.base_version) or attempt.state_digest != offer.state_digest:
-            raise RemoteProtocolError("wrong group", "BEGIN does not repeat our READY")
+        if not attempt.repeats(offer, self._swarm.me):
+            if self._withdrawn is None or not attempt.repeats(self._withdrawn, self._swarm.me):
+                raise RemoteProtocolError("wrong group", "BEGIN does not repeat our READY")
+            self.verdicts.end(attempt.id)  # it crossed the READY of our new offer
+            return
         self.asking = None
         self.member = Member(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
         self.member.start(now)
@@ -166,6 +180,8 @@ class FragmentRounds:
         asking = self.asking
         if asking is None or asking.offer.round != message.round or sender not in asking.asked:
             return
+        if (message.version, message.state_digest) == (self.version, self.digest):
+            raise RemoteProtocolError("impossible version", f"{message.version}, which is where we are")
         donors = tuple(PeerId(donor) for donor in message.donors)
         self._end()
         self._hinted_version = message.version
@@ -192,6 +208,8 @@ class FragmentRounds:
             if not self._swarm.is_live(sender):
                 raise RemoteProtocolError("unknown peer", "a piece of a round that has not begun here")
             self.asking.poke(now)
+        elif self._withdrawn is not None and self._withdrawn.round == round_:
+            return  # the others count on the READY that we withdrew
         else:
             known = round_ <= self.reached()
             raise RemoteProtocolError("replayed round" if known else "unknown round", str(round_))

@@ -16,7 +16,7 @@ from p2p_co2.rounds import bounds
 from p2p_co2.rounds.bounds import DIGEST_BYTES
 from p2p_co2.rounds.deadline import Durations, ReadyHistory, parts_deadline_s
 from p2p_co2.rounds.parts import split_blocks
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
@@ -96,7 +96,7 @@ class Gathering:
         waited = f"within {now - self.first_at:.1f} s"
         if len(self.readies) > len(camp):
             return f"only {len(camp)} of {len(live)} live peers were ready with equal states {waited}"
-        missing = ", ".join(short(peer) for peer in live if peer not in camp)
+        missing = named([peer for peer in live if peer not in camp])
         return f"only {len(camp)} of {len(live)} live peers were ready {waited} (missing {missing})"
 
     def begin(self, attempt: bytes, observed: Durations) -> Begin:

@@ -68,7 +68,7 @@ class Rounds:
         self._settle(now)
 
     def set_state(self, fragment: int, version: int, digest: bytes) -> None:
-        """The agreed state that we hold now. An open offer for a round that it includes ends in
+        """The agreed state that we hold now. An open offer that does not start from it ends in
         ``Aborted``."""
         self._swarm.my_versions[fragment] = version
         self._fragments[fragment].set_state(version, digest, self._now)
@@ -78,6 +78,15 @@ class Rounds:
         open offer, or if the offer fits neither our state nor the shape."""
         self._fragments[offer.fragment].start(offer, now)
         self._settle(now)
+
+    def withdraw(self, fragment: int, reason: str, now: float) -> bool:
+        """End our open offer of a fragment with ``Aborted(reason)``; False if there is none.
+
+        Nobody is told: the others end the round without us, and a new offer for the same round may follow.
+        """
+        withdrawn = self._fragments[fragment].withdraw(reason, now)
+        self._settle(now)
+        return withdrawn
 
     def forget_outcome(self, fragment: int, round_: int) -> None:
         """No donor holds the bytes of a commit that we learned of: go on as if it had not been.

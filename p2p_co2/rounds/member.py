@@ -17,7 +17,7 @@ from p2p_co2.rounds.attempt import Attempt, check_duration, read_contributors
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer, ReduceJob
 from p2p_co2.rounds.owner import Contributors, PartJob, send_mean
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import (
     AskOutcome,
@@ -267,8 +267,8 @@ class Member:
         order = coordination_order(self.attempt.shares, self.attempt.fragment, self.attempt.round)
         left = [peer for peer in order if peer not in self.coordinators and self._swarm.is_live(peer)]
         if not left or len(self.coordinators) >= bounds.MAX_TERMS:
-            names = ", ".join(short(peer) for peer in self.coordinators)
-            self.failure = f"coordinator lost, nobody decided in its place (followed {names})"
+            followed = named(self.coordinators)
+            self.failure = f"coordinator lost, nobody decided in its place (followed {followed})"
             return
         self.coordinators.append(left[0])
         self._decide_by_at = now + self.attempt.parts_within_s + 2 * bounds.GRACE_S

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
-from p2p_co2.rounds.bounds import MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.rounds.bounds import MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.wire.identity import PeerId
 
@@ -27,6 +27,13 @@ def coordination_order(peers: Iterable[PeerId], fragment: int, round_: int) -> l
 def short(peer: str) -> str:
     """The end of a peer id, for reasons in words (its beginning is the same for everybody)."""
     return peer[-6:]
+
+
+def named(peers: Sequence[str]) -> str:
+    """The first ``MAX_NAMED`` peers in words, and how many more: a reason must fit into an outcome."""
+    more = len(peers) - MAX_NAMED
+    listed = ", ".join(short(peer) for peer in peers[:MAX_NAMED])
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 class Swarm:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt, check_digest, read_contributors
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named, short
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Outcome, PartOutcome, Reassign, Result
 
@@ -233,20 +233,20 @@ class Tally:
     def _why(self, voters: list[PeerId]) -> str:
         group = len(self.attempt.shares)
         who = "the coordinator was lost and " if self.successor else ""
-        silent = [short(peer) for peer in self.attempt.shares if peer not in self._votes]
+        silent = [peer for peer in self.attempt.shares if peer not in self._votes]
         lost = sorted({part for vote in self._votes.values() for part in vote.lost_parts})
         why = f"{who}only {len(voters)} of {group} members hold the same mean"
         if silent:
-            why += f"; no RESULT from {', '.join(silent)}"
+            why += f"; no RESULT from {named(silent)}"
         if lost:
             why += f"; lost parts {', '.join(f'{part} (owner {short(self._owners[part])})' for part in lost)}"
-        return why[:500]
+        return why
 
     def _commit(self, parts: list[PartOutcome]) -> None:
         self._finish(Outcome(committed=True, parts=parts))
 
     def _abort(self, reason: str) -> None:
-        self._finish(Outcome(committed=False, reason=reason))
+        self._finish(Outcome(committed=False, reason=reason[: bounds.MAX_REASON]))
 
     def _finish(self, outcome: Outcome) -> None:
         self.is_decided = True

@@ -122,6 +122,7 @@ class Connection:
         )
         ledger = TensorLedger(codec, [FragmentLedger(run, codec, me, state) for state in states])
         progressed = Progressed()
+        base_lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
         if saved is not None:
             restore(saved, model, optimizer, ledger)
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
@@ -155,7 +156,7 @@ class Connection:
             )
         if warning := outer.stability_warning(run.outer, delayed=run.outer.rule in {"co2", "eager"}):
             self._thread.report(ev.Warned, {"text": warning})
-        plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate)
+        plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr)
         return Peer(self._thread, ledger, plan_of_peer, progressed)
 
     def _load(self, plan: FragmentPlan) -> Checkpoint:
@@ -205,5 +206,8 @@ def restore(saved: Checkpoint, model: nn.Module, optimizer: Optimizer, ledger: T
         for name, buffer in model.named_buffers():
             if name in saved.buffers:
                 buffer.copy_(saved.buffers[name])
+    rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(saved.optimizer))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # the saved one holds the schedule's factor of that moment
     ledger.set_residuals(saved.residuals)

@@ -16,7 +16,7 @@ feedback is on, and under "co2" and "eager" the older params until the next boun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,16 +28,8 @@ from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.codec.feedback import error_energy, error_ratio
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """One part of an agreed mean: its block range, and the weight of each peer whose slice is in it."""
-
-    start_block: int
-    stop_block: int
-    weights: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -67,6 +59,7 @@ class Applied:
 @dataclass
 class _InFlight:
     round: int
+    weight: float
     base_version: int
     snapshot: Tensor | None
     gradient: Tensor | None
@@ -85,15 +78,18 @@ class FragmentLedger:
         if run.codec.error_feedback:
             self.residual = torch.zeros_like(state.params)
         self._in_flight: _InFlight | None = None
+        self._withdrawn: _InFlight | None = None
+        """The last offer for the next version that was given up: a commit may still turn out to hold it."""
         self._measured_from = state
         """Rules "co2" and "eager": the state from which the live parameters set out at the last boundary."""
         self._correction: Tensor | None = None
         self._stale: tuple[Tensor, float, float] | None = None
         """Rule "eager": this peer's gradient in the newest mean, with the gap and its share there."""
 
-    def offer(self, snapshot: Tensor) -> EncodedOffer:
+    def offer(self, snapshot: Tensor, weight: float) -> EncodedOffer:
         """Encode what this peer learned. ``snapshot``: fp32 [n], live parameters at the schedule point; owned
-        from now on."""
+        from now on. ``weight``: the offer's, which tells it from other attempts at the same round. Raises
+        ``ValueError`` if a value is not finite."""
         if self._in_flight is not None:
             raise LocalProtocolError(f"round {self._in_flight.round} is still in flight")
         base = self._measured_from if self._delayed else self.state
@@ -112,6 +108,7 @@ class FragmentLedger:
             self._correction, self._stale, self._measured_from = correction, None, self.state
         self._in_flight = _InFlight(
             round=self.state.version + 1,
+            weight=weight,
             base_version=base.version,
             snapshot=None if self._delayed else snapshot,
             gradient=gradient,
@@ -119,7 +116,7 @@ class FragmentLedger:
         )
         return EncodedOffer(self._in_flight.round, base.version, payload, error, merge)
 
-    def commit(self, round_: int, base_version: int, mean: Tensor, parts: Sequence[Contribution]) -> Applied:
+    def commit(self, round_: int, base_version: int, mean: Tensor, parts: Sequence[PartWeights]) -> Applied:
         """Take the outer step of an agreed mean. ``mean``: fp32 [n], decoded, owned from now on;
         ``base_version`` the oldest in the group.
 
@@ -134,40 +131,45 @@ class FragmentLedger:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
             new, report = old._replace(version=round_), StepReport(1.0, float("inf"), 0.0, 0.0)
-        mine = self._in_flight if self._in_flight is not None and self._in_flight.round == round_ else None
-        missed = self._missed(parts, refused)
-        merge = self._merge_after(old, new, mine, missed)
+        mine, missed = self._mine(round_, parts), self._missed(parts, refused)
+        merge = self._merge_after(old, new, mine, missed, parts)
         if mine is not None:
             self._advance_residual(mine, missed)
             self._remember_stale(mine, report, parts, missed)
-            self._in_flight = None
+        self._in_flight = self._withdrawn = None
         self.state = new
         if not self._delayed:
             self._measured_from = new
         return Applied(merge, report, mine is not None and not missed, refused)
 
-    def abort(self, round_: int) -> Merge | None:
-        """The round changed nothing. Under "co2" and "eager" the work that was taken out of the live
-        parameters returns."""
+    def abort(self, round_: int) -> tuple[bool, Merge | None]:
+        """The round changed nothing: (whether an offer of ours ended, how live parameters take its work
+        back). Under "co2" and "eager" the work had been taken out of them; otherwise it never left."""
         mine = self._in_flight
         if mine is None or mine.round != round_:
-            return None
-        self._in_flight = None
-        return Merge(1.0, -mine.gradient) if mine.gradient is not None else None
+            return False, None
+        self._in_flight, self._withdrawn = None, mine
+        return True, Merge(1.0, -mine.gradient) if mine.gradient is not None else None
 
     def adopt(self, state: OuterState) -> Merge:
         """Replace the agreed state by a donor's; all that this peer learned since its own stays in its live
         parameters."""
-        origin = self._measured_from if self._delayed else self.state
-        addend = state.params - origin.params
-        mine, self._in_flight = self._in_flight, None
-        if mine is not None and mine.gradient is not None:
-            addend.sub_(mine.gradient)
-        if self._correction is not None:
-            addend.add_(self._correction)
+        merge = Merge(1.0, self._rebased_on(state))
+        self._in_flight = self._withdrawn = None
         self._correction, self._stale = None, None
         self.state = self._measured_from = state
-        return Merge(1.0, addend)
+        return merge
+
+    def reset(self) -> Merge:
+        """Start again from the agreed state; what this peer learned since is dropped."""
+        self._in_flight = self._withdrawn = None
+        self._correction, self._stale, self._measured_from = None, None, self.state
+        return Merge(0.0, self.state.params)
+
+    def rebased(self) -> Tensor | None:
+        """What to add to the live parameters so that they can be saved beside ``state``: a resumed peer
+        knows neither what was in flight nor an older state. None if they fit as they are. fp32 [n]."""
+        return self._rebased_on(self.state) if self._delayed else None
 
     # ---- parts of the above
 
@@ -198,7 +200,25 @@ class FragmentLedger:
             lost, energy = lost + piece[0], energy + piece[1]
         return payload.numpy().tobytes(), error_ratio(lost, energy)
 
-    def _missed(self, parts: Sequence[Contribution], refused: str) -> list[slice]:
+    def _rebased_on(self, state: OuterState) -> Tensor:
+        """Added to live parameters, keeps all work of this peer and measures it from ``state``."""
+        origin = self._measured_from if self._delayed else self.state
+        addend = state.params - origin.params
+        if self._in_flight is not None and self._in_flight.gradient is not None:
+            addend.sub_(self._in_flight.gradient)
+        if self._correction is not None:
+            addend.add_(self._correction)
+        return addend
+
+    def _mine(self, round_: int, parts: Sequence[PartWeights]) -> _InFlight | None:
+        """Which of this peer's offers the mean is about."""
+        mine = [offer for offer in (self._in_flight, self._withdrawn) if offer and offer.round == round_]
+        weights = {part.weights[self._peer] for part in parts if self._peer in part.weights}
+        if not weights:
+            return mine[0] if mine and mine[0] is self._in_flight else None
+        return next((offer for offer in mine if weights == {offer.weight}), None)
+
+    def _missed(self, parts: Sequence[PartWeights], refused: str) -> list[slice]:
         size = self.state.params.numel()
         if refused:
             return [slice(0, size)]
@@ -210,15 +230,36 @@ class FragmentLedger:
         ]
 
     def _merge_after(
-        self, old: OuterState, new: OuterState, mine: _InFlight | None, missed: list[slice]
+        self,
+        old: OuterState,
+        new: OuterState,
+        mine: _InFlight | None,
+        missed: list[slice],
+        parts: Sequence[PartWeights],
     ) -> Merge | None:
+        if mine is None and any(self._peer in part.weights for part in parts):
+            # An offer that we no longer know (made before a restart) is in the mean. Keeping our work would
+            # count it twice; dropping it loses at most what came after that offer.
+            self._correction, self._stale, self._measured_from = None, None, new
+            return Merge(0.0, new.params)
         if self._delayed:
-            lost = (
-                None if mine is None or mine.gradient is None else outer.lost_work_of(mine.gradient, missed)
-            )
-            return None if lost is None else Merge(1.0, lost.neg_())
+            return self._work_returned(mine, missed)
         snapshot = None if mine is None else mine.snapshot
         return outer.merge(self._run.outer, old, new, snapshot, missed, out=snapshot)
+
+    def _work_returned(self, mine: _InFlight | None, missed: list[slice]) -> Merge | None:
+        """Rules "co2" and "eager": put back what was offered and not counted."""
+        if mine is None or mine.gradient is None:
+            return None
+        lost = outer.lost_work_of(mine.gradient, missed)
+        if mine is self._in_flight:
+            return None if lost is None else Merge(1.0, lost.neg_())
+        # Given up, put back, and counted after all: take out again what counted. A later offer for the same
+        # round held that work too, and comes to nothing.
+        addend = mine.gradient if lost is None else mine.gradient - lost
+        if self._in_flight is not None and self._in_flight.gradient is not None:
+            addend = addend - self._in_flight.gradient
+        return Merge(1.0, addend)
 
     def _advance_residual(self, mine: _InFlight, missed: list[slice]) -> None:
         if self.residual is None or mine.residual is None:
@@ -228,7 +269,7 @@ class FragmentLedger:
         self.residual = mine.residual
 
     def _remember_stale(
-        self, mine: _InFlight, report: StepReport, parts: Sequence[Contribution], missed: list[slice]
+        self, mine: _InFlight, report: StepReport, parts: Sequence[PartWeights], missed: list[slice]
     ) -> None:
         if self._run.outer.rule != "eager" or missed or mine.gradient is None:
             return

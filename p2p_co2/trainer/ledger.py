@@ -26,7 +26,7 @@ from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
-from p2p_co2.trainer.fragment_ledger import Contribution, EncodedOffer, FragmentLedger
+from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
 
 _T = TypeVar("_T")
 
@@ -53,6 +53,8 @@ class TensorLedger:
         self._fragments = list(fragments)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.failure: BaseException | None = None
+        """A bug in work that nobody awaits; the training thread raises it."""
         self._digests = [state_digest(fragment.state) for fragment in self._fragments]
 
     def close(self) -> None:
@@ -86,8 +88,21 @@ class TensorLedger:
         for fragment, residual in residuals.items():
             self._fragments[fragment].residual = residual
 
+    def rebased(self) -> dict[int, Tensor]:
+        """``FragmentLedger.rebased`` of the fragments that need it. Any thread; waits for the worker."""
+
+        def read() -> dict[int, Tensor]:
+            addends = enumerate(ledger.rebased() for ledger in self._fragments)
+            return {fragment: addend for fragment, addend in addends if addend is not None}
+
+        return self._worker.submit(read).result()
+
     def submit_offer(
-        self, fragment: int, snapshot: Tensor, done: Callable[[int, EncodedOffer, AgreedVersion], None]
+        self,
+        fragment: int,
+        snapshot: Tensor,
+        weight: float,
+        done: Callable[[int, EncodedOffer, AgreedVersion], None],
     ) -> Future[None]:
         """Encode an offer; ``done(fragment, offer, agreed)`` is called on the worker. Does not block."""
 
@@ -95,18 +110,23 @@ class TensorLedger:
             ledger = self._fragments[fragment]
             agreed = AgreedVersion(ledger.state.version, self._digests[fragment])
             try:
-                offer = ledger.offer(snapshot)
+                offer = ledger.offer(snapshot, weight)
             except ValueError:
                 # NaN or Inf: this peer's own training has diverged. It starts again from the agreed state.
                 trouble = "this peer's parameters were not finite; took over the agreed ones"
-                reset = Merge(0.0, ledger.state.params)
-                self.outcomes.put(Outcome(fragment, agreed.version, reset, trouble=trouble))
+                self.outcomes.put(Outcome(fragment, agreed.version, ledger.reset(), trouble=trouble))
                 return
             if offer.merge is not None:
                 self.outcomes.put(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
             done(fragment, offer, agreed)
 
-        return self._worker.submit(encode)
+        future = self._worker.submit(encode)
+        future.add_done_callback(self._note_failure)
+        return future
+
+    def _note_failure(self, future: Future[None]) -> None:
+        if not future.cancelled() and future.exception() is not None:
+            self.failure = self.failure or future.exception()
 
     # ---- the Ledger protocol, awaited on the network thread
 
@@ -128,8 +148,7 @@ class TensorLedger:
             if ledger.state.version + 1 != mean.round:
                 return AgreedVersion(ledger.state.version, self._digests[mean.fragment])
             decoded = self._decode(mean.mean, ledger.state.params.numel())
-            parts = [Contribution(part.start_block, part.stop_block, part.weights) for part in mean.parts]
-            applied = ledger.commit(mean.round, mean.base_version, decoded, parts)
+            applied = ledger.commit(mean.round, mean.base_version, decoded, mean.parts)
             return self._moved(
                 mean.fragment,
                 lambda: Outcome(
@@ -147,8 +166,9 @@ class TensorLedger:
     async def abort(self, fragment: int, round_: int) -> None:
         def work() -> None:
             ledger = self._fragments[fragment]
-            merge = ledger.abort(round_)
-            self.outcomes.put(Outcome(fragment, ledger.state.version, merge))
+            ended, merge = ledger.abort(round_)
+            if ended:
+                self.outcomes.put(Outcome(fragment, ledger.state.version, merge))
 
         await self._ask(work)
 
@@ -159,11 +179,13 @@ class TensorLedger:
 
         return await self._ask(work)
 
-    async def adopt(self, fragment: int, data: bytes, digest: bytes) -> AgreedVersion:
+    async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion) -> AgreedVersion:
         def work() -> AgreedVersion:
             ledger = self._fragments[fragment]
             state = state_from_bytes(data, ledger.state.params.numel())
-            if state_digest(state) != digest:
+            if state.version != agreed.version or state.version < ledger.state.version:
+                raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
+            if state_digest(state) != agreed.digest:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )

@@ -25,7 +25,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
 
-CLOSE_BOUND_S = 5.0
+CLOSE_BOUND_S = 6.0
 _T = TypeVar("_T")
 
 
@@ -154,7 +154,7 @@ class NetworkThread:
     async def _shut_down(self) -> None:
         if self._node is not None and self._node_task is not None:
             self._node.stop()
-            await asyncio.wait({self._node_task}, timeout=CLOSE_BOUND_S / 2)
+            await asyncio.wait({self._node_task}, timeout=CLOSE_BOUND_S / 3)
             self._node_task.cancel()
         if self._network is not None:
             await self._network.close()

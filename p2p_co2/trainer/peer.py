@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,9 @@ from p2p_co2 import checkpoint as checkpoints
 from p2p_co2.checkpoint import Checkpoint, swarm_digest
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import FragmentPlan
+from p2p_co2.outer import Merge, OuterState
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
@@ -35,6 +38,8 @@ class Plan:
     model: nn.Module
     optimizer: Optimizer
     learning_rate: Callable[[float], float] | None
+    base_lr: tuple[float, ...]
+    """The inner optimizer's learning rate per group, before any factor."""
 
 
 class Peer:
@@ -42,10 +47,11 @@ class Peer:
 
     def __init__(self, thread: NetworkThread, ledger: TensorLedger, plan: Plan, start: Progressed) -> None:
         self._thread, self._ledger, self._plan = thread, ledger, plan
-        self._base_lr = [float(group["lr"]) for group in plan.optimizer.param_groups]
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
         self._saved_at = time.monotonic()
         self._stopped = self._left = False
+        self._sync.on_reset = self._forget_optimizer
+        self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
         self._set_learning_rate()
 
@@ -79,12 +85,14 @@ class Peer:
         self._sync.after_step(tokens, loss.detach() if isinstance(loss, Tensor) else loss)
         self._set_learning_rate()
         if time.monotonic() - self._saved_at >= self._plan.config.checkpoint_every_s:
+            started_at = time.monotonic()
             self._save_or_warn()
+            self._sync.pause(time.monotonic() - started_at)
         return not (self._stopped or self.over)
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
-        self._stopped = True
+        self._stopped = self._sync.stopped = True
 
     def agreed_parameters(self) -> dict[str, Tensor]:
         """A copy of the agreed parameters by name (fp32, host memory): evaluate and publish these, not the
@@ -104,13 +112,14 @@ class Peer:
         """Write a checkpoint now. Raises ``EnvironmentFault`` if the disk refuses; the previous one stays."""
         started_at = time.monotonic()
         plan, sync = self._plan, self._sync
+        states = self._matching_states()
         path = checkpoints.save(
             plan.config.folder / "checkpoint",
             Checkpoint(
                 run_config_json=plan.run.canonical_bytes().decode(),
                 plan_digest=plan.fragments.digest,
-                states=tuple(self._ledger.states()),
-                params={name: parameter.detach() for name, parameter in plan.model.named_parameters()},
+                states=states,
+                params=self._params_to_save(),
                 buffers=dict(plan.model.named_buffers()),
                 optimizer=plan.optimizer.state_dict(),
                 position=sync.position,
@@ -123,6 +132,33 @@ class Peer:
         duration_s = self._saved_at - started_at
         fields = {"path": str(path), "versions": tuple(sync.versions), "duration_s": duration_s}
         self._thread.report(ev.CheckpointSaved, fields)
+
+    def _matching_states(self) -> tuple[OuterState, ...]:
+        """Agreed states that the live parameters have met: none with a merge still on its way."""
+        self._sync.release_held()
+        while True:
+            states = self._ledger.states()
+            if not self._sync.take_outcomes():
+                return tuple(states)
+            self._sync.release_held()
+
+    def _params_to_save(self) -> dict[str, Tensor]:
+        """Live parameters by name, as a resumed peer can go on from them."""
+        addends = self._ledger.rebased()
+        if not addends:
+            return {name: parameter.detach() for name, parameter in self._plan.model.named_parameters()}
+        copy = deepcopy(self._plan.model)
+        live = LiveParameters(copy, self._plan.fragments)
+        for fragment, addend in addends.items():
+            live.merge_(fragment, Merge(1.0, addend))
+        return {name: parameter.detach() for name, parameter in copy.named_parameters()}
+
+    def _forget_optimizer(self, fragment: int) -> None:
+        """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
+        not either."""
+        parameters = dict(self._plan.model.named_parameters())
+        for part in self._plan.fragments.fragments[fragment].slices:
+            self._plan.optimizer.state.pop(parameters[part.name], None)
 
     def leave(self, reason: str = "") -> None:
         """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
@@ -144,13 +180,18 @@ class Peer:
             last["carriers"] = self._thread.carriers_used()
             self._thread.goodbye(reason)
         finally:
-            self._thread.close()
             try:
-                self.save()
+                self._thread.close()
             finally:
-                self._ledger.close()
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-                self._thread.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
+                self._save_and_finish(reason, last)
+
+    def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
+        try:
+            self.save()
+        finally:
+            self._ledger.close()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+            self._thread.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
 
     def __enter__(self) -> Peer:
         return self
@@ -159,7 +200,7 @@ class Peer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._stopped = True
+            self.stop()
         self.leave("" if kind is None else f"{kind.__name__} in the training loop")
 
     def _save_or_warn(self) -> None:
@@ -175,5 +216,5 @@ class Peer:
         if self._plan.learning_rate is None:
             return
         factor = self._plan.learning_rate(self._sync.position)
-        for group, base in zip(self._plan.optimizer.param_groups, self._base_lr, strict=True):
+        for group, base in zip(self._plan.optimizer.param_groups, self._plan.base_lr, strict=True):
             group["lr"] = base * factor

@@ -37,8 +37,8 @@ FLUSH_BOUND_S = 20.0
 """The final flush of a run that is over, all fragments together."""
 LEAVE_BOUND_S = 3.0
 """Waiting for rounds in flight when a person stops the peer."""
-SETTLE_BOUND_S = 15.0
-"""Waiting at the end until all live peers agree."""
+SETTLE_BOUND_S = 45.0
+"""Waiting at the end until all live peers agree: longer than a flush, since theirs may begin with our end."""
 REPORT_EVERY_S = 1.0
 RATE_DECAY = 0.8
 
@@ -107,6 +107,10 @@ class Synchroniser:
         self._tokens_per_s = 0.0
         self._reported_at, self._reported_tokens = self._started_at, start.tokens
         self.phase: Status.Phase = Status.TRAINING
+        self.stopped = False
+        """Set by a person's wish to end, in any thread: waits that only finish nicely are given up."""
+        self.on_reset: Callable[[int], None] = lambda fragment: None
+        """Called when a fragment's live parameters were replaced because they were not finite."""
 
     # ---- one inner step
 
@@ -116,10 +120,11 @@ class Synchroniser:
         if self._first_step_at is None:
             self._first_step_at = self._returned_at
         self.train_s += entered_at - self._returned_at
+        self._check()
         self.inner_steps += 1
         self.tokens += tokens
         self._losses.append(loss)
-        self._take_outcomes()
+        self.take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
         for fragment in due(self._count, last, self.position):
             self._send(fragment)
@@ -168,23 +173,37 @@ class Synchroniser:
                 relative_error=offer.relative_error,
             )
 
-        self._ledger.submit_offer(fragment, self.live.snapshot(fragment), encoded)
+        self._ledger.submit_offer(fragment, self.live.snapshot(fragment), weight, encoded)
 
     # ---- outcomes
 
-    def _take_outcomes(self) -> None:
-        """Merge what has arrived and may be applied now."""
-        failure = self._wire.failure()
-        if failure is not None:
-            raise failure
+    def take_outcomes(self) -> bool:
+        """Merge what has arrived and may be applied now; True if something came."""
+        came = False
         while True:
             try:
                 outcome = self._ledger.outcomes.get_nowait()
             except queue.Empty:
                 break
+            came = True
             self._hold_or_apply(outcome)
         while self._held and self._held[0][0] <= self.inner_steps:
             self._apply(self._held.popleft()[1])
+        return came
+
+    def release_held(self) -> None:
+        """Apply what ``sync_delay_steps`` holds back: for a checkpoint, and at the end."""
+        while self._held:
+            self._apply(self._held.popleft()[1])
+
+    def pause(self, duration_s: float) -> None:
+        """Time between two steps that was neither training nor communication (a checkpoint)."""
+        self._returned_at += duration_s
+
+    def _check(self) -> None:
+        failure = self._wire.failure() or self._ledger.failure
+        if failure is not None:
+            raise failure
 
     def _hold_or_apply(self, outcome: Outcome) -> None:
         sent = self._sent.get(outcome.fragment)
@@ -199,6 +218,8 @@ class Synchroniser:
         if outcome.merge is not None:
             if outcome.merge.keep == 0.0:
                 self.live.load_(fragment, outcome.merge.addend)
+                if outcome.report is None:
+                    self.on_reset(fragment)
             else:
                 self.live.merge_(fragment, outcome.merge)
         self.versions[fragment] = max(self.versions[fragment], outcome.version)
@@ -230,9 +251,7 @@ class Synchroniser:
         ends_at = time.monotonic() + bound_s
         while not done():
             left_s = ends_at - time.monotonic()
-            failure = self._wire.failure()
-            if failure is not None:
-                raise failure
+            self._check()
             if left_s <= 0:
                 return False
             try:
@@ -247,28 +266,27 @@ class Synchroniser:
         """Await what is in flight; if the run is over, offer the rest of this peer's work and wait until all
         agree."""
         entered_at = time.monotonic()
-        self._release_held()
+        self.release_held()
         if not finished:
             self._wait(lambda: not self._sent, LEAVE_BOUND_S)
         else:
-            ends_at = entered_at + FLUSH_BOUND_S
-            unsent = {f for f in range(self._count) if self._contributed_tokens[f] < self.tokens}
-            while unsent and time.monotonic() < ends_at:
-                for fragment in sorted(unsent):
-                    if fragment not in self._sent:
-                        self._offer(fragment)
-                self._wait(lambda: not self._sent, max(0.0, ends_at - time.monotonic()))
-                unsent = {f for f in unsent if self._contributed_tokens[f] < self.tokens}
+            self._offer_the_rest(entered_at + FLUSH_BOUND_S)
             self.phase = Status.DRAINING
             self.report()
-            self._wait(lambda: self._wire.settled(self.versions), SETTLE_BOUND_S)
-            self._release_held()
+            self._wait(lambda: self.stopped or self._wire.settled(self.versions), SETTLE_BOUND_S)
+            self.release_held()
         self.exposed_s += time.monotonic() - entered_at
         self.report()
 
-    def _release_held(self) -> None:
-        while self._held:
-            self._apply(self._held.popleft()[1])
+    def _offer_the_rest(self, ends_at: float) -> None:
+        """Offer what this peer learned since its last contributions until it is counted, or time is up."""
+        unsent = {f for f in range(self._count) if self._contributed_tokens[f] < self.tokens}
+        while unsent and time.monotonic() < ends_at and not self.stopped:
+            for fragment in sorted(unsent):
+                if fragment not in self._sent:
+                    self._offer(fragment)
+            self._wait(lambda: self.stopped or not self._sent, max(0.0, ends_at - time.monotonic()))
+            unsent = {f for f in unsent if self._contributed_tokens[f] < self.tokens}
 
     # ---- figures
 

@@ -1,6 +1,6 @@
-"""Two requests to the libp2p daemon: reach a peer, and open a stream to it.
+"""Three requests to the libp2p daemon: reach a peer, open a stream to it, and say where we can be reached.
 
-hivemind's client has both, but leaves its socket open when the daemon says no, and fixes the read buffer of a
+hivemind's client has them, but leaves its socket open when the daemon says no, and fixes the read buffer of a
 stream at 64 KiB. Here each socket is closed on every path, a failure is a ``TransportError`` in words, and a
 stream reads in pieces of ``STREAM_BUFFER_BYTES``. The control protocol is libp2p's (go-libp2p-daemon
 specification: length-prefixed protobuf).
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -20,11 +20,13 @@ from p2p_co2.transport.hivemind_quiet import (
     P2P,
     Multiaddr,
     MultiaddrError,
+    P2PDaemonError,
     PeerID,
     p2pd_pb2,
     read_pbmsg_safe,
     write_pbmsg,
 )
+from p2p_co2.transport.libp2p_daemon import DAEMON_GONE
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_STRING
 
@@ -47,6 +49,28 @@ async def reach(p2p: P2P, peer: PeerId, maddrs: Sequence[str], timeout_s: float)
     )
     _, writer, _ = await _ask(p2p, request, peer, timeout_s)
     await hang_up(writer)
+
+
+async def own_maddrs(p2p: P2P, timeout_s: float) -> list[str]:
+    """Where the daemon has learned by now that we can be reached; may be empty. Raises ``TransportError``."""
+    with daemon_errors(f"the libp2p daemon did not answer within {timeout_s:.0f} s"):
+        async with asyncio.timeout(timeout_s):
+            try:
+                return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+            except ValueError:  # hivemind's word for "none yet"
+                return []
+
+
+@contextlib.contextmanager
+def daemon_errors(timed_out: str) -> Iterator[None]:
+    """What hivemind raises when our daemon fails, as ``TransportError``; ``timed_out`` says what took too
+    long."""
+    try:
+        yield
+    except TimeoutError:  # an OSError too, so it comes first
+        raise TransportError(timed_out) from None
+    except (OSError, asyncio.IncompleteReadError, P2PDaemonError, DecodeError):
+        raise TransportError(DAEMON_GONE) from None
 
 
 async def open_stream(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float) -> Stream:
@@ -85,7 +109,7 @@ async def _ask(
     except TimeoutError:
         raise TransportError(f"{peer} did not answer over libp2p within {timeout_s:.0f} s") from None
     except (OSError, asyncio.IncompleteReadError, DecodeError):
-        raise TransportError("the libp2p daemon of this process is gone") from None
+        raise TransportError(DAEMON_GONE) from None
     finally:
         if writer is not None:
             await hang_up(writer)

@@ -29,13 +29,14 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr, P2PDaemonError
 
 logger = logging.getLogger(__name__)
 
 STARTUP_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
+DAEMON_GONE = "the libp2p daemon of this process is gone"
 _IDLE_TIMEOUT_S = 30
 """The daemon ends itself if we do not connect within this after its start."""
 _OUTPUT_LINES = 30
@@ -148,6 +149,13 @@ async def stop_p2p(p2p: P2P) -> None:
     if isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
         daemon, p2p.daemon = p2p.daemon, None
         await daemon.stop()
+
+
+def require_daemon(p2p: P2P) -> None:
+    """Raise ``TransportError`` if the daemon of ``p2p`` has ended: hivemind takes that for silent peers."""
+    daemon = p2p.daemon if isinstance(p2p, DaemonP2P) else None
+    if daemon is not None and daemon.process.returncode is not None:
+        raise TransportError(DAEMON_GONE)
 
 
 async def wait_p2p_exit(p2p: P2P) -> str:

@@ -1,0 +1,253 @@
+"""Peak memory of a peer beyond training itself, in copies of the parameters in fp32. Prints JSON.
+
+    python benchmarks/memory.py [--width 2500] [--cases int4-keep fp16-co2-ef ...]
+
+The same model and loop run alone, and as two peers that exchange, each in a fresh process whose largest
+resident set (VmHWM) the kernel keeps. With a tiny model the same two give what the imports, threads and
+sockets cost; what is left, over the model's size in fp32, is the answer:
+
+    copies = ((swarm - alone) of the model - (swarm - alone) of the tiny one) / (4 * parameters)
+
+The bar is 4. ``held`` is the table of what is held, by room, in the same unit: counted in the objects of a
+peer after the last round, where the rest of the peak is what a round holds while it is under way.
+
+Price: VmHWM counts what the allocator keeps as well, so it is an upper bound on what is used. The inner
+optimizer is SGD without momentum, so that nothing else has the parameters' size; the gradient's share is in
+both runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
+from p2p_co2.discovery import Discovery
+from p2p_co2.ticket import Ticket
+from p2p_co2.trainer import Peer, connect
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.wire.identity import Identity
+
+PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
+TINY_WIDTH = 16
+STEP_S = 0.02
+CASES = {
+    "int4-keep": {"codec": {"name": "int4"}, "outer": {"rule": "keep"}},
+    "int4-co2": {"codec": {"name": "int4"}, "outer": {"rule": "co2"}},
+    "int4-keep-ef": {"codec": {"name": "int4", "error_feedback": True}, "outer": {"rule": "keep"}},
+    "fp16-keep": {"codec": {"name": "fp16"}, "outer": {"rule": "keep"}},
+    "fp16-co2-ef": {"codec": {"name": "fp16", "error_feedback": True}, "outer": {"rule": "co2"}},
+}
+BAR_COPIES = 4.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=2500, help="parameters: 4 * width * width")
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.worker:
+        {"seed": _seed, "peer": _peer, "alone": _alone}[options.worker[0]](*options.worker[1:])
+        return
+    measured = {case: _measure(case, options.width) for case in options.cases}
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
+    job = {
+        "parameters": LAYERS * options.width**2,
+        "peers": PEERS,
+        "fragments": LAYERS,
+        "bar_copies": BAR_COPIES,
+    }
+    print(json.dumps({"at": time.strftime("%F %R"), **machine, **job, "cases": measured}, indent=2))
+
+
+def _measure(case: str, width: int) -> dict[str, Any]:
+    alone, alone_tiny = _run_alone(width), _run_alone(TINY_WIDTH)
+    swarm, swarm_tiny = _run_swarm(case, width), _run_swarm(case, TINY_WIDTH)
+    copy_bytes = 4 * LAYERS * width**2
+    beyond = (swarm["peak_bytes"] - alone["peak_bytes"]) - (
+        swarm_tiny["peak_bytes"] - alone_tiny["peak_bytes"]
+    )
+    copies = beyond / copy_bytes
+    row = {
+        "copies": round(copies, 2),
+        "within_bar": copies <= BAR_COPIES,
+        "rounds_applied": swarm["applied"],
+        "alone_mb": round(alone["peak_bytes"] / 1e6),
+        "in_swarm_mb": round(swarm["peak_bytes"] / 1e6),
+        "fixed_mb": round((swarm_tiny["peak_bytes"] - alone_tiny["peak_bytes"]) / 1e6),
+        "held": {room: round(size / copy_bytes, 2) for room, size in swarm["held"].items()},
+    }
+    print(case, json.dumps(row), file=sys.stderr)
+    return row
+
+
+def _run_alone(width: int) -> dict[str, Any]:
+    process = _spawn("alone", str(width))
+    return _answer(process)
+
+
+def _run_swarm(case: str, width: int) -> dict[str, Any]:
+    """The peer with the larger peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        seed = _spawn("seed", case, folder)
+        ticket = _answer(seed)["ticket"]
+        peers = [_spawn("peer", case, str(width), f"{folder}/{index}", ticket) for index in range(PEERS)]
+        try:
+            answers = [_answer(peer) for peer in peers]
+        finally:
+            for process in (*peers, seed):
+                assert process.stdin is not None
+                process.stdin.close()
+            for process in (*peers, seed):
+                process.wait(30)
+    return max(answers, key=lambda answer: int(answer["peak_bytes"]))
+
+
+def _spawn(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, __file__, "--worker", *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+    raise SystemExit(f"a worker ended with {process.wait()}: {process.args}")
+
+
+# ---- the workers
+
+
+def _say(answer: Mapping[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _run_config(case: str) -> RunConfig:
+    settings = CASES[case]
+    return RunConfig(
+        recipe="own-loop",
+        fragments=LAYERS,
+        clock=ClockConfig(mode="steps", inner_steps_per_round=STEPS_PER_ROUND, rounds=ROUNDS),
+        codec=CodecConfig.model_validate(settings["codec"]),
+        outer=OuterConfig.model_validate(settings["outer"]),
+    )
+
+
+def _seed(case: str, folder: str) -> None:
+    run, home = _run_config(case), Path(folder) / "seed"
+    home.mkdir()
+
+    async def serve() -> None:
+        identity = Identity.load_or_create(home / "identity")
+        p2p = await start_p2p(home / "identity")
+        discovery = Discovery(p2p, identity, run.digest(), lambda peer, error: None)
+        await discovery.start([])
+        await discovery.publish_manifest(run.canonical_bytes(), bytes(32))
+        addresses = tuple(str(address) for address in await p2p.get_visible_maddrs())
+        _say({"ticket": str(Ticket(run.digest(), identity.peer_id, addresses))})
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        await discovery.close()
+        await stop_p2p(p2p)
+
+    asyncio.run(serve())
+
+
+def _model(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def _inner_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, width: int) -> float:
+    loss: torch.Tensor = (model(torch.randn(4, width)) - 1.0).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    time.sleep(STEP_S)
+    return loss.item()
+
+
+def _alone(width: str) -> None:
+    model, optimizer = _model(int(width))
+    for _ in range(STEPS_PER_ROUND):
+        _inner_step(model, optimizer, int(width))
+    _say({"peak_bytes": _peak_bytes()})
+
+
+def _peer(case: str, width: str, folder: str, ticket: str) -> None:
+    model, optimizer = _model(int(width))
+    applied = [0]
+
+    def on_event(event: Any) -> None:
+        applied[0] += event.kind == "fragment_applied"
+
+    config = PeerConfig(folder=Path(folder), min_peers=PEERS, checkpoint_every_s=1.5)
+    peer = connect(ticket, config, on_event).start(model, optimizer)
+    with peer:
+        while peer.step(tokens=1, loss=_inner_step(model, optimizer, int(width))):
+            pass
+        held = _held(peer)
+    _say({"peak_bytes": _peak_bytes(), "applied": applied[0], "held": held})
+    sys.stdin.read()
+
+
+def _peak_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("this kernel does not tell VmHWM")
+
+
+def _held(peer: Peer) -> dict[str, int]:
+    """Bytes that are held right now, by room."""
+    fragments, node = peer._ledger._fragments, peer._thread.node
+    in_flight = [one._in_flight for one in fragments if one._in_flight is not None]
+    lanes = node._links._lanes.values() if node._links is not None else ()
+    offers = [one.offer for one in node.rounds._fragments if one.offer is not None]
+    members = [one.member for one in node.rounds._fragments if one.member is not None]
+    return {
+        "outer: outer_params": sum(_size(one.state.params) for one in fragments),
+        "outer: outer_momentum": sum(_size(one.state.momentum) for one in fragments),
+        "outer: older params (co2, eager)": sum(
+            _size(one._measured_from.params) for one in fragments if one._measured_from is not one.state
+        ),
+        "codec: residual": sum(_size(one.residual) for one in fragments),
+        "trainer: snapshot or gradient in flight": sum(
+            _size(one.snapshot) + _size(one.gradient) + _size(one.residual) for one in in_flight
+        ),
+        "rounds: payloads": sum(len(offer.payload) for offer in offers),
+        "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
+        "catchup: past means": node.catchup.donor.history_bytes,
+        "node: queued messages": sum(lane.bulk_bytes for lane in lanes),
+    }
+
+
+def _size(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+if __name__ == "__main__":
+    main()

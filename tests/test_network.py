@@ -1,0 +1,95 @@
+"""This process on the network: what it publishes of itself, what it remembers of others, and a daemon that
+dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2p_co2.config import PeerConfig
+from p2p_co2.discovery import Discovery
+from p2p_co2.errors import TransportError
+from p2p_co2.node import network as room
+from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, publishable
+from p2p_co2.ticket import Ticket
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.wire.messages_pb2 import PeerRecord
+
+RUN = bytes(range(32))
+DEAD = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+
+
+def record(peer: str, software: str = "") -> PeerRecord:
+    return PeerRecord(peer=peer, run=RUN, software=software)
+
+
+def test_records_are_those_found_last_and_those_in_use() -> None:
+    known = KnownRecords()
+    known.found([record("a"), record("b")], 0.0)
+    assert known.use(PeerId("a"), 1.0) == record("a")
+    known.found([record("c", "new")], 2.0)
+    assert known.use(PeerId("b"), 2.0) is None
+    assert known.use(PeerId("a"), 2.0) == record("a")
+    assert known.use(PeerId("c"), 2.0) == record("c", "new")
+    known.found([record("c", "newer")], 3.0)
+    assert known.use(PeerId("c"), 3.0) == record("c", "newer")
+    known.found([], 2.0 + RECORD_KEPT_S)
+    assert known.use(PeerId("a"), 2.0 + RECORD_KEPT_S) is None
+    assert len(known) == 1
+
+
+def test_no_more_records_than_peers_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MAX_PEERS", 3)
+    known = KnownRecords()
+    for step in range(10):
+        names = [f"{step}-{i}" for i in range(2)]
+        known.found([record(name) for name in names], float(step))
+        for name in names:
+            known.use(PeerId(name), float(step))
+        assert len(known) <= 3
+        assert len(known._used_at) <= 3
+    known.found([record(f"x{i}") for i in range(9)], 10.0)
+    assert len(known) == 3
+
+
+@given(st.lists(st.integers(0, 2 * MAX_STRING), max_size=40))
+def test_published_addresses_fit_into_a_record(lengths: list[int]) -> None:
+    maddrs = ["x" * length for length in lengths]
+    taken = publishable(maddrs)
+    assert len(taken) <= MAX_ADDRESSES
+    assert max(map(len, taken), default=0) <= MAX_STRING
+    assert sum(map(len, taken)) <= MAX_RECORD_BYTES // 2
+    if sum(lengths) <= MAX_RECORD_BYTES // 2 and len(lengths) <= MAX_ADDRESSES:
+        assert taken == [maddr for maddr in maddrs if len(maddr) <= MAX_STRING]
+
+
+async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -> None:
+    async with asyncio.timeout(60):
+        identity = Identity.load_or_create(tmp_path / "identity")
+        network = Network(identity, PeerConfig(), Ticket(RUN, identity.peer_id, (DEAD,)))
+        network.p2p = await start_p2p(tmp_path / "identity")
+        network.discovery = Discovery(network.p2p, identity, RUN, lambda *_: None)
+        try:
+            await network.discovery.start([])
+            await network.publish_self()
+            assert await network.find_peers() == []
+            network._published_at = -1e9
+            os.kill(network.p2p.daemon.process.pid, signal.SIGKILL)
+            await network.daemon_ended()
+            for call in (network.publish_self, network.find_peers):
+                with pytest.raises(TransportError, match="daemon"):
+                    await call()
+            assert await network.find_record(PeerId("nobody")) is None
+            with pytest.raises(TransportError, match="daemon"):
+                await network.rebootstrap()
+        finally:
+            await network.discovery.close()
+            await stop_p2p(network.p2p)
