@@ -1,19 +1,23 @@
-"""int8, fp4 and nf4: block-wise codecs whose encoder is bitsandbytes, on CUDA and CPU.
+"""int8, fp4 and nf4: block-wise codecs whose encoder is bitsandbytes; int8's is ours on a CPU.
 
 Sources: 8-bit block-wise quantisation (arXiv 2110.02861), the 4-bit formats of QLoRA (arXiv 2305.14314).
 
 Law: decoding needs neither bitsandbytes nor its kernels, only the tables below, which are part of the
 protocol; so the peers agree bit for bit whichever version and device each one encodes with.
 
-``int8`` uses bitsandbytes' block-wise kernel with a symmetric linear table, (code - 127) / 127, in place of
-its default dynamic one. For blocks of 128 the linear table has 2.5 times less squared error on Gaussian
-values (4.2e-5 against 1.04e-4), it has a -1 so that a negative maximum survives, and it avoids a fault of
-the CPU kernel: with the dynamic table, zeros come out as 2.1e-5 of the block's maximum, a bias in every
-untouched row of an embedding.
+``int8`` uses a symmetric linear table, (code - 127) / 127, in place of bitsandbytes' default dynamic one.
+For blocks of 128 it has 2.5 times less squared error on Gaussian values (4.2e-5 against 1.04e-4), it has a
+-1 so that a negative maximum survives, and it avoids a fault of the CPU kernel: with the dynamic table, zeros
+come out as 2.1e-5 of the block's maximum, a bias in every untouched row of an embedding.
 
-Price: on a CPU, fp4 and nf4 encode about twenty times slower than int4, and int8 seven times. Importing
-bitsandbytes takes seconds, so it is imported at the first encode; on some processors it then logs that an
-optional package, ``kernels``, is missing, which these codecs do not use.
+On accelerators bitsandbytes' kernel encodes int8 with that table. On a CPU it is a rounding in torch: the
+nearest entry of a linear table needs no search, so it is six times as fast as the kernel (2300 against 370
+MB/s of fp32 per thread) with the same error. The two may differ by one code where a value lies between two
+entries, to the last bits.
+
+Price: on a CPU, fp4 and nf4 encode about twenty times slower than int4. Importing bitsandbytes takes seconds,
+so it is imported at the first encode that needs it; on some processors it then logs that an optional package,
+``kernels``, is missing, which these codecs do not use.
 """
 
 from __future__ import annotations
@@ -70,15 +74,22 @@ class Int8(ScaledCodec):
     largest_code = 127.0
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
+        scratch = torch.empty_like(values)
+        scale = _flushed(absmax(values, scratch)).div_(127.0).clamp_(max=self.scale_limit)
+        self._write_scales(rows, scale)
+        if values.device.type == "cpu":
+            # The nearest entry of a linear table is a rounding; a zero scale gives the code of zero.
+            inverse = torch.where(scale > 0.0, 1.0 / scale, 0.0)
+            torch.mul(values, inverse, out=scratch).round_().add_(127.0).clamp_(0.0, 254.0)
+            rows[:, SCALE_BYTES:].copy_(scratch)
+            return
         from bitsandbytes import functional
 
-        scale = _flushed(absmax(values)).div_(127.0).clamp_(max=self.scale_limit)
         # The kernel wants 256 sorted entries: the last one repeats 1, and it picks the first of the two.
         table = (torch.arange(256, dtype=torch.float32).clamp_max_(254) - 127.0) / 127.0
         codes, _ = functional.quantize_blockwise(
             values.view(-1), code=table.to(values.device), blocksize=self.block_values
         )
-        self._write_scales(rows, scale)
         rows[:, SCALE_BYTES:].copy_(codes.view(values.shape))
 
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
