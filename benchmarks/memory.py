@@ -19,7 +19,6 @@ both runs.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -35,17 +34,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from averaging_workers import serve_run
+
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
-from p2p_co2.discovery import Discovery
-from p2p_co2.ticket import Ticket
+from p2p_co2.memory import return_large_blocks
 from p2p_co2.trainer import Peer, connect
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.wire.identity import Identity
 
 PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
 TINY_WIDTH = 16
 STEP_S = 0.02
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "int4-keep": {"codec": {"name": "int4"}, "outer": {"rule": "keep"}},
     "int4-co2": {"codec": {"name": "int4"}, "outer": {"rule": "co2"}},
     "int4-keep-ef": {"codec": {"name": "int4", "error_feedback": True}, "outer": {"rule": "keep"}},
@@ -108,7 +106,7 @@ def _run_swarm(case: str, width: int) -> dict[str, Any]:
     """The peer with the larger peak."""
     with tempfile.TemporaryDirectory() as folder:
         seed = _spawn("seed", case, folder)
-        ticket = _answer(seed)["ticket"]
+        ticket = _answer(seed)["address"]
         peers = [_spawn("peer", case, str(width), f"{folder}/{index}", ticket) for index in range(PEERS)]
         try:
             answers = [_answer(peer) for peer in peers]
@@ -156,22 +154,7 @@ def _run_config(case: str) -> RunConfig:
 
 
 def _seed(case: str, folder: str) -> None:
-    run, home = _run_config(case), Path(folder) / "seed"
-    home.mkdir()
-
-    async def serve() -> None:
-        identity = Identity.load_or_create(home / "identity")
-        p2p = await start_p2p(home / "identity")
-        discovery = Discovery(p2p, identity, run.digest(), lambda peer, error: None)
-        await discovery.start([])
-        await discovery.publish_manifest(run.canonical_bytes(), bytes(32))
-        addresses = tuple(str(address) for address in await p2p.get_visible_maddrs())
-        _say({"ticket": str(Ticket(run.digest(), identity.peer_id, addresses))})
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-        await discovery.close()
-        await stop_p2p(p2p)
-
-    asyncio.run(serve())
+    serve_run(_run_config(case), Path(folder) / "seed")
 
 
 def _model(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -184,13 +167,14 @@ def _model(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def _inner_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, width: int) -> float:
     loss: torch.Tensor = (model(torch.randn(4, width)) - 1.0).square().mean()
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     time.sleep(STEP_S)
     return loss.item()
 
 
 def _alone(width: str) -> None:
+    return_large_blocks()
     model, optimizer = _model(int(width))
     for _ in range(STEPS_PER_ROUND):
         _inner_step(model, optimizer, int(width))
@@ -198,6 +182,7 @@ def _alone(width: str) -> None:
 
 
 def _peer(case: str, width: str, folder: str, ticket: str) -> None:
+    return_large_blocks()
     model, optimizer = _model(int(width))
     applied = [0]
 

@@ -30,6 +30,7 @@ FLOORS = {
     "rounds": 4,
     "catchup": 4,
     "process": 4,
+    "memory": 4,
     "transport": 5,
     "discovery": 5,
     "run_recipe": 5,

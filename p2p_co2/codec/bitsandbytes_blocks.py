@@ -11,9 +11,9 @@ For blocks of 128 it has 2.5 times less squared error on Gaussian values (4.2e-5
 come out as 2.1e-5 of the block's maximum, a bias in every untouched row of an embedding.
 
 On accelerators bitsandbytes' kernel encodes int8 with that table. On a CPU it is a rounding in torch: the
-nearest entry of a linear table needs no search, so it is six times as fast as the kernel (2300 against 370
-MB/s of fp32 per thread) with the same error. The two may differ by one code where a value lies between two
-entries, to the last bits.
+nearest entry of a linear table needs no search, so it is five to six times as fast as the kernel (2300-2600
+against 370-500 MB/s of fp32 per thread) with the same error. One code in a thousand differs, by one, where a
+value lies about half-way between two entries.
 
 Price: on a CPU, fp4 and nf4 encode about twenty times slower than int4. Importing bitsandbytes takes seconds,
 so it is imported at the first encode that needs it; on some processors it then logs that an optional package,

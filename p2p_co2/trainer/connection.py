@@ -23,6 +23,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, TransportError
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import FragmentPlan, plan_fragments
+from p2p_co2.memory import return_large_blocks
 from p2p_co2.node.node import Node
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.telemetry import events as ev
@@ -109,6 +110,7 @@ class Connection:
         for the fragments, no checkpoint to resume from, or one of another run), ``TransportError`` (not
         enough peers, or none that can help).
         """
+        return_large_blocks()
         run = self.run
         plan = plan_fragments(model, run.fragments)
         saved = self._load(plan) if resume else None

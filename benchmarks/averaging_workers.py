@@ -1,0 +1,245 @@
+"""The processes of ``averaging.py``: a peer of ours, a seed, a peer of hivemind's; one role per process.
+
+    python benchmarks/averaging_workers.py ROLE CODEC ...
+
+Each prepares a round at a line with the round's number, begins at the next line, checks at the third, and
+answers each with a line of JSON. Clocks are put around methods of both products from here, so neither carries
+any for the benchmark's sake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from p2p_co2 import outer
+from p2p_co2.config import (
+    CarrierName,
+    ClockConfig,
+    CodecConfig,
+    CodecName,
+    OuterConfig,
+    PeerConfig,
+    RunConfig,
+)
+from p2p_co2.discovery import Discovery
+from p2p_co2.fragments.live import LiveParameters
+from p2p_co2.rounds.member import Member
+from p2p_co2.telemetry import events as ev
+from p2p_co2.ticket import Ticket
+from p2p_co2.trainer import Peer, connect, fragment_ledger
+from p2p_co2.trainer import ledger as tensor_ledger
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.wire.identity import Identity
+
+PEERS, TENSORS, TENSOR_VALUES = 4, 8, 1_000_000
+NOISE = 1e-2
+HIVEMIND: dict[str, dict[str, Any]] = {
+    "hivemind": {"min_matchmaking_time": 1.0, "request_timeout": 0.5, "target_group_size": PEERS},
+    "hivemind-default": {"min_matchmaking_time": 5.0, "request_timeout": 3.0, "target_group_size": None},
+}
+OURS = ("grpc", "libp2p")
+NOT_AVERAGING = ("step", "merge", "merge_", "state_digest", "error_energy")
+"""Watched work of ours that hivemind's averager does not do."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    role, *rest = sys.argv[1:]
+    roles: dict[str, Callable[..., None]] = {"seed": _seed, "peer": _peer, "hivemind": _hivemind}
+    roles[role](*rest)
+
+
+def _say(answer: Mapping[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _noise(turn: int, index: int) -> torch.Tensor:
+    """What process ``index`` learned in round ``turn``: fp32 [TENSORS, TENSOR_VALUES]."""
+    generator = torch.Generator().manual_seed(1000 * turn + index)
+    return torch.randn(TENSORS, TENSOR_VALUES, generator=generator) * NOISE
+
+
+def _rms_error(values: Sequence[torch.Tensor], turn: int, factor: float) -> float:
+    """How far ``values`` are from ``factor`` times the true mean of a round."""
+    mean = torch.stack([_noise(turn, index) for index in range(PEERS)]).mean(0)
+    return float((torch.stack(list(values)) - mean * factor).square().mean().sqrt())
+
+
+def _run_config(codec: CodecName) -> RunConfig:
+    """Defaults of the product, but for a training loop that waits for every round."""
+    return RunConfig(
+        recipe="own-loop",
+        fragments=1,
+        clock=ClockConfig(mode="steps", inner_steps_per_round=1),
+        codec=CodecConfig(name=codec),
+        outer=OuterConfig(blocking_rounds=1_000_000),
+    )
+
+
+def _seed(codec: CodecName, folder: str) -> None:
+    serve_run(_run_config(codec), Path(folder))
+
+
+def serve_run(run: RunConfig, home: Path) -> None:
+    """Be a run's seed until standard input ends; says its ticket as ``address``."""
+    home.mkdir()
+
+    async def serve() -> None:
+        identity = Identity.load_or_create(home / "identity")
+        p2p = await start_p2p(home / "identity")
+        discovery = Discovery(p2p, identity, run.digest(), lambda peer, error: None)
+        await discovery.start([])
+        await discovery.publish_manifest(run.canonical_bytes(), bytes(32))
+        addresses = tuple(str(address) for address in await p2p.get_visible_maddrs())
+        _say({"address": str(Ticket(run.digest(), identity.peer_id, addresses))})
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        await discovery.close()
+        await stop_p2p(p2p)
+
+    asyncio.run(serve())
+
+
+class Watch:
+    """Clocks around methods of the product: when each last began and ended, and its thread's CPU seconds."""
+
+    def __init__(self) -> None:
+        self.began_at: dict[str, float] = {}
+        self.ended_at: dict[str, float] = {}
+        self.cpu_s: dict[str, float] = {}
+
+    def put_on(self, owner: Any, name: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def call(*arguments: Any, **settings: Any) -> Any:
+            self.began_at[name], began_s = time.monotonic(), time.thread_time()
+            result = function(*arguments, **settings)
+            self.ended_at[name] = time.monotonic()
+            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + time.thread_time() - began_s
+            return result
+
+        setattr(owner, name, call)
+
+
+def _watched() -> Watch:
+    watch = Watch()
+    watch.put_on(fragment_ledger.FragmentLedger, "offer")  # encode
+    watch.put_on(Member, "start")  # the group is known
+    watch.put_on(tensor_ledger.TensorLedger, "_decode")
+    for owner, name in (
+        (outer, "step"), (outer, "merge"), (LiveParameters, "merge_"), (tensor_ledger, "state_digest"),
+        (fragment_ledger, "error_energy"),
+    ):  # fmt: skip
+        watch.put_on(owner, name)
+    return watch
+
+
+def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticket: str) -> None:
+    tensors = [torch.nn.Parameter(torch.zeros(TENSOR_VALUES)) for _ in range(TENSORS)]
+    committed = [0]
+
+    def on_event(event: ev.Event) -> None:
+        if isinstance(event, ev.RoundCommitted):
+            committed[0] = event.contributors
+        elif isinstance(event, ev.RoundAborted | ev.Warned | ev.MessageRefused):
+            print(event, file=sys.stderr)
+
+    config = PeerConfig(folder=Path(folder), carrier=carrier, min_peers=PEERS, checkpoint_every_s=1e6)
+    watch = _watched()
+    connection = connect(ticket, config, on_event)
+    peer: Peer = connection.start(torch.nn.ParameterList(tensors), torch.optim.SGD(tensors, lr=0.0))
+    network = connection._thread  # the benchmark looks behind the front door for the digest and the bytes
+    _say({"ready": True})
+    for line in sys.stdin:
+        turn = int(line)
+        with torch.no_grad():
+            for tensor, noise in zip(tensors, _noise(turn, int(index)), strict=True):
+                tensor.sub_(noise)
+        committed[0] = 0
+        watch.cpu_s.clear()
+        sent_bytes = network.traffic_bytes()[0]
+        _say({"prepared": True})
+        sys.stdin.readline()
+        peer.step(tokens=1, loss=0.0)
+        digest = peer._ledger.agreed()[0].digest.hex()  # waits for it
+        _say(
+            {
+                "group": committed[0],
+                "grouped_at": watch.began_at["start"],
+                "averaged_at": watch.ended_at["_decode"],
+                "ended_at": time.monotonic(),
+                "encode_s": watch.ended_at["offer"] - watch.began_at["offer"],
+                "sent_bytes": network.traffic_bytes()[0] - sent_bytes,
+            }
+        )
+        sys.stdin.readline()
+        # The first outer step (heavy ball or Nesterov) from a zero momentum is a multiple of the mean.
+        rule = peer.run.outer
+        factor = -rule.lr * (1.0 + rule.momentum * rule.nesterov)
+        error = 0.0 if turn else _rms_error([tensor.detach() for tensor in tensors], turn, factor)
+        more_cpu_s = sum(watch.cpu_s.get(name, 0.0) for name in NOT_AVERAGING)
+        _say({"more_cpu_s": more_cpu_s, "digest": digest, "error": error})
+    peer.stop()
+    peer.leave("the benchmark is over")
+
+
+def _hivemind(codec: CodecName, side: str, index: str, address: str) -> None:
+    import hivemind
+    from hivemind.averaging import DecentralizedAverager
+    from hivemind.compression import Float16Compression, Uniform8BitQuantization
+
+    clock = multiprocessing.Array("d", 2)  # reduction began; bytes encoded for others
+
+    class Averager(DecentralizedAverager):  # type: ignore[misc]
+        async def _run_allreduce_inplace_(self, *arguments: Any, **settings: Any) -> None:
+            clock[0] = time.monotonic()
+            await super()._run_allreduce_inplace_(*arguments, **settings)
+
+    base: Any = Float16Compression if codec == "fp16" else Uniform8BitQuantization
+
+    class Counting(base):  # type: ignore[misc]
+        def compress(self, *arguments: Any, **settings: Any) -> Any:
+            message = super().compress(*arguments, **settings)
+            with clock.get_lock():
+                clock[1] += len(message.buffer)
+            return message
+
+    dht = hivemind.DHT(initial_peers=[] if address == "-" else [address], start=True)
+    averager = Averager(
+        [torch.zeros(TENSOR_VALUES) for _ in range(TENSORS)], dht, start=True, prefix="benchmark",
+        compression=Counting(), **HIVEMIND[side],
+    )  # fmt: skip
+    _say({"address": str(dht.get_visible_maddrs()[0])})
+    for line in sys.stdin:
+        turn = int(line)
+        with averager.get_tensors() as tensors:
+            for tensor, noise in zip(tensors, _noise(turn, int(index)), strict=True):
+                tensor.copy_(noise)
+        clock[0] = clock[1] = 0.0
+        _say({"prepared": True})
+        sys.stdin.readline()
+        gathered = averager.step(allow_retries=False)
+        ended_at = time.monotonic()
+        times = {"grouped_at": clock[0], "averaged_at": ended_at, "ended_at": ended_at, "encode_s": 0.0}
+        # The answers, as large as the questions, are encoded where we cannot count.
+        _say({"group": len(gathered or {}), **times, "sent_bytes": 2 * clock[1]})
+        sys.stdin.readline()
+        with averager.get_tensors() as tensors:
+            error = _rms_error(tensors, turn, 1.0)
+        _say({"digest": "", "error": error, "more_cpu_s": 0.0})
+    averager.shutdown()
+    dht.shutdown()
+
+
+if __name__ == "__main__":
+    main()
