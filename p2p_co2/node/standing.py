@@ -1,7 +1,7 @@
 """Where this peer stands among the others: what it tells them, and what it concludes from what they tell.
 
 Conclusions are published as plain values that other threads may read at any time. Law: they rest on
-heartbeats of live peers alone, and the position on their lower median: among three others, one liar moves nothing.
+heartbeats of live peers alone, and the position on their lower median: of three, one liar moves nothing.
 """
 
 from __future__ import annotations
