@@ -179,16 +179,19 @@ class Swarm:
             answers = self._ask("go")
             time.sleep(SETTLE_S)
             cpu_s, checks = self._cpu_s() - before_s, self._ask("check")
-            if all(answer["group"] == PEERS for answer in answers):
+            error = max(check["error"] for check in checks)
+            # hivemind leaves values as they were where a part of its exchange failed, and says nothing.
+            if all(answer["group"] == PEERS for answer in answers) and error <= TOLERANCE[self._codec]:
                 break
             self._failed += 1
-            print(f"{self.side}: groups of {[answer['group'] for answer in answers]}", file=sys.stderr)
+            groups = [answer["group"] for answer in answers]
+            print(f"{self.side}: groups of {groups}, wrong by {error:.1e}", file=sys.stderr)
+            if self.side in OURS and turn == 0:
+                raise CutShort(f"{self.side}: groups of {groups}, the mean is wrong by {error:.1e}")
         else:
-            raise CutShort(f"{self.side} formed no group of {PEERS} in three attempts")
+            raise CutShort(f"{self.side} averaged nothing among {PEERS} in three attempts")
         if len({check["digest"] for check in checks}) > 1:
             raise CutShort(f"{self.side}: the peers hold different values")
-        if (error := max(check["error"] for check in checks)) > TOLERANCE[self._codec]:
-            raise CutShort(f"{self.side}: the mean is wrong by {error:.1e}")
         one = _row(answers, told_at, cpu_s, sum(check["more_cpu_s"] for check in checks))
         print(f"{self._codec} {self.side} {json.dumps(one)}", file=sys.stderr)
         if keep:
@@ -204,7 +207,7 @@ class Swarm:
             "cpu_s_per_gb_moved": round(median["cpu_s"] / gb_moved, 2),
             "averaging_cpu_s_per_gb_moved": round(median["averaging_cpu_s"] / gb_moved, 2),
             "total_s_all": [round(one["total_s"], 3) for one in self.rounds],
-            "groups_that_failed": self._failed,
+            "rounds_that_failed": self._failed,
         }
 
     def stop(self) -> None:

@@ -99,7 +99,15 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
     require_supported_platform()
     if options.peers < 1:
         raise ConfigError("command line", "--peers", f"at least 1 (got {options.peers})")
+    if options.carrier not in {"auto", "grpc", "libp2p"}:
+        raise ConfigError("command line", "--carrier", f"auto, grpc or libp2p (got {options.carrier!r})")
     config = run_config(options)
+    if options.seconds < options.round_s:
+        raise ConfigError(
+            "command line",
+            "--seconds",
+            f"at least one round of {options.round_s:g} s (got {options.seconds:g}); see --round-s",
+        )
     before = signal.signal(signal.SIGTERM, _interrupted)
     try:
         folder = _new_folder(options)

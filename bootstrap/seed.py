@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import EnvironmentFault, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.process import StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES
@@ -80,6 +80,7 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
         )
     require_supported_platform()
     end_with_parent(options.parent)
+    lock = FolderLock(options.folder)  # held until this process ends
     identity = Identity.load_or_create(options.folder / "identity")
     if given:
         seed = _Seed(options, identity, run, given.run, PeerId(given.run_key), tuple(given.seeds))
@@ -87,7 +88,10 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
         assert run is not None
         seed = _Seed(options, identity, run, run.digest(), identity.peer_id)
         seed.known = _known_seeds(options.folder, seed)
-    asyncio.run(_until_stopped(seed, say))
+    try:
+        asyncio.run(_until_stopped(seed, say))
+    finally:
+        lock.release()
     return 0
 
 

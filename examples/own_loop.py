@@ -8,6 +8,7 @@ Every peer must build the same model with the same starting parameters, hence th
 peer's own.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 import p2p_co2  # 1
 
 
-def main(ticket: str, folder: str = "runs/own-loop") -> None:
+def main(ticket: str, folder: str = f"runs/own-loop-{os.getpid()}") -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

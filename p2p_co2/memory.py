@@ -3,12 +3,12 @@
 glibc maps a block above its threshold (128 KiB at first) on its own and unmaps it when it is freed. But each
 such free raises the threshold to that block's size, up to 32 MiB; from then on blocks of that size come from
 the arena of the thread that asks, and stay there when freed. A peer makes and frees tensors of a fragment's
-size on three threads, so it would keep copies of the parameters that nothing uses: about two of six
+size on three threads, so it would keep copies of the parameters that nothing uses: one to two of six
 (``benchmarks/memory.py``). Setting the threshold once also stops it from moving.
 
 Source: mallopt(3), M_MMAP_THRESHOLD. Law: the process only; no effect on what tensors hold.
 
-Price: a block above the threshold costs the kernel's zeroing of its pages at each allocation (about 0.2 ms
+Price: a block above the threshold costs the kernel's zeroing of its pages at each allocation (about 0.4 ms
 per MiB). Linux with glibc only; elsewhere it does nothing.
 """
 

@@ -8,6 +8,7 @@ Price: Linux only, as is the libp2p daemon's wheel.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
 import signal
@@ -87,3 +88,37 @@ class StopSignals:
             except ProcessLookupError:
                 continue  # it was faster
         os._exit(128 + signal.SIGINT)
+
+
+class FolderLock:
+    """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
+
+    The lock is the kernel's (flock(2)), so it ends with the process however that ends. Raises
+    ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "lock"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot use the folder {folder}: {error.strerror}; choose another one with --folder"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = path.read_text(errors="replace").strip() or "unknown"
+            self.release()
+            raise EnvironmentFault(
+                f"{folder} is in use by process {holder}; give this one another --folder"
+            ) from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Let others have the folder; may be called twice."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

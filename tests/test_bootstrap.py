@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,10 @@ import pytest
 from bootstrap.local_swarm import LocalSwarm, environment, program
 from bootstrap.seed import SeedOptions, serve_run
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.process import FolderLock
 from p2p_co2.transport import libp2p_daemon
+from p2p_co2.transport.libp2p_daemon import start_p2p
+from p2p_co2.wire.identity import Identity
 
 PYTHON = [sys.executable, "-c"]
 POLITE = """
@@ -150,3 +154,19 @@ def test_a_seed_with_a_public_name_relays_at_once(
     with pytest.raises(EnvironmentFault, match="far enough"):
         serve_run(options, lambda _: None)
     assert asked == [{"announce_host": announce_host, "public": public}]
+
+
+def test_a_folder_serves_one_process(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path / "peer")
+    with pytest.raises(EnvironmentFault, match=rf"in use by process {os.getpid()}; give this one another"):
+        FolderLock(tmp_path / "peer")
+    held.release()
+    FolderLock(tmp_path / "peer").release()
+
+
+async def test_a_port_that_somebody_listens_on_is_refused(tmp_path: Path) -> None:
+    Identity.load_or_create(tmp_path / "identity")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(EnvironmentFault, match=f"port {port} is in use"):
+            await start_p2p(tmp_path / "identity", port=port)

@@ -12,6 +12,7 @@ import resource
 import signal
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -281,19 +282,22 @@ def test_a_failing_disk_leaves_the_previous_checkpoint(
     assert load(tmp_path).inner_steps == 10
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """The kernel refuses writes past 2000 bytes of a file, as a full disk would in the middle of one."""
+    """The kernel refuses writes past 2000 bytes of a file, as a full disk would in the middle of one. Only
+    while the block runs: the test runner's own output may be a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_write_that_stops_in_the_middle_leaves_nothing(tmp_path: Path, small_files: None) -> None:
-    with pytest.raises(EnvironmentFault, match="the disk is full; free some space"):
+def test_a_write_that_stops_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="the disk is full; free some space"), small_files():
         saved(tmp_path, 20)
     assert names(tmp_path) == []
 

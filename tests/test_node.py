@@ -73,7 +73,7 @@ async def links_over(*carriers: FakeCarrier, cap: float = 0.0) -> AsyncIterator[
         lambda *event: heard.unreachable.append(event),
     )
 
-    async def find(peer: PeerId) -> PeerRecord | None:
+    async def find(peer: PeerId, fresh: bool) -> PeerRecord | None:
         return PeerRecord(peer=peer) if peer == B else None
 
     async with asyncio.TaskGroup() as tasks:

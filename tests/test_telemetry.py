@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import threading
 import typing
 from pathlib import Path
@@ -289,6 +291,30 @@ def test_a_full_disk_stops_the_journal_and_not_the_caller() -> None:
     journal.close()
     journal.close()
     journal.write(started("a"))
+
+
+def test_the_journal_goes_on_when_the_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2p_co2.telemetry.journal.RETRY_S", 0.0)
+    journal = Journal(tmp_path / "events.jsonl")
+    journal.write(Warned(at=1.0, peer="a", text="before"))
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        write(descriptor, data[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", full)
+        journal.write(Warned(at=2.0, peer="a", text="lost"))
+    assert journal.failed is not None
+    journal.write(Warned(at=3.0, peer="a", text="after"))
+    journal.close()
+    assert journal.failed is None
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event.at for event in events] == [1.0, 3.0]
+    assert not events.skipped
 
 
 def test_a_folder_that_cannot_be_written_is_an_environment_fault(tmp_path: Path) -> None:

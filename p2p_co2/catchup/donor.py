@@ -56,14 +56,13 @@ class Donor:
 
     def exported(self, fragment: int, version: int, data: bytes, digest: bytes, now: float) -> None:
         """The answer to ``ExportWanted``."""
-        chunks = [data[at : at + MAX_DATA_BYTES] for at in range(0, len(data), MAX_DATA_BYTES)]
         manifest = Manifest(
             what=STATE,
             fragment=fragment,
             version=version,
             total_bytes=len(data),
             chunk_bytes=MAX_DATA_BYTES,
-            chunk_digests=[hashlib.sha256(chunk).digest() for chunk in chunks],
+            chunk_digests=_digests(data),
             digest=digest,
         )
         self._exports[fragment] = _Export(version, data, digest, now, manifest)
@@ -102,10 +101,6 @@ class Donor:
         if fetch.want_chunk:
             self._send_chunk(fetch, peer, fetch.version, mean)
             return
-        digests = [
-            hashlib.sha256(mean[at : at + MAX_DATA_BYTES]).digest()
-            for at in range(0, len(mean), MAX_DATA_BYTES)
-        ]
         manifest = Manifest(
             request=fetch.request,
             what=ROUND,
@@ -113,7 +108,7 @@ class Donor:
             version=fetch.version,
             total_bytes=len(mean),
             chunk_bytes=MAX_DATA_BYTES,
-            chunk_digests=digests,
+            chunk_digests=_digests(mean),
             decision=decision,
         )
         self._out.messages.append((peer, manifest))
@@ -167,3 +162,11 @@ class Donor:
 
     def _forget_round(self, key: tuple[int, int]) -> None:
         self.history_bytes -= len(self._history.pop(key)[1])
+
+
+def _digests(data: bytes) -> list[bytes]:
+    """sha256 of every chunk."""
+    view = memoryview(data)
+    return [
+        hashlib.sha256(view[at : at + MAX_DATA_BYTES]).digest() for at in range(0, len(data), MAX_DATA_BYTES)
+    ]

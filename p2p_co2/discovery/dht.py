@@ -230,8 +230,9 @@ class Discovery:
         causes = await asyncio.gather(*(self._greet(seed) for seed in others))
         if all(causes):
             raise TransportError(
-                "no seed can be reached: "
-                + "; ".join(f"{seed}: {cause}" for seed, cause in zip(others, causes, strict=True))
+                "no seed can be reached; is the organiser's seed up? A ticket of another seed works too ("
+                + "; ".join(f"{_place(seed)}: {cause}" for seed, cause in zip(others, causes, strict=True))
+                + ")"
             )
         await asyncio.sleep(0)  # hivemind enters those who answered into its table in tasks of their own
         with daemon_errors(""):
@@ -314,3 +315,8 @@ def _owner(task: asyncio.Task[object]) -> object:
     """The object whose coroutine method a task runs, if it is one."""
     frame = getattr(task.get_coro(), "cr_frame", None)
     return frame.f_locals.get("self") if frame is not None else None
+
+
+def _place(seed: str) -> str:
+    """A seed's address without its id."""
+    return seed.partition("/p2p/")[0]

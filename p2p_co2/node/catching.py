@@ -8,6 +8,7 @@ whether this peer's own work is in the missed means.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -37,6 +38,8 @@ REPLAY_AT_MOST = 4
 """Missed rounds of one fragment that are replayed; more, and the whole state is cheaper and surer."""
 AHEAD_AT_MOST = 4
 """Versions that a donor may be ahead of what the last heartbeats of most peers said."""
+NOT_YET_S, NOT_YET_TRIES = 0.3, 5
+"""A round that no donor holds yet is asked for again this often before a whole state is fetched."""
 AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
 """A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""
@@ -48,6 +51,7 @@ class Catching:
         self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
         self._noticed_at: dict[int, float] = {}
         self._started_from: dict[int, int] = {}
+        self._tries: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
 
@@ -118,7 +122,12 @@ class Catching:
     def _failed(self, event: FetchFailed) -> None:
         fragment = event.goal.fragment
         if event.goal.what == ROUND and fragment in self._targets and event.goal.donors:
-            self._fetch_next(fragment, whole=True)
+            tries = self._tries[fragment] = self._tries.get(fragment, 0) + 1
+            if event.newest_version < event.goal.version and tries <= NOT_YET_TRIES:
+                # The donors know the commit but have not applied it yet; their state would cost far more.
+                asyncio.get_running_loop().call_later(NOT_YET_S, self._fetch_next, fragment)
+            else:
+                self._fetch_next(fragment, whole=True)
             return
         target = self._targets.pop(fragment, None)
         self._noticed_at.pop(fragment, None)
@@ -174,6 +183,7 @@ class Catching:
                 self._fetch_next(fragment)
             return
         self._targets.pop(fragment, None)
+        self._tries.pop(fragment, None)
         self._noticed_at.pop(fragment, None)
         self._node.report(
             ev.CaughtUp,

@@ -62,7 +62,7 @@ class Links:
     def __init__(
         self,
         carriers: Sequence[Carrier],
-        find_record: Callable[[PeerId], Awaitable[PeerRecord | None]],
+        find_record: Callable[[PeerId, bool], Awaitable[PeerRecord | None]],
         observer: LinkObserver,
         tasks: asyncio.TaskGroup,
         upload_cap_bytes_per_s: float,
@@ -141,7 +141,7 @@ class Links:
                 self._observer.lost(peer, carrier, str(error))
 
     async def _open(self, peer: PeerId, lane: _Lane) -> bool:
-        record = await self._find_record(peer)
+        record = await self._find_record(peer, False)
         reasons: list[str] = []
         for carrier in self._carriers if record is not None else ():
             assert record is not None
@@ -149,7 +149,7 @@ class Links:
                 reasons.append("grpc failed a moment ago")
                 continue
             try:
-                lane.link = await carrier.connect(record)
+                lane.link = await self._connect(carrier, peer, record)
             except (TransportError, RemoteProtocolError) as error:
                 reasons.append(f"{carrier.name}: {error}")
                 if carrier.name == "grpc" and len(self._carriers) > 1:
@@ -162,6 +162,19 @@ class Links:
         self._lanes.pop(peer, None)
         self._observer.unreachable(peer, "; ".join(reasons) or "no record of this peer is known")
         return False
+
+    async def _connect(self, carrier: Carrier, peer: PeerId, record: PeerRecord) -> Link:
+        """Connect; a peer that was started again is looked up again, since its addresses are new."""
+        try:
+            return await carrier.connect(record)
+        except TransportError:
+            newer = await self._find_record(peer, True)
+            if newer is None or (newer.grpc_addresses, newer.maddrs) == (
+                record.grpc_addresses,
+                record.maddrs,
+            ):
+                raise
+            return await carrier.connect(newer)
 
     async def _send_until_idle(self, lane: _Lane, link: Link) -> None:
         while lane.control or lane.bulk:

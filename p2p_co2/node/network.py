@@ -15,6 +15,7 @@ from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TicketError, TransportError
+from p2p_co2.process import FolderLock
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.transport.grpc_carrier import GrpcCarrier
@@ -53,8 +54,14 @@ class Network:
         or not the ticket's, ``EnvironmentFault`` when this machine cannot take part, ``ConfigError`` for a
         config of another version. Cancelling it leaves nothing behind.
         """
+        lock = FolderLock(config.folder)
         identity_path = config.folder / "identity"
-        network = cls(Identity.load_or_create(identity_path), config, ticket)
+        try:
+            network = cls(Identity.load_or_create(identity_path), config, ticket)
+        except BaseException:
+            lock.release()
+            raise
+        network._stack.callback(lock.release)
         try:
             await network._open(on_refused)
         except BaseException:
@@ -121,11 +128,11 @@ class Network:
         self._records.found(records, time.monotonic())
         return records
 
-    async def find_record(self, peer: PeerId) -> PeerRecord | None:
-        """The record of ``peer``; the DHT is asked for one that is not known yet, or that has expired. None
-        or the old one if the DHT does not answer."""
+    async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
+        """The record of ``peer``; the DHT is asked for one that is not known yet, that has expired, or if a
+        ``fresh`` one is wanted. None or the old one if the DHT does not answer."""
         record = self._records.use(peer, time.monotonic())
-        if record is None or record.expires_at < time.time():
+        if fresh or record is None or record.expires_at < time.time():
             try:
                 await self.find_peers()
             except TransportError:

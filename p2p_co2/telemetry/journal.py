@@ -15,7 +15,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import threading
+import time
 import types
 import typing
 from collections import Counter
@@ -34,16 +36,21 @@ MAX_INTEGER = 2**63 - 1
 _READ_BYTES = 1 << 16
 
 
+RETRY_S = 10.0
+
+
 class Journal:
     """Appends events to ``path``; may be called from any thread.
 
-    Raises ``EnvironmentFault`` if the file cannot be opened. After that nothing raises: when the disk
-    refuses, writing stops for good and ``failed`` says why. Events after ``close`` are dropped.
+    Raises ``EnvironmentFault`` if the file cannot be opened. After that nothing raises: while the disk
+    refuses, events are dropped, a begun line is taken back, and ``failed`` says why; it is tried again every
+    ``RETRY_S``. Events after ``close`` are dropped.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.failed: str | None = None
+        self._retry_at = 0.0
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,13 +72,18 @@ class Journal:
 
     def _append(self, line: bytes) -> None:
         with self._lock:
-            if self._file is None or self.failed is not None:
+            if self._file is None or time.monotonic() < self._retry_at:
                 return
+            before = os.fstat(self._file)
             try:
                 while line:
                     line = line[os.write(self._file, line) :]
+                self.failed = None
             except OSError as error:
-                self.failed = f"stopped writing {self.path}: {error.strerror}"
+                self.failed = f"events are not written to {self.path}: {error.strerror}"
+                self._retry_at = time.monotonic() + RETRY_S
+                if stat.S_ISREG(before.st_mode):
+                    os.ftruncate(self._file, before.st_size)  # no torn line
 
     def close(self) -> None:
         """Close the file; may be called twice."""

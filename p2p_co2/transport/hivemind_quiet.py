@@ -10,9 +10,11 @@ Price: hivemind's package imports torch, about 1.5 s; nothing here uses it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import warnings
+from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -33,6 +35,19 @@ use_hivemind_log_handler("nowhere")
 logging.addLevelName(logging.WARNING, "WARNING")
 logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "ERROR").upper())
 
+
+def quiet_stream_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A loop's exception handler: a daemon's stream that ends before its header is no news.
+
+    hivemind's own handler lets that ``IncompleteReadError`` out, and asyncio would print a traceback.
+    """
+    error = context.get("exception")
+    if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+        logging.getLogger(__name__).debug("a stream of the daemon ended early: %r", error)
+        return
+    loop.default_exception_handler(context)
+
+
 __all__ = [
     "DHTID",
     "P2P",
@@ -49,6 +64,7 @@ __all__ = [
     "ValueWithExpiration",
     "get_dht_time",
     "p2pd_pb2",
+    "quiet_stream_ends",
     "read_pbmsg_safe",
     "write_pbmsg",
 ]

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
-from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr, P2PDaemonError
+from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,8 @@ async def start_p2p(
     """
     sweep()
     arguments = _arguments(identity_path, host, port, announce_host, relays, public)
+    _require_free(host, port)
+    asyncio.get_running_loop().set_exception_handler(quiet_stream_ends)
     try:
         return await _start(arguments, startup_timeout_s)
     except TimeoutError:
@@ -287,6 +289,24 @@ def _arguments(
     if relays:
         arguments += ["-autoRelay", f"-trustedRelays={','.join(relays)}"]
     return arguments
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raise ``EnvironmentFault`` if somebody listens on the port: the daemon would share it without a word,
+    and half of those that dial would reach the other."""
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise EnvironmentFault(
+                    f"port {port} is in use; choose another (--port of a seed, --libp2p-port of a peer; 0: "
+                    "any free one)"
+                ) from None
 
 
 def _explain_exec(error: OSError, binary: Path) -> EnvironmentFault:
