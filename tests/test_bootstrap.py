@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,8 +16,6 @@ from bootstrap.seed import SeedOptions, serve_run
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.process import FolderLock
 from p2p_co2.transport import libp2p_daemon
-from p2p_co2.transport.libp2p_daemon import start_p2p
-from p2p_co2.wire.identity import Identity
 
 PYTHON = [sys.executable, "-c"]
 POLITE = """
@@ -162,11 +159,3 @@ def test_a_folder_serves_one_process(tmp_path: Path) -> None:
         FolderLock(tmp_path / "peer")
     held.release()
     FolderLock(tmp_path / "peer").release()
-
-
-async def test_a_port_that_somebody_listens_on_is_refused(tmp_path: Path) -> None:
-    Identity.load_or_create(tmp_path / "identity")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(EnvironmentFault, match=f"port {port} is in use"):
-            await start_p2p(tmp_path / "identity", port=port)

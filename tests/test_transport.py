@@ -594,7 +594,7 @@ async def test_daemon_port_in_use(tmp_path: Path, own_tmp: Path) -> None:
     Identity.load_or_create(tmp_path / "id")
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with server:
-        with pytest.raises(EnvironmentFault, match=r"port is in use.*libp2p_port"):
+        with pytest.raises(EnvironmentFault, match=r"port \d+ is in use; choose another.*--libp2p-port"):
             await start_p2p(tmp_path / "id", port=server.sockets[0].getsockname()[1])
 
 
