@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "errors": 0,
     "config": 1,
+    "profiles": 1,
     "wire": 2,
     "ticket": 2,
     "codec": 2,
