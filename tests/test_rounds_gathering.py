@@ -1,0 +1,219 @@
+"""Who is in a round: peers that are slow, absent, behind, too many, or hostile with well-formed messages."""
+
+from __future__ import annotations
+
+import hashlib
+
+from google.protobuf.message import Message
+
+from p2p_co2.rounds import (
+    Aborted,
+    Began,
+    FellBehind,
+    OutcomeWithoutBytes,
+    PayloadShape,
+    PeerView,
+    ReduceJob,
+    Refused,
+    open_decision,
+)
+from p2p_co2.rounds import bounds as limits
+from p2p_co2.rounds.swarm import coordination_order
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
+from tests.round_machine import DIGEST, begun_member, coordinator_of, drain, offer_of, one_machine, refusal
+from tests.round_network import RUN, Network, make_identity
+
+# ---- slow, absent, too many
+
+
+def test_a_slow_member_is_left_out_and_the_rest_commits() -> None:
+    net = Network(4)
+    slow = coordination_order(net.names, 0, 1)[2]
+    net.on_send = lambda source, to, message: not (isinstance(message, wire.Part) and source == slow)
+    net.offer_all()
+    net.run_until_settled()
+    committed = net.committed()
+    assert len(committed) == 4
+    event = committed[slow]
+    assert event.contributed.count(True) == 1  # only in the part that it owns
+    assert all(len(part.contributors) >= 3 for part in event.parts)
+
+
+def test_a_minority_does_not_begin_and_the_reason_says_who_was_missing() -> None:
+    net = Network(4)
+    lonely = coordinator_of(net)
+    net.offer(lonely)
+    net.run_until_settled()
+    ending = net.endings()[lonely]
+    assert isinstance(ending, Aborted)
+    assert ending.reason.startswith("only 1 of 4 live peers were ready within 30.0 s (missing ")
+
+
+def test_seventy_live_peers_of_which_one_is_ready() -> None:
+    me = make_identity(0).peer_id
+    names = sorted(make_identity(i).peer_id for i in range(70))
+    round_ = next(n for n in range(1, 1000) if coordination_order(names, 0, n)[0] == me)
+    machine = one_machine(*range(1, 70))
+    machine.set_state(0, round_ - 1, DIGEST)
+    machine.offer(offer_of(round_), 0.0)  # we coordinate, and hear our own outcome
+    machine.handle_timer(limits.GATHER_CAP_S + 0.1)
+    machine.handle_timer(limits.GATHER_CAP_S + 0.1)
+    (event,) = [event for event in drain(machine) if isinstance(event, Aborted)]
+    assert event.reason.startswith("only 1 of 70 live peers were ready")
+    assert event.reason.endswith(" and 64 more)")
+
+
+def test_a_large_group_that_falls_silent_has_a_short_reason() -> None:
+    net = Network(40, shape=PayloadShape(8, (80,)), group_size=64)
+    coordinator = coordinator_of(net)
+    net.on_send = lambda source, to, message: not isinstance(message, wire.Result)
+    net.offer_all()
+    net.run(200.0)
+    decisions = [message for source, _, message in net.sent if source == coordinator]
+    outcome = next(
+        open_decision(message, RUN, net.shape) for message in decisions if isinstance(message, wire.Decision)
+    )
+    assert not outcome.committed
+    assert "no RESULT from" in outcome.reason
+    assert outcome.reason.endswith(" and 34 more")
+    assert len(outcome.reason) <= limits.MAX_REASON
+
+
+def test_of_an_even_split_only_one_half_begins() -> None:
+    net = Network(4)
+    order = coordination_order(net.names, 0, 1)
+    halves = [set(order[:2]), set(order[2:])]
+    net.on_send = lambda source, to, message: any({source, to} <= half for half in halves)
+    net.offer_all()
+    net.run_until_settled()
+    committed = net.committed()
+    assert set(committed) == halves[0]
+    assert net.undecided() == []
+
+
+def test_a_group_is_no_larger_than_its_size_and_the_others_learn_the_outcome() -> None:
+    net = Network(4, group_size=2)
+    net.offer_all()
+    net.run_until_settled()
+    assert len(net.committed()) == 2
+    assert len([e for e in net.endings().values() if isinstance(e, OutcomeWithoutBytes)]) == 2
+
+
+# ---- behind
+
+
+def test_the_digest_minority_is_told_to_catch_up() -> None:
+    net = Network(4)
+    other = hashlib.sha256(b"another state").digest()
+    drifted = coordination_order(net.names, 0, 1)[-1]
+    net.set_state(drifted, 0, 0, other)
+    for name in net.names:
+        net.offer(name)
+    net.run(5.0)
+    (behind,) = [event for name, event in net.events if isinstance(event, FellBehind)]
+    assert behind.version == 0
+    assert behind.digest == DIGEST
+    assert set(behind.donors) == set(net.names) - {drifted}
+    assert behind.ends_offer
+    assert len(net.committed()) == 3
+
+
+def test_behind_that_names_our_own_state_is_refused_and_the_offer_goes_on() -> None:
+    machine, begin, first, _ = begun_member()
+    donors = [make_identity(1).peer_id]
+    behind = wire.Behind(fragment=0, round=1, version=0, state_digest=DIGEST, donors=donors)
+    assert refusal(machine, behind, first) == "impossible version"
+    assert drain(machine) == []
+    machine.receive(begin, first, 1.0)  # the offer is still open
+    assert any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())
+
+
+def test_three_histories_without_a_majority_become_one() -> None:
+    net = Network(3)
+    for name in net.names[1:]:
+        net.set_state(name, 0, 0, hashlib.sha256(name.encode()).digest())
+    net.keep_offering(period_s=1.0)
+    net.run(60.0)
+    assert len({peer.states[0] for peer in net.peers.values()}) == 1
+    assert net.peers[net.names[0]].version >= 10
+
+
+def test_a_peer_known_to_be_behind_is_not_waited_for_but_counts() -> None:
+    net = Network(3)
+    net.offer_all()
+    net.run_until_settled()
+    net.run(1.0)
+    stale = coordination_order(net.names, 0, 2)[-1]
+    live = {name: PeerView(1e6, True, (1 if name != stale else 0,)) for name in net.names}
+    newcomer = make_identity(9).peer_id
+    live[newcomer] = PeerView(1e6, True, (0,))
+    for name in net.names:
+        net.peers[name].machine.set_peers(live, net.now)
+    for name in net.names:
+        net.offer(name, 2)
+    net.run_until_settled()
+    net.run(2.0)
+    began = [event for _, event in net.events if isinstance(event, Began) and event.round == 2]
+    assert began[0].waited_s < 0.5  # the newcomer was not waited for
+    assert set(began[0].group) == set(net.names)  # the one whose status is merely old was
+    assert len(net.committed(2)) == 3
+
+
+def test_a_late_ready_is_answered_with_the_decision() -> None:
+    net = Network(4)
+    late = coordination_order(net.names, 0, 1)[-1]
+    for name in net.names:
+        if name != late:
+            net.offer(name)
+    net.on_send = lambda source, to, message: to != late or not isinstance(message, wire.Decision)
+    net.run(30.0)
+    net.on_send = lambda source, to, message: True
+    net.offer(late)
+    net.run_until_settled()
+    ending = [event for name, event in net.events if name == late][-1]
+    assert isinstance(ending, OutcomeWithoutBytes | FellBehind)
+
+
+# ---- hostile
+
+
+def test_a_hostile_slice_is_dropped_and_the_job_comes_again() -> None:
+    net = Network(3)
+    liar = coordination_order(net.names, 0, 1)[-1]
+
+    def on_reduce(peer: PeerId, job: ReduceJob) -> bool:
+        if all(piece.peer != liar for piece in job.slices):
+            return True
+        net.peers[peer].machine.refused_slice(job, liar, "not finite", net.now)
+        net.at(net.now, lambda: net.pump(peer))
+        return False
+
+    net.on_reduce = on_reduce
+    net.offer_all()
+    net.run_until_settled()
+    committed = net.committed()
+    assert len(committed) == 3
+    assert all(liar not in dict(part.contributors) for part in committed[liar].parts)
+    assert not any(committed[liar].contributed)
+    refused = [event for _, event in net.events if isinstance(event, Refused)]
+    assert {event.peer for event in refused} == {liar}
+
+
+def test_an_equivocating_owner_commits_nothing() -> None:
+    net = Network(4)
+    liar = coordination_order(net.names, 0, 1)[1]
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        if isinstance(message, wire.Mean) and source == liar:
+            twisted = wire.Mean.FromString(message.SerializeToString())
+            twisted.data = bytes([net.names.index(to)]) * len(message.data)
+            net.at(net.now + 0.01, lambda: net.deliver(source, to, twisted))
+            return False
+        return True
+
+    net.on_send = on_send
+    net.offer_all()
+    net.run_until_settled()
+    assert net.committed() == {}
+    assert "hold the same mean" in {e.reason[-18:] for e in net.endings().values() if isinstance(e, Aborted)}
