@@ -1,0 +1,156 @@
+"""What libp2p has of its own: a hostile client that writes raw frames, silence, and the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
+from p2p_co2.transport import libp2p_carrier, libp2p_daemon
+from p2p_co2.transport.door import Door
+from p2p_co2.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
+from p2p_co2.transport.libp2p_control import hang_up, open_stream, reach
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.wire.identity import Identity
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+from tests.transport_peers import RUN, open_pair, until
+
+# ---- raw frames
+
+
+def frame(data: bytes) -> bytes:
+    return len(data).to_bytes(HEADER_BYTES) + data
+
+
+async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
+    async with open_pair("libp2p", tmp_path) as (a, b):
+        p2p = a.carrier._p2p  # type: ignore[attr-defined]
+        door = Door(a.identity, RUN, time.time)
+        hello = door.hello(b.identity.peer_id, b"")
+        somebody = Door(Identity.generate(), RUN, time.time).hello(b.identity.peer_id, b"")
+        too_long = (MAX_MESSAGE_BYTES + 1).to_bytes(HEADER_BYTES)
+        await reach(p2p, b.identity.peer_id, b.record.maddrs, 2)
+        for raw, reason in (
+            (frame(hello) + too_long, "wrong message size"),
+            (frame(hello), "replayed hello"),
+            (frame(somebody), "wrong hello"),
+            (b"\xff\xff\xff\xff", "wrong hello"),
+            (b"GET / HTTP/1.1", "wrong hello"),
+        ):
+            reader, writer = await open_stream(p2p, b.identity.peer_id, PROTOCOL, 2)
+            writer.write(raw)
+            answers = b""
+            while reason.encode() not in answers:
+                answers += await reader.read(1000)
+            await hang_up(writer)
+            assert b.reasons[-1] == reason
+        assert not b.received
+        assert {sender for sender, _ in b.refused} == {a.identity.peer_id}
+        await until(lambda: not b.carrier._inbound)  # type: ignore[attr-defined]
+
+
+async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libp2p_carrier, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(libp2p_carrier, "SILENCE_S", 0.4)
+    async with open_pair("libp2p", tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        b.gate.clear()
+        await link.send(b"worked on for long")
+        await asyncio.sleep(0.6)
+        b.gate.set()
+        await link.send(b"still open")
+        await until(lambda: len(b.received) == 2)
+        monkeypatch.setattr(libp2p_carrier, "HEARTBEAT_S", 60.0)
+        async with asyncio.timeout(2):
+            assert "silent" in await link.wait_closed()
+
+
+# ---- the daemon
+
+
+async def test_daemon_port_in_use(tmp_path: Path, own_tmp: Path) -> None:
+    Identity.load_or_create(tmp_path / "id")
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(EnvironmentFault, match=r"port \d+ is in use; choose another.*--libp2p-port"):
+            await start_p2p(tmp_path / "id", port=server.sockets[0].getsockname()[1])
+
+
+async def test_daemon_faults_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Identity.load_or_create(tmp_path / "id")
+    with pytest.raises(EnvironmentFault, match=r"not this machine's.*\(host\)"):
+        await start_p2p(tmp_path / "id", "192.0.2.1")
+    with pytest.raises(ConfigError, match="no IP address"):
+        await start_p2p(tmp_path / "id", "nowhere")
+    with pytest.raises(ConfigError, match="fixed libp2p_port"):
+        await start_p2p(tmp_path / "id", announce_host="example.org")
+    (tmp_path / "damaged").write_bytes(b"not a key")
+    with pytest.raises(EnvironmentFault, match="identity file"):
+        await start_p2p(tmp_path / "damaged")
+    for content, fix in ((None, "reinstall"), (b"\x7fELF not for us", "Linux x86-64")):
+        binary = tmp_path / "p2pd"
+        if content is not None:
+            binary.write_bytes(content)
+            binary.chmod(0o700)
+        monkeypatch.setattr(libp2p_daemon.importlib.resources, "files", lambda _: tmp_path)
+        with pytest.raises(EnvironmentFault, match=fix):
+            await start_p2p(tmp_path / "id")
+    binary.chmod(0o600)
+    with pytest.raises(EnvironmentFault, match=r"chmod \+x"):
+        await start_p2p(tmp_path / "id")
+
+
+async def test_daemon_that_hangs_is_given_more_time_then_up(
+    tmp_path: Path, own_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p2pd").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "p2pd").chmod(0o700)
+    monkeypatch.setattr(libp2p_daemon.importlib.resources, "files", lambda _: tmp_path)
+    with pytest.raises(EnvironmentFault, match="very busy"):
+        await start_p2p(tmp_path / "id", startup_timeout_s=0.05)
+
+
+async def test_daemon_has_our_identity_and_ends_with_us(tmp_path: Path) -> None:
+    identity = Identity.load_or_create(tmp_path / "id")
+    p2p = await start_p2p(tmp_path / "id")
+    assert p2p.peer_id == identity.peer_id
+    process = p2p.daemon.process
+    ended = asyncio.create_task(wait_p2p_exit(p2p))
+    await stop_p2p(p2p)
+    await stop_p2p(p2p)
+    assert await ended
+    assert process.returncode is not None
+
+
+async def test_a_dead_daemon_is_said(tmp_path: Path) -> None:
+    async with open_pair("libp2p", tmp_path) as (a, b):
+        p2p = a.carrier._p2p  # type: ignore[attr-defined]
+        link = await a.carrier.connect(b.record)
+        p2p.daemon.process.kill()
+        assert await wait_p2p_exit(p2p)
+        assert await link.wait_closed()
+        with pytest.raises(TransportError, match="daemon of this process is gone"):
+            await a.carrier.connect(b.record)
+
+
+def test_litter_of_killed_processes_is_swept(own_tmp: Path) -> None:
+    live, dead = own_tmp / "p2p-co2-live", own_tmp / "p2p-co2-dead"
+    for folder in (live, dead):
+        folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(dead / "p2pd.sock"))
+    with socket.socket(socket.AF_UNIX) as serving:
+        serving.bind(str(live / "p2pd.sock"))
+        serving.listen()
+        libp2p_daemon.sweep()
+        assert dead.exists()  # too young to judge
+        libp2p_daemon.sweep(older_than_s=-1.0)
+        assert not dead.exists()
+        assert live.exists()
+        os.unlink(live / "p2pd.sock")
+    live.rmdir()

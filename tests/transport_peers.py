@@ -1,0 +1,95 @@
+"""Carriers over real sockets of this machine, one or two at a time, and what came in through them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.transport.base import Carrier
+from p2p_co2.transport.grpc_carrier import GrpcCarrier
+from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
+
+RUN = hashlib.sha256(b"a run").digest()
+BOTH = pytest.mark.parametrize("kind", ["grpc", "libp2p"])
+
+
+@dataclass
+class Peer:
+    """One carrier and what came in through it."""
+
+    identity: Identity
+    carrier: Carrier
+    record: PeerRecord
+    received: list[tuple[PeerId, bytes]] = field(default_factory=list)
+    refused: list[tuple[PeerId | None, RemoteProtocolError]] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """The receiver takes nothing while this is clear."""
+
+    async def on_message(self, sender: PeerId, data: bytes) -> None:
+        await self.gate.wait()
+        self.received.append((sender, data))
+
+    def on_refused(self, sender: PeerId | None, error: RemoteProtocolError) -> None:
+        self.refused.append((sender, error))
+
+    @property
+    def reasons(self) -> list[str]:
+        return [error.reason for _, error in self.refused]
+
+
+@asynccontextmanager
+async def open_peer(
+    kind: str, folder: Path, *, run: bytes = RUN, ahead_s: float = 0.0
+) -> AsyncIterator[Peer]:
+    os.makedirs(folder, exist_ok=True)
+    identity = Identity.load_or_create(folder / "identity.key")
+    record = PeerRecord(peer=identity.peer_id, run=run)
+
+    def clock() -> float:
+        return time.time() + ahead_s
+
+    carrier: Carrier
+    if kind == "grpc":
+        carrier = GrpcCarrier(identity, run, "127.0.0.1", 0, clock)
+        peer = Peer(identity, carrier, record)
+        await carrier.start(peer.on_message, peer.on_refused)
+        record.grpc_addresses.append(f"127.0.0.1:{carrier.port}")
+        record.certificate_digest = carrier.certificate_digest
+        p2p = None
+    else:
+        p2p = await start_p2p(folder / "identity.key")
+        carrier = Libp2pCarrier(p2p, identity, run, clock)
+        peer = Peer(identity, carrier, record)
+        await carrier.start(peer.on_message, peer.on_refused)
+        record.maddrs.extend(str(maddr) for maddr in await p2p.get_visible_maddrs())
+    peer.gate.set()
+    try:
+        yield peer
+    finally:
+        await carrier.close()
+        if p2p is not None:
+            await stop_p2p(p2p)
+
+
+@asynccontextmanager
+async def open_pair(kind: str, folder: Path) -> AsyncIterator[tuple[Peer, Peer]]:
+    async with open_peer(kind, folder / "a") as a, open_peer(kind, folder / "b") as b:
+        yield a, b
+
+
+async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 (sockets and processes set no event)
+            await asyncio.sleep(0.005)
