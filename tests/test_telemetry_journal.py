@@ -1,0 +1,266 @@
+"""The journal gives back what was written, survives any bytes, and never stops its caller."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import threading
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.telemetry.events import EVENT_TYPES, Event, PeerLeft, Progress, Warned
+from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, Tail, read_events
+from p2p_co2.telemetry.view import fold
+from tests.event_samples import progress, started
+
+# ---- by hand
+
+
+def test_an_event_is_one_line_of_json_with_its_kind_first(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "events.jsonl"
+    with Journal(path) as journal:
+        journal.write(Warned(at=1.5, peer="a", text="two\nlines, ünïcode"))
+        journal.write(PeerLeft(at=2.0, peer="a", other="b", reason="silent"))
+        assert journal.failed is None
+    first, second = path.read_bytes().splitlines()
+    assert first == b'{"kind":"warned","at":1.5,"peer":"a","text":"two\\nlines, \\u00fcn\\u00efcode"}'
+    assert json.loads(second)["other"] == "b"
+
+
+def test_a_loss_that_is_not_a_number_is_written_as_null_and_read_as_nan(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path) as journal:
+        journal.write(progress("a", 1.0, loss=math.nan))
+        journal.write(progress("a", 2.0, loss=math.inf))
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [None, None]
+    losses = [event.loss for event in read_events(path) if isinstance(event, Progress)]
+    assert len(losses) == 2
+    assert all(math.isnan(loss) for loss in losses)
+
+
+def test_a_tail_sees_each_event_once_and_waits_for_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.new_events() == []
+    with Journal(path) as journal:
+        journal.write(started("a"))
+        assert tail.new_events() == [started("a")]
+        assert tail.new_events() == []
+        journal.write(progress("a", 1.0))
+        assert tail.new_events() == [progress("a", 1.0)]
+
+
+def test_a_journal_opened_again_appends_after_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path) as journal:
+        journal.write(started("a"))
+    with path.open("ab") as file:
+        file.write(b'{"kind":"warn')
+    with Journal(path) as journal:
+        journal.write(started("a", pid=8))
+    reader = read_events(path)
+    assert list(reader) == [started("a"), started("a", pid=8)]
+    assert reader.skipped == {"not JSON": 1}
+
+
+# ---- laws
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+_VALUES: dict[object, st.SearchStrategy[typing.Any]] = {
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    int: st.integers(-(2**62), 2**62),
+    bool: st.booleans(),
+    str: _TEXT,
+    tuple[int, ...]: st.lists(st.integers(0, 99), max_size=4).map(tuple),
+    tuple[str, ...]: st.lists(_TEXT, max_size=4).map(tuple),
+    dict[str, str]: st.dictionaries(_TEXT, _TEXT, max_size=4),
+}
+
+
+def _events_of(event_type: type[Event]) -> st.SearchStrategy[Event]:
+    hints = typing.get_type_hints(event_type)
+    fields = {field.name: _VALUES[hints[field.name]] for field in dataclasses.fields(event_type)}
+    return st.builds(event_type, **fields)
+
+
+ANY_EVENT = st.one_of(*(_events_of(event_type) for event_type in EVENT_TYPES.values()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(events=st.lists(ANY_EVENT, max_size=6))
+def test_what_was_written_is_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Event]
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "events.jsonl"
+    with Journal(path) as journal:
+        for event in events:
+            journal.write(event)
+    reader = read_events(path)
+    assert list(reader) == events
+    assert not reader.skipped
+
+
+@settings(max_examples=60, deadline=None)
+@given(events=st.lists(ANY_EVENT, min_size=1, max_size=4), data=st.data())
+def test_a_tail_reads_the_same_however_the_file_grew(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Event], data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("tail")
+    with Journal(folder / "whole") as journal:
+        for event in events:
+            journal.write(event)
+    content = (folder / "whole").read_bytes()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
+    tail, seen = Tail(folder / "grown"), []
+    for start, stop in zip([0, *cuts], [*cuts, len(content)], strict=True):
+        with (folder / "grown").open("ab") as file:
+            file.write(content[start:stop])
+        seen += tail.new_events()
+    assert seen == events
+    assert not tail.skipped
+
+
+_HOSTILE = st.binary(max_size=60) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(), st.lists
+).map(lambda value: json.dumps({"kind": "warned", "at": 1, "peer": value, "text": value}).encode())
+
+
+@settings(max_examples=100, deadline=None)
+@given(lines=st.lists(_HOSTILE, max_size=5))
+def test_hostile_lines_are_counted_and_never_raise(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
+) -> None:
+    path = tmp_path_factory.mktemp("hostile") / "events.jsonl"
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(content)
+    reader = read_events(path)
+    events = list(reader)
+    assert len(events) + reader.skipped.total() == sum(line != b"" for line in content.split(b"\n"))
+    fold(events).labels()
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"kind":"warned","at":' + b"9" * 5000 + b"}", "not JSON"),
+        (b"[1]", "not an object"),
+        (b'{"kind":["warned"],"at":1}', "unknown kind"),
+        (b'{"kind":"from_the_future","at":1,"peer":"a"}', "unknown kind"),
+        (b'{"kind":"warned","at":1,"peer":"a"}', "missing field"),
+        (b'{"kind":"warned","at":1,"peer":"a","text":3}', "wrong type"),
+        (b'{"kind":"warned","at":true,"peer":"a","text":""}', "wrong type"),
+        (b'{"kind":"warned","at":NaN,"peer":"a","text":""}', "no time"),
+        (b'{"kind":"warned","at":null,"peer":"a","text":""}', "no time"),
+        (b'{"kind":"warned","at":' + b"9" * 400 + b',"peer":"a","text":""}', "number too large"),
+        (b"x" * (MAX_LINE_BYTES + 1), "line too long"),
+    ],
+)
+def test_a_bad_line_is_counted_and_the_next_one_read(tmp_path: Path, line: bytes, cause: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line + b'\n\n{"kind":"warned","at":1,"peer":"a","text":"\\ud800","from":"later"}\n')
+    reader = read_events(path)
+    assert list(reader) == [Warned(at=1.0, peer="a", text="?")]
+    assert reader.skipped == {cause: 1}
+    tail = Tail(path)
+    assert len(tail.new_events()) == 1
+    assert tail.skipped == {cause: 1}
+
+
+def test_a_torn_last_line_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"kind":"warned","at":1,"peer":"a","text":"x"}\n{"kind":"wa')
+    reader = read_events(path)
+    assert len(list(reader)) == 1
+    assert reader.skipped == {"torn last line": 1}
+
+
+def test_a_replaced_shorter_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path) as journal:
+        journal.write(progress("a", 1.0))
+    tail = Tail(path)
+    assert len(tail.new_events()) == 1
+    path.write_bytes(b'{"kind":"warned","at":1,"peer":"a","text":"x"}\n')
+    assert tail.new_events() == [Warned(at=1.0, peer="a", text="x")]
+
+
+def test_a_full_disk_stops_the_journal_and_not_the_caller() -> None:
+    journal = Journal(Path("/dev/full"))
+    journal.write(started("a"))
+    assert journal.failed is not None
+    assert "No space left" in journal.failed
+    journal.write(started("a"))
+    journal.close()
+    journal.close()
+    journal.write(started("a"))
+
+
+def test_the_journal_goes_on_when_the_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2p_co2.telemetry.journal.RETRY_S", 0.0)
+    journal = Journal(tmp_path / "events.jsonl")
+    journal.write(Warned(at=1.0, peer="a", text="before"))
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        write(descriptor, data[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", full)
+        journal.write(Warned(at=2.0, peer="a", text="lost"))
+    assert journal.failed is not None
+    journal.write(Warned(at=3.0, peer="a", text="after"))
+    journal.close()
+    assert journal.failed is None
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event.at for event in events] == [1.0, 3.0]
+    assert not events.skipped
+
+
+def test_a_folder_that_cannot_be_written_is_an_environment_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match="choose a folder"):
+        Journal(tmp_path / "file" / "events.jsonl")
+    with pytest.raises(EnvironmentFault, match="cannot read"):
+        read_events(tmp_path / "absent")
+    tail = Tail(tmp_path)
+    assert tail.new_events() == []
+    assert tail.skipped == {"file unreadable": 1}
+
+
+def test_threads_write_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path) as journal:
+
+        def write(name: str) -> None:
+            for number in range(200):
+                journal.write(Warned(at=float(number), peer=name, text="x" * number))
+
+        threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    reader = read_events(path)
+    events = list(reader)
+    assert len(events) == 800
+    assert not reader.skipped
+    for name in "abcd":
+        assert [event.at for event in events if event.peer == name] == [
+            float(number) for number in range(200)
+        ]
