@@ -310,7 +310,7 @@ class Behind(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., donors: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("what", "fragment", "version", "want_chunk", "chunk", "request")
+    __slots__ = ("what", "fragment", "version", "want_chunk", "chunk", "request", "newest")
     class What(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ROUND: _ClassVar[Fetch.What]
@@ -323,16 +323,18 @@ class Fetch(_message.Message):
     WANT_CHUNK_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     what: Fetch.What
     fragment: int
     version: int
     want_chunk: bool
     chunk: int
     request: int
-    def __init__(self, what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., want_chunk: _Optional[bool] = ..., chunk: _Optional[int] = ..., request: _Optional[int] = ...) -> None: ...
+    newest: int
+    def __init__(self, what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., want_chunk: _Optional[bool] = ..., chunk: _Optional[int] = ..., request: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("request", "what", "fragment", "version", "total_bytes", "chunk_bytes", "chunk_digests", "digest", "decision")
+    __slots__ = ("request", "what", "fragment", "version", "total_bytes", "chunk_bytes", "chunk_digests", "digest", "decision", "signature")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +344,7 @@ class Manifest(_message.Message):
     CHUNK_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     request: int
     what: Fetch.What
     fragment: int
@@ -351,7 +354,8 @@ class Manifest(_message.Message):
     chunk_digests: _containers.RepeatedScalarFieldContainer[bytes]
     digest: bytes
     decision: Decision
-    def __init__(self, request: _Optional[int] = ..., what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., total_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunk_digests: _Optional[_Iterable[bytes]] = ..., digest: _Optional[bytes] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, request: _Optional[int] = ..., what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., total_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunk_digests: _Optional[_Iterable[bytes]] = ..., digest: _Optional[bytes] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("request", "what", "fragment", "version", "chunk", "data")
@@ -370,14 +374,18 @@ class Chunk(_message.Message):
     def __init__(self, request: _Optional[int] = ..., what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., chunk: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("request", "reason", "newest_version")
+    __slots__ = ("request", "reason", "newest_version", "again", "serving")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
     request: int
     reason: str
     newest_version: int
-    def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
+    again: bool
+    serving: int
+    def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ..., again: _Optional[bool] = ..., serving: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
     __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at")
