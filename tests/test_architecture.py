@@ -20,6 +20,7 @@ FLOORS = {
     "profiles": 1,
     "wire": 2,
     "ticket": 2,
+    "schedule": 2,
     "codec": 2,
     "outer": 2,
     "fragments": 2,
@@ -48,7 +49,7 @@ TENSOR_WING = {"codec", "outer", "fragments", "averaging", "checkpoint", "recipe
 MESSAGE_WING = {"wire", "ticket", "membership", "rounds", "catchup", "transport", "discovery", "node"}
 MACHINES = {"membership", "rounds", "catchup"}
 APPLICATIONS = {"peers", "bootstrap", "monitoring"}
-NO_TORCH = MESSAGE_WING | {"errors", "config", "telemetry", "monitoring"}
+NO_TORCH = MESSAGE_WING | {"errors", "config", "profiles", "schedule", "telemetry", "monitoring"}
 LARGEST_FILE_LINES = 450
 
 

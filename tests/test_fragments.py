@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from p2p_co2.config import ClockConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError
-from p2p_co2.fragments import FragmentPlan, LiveParameters, SwarmClock, due, plan_fragments, points_passed
+from p2p_co2.fragments import FragmentPlan, LiveParameters, plan_fragments
 from p2p_co2.outer import Merge
 
 
@@ -127,62 +125,6 @@ def test_experts_inside_a_block_are_not_the_blocks() -> None:
     assert {part.name.split(".")[1] for part in plan.fragments[0].slices} == {"0", "2"}
 
 
-def test_points_by_hand() -> None:
-    assert [points_passed(0, 4, position) for position in (0, 0.5, 1, 1.9, 2)] == [0, 0, 1, 1, 2]
-    assert [points_passed(1, 4, position) for position in (0, 0.25, 1, 1.25, 2)] == [0, 1, 1, 2, 2]
-    assert due(4, 0.0, 0.2) == ()
-    assert due(4, 0.0, 0.5) == (1, 2)
-    assert due(4, 0.5, 1.0) == (3, 0)
-    assert due(4, 0.5, 0.5) == ()
-    assert due(4, 0.5, 9.0) == (3, 0, 1, 2)
-    assert due(1, 0.0, 1.0) == (0,)
-
-
-def test_clock_in_steps_mode_counts_inner_steps() -> None:
-    clock = SwarmClock(ClockConfig(mode="steps", inner_steps_per_round=30))
-    assert clock.position(1e9, 15) == 0.5
-    clock.start(7.0, 0.0, inner_steps=100)
-    assert clock.position(0.0, 160) == 9.0
-    clock.observe(50.0, 0.0)
-    assert clock.position(0.0, 160) == 9.0
-
-
-def test_clock_in_time_mode_slews_and_jumps() -> None:
-    clock = SwarmClock(ClockConfig(mode="time", round_s=10.0))
-    clock.start(2.0, 1000.0)
-    assert clock.position(1005.0, 0) == pytest.approx(2.5)
-    clock.observe(2.55, 1005.0)
-    # Half a round at one tenth faster is what it takes.
-    assert clock.position(1007.5, 0) == pytest.approx(2.775)
-    assert clock.position(1010.0, 0) == pytest.approx(3.05)
-    assert clock.position(1015.0, 0) == pytest.approx(3.55)
-    clock.observe(3.45, 1015.0)
-    assert clock.position(1025.0, 0) == pytest.approx(4.45)
-    assert clock.position(1035.0, 0) == pytest.approx(5.45)
-    clock.observe(9.0, 1035.0)
-    assert clock.position(1035.0, 0) == 9.0
-
-
-# ---- against a reference
-
-
-@pytest.mark.parametrize("per_round", [3, 7, 30, 48])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_every_point_falls_on_the_inner_step_that_integers_say(per_round: int, count: int) -> None:
-    """steps / H against f / P in floating point and in whole numbers, over many rounds."""
-    last = 0.0
-    for step in range(1, 40 * per_round):
-        position = step / per_round
-        expected = [
-            tick % count for tick in range((step - 1) * count // per_round + 1, step * count // per_round + 1)
-        ]
-        assert list(due(count, last, position)) == expected
-        last = position
-
-
-# ---- laws
-
-
 @st.composite
 def modules(draw: st.DrawFn) -> nn.Module:
     """Any module: blocks of any number and width or none, shared and frozen parameters, empty ones."""
@@ -229,47 +171,6 @@ def test_the_digest_sees_names_shapes_and_ranges() -> None:
     ]
     assert len({plan.digest for plan in plans}) == 4
     assert all(len(plan.digest) == 32 for plan in plans)
-
-
-@given(
-    st.integers(1, 8), st.lists(st.floats(0, 5), min_size=1, max_size=30), st.floats(0, 4, exclude_max=True)
-)
-def test_points_are_counted_once_in_any_steps(count: int, steps: list[float], start: float) -> None:
-    positions = [start]
-    for step in steps:
-        positions.append(positions[-1] + step * 0.1)
-    sent = Counter(f for last, now in pairwise(positions) for f in due(count, last, now))
-    for fragment in range(count):
-        passed = [points_passed(fragment, count, position) for position in positions]
-        assert passed == sorted(passed)
-        assert sent[fragment] == passed[-1] - passed[0]
-
-
-@given(st.lists(st.tuples(st.floats(-5, 50), st.floats(-1e6, 1e6) | st.just(math.nan)), max_size=30))
-def test_the_clock_never_goes_back(moments: list[tuple[float, float]]) -> None:
-    """Whatever others say, and even if the local clock stumbles."""
-    clock = SwarmClock(ClockConfig(mode="time", round_s=10.0))
-    clock.start(0.0, 0.0)
-    now, last = 0.0, 0.0
-    for elapsed, others in moments:
-        now += elapsed
-        clock.observe(others, now)
-        position = clock.position(now, 0)
-        assert position >= last
-        last = position
-
-
-def test_clocks_of_peers_come_together() -> None:
-    clocks = [SwarmClock(ClockConfig(mode="time", round_s=10.0)) for _ in range(4)]
-    for clock, start in zip(clocks, (0.0, 0.2, 0.3, 0.7), strict=True):
-        clock.start(start, 0.0)
-    for second in range(1, 200):
-        positions = [clock.position(float(second), 0) for clock in clocks]
-        for index, clock in enumerate(clocks):
-            others = sorted(positions[:index] + positions[index + 1 :])
-            clock.observe(others[1], float(second))
-    positions = [clock.position(200.0, 0) for clock in clocks]
-    assert max(positions) - min(positions) < 0.01
 
 
 class Odd(Transformer):
@@ -361,11 +262,3 @@ def test_impossible_plans_and_foreign_plans_are_refused() -> None:
         live.merge_(0, Merge(1.0, torch.zeros(3)))
     with pytest.raises(LocalProtocolError, match="fragment 0"):
         live.load_(0, torch.zeros(10, dtype=torch.float64))
-
-
-def test_a_peer_that_slept_sends_each_fragment_once() -> None:
-    clock = SwarmClock(ClockConfig(mode="time", round_s=10.0))
-    clock.start(0.0, 0.0)
-    last = clock.position(1.0, 0)
-    clock.observe(40.3, 1.0)
-    assert sorted(due(4, last, clock.position(1.0, 0))) == [0, 1, 2, 3]

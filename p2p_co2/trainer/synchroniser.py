@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from p2p_co2.config import RunConfig
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import FragmentPlan
-from p2p_co2.fragments.schedule import SwarmClock, due, points_passed
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer
+from p2p_co2.schedule import SwarmClock, due, points_passed
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
 from p2p_co2.trainer.ledger import Outcome, TensorLedger
