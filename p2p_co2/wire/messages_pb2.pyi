@@ -50,15 +50,17 @@ class Envelope(_message.Message):
     def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software")
+    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         JOINING: _ClassVar[Status.Phase]
         TRAINING: _ClassVar[Status.Phase]
         DRAINING: _ClassVar[Status.Phase]
+        PAUSED: _ClassVar[Status.Phase]
     JOINING: Status.Phase
     TRAINING: Status.Phase
     DRAINING: Status.Phase
+    PAUSED: Status.Phase
     PHASE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +70,7 @@ class Status(_message.Message):
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    DOWNLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     phase: Status.Phase
     position: float
     inner_steps: int
@@ -77,7 +80,8 @@ class Status(_message.Message):
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     upload_bytes_per_s: float
     software: str
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ...) -> None: ...
+    download_bytes_per_s: float
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce", "sent_at", "status")
@@ -118,20 +122,22 @@ class RoundKey(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., attempt: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("fragment", "round", "base_version", "state_digest", "weight", "upload_bytes_per_s")
+    __slots__ = ("fragment", "round", "base_version", "state_digest", "weight", "upload_bytes_per_s", "download_bytes_per_s")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DOWNLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     round: int
     base_version: int
     state_digest: bytes
     weight: float
     upload_bytes_per_s: float
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ...) -> None: ...
+    download_bytes_per_s: float
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("fragment", "round", "begins_within_s")
@@ -154,16 +160,18 @@ class Member(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class PartSpec(_message.Message):
-    __slots__ = ("owner", "start_block", "stop_block", "generation")
+    __slots__ = ("owner", "start_block", "stop_block", "generation", "senders")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     START_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STOP_BLOCK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
     owner: str
     start_block: int
     stop_block: int
     generation: int
-    def __init__(self, owner: _Optional[str] = ..., start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    senders: bytes
+    def __init__(self, owner: _Optional[str] = ..., start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ..., senders: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("key", "members", "parts", "state_digest", "parts_within_s", "result_within_s")
