@@ -81,7 +81,10 @@ _VALUES: dict[object, st.SearchStrategy[typing.Any]] = {
     str: _TEXT,
     tuple[int, ...]: st.lists(st.integers(0, 99), max_size=4).map(tuple),
     tuple[str, ...]: st.lists(_TEXT, max_size=4).map(tuple),
+    tuple[float, ...]: st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4).map(tuple),
     dict[str, str]: st.dictionaries(_TEXT, _TEXT, max_size=4),
+    dict[str, int]: st.dictionaries(_TEXT, st.integers(-(2**62), 2**62), max_size=4),
+    dict[str, float]: st.dictionaries(_TEXT, st.floats(allow_nan=False, allow_infinity=False), max_size=4),
 }
 
 

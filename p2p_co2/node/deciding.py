@@ -6,8 +6,10 @@ order of the decisions. Law: the machine hears of a new state only after the ten
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
+from p2p_co2.catchup import chunk_at, chunk_count, chunk_digest
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TransportError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean
@@ -21,6 +23,7 @@ from p2p_co2.rounds import (
     Refused,
     RoundsEvent,
     announcement,
+    counted_weights,
     open_decision,
 )
 from p2p_co2.telemetry import events as ev
@@ -84,7 +87,8 @@ class Deciding:
     async def _committed(self, event: Committed) -> None:
         decision = Decision()
         decision.ParseFromString(event.decision)
-        agreed = agreed_mean(open_decision(decision, self._node.run_digest, self._node.shape), event.mean)
+        outcome = open_decision(decision, self._node.run_digest, self._node.shape)
+        agreed = agreed_mean(outcome, event.mean)
         parts = agreed.parts
         everywhere = set.intersection(*(set(part.weights) for part in parts))
         somewhere = set.union(*(set(part.weights) for part in parts))
@@ -97,6 +101,17 @@ class Deciding:
             contributors=len(everywhere),
             partial=len(somewhere) - len(everywhere),
             duration_s=event.duration_s,
+            begun_s=event.begun_s,
+            parts_s=event.parts_s,
+            means_s=event.means_s,
+        )
+        weights = counted_weights(outcome)
+        self._node.report(
+            ev.RoundCounted,
+            fragment=event.fragment,
+            round=event.round,
+            decided_by=outcome.decided_by,
+            weights=weights,
         )
         if event.coordinator == self._node.me:
             self._node.spawn(self._publish(decision, event.fragment, event.round))
@@ -111,7 +126,7 @@ class Deciding:
         self._node.pump()
         return moved
 
-    async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion) -> None:
+    async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> None:
         """Take over a donor's state; errors as ``Ledger.adopt``."""
         self._agree(fragment, await self._ledger.adopt(fragment, data, agreed))
         self._node.pump()
@@ -122,13 +137,21 @@ class Deciding:
 
     async def export(self, fragment: int) -> None:
         version, data = await self._ledger.export(fragment)
-        self._node.catchup.exported(fragment, version.version, data, version.digest, self._node.now())
+        size, view = len(data), memoryview(data)
+        digests = []
+        for chunk in range(chunk_count(size)):
+            digests.append(chunk_digest(view[chunk_at(chunk, size)]))
+            await asyncio.sleep(0)  # a large state takes long, and the rounds go on
+        self._node.catchup.exported(
+            fragment, version.version, data, version.digest, digests, self._node.now()
+        )
         self._node.pump()
 
     def _agree(self, fragment: int, version: AgreedVersion) -> bool:
         changed = self._node.agreed[fragment] != version
         self._node.standing.settled = False  # another thread reads it: it must not outlive what it was about
         self._node.agreed[fragment] = version
+        self._node.catchup.moved(fragment, version.version)
         self._node.rounds.set_state(fragment, version.version, version.digest)
         if changed:
             self._node.refresh()

@@ -1,6 +1,12 @@
 """Rounds: READY, BEGIN, PARTS, MEAN, RESULT, COMMIT or ABORT(reason), as one machine without I/O or clock."""
 
-from p2p_co2.rounds.decision import ANNOUNCEMENT_CONTEXT, DECISION_CONTEXT, announcement, open_decision
+from p2p_co2.rounds.decision import (
+    ANNOUNCEMENT_CONTEXT,
+    DECISION_CONTEXT,
+    announcement,
+    counted_weights,
+    open_decision,
+)
 from p2p_co2.rounds.events import (
     Aborted,
     AgreedPart,
@@ -38,5 +44,6 @@ __all__ = [
     "RoundsEvent",
     "Slice",
     "announcement",
+    "counted_weights",
     "open_decision",
 ]

@@ -94,6 +94,19 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
         read_contributors(part.contributors, shares)
 
 
+def counted_weights(outcome: Outcome) -> dict[str, float]:
+    """Whose work is in a committed outcome: by peer, its weight (tokens) times the share of the fragment's
+    blocks whose mean holds its slice."""
+    blocks = max((part.stop_block for part in outcome.parts), default=0)
+    weights: dict[str, float] = {}
+    for part in outcome.parts:
+        share = (part.stop_block - part.start_block) / blocks
+        for contributor in part.contributors:
+            known = weights.get(contributor.peer, 0.0)
+            weights[contributor.peer] = known + contributor.weight * share
+    return weights
+
+
 def content_of(outcome: Outcome) -> bytes:
     """What an outcome says, without who said it: equal bytes mean the same verdict."""
     bare = Outcome()

@@ -119,6 +119,10 @@ class Committed:
     coordinator: PeerId
     duration_s: float
     contributed: tuple[bool, ...]
+    begun_s: float = 0.0
+    """From our offer to BEGIN, ``parts_s`` to the last reduction of ours, ``means_s`` to the last mean."""
+    parts_s: float = 0.0
+    means_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -334,6 +334,9 @@ class FragmentRounds:
             coordinator=PeerId(outcome.decided_by),
             duration_s=now - self._offered_at,
             contributed=tuple(any(peer == self._swarm.me for peer, _ in p.contributors) for p in parts),
+            begun_s=member.begun_at - self._offered_at,
+            parts_s=member.parts_at - self._offered_at,
+            means_s=member.means_at - self._offered_at,
         )
         self._end()
         self._outlet.emit(event)

@@ -62,6 +62,8 @@ class Member:
         """Those followed so far; the last one is the one we vote to."""
         self.failure = ""
         """Why the attempt is given up without a decision; empty as long as it is not."""
+        self.begun_at = self.parts_at = self.means_at = now
+        """When it began here, when our own parts were averaged, when all means were here."""
         self._swarm, self._outlet, self._observed = swarm, outlet, observed
         self._payload = memoryview(offer.payload)
         self._give_up_at = now + bounds.ROUND_CAP_S
@@ -144,6 +146,7 @@ class Member:
     def reduced(self, job: ReduceJob, mean: bytes, now: float) -> None:
         mine = self._jobs.get(job.part)
         if mine is not None and mine.is_answered_by(job):
+            self.parts_at = now
             self._parts[job.part].hold(bytes(mean), mine.reduced(mean))
             self._check(now)
 
@@ -228,6 +231,7 @@ class Member:
         if lost or all(state.mean is not None for state in self._parts):
             news = self._result(lost)
             if news != self._told:
+                self.means_at = now
                 self._tell(news, now)
 
     def _is_lost(self, state: _PartState, now: float) -> bool:

@@ -38,6 +38,8 @@ class PeerStarted(Event):
     fragments: int
     run: str
     """Digest of the run, hex."""
+    upload_cap_bytes_per_s: float = 0.0
+    """The user's own cap on what this peer sends; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,23 @@ class LinkLost(Event):
     other: str
     carrier: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkMeasured(Event):
+    """What the link to ``other`` has shown since the last such event, written at most every ten seconds."""
+
+    kind: ClassVar[str] = "link_measured"
+    other: str
+    carrier: str
+    relayed: bool
+    """Whether a third machine passes the bytes on."""
+    round_trip_s: float
+    """The smallest of late; 0 if not known."""
+    bytes_per_s: float
+    """Rate while payload was being sent; 0 if none was."""
+    sent_bytes: int
+    """To ``other`` since the process started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +165,25 @@ class RoundCommitted(Event):
     contributors: int
     partial: int
     duration_s: float
-    """From this peer's offer to its knowing the outcome; 0 if it did not offer."""
+    """From this peer's READY (its offer) to its knowing the outcome; 0 if it did not offer."""
+    begun_s: float = 0.0
+    """From READY to BEGIN; this and the next two are 0 if not known."""
+    parts_s: float = 0.0
+    """From READY to having averaged all slices of the parts that this peer owns."""
+    means_s: float = 0.0
+    """From READY to holding the mean of every part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCounted(Event):
+    """Whose work is in a committed mean, as a signed decision that the writer has checked says."""
+
+    kind: ClassVar[str] = "round_counted"
+    fragment: int
+    round: int
+    decided_by: str
+    weights: dict[str, float]
+    """By peer: its weight (tokens) times the share of the fragment whose mean holds its slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +219,19 @@ class FragmentApplied(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgreedMeasured(Event):
+    """Held-out loss of the agreed parameters (nats per token), as this peer measured it."""
+
+    kind: ClassVar[str] = "agreed_measured"
+    loss: float
+    position: float
+    tokens: int
+    """This peer's own, as in ``Progress``."""
+    duration_s: float
+    """What measuring cost the training thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CaughtUp(Event):
     """``how``: "replay" of missed rounds or whole "state" of the fragment."""
 
@@ -193,6 +243,8 @@ class CaughtUp(Event):
     donor: str
     bytes: int
     duration_s: float
+    donors: int = 1
+    """How many took part; ``donor`` is the one that gave most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,11 +286,54 @@ class PeerFinished(Event):
     peak_memory_bytes: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recalled(Event):
+    """All that this peer's earlier events come to, for a reader who was not there: only in reports to
+    observers, never in a journal. Fields as in ``PeerView``; tables are keyed by fragment, reason or peer."""
+
+    kind: ClassVar[str] = "recalled"
+    first_seen_at: float
+    name: str = ""
+    pid: int = 0
+    software: str = ""
+    device: str = ""
+    parameters: int = 0
+    fragments: int = 0
+    run: str = ""
+    upload_cap_bytes_per_s: float = 0.0
+    phase: str = ""
+    position: float = 0.0
+    loss: float = 0.0
+    versions: tuple[int, ...] = ()
+    inner_steps: int = 0
+    tokens: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    train_s: float = 0.0
+    exposed_s: float = 0.0
+    wall_s: float = 0.0
+    in_flight_s: float = 0.0
+    sends: int = 0
+    payload_bytes: dict[str, int] = field(default_factory=dict)
+    staleness: dict[str, int] = field(default_factory=dict)
+    """Applied outer steps by "fragment:staleness"."""
+    sync_delay_steps: dict[str, int] = field(default_factory=dict)
+    applied_at: dict[str, float] = field(default_factory=dict)
+    carriers: dict[str, str] = field(default_factory=dict)
+    skipped_sends: dict[str, int] = field(default_factory=dict)
+    caught_up: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    loss_at: tuple[float, ...] = ()
+    """Training loss so far, thinned: when, and (in the next two) at which position and what."""
+    loss_position: tuple[float, ...] = ()
+    loss_value: tuple[float, ...] = ()
+
+
 EVENT_TYPES: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, Progress, FragmentSent, SendSkipped,
-        RoundBegan, RoundCommitted, RoundAborted, FragmentApplied, CaughtUp, MessageRefused, CheckpointSaved,
-        Warned, PeerFinished,
+        PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, LinkMeasured, Progress, FragmentSent,
+        SendSkipped, RoundBegan, RoundCommitted, RoundCounted, RoundAborted, FragmentApplied, AgreedMeasured,
+        CaughtUp, MessageRefused, CheckpointSaved, Warned, PeerFinished, Recalled,
     )
 }  # fmt: skip

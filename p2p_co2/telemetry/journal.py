@@ -68,7 +68,7 @@ class Journal:
 
     def write(self, event: Event) -> None:
         """Append one event as one line. Raises nothing for the disk's sake; see ``failed``."""
-        self._append(json.dumps(_without_nan(event.to_json()), separators=(",", ":")).encode("ascii") + b"\n")
+        self._append(event_line(event))
 
     def _append(self, line: bytes) -> None:
         with self._lock:
@@ -109,11 +109,21 @@ def _ends_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
+def event_line(event: Event) -> bytes:
+    """The event as one line of JSON, its line end included."""
+    return json.dumps(_without_nan(event.to_json()), separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _without_nan(value: Any) -> Any:
+    """``value`` with null for every float that JSON has no word for, in tables and lists too."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _without_nan(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_without_nan(item) for item in value]
+    return value
 
 
 class Tail:
@@ -278,6 +288,10 @@ def _texts(value: object) -> tuple[str, ...]:
     return tuple(_text(item) for item in _items(value))
 
 
+def _numbers(value: object) -> tuple[float, ...]:
+    return tuple(_number(item) for item in _items(value))
+
+
 def _items(value: object) -> list[object]:
     if not isinstance(value, list):
         raise ValueError("wrong type")
@@ -286,12 +300,17 @@ def _items(value: object) -> list[object]:
     return value
 
 
-def _text_table(value: object) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise ValueError("wrong type")
-    if len(value) > MAX_ITEMS:
-        raise ValueError("too many items")
-    return {_text(key): _text(item) for key, item in value.items()}
+def _table(check: Callable[[object], object]) -> Callable[[object], object]:
+    """The check of a table from text to what ``check`` lets pass."""
+
+    def checked(value: object) -> object:
+        if not isinstance(value, dict):
+            raise ValueError("wrong type")
+        if len(value) > MAX_ITEMS:
+            raise ValueError("too many items")
+        return {_text(key): check(item) for key, item in value.items()}
+
+    return checked
 
 
 _CHECK_OF_TYPE: dict[object, Callable[[object], object]] = {
@@ -300,8 +319,11 @@ _CHECK_OF_TYPE: dict[object, Callable[[object], object]] = {
     bool: _flag,
     str: _text,
     tuple[int, ...]: _integers,
+    tuple[float, ...]: _numbers,
     tuple[str, ...]: _texts,
-    dict[str, str]: _text_table,
+    dict[str, str]: _table(_text),
+    dict[str, int]: _table(_integer),
+    dict[str, float]: _table(_number),
 }
 
 _CHECKS: dict[type[Event], dict[str, Callable[[object], object]]] = {

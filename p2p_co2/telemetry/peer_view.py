@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from p2p_co2.telemetry.events import (
+    AgreedMeasured,
     CaughtUp,
     CheckpointSaved,
     Event,
     FragmentApplied,
     FragmentSent,
     LinkLost,
+    LinkMeasured,
     LinkOpened,
     MessageRefused,
     PeerFinished,
     PeerStarted,
     Progress,
+    Recalled,
     SendSkipped,
 )
 
@@ -30,6 +35,8 @@ MAX_HISTORY_POINTS = 1024
 MAX_DISTINCT = 64
 """Most distinct reasons or names counted one by one; the rest are counted together as ``OTHERS``."""
 OTHERS = "(others)"
+MAX_LINKS = 4096
+"""Most other peers whose links are remembered."""
 
 
 def count(counter: Counter[str], name: str) -> None:
@@ -97,6 +104,9 @@ class PeerView:
     ``totals`` all of them. ``carriers``: last carrier used, by other peer; ``lost_links``: why it is gone, by
     other peer. ``refused``: messages this peer refused, by reason; ``refused_from``: the same, by sender.
     ``seen_left``: (at, reason) by the other peer that said so. ``payload_bytes``: last payload by fragment.
+    ``applied``: newest outer step by fragment, ``applied_at`` when it (or a state that was caught up with)
+    reached the live parameters; ``links``: newest measurement by other peer; ``agreed``: held-out loss of the
+    agreed parameters; ``in_flight_s``: time from send to apply, over all outer steps.
     """
 
     peer: str
@@ -136,6 +146,13 @@ class PeerView:
     carriers: dict[str, str] = field(default_factory=dict)
     lost_links: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int = 0
+    upload_cap_bytes_per_s: float = 0.0
+    fragment_staleness: dict[int, Counter[int]] = field(default_factory=dict)
+    applied: dict[int, FragmentApplied] = field(default_factory=dict)
+    applied_at: dict[int, float] = field(default_factory=dict)
+    links: dict[str, LinkMeasured] = field(default_factory=dict)
+    agreed: LossHistory = field(default_factory=LossHistory)
+    in_flight_s: float = 0.0
     finished: bool = False
     finish_reason: str = ""
     digest: str = ""
@@ -174,11 +191,6 @@ class PeerView:
                 self._progress(event)
             case PeerFinished():
                 self._finish(event)
-            case LinkOpened():
-                self.carriers[event.other] = event.carrier
-                self.lost_links.pop(event.other, None)
-            case LinkLost():
-                self.lost_links[event.other] = event.reason
             case FragmentSent():
                 self.sends += 1
                 self.payload_bytes[event.fragment] = event.payload_bytes
@@ -189,17 +201,36 @@ class PeerView:
                 count(self.skipped_sends, event.reason)
             case CaughtUp():
                 count(self.caught_up, event.how)
+                self.applied_at[event.fragment] = event.at
+            case CheckpointSaved():
+                self.checkpoints += 1
+            case _:
+                self._add_rare(event)
+
+    def _add_rare(self, event: Event) -> None:
+        match event:
+            case LinkOpened():
+                keep(self.carriers, event.other, event.carrier)
+                self.lost_links.pop(event.other, None)
+            case LinkLost():
+                keep(self.lost_links, event.other, event.reason)
+            case LinkMeasured():
+                keep(self.links, event.other, event)
+            case AgreedMeasured():
+                if math.isfinite(event.loss):
+                    self.agreed.add(event.at, _finite_or(event.position, self.position), event.loss)
             case MessageRefused():
                 count(self.refused, event.reason)
                 count(self.refused_from, event.other)
-            case CheckpointSaved():
-                self.checkpoints += 1
+            case Recalled():
+                self._recall(event)
 
     def _start(self, event: PeerStarted) -> None:
         self.previous, self.current = self.totals, Counters()
         self.name, self.pid, self.run = event.name, event.pid, event.run
         self.software, self.device = event.software, event.device
         self.parameters, self.fragments = event.parameters, event.fragments
+        self.upload_cap_bytes_per_s = _finite_or(event.upload_cap_bytes_per_s, 0.0)
         self.processes += 1
         self.phase, self.finished, self.finish_reason, self.digest = "starting", False, "", ""
         self.lost_links = {}
@@ -231,10 +262,97 @@ class PeerView:
     def _apply(self, event: FragmentApplied) -> None:
         self.last_staleness, self.last_sync_delay_steps = event.staleness, event.sync_delay_steps
         self.staleness[event.staleness] += 1
+        self.fragment_staleness.setdefault(event.fragment, Counter())[event.staleness] += 1
+        self.applied[event.fragment], self.applied_at[event.fragment] = event, event.at
+        self.in_flight_s += _finite_or(event.sync_delay_s, 0.0)
         self.sync_delay_steps[event.sync_delay_steps] += 1
         self.sync_delay_max_s = _larger(self.sync_delay_max_s, event.sync_delay_s)
         self.gap_max = _larger(self.gap_max, event.gap)
         self.clipped_share_max = _larger(self.clipped_share_max, event.clipped_share)
+
+    def _recall(self, event: Recalled) -> None:
+        """Take over what an observer could not see for itself; the peer's later events follow."""
+        self.first_seen_at = min(event.first_seen_at, self.first_seen_at or event.at)
+        for name in (
+            "name", "pid", "software", "device", "run", "parameters", "fragments", "phase", "position",
+            "versions", "upload_cap_bytes_per_s", "sends", "in_flight_s",
+        ):  # fmt: skip
+            setattr(self, name, getattr(event, name))
+        self.loss = event.loss if math.isfinite(event.loss) else None
+        self.processes = max(1, self.processes)
+        self.current = Counters(**{name: getattr(event, name) for name in Counters.__dataclass_fields__})
+        self.carriers = dict(event.carriers)
+        self.payload_bytes = _by_number(event.payload_bytes)
+        self.applied_at = _by_number(event.applied_at)
+        self.sync_delay_steps = Counter(_by_number(event.sync_delay_steps))
+        self.skipped_sends, self.caught_up = Counter(event.skipped_sends), Counter(event.caught_up)
+        self.refused = Counter(event.refused)
+        self.staleness, self.fragment_staleness = Counter(), {}
+        for key, times in event.staleness.items():
+            fragment, _, stale = key.partition(":")
+            if fragment.isdecimal() and stale.isdecimal():
+                self.staleness[int(stale)] += times
+                self.fragment_staleness.setdefault(int(fragment), Counter())[int(stale)] += times
+        points = zip(event.loss_at, event.loss_position, event.loss_value, strict=False)
+        self.history = LossHistory(list(points)[-MAX_HISTORY_POINTS + 1 :])
+
+
+def recalled(view: PeerView, at: float) -> Recalled:
+    """What ``view`` holds as one event at ``at`` (unix seconds), for an observer who comes late."""
+    points = view.history.points[-MAX_HISTORY_POINTS // 4 :]
+    totals = view.totals
+    return Recalled(
+        at=at,
+        peer=view.peer,
+        first_seen_at=at if view.first_seen_at is None else view.first_seen_at,
+        name=view.name,
+        pid=view.pid or 0,
+        software=view.software,
+        device=view.device,
+        parameters=view.parameters,
+        fragments=view.fragments,
+        run=view.run,
+        upload_cap_bytes_per_s=view.upload_cap_bytes_per_s,
+        phase=view.phase,
+        position=view.position,
+        loss=math.nan if view.loss is None else view.loss,
+        versions=view.versions,
+        **{name: getattr(totals, name) for name in Counters.__dataclass_fields__},
+        in_flight_s=view.in_flight_s,
+        sends=view.sends,
+        payload_bytes=_by_text(view.payload_bytes),
+        staleness={
+            f"{fragment}:{stale}": times
+            for fragment, histogram in view.fragment_staleness.items()
+            for stale, times in histogram.items()
+        },
+        sync_delay_steps=_by_text(view.sync_delay_steps),
+        applied_at=_by_text(view.applied_at),
+        carriers=dict(view.carriers),
+        skipped_sends=dict(view.skipped_sends),
+        caught_up=dict(view.caught_up),
+        refused=dict(view.refused),
+        loss_at=tuple(at for at, _, _ in points),
+        loss_position=tuple(position for _, position, _ in points),
+        loss_value=tuple(loss for _, _, loss in points),
+    )
+
+
+_V = TypeVar("_V")
+
+
+def keep(table: dict[str, _V], name: str, value: _V) -> None:
+    """``table[name] = value``, unless the table is full of other names."""
+    if name in table or len(table) < MAX_LINKS:
+        table[name] = value
+
+
+def _by_text(table: Mapping[int, _V]) -> dict[str, _V]:
+    return {str(key): value for key, value in table.items()}
+
+
+def _by_number(table: Mapping[str, _V]) -> dict[int, _V]:
+    return {int(key): value for key, value in table.items() if key.isascii() and key.isdecimal()}
 
 
 def _finite_or(value: float, otherwise: float) -> float:

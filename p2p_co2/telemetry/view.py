@@ -7,7 +7,8 @@ live reader built event by event. A round of the swarm is counted once, although
 Rounds are keyed by (fragment, round), where ``round`` is the outer version it would make: an aborted round is
 tried again under the same key, so one key may hold several aborts and at most one commit.
 
-Price: about 1.5 kB per round of four members, kept for the whole run; everything else is bounded.
+Price: about 2 kB per round of four members, kept for the whole run unless ``rounds_kept`` bounds it;
+everything else is bounded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from p2p_co2.telemetry.events import (
     CaughtUp,
     Event,
+    FragmentApplied,
     LinkLost,
     MessageRefused,
     PeerFinished,
@@ -30,10 +32,11 @@ from p2p_co2.telemetry.events import (
     RoundAborted,
     RoundBegan,
     RoundCommitted,
+    RoundCounted,
     SendSkipped,
     Warned,
 )
-from p2p_co2.telemetry.peer_view import PeerView, count
+from p2p_co2.telemetry.peer_view import PeerView, count, keep
 
 MAX_NOTABLE = 256
 """Newest notable events kept in the view."""
@@ -62,8 +65,16 @@ class RoundReport:
     partial: int = 0
     duration_s: float = 0.0
     aborts: Counter[str] | None = None
+    committed_at: float = 0.0
+    begun_s: float = 0.0
+    parts_s: float = 0.0
+    means_s: float = 0.0
+    staleness: int = -1
+    """Of this peer's outer step that the round made; -1 as long as it has taken none."""
 
     def commit(self, event: RoundCommitted) -> None:
+        self.committed_at, self.begun_s = event.at, event.begun_s
+        self.parts_s, self.means_s = event.parts_s, event.means_s
         self.committed, self.group_size = True, event.group_size
         self.contributors, self.partial = event.contributors, event.partial
         self.duration_s = event.duration_s if math.isfinite(event.duration_s) else 0.0
@@ -87,6 +98,8 @@ class RoundView:
     begun: tuple[float, str, tuple[str, ...]] | None = None
     begins: int = 0
     reports: dict[str, RoundReport] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    """Whose work is in the mean, as a signed decision says; empty if none was seen."""
 
     @property
     def outcome(self) -> str:
@@ -131,6 +144,11 @@ class RoundView:
         return max((commit.partial for commit in self._commits()), default=0)
 
     @property
+    def staleness(self) -> int:
+        """The most stale outer step that came of this round; -1 if none is known."""
+        return max((report.staleness for report in self.reports.values()), default=-1)
+
+    @property
     def group_size(self) -> int:
         return max((commit.group_size for commit in self._commits()), default=len(self.group))
 
@@ -147,14 +165,34 @@ class RoundView:
 
 
 @dataclass
+class Settled:
+    """What rounds that are kept no more come to."""
+
+    committed: int = 0
+    missed: int = 0
+    aborts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, view: RoundView) -> None:
+        self.committed += view.outcome == "committed"
+        self.missed += bool(view.missed_by)
+        self.aborts += view.aborts
+
+
+@dataclass
 class SwarmView:
     """All peers and rounds. ``notable``: (at, peer, its event's number, event), oldest first, the newest
-    ``MAX_NOTABLE``; ``warnings`` counts all ``Warned`` events."""
+    ``MAX_NOTABLE``; ``warnings`` counts all ``Warned`` events. ``counted``: work by peer (tokens, summed over
+    fragments) as signed decisions say, of ``counted_rounds`` rounds. ``rounds_kept``: older rounds than these
+    are only counted, in ``settled``; 0 keeps all, and only then does the order of peers not matter."""
 
     peers: dict[str, PeerView] = field(default_factory=dict)
     rounds: dict[tuple[int, int], RoundView] = field(default_factory=dict)
     notable: list[tuple[float, str, int, Event]] = field(default_factory=list)
     warnings: int = 0
+    counted: dict[str, float] = field(default_factory=dict)
+    counted_rounds: int = 0
+    rounds_kept: int = 0
+    settled: Settled = field(default_factory=Settled)
     _written: Counter[str] = field(default_factory=Counter)
 
     def add(self, event: Event) -> None:
@@ -175,6 +213,10 @@ class SwarmView:
                 self._round(event.fragment, event.round).report_of(event.peer).commit(event)
             case RoundAborted():
                 self._round(event.fragment, event.round).report_of(event.peer).abort(event.reason)
+            case RoundCounted():
+                self._count(event)
+            case FragmentApplied():
+                self._stale(event)
             case Warned():
                 self.warnings += 1
         if isinstance(event, _NOTABLE):
@@ -184,7 +226,30 @@ class SwarmView:
         return self.peers.setdefault(peer, PeerView(peer))
 
     def _round(self, fragment: int, number: int) -> RoundView:
-        return self.rounds.setdefault((fragment, number), RoundView(fragment, number))
+        known = self.rounds.get((fragment, number))
+        if known is None:
+            if self.rounds_kept and len(self.rounds) >= self.rounds_kept:
+                self.settled.add(self.rounds.pop(next(iter(self.rounds))))
+            known = self.rounds[fragment, number] = RoundView(fragment, number)
+        return known
+
+    def _stale(self, event: FragmentApplied) -> None:
+        """Note it at the round, if this peer itself told of its commit: nobody else's events matter then."""
+        known = self.rounds.get((event.fragment, event.version))
+        report = known.reports.get(event.peer) if known is not None else None
+        if report is not None and report.committed:
+            report.staleness = event.staleness
+
+    def _count(self, event: RoundCounted) -> None:
+        """Every member reads the same decision, so the first that tells of it is enough."""
+        known = self._round(event.fragment, event.round)
+        if known.weights:
+            return
+        known.weights = event.weights
+        self.counted_rounds += 1
+        for peer, weight in event.weights.items():
+            if math.isfinite(weight) and weight > 0:
+                keep(self.counted, peer, self.counted.get(peer, 0.0) + weight)
 
     def _note(self, event: Event) -> None:
         bisect.insort(
@@ -228,12 +293,12 @@ class SwarmView:
     @property
     def committed(self) -> int:
         """Committed rounds of the swarm, each counted once."""
-        return sum(view.outcome == "committed" for view in self.rounds.values())
+        return self.settled.committed + sum(view.outcome == "committed" for view in self.rounds.values())
 
     @property
     def abort_reasons(self) -> Counter[str]:
         """Aborted rounds of the swarm by reason, each counted once."""
-        total: Counter[str] = Counter()
+        total = Counter(self.settled.aborts)
         for view in self.rounds.values():
             total += view.aborts
         return total
