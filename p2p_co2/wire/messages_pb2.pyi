@@ -452,3 +452,63 @@ class LinkHello(_message.Message):
     sent_at: float
     nonce: bytes
     def __init__(self, from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., run: _Optional[bytes] = ..., certificate_digest: _Optional[bytes] = ..., sent_at: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class RoundRef(_message.Message):
+    __slots__ = ("fragment", "round")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    round: int
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("run", "process", "after", "decisions")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    process: int
+    after: int
+    decisions: _containers.RepeatedCompositeFieldContainer[RoundRef]
+    def __init__(self, run: _Optional[bytes] = ..., process: _Optional[int] = ..., after: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[RoundRef, _Mapping]]] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("run", "peer", "process", "first", "last", "newest", "sent_at", "events", "decisions", "again_in_s")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_IN_S_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    peer: str
+    process: int
+    first: int
+    last: int
+    newest: int
+    sent_at: float
+    events: bytes
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    again_in_s: float
+    def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[str] = ..., process: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., newest: _Optional[int] = ..., sent_at: _Optional[float] = ..., events: _Optional[bytes] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., again_in_s: _Optional[float] = ...) -> None: ...
+
+class Relayed(_message.Message):
+    __slots__ = ("id", "peer", "request", "answer", "trouble", "peers")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    peer: str
+    request: bytes
+    answer: bytes
+    trouble: str
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[int] = ..., peer: _Optional[str] = ..., request: _Optional[bytes] = ..., answer: _Optional[bytes] = ..., trouble: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
