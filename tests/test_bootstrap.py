@@ -14,7 +14,6 @@ import pytest
 from bootstrap.local_swarm import LocalSwarm, environment, program
 from bootstrap.seed import SeedOptions, serve_run
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.process import FolderLock
 from p2p_co2.transport import libp2p_daemon
 
 PYTHON = [sys.executable, "-c"]
@@ -151,11 +150,3 @@ def test_a_seed_with_a_public_name_relays_at_once(
     with pytest.raises(EnvironmentFault, match="far enough"):
         serve_run(options, lambda _: None)
     assert asked == [{"announce_host": announce_host, "public": public}]
-
-
-def test_a_folder_serves_one_process(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path / "peer")
-    with pytest.raises(EnvironmentFault, match=rf"in use by process {os.getpid()}; give this one another"):
-        FolderLock(tmp_path / "peer")
-    held.release()
-    FolderLock(tmp_path / "peer").release()

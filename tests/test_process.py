@@ -1,0 +1,191 @@
+"""process: real processes that are asked to stop, killed, or orphaned, and what the kernel says is left of
+them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.process import (
+    FolderLock,
+    StopSignals,
+    processes_below,
+    require_supported_platform,
+)
+
+SLEEP = "import time; time.sleep(60)"
+STOPPABLE = f"""
+import subprocess, sys, time
+from p2p_co2.process import StopSignals
+with StopSignals(lambda: print("asked", flush=True)):
+    below = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
+    print(below.pid, flush=True)
+    while True:
+        time.sleep(60)
+"""
+FOLLOWING = """
+import os, signal, sys, time
+from p2p_co2.process import end_with_parent
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("asked to leave", file=open(sys.argv[1], "w"))))
+end_with_parent(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+LEADING = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {FOLLOWING!r}, sys.argv[1]]).wait()
+"""
+
+
+@contextmanager
+def started(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that runs ``code``; it is gone afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
+    ends_at = time.monotonic() + within_s
+    while not condition() and time.monotonic() < ends_at:
+        time.sleep(0.02)  # other processes set no event here
+    return condition()
+
+
+def has_ended(pid: int) -> bool:
+    """A killed orphan is reaped by init in its own time: a zombie counts as ended."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+# ---- the machine
+
+
+@pytest.mark.parametrize(
+    ("system", "machine"), [("darwin", "arm64"), ("win32", "AMD64"), ("linux", "aarch64")]
+)
+def test_another_machine_is_refused_with_what_to_do(system: str, machine: str) -> None:
+    with pytest.raises(EnvironmentFault, match=rf"this is {system} on {machine}.*WSL 2.*container"):
+        require_supported_platform(system, machine)
+
+
+def test_linux_on_x86_64_is_ours() -> None:
+    require_supported_platform("linux", "x86_64")
+    require_supported_platform("linux", "AMD64")
+
+
+# ---- stop signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_leaves_nothing(number: signal.Signals) -> None:
+    with started(STOPPABLE) as process:
+        below = int(line_of(process))
+        process.send_signal(number)
+        assert line_of(process) == "asked"
+        assert process.poll() is None
+        assert not has_ended(below)
+        process.send_signal(number)
+        assert process.wait(20) == 130
+        assert until(lambda: has_ended(below))
+
+
+def test_the_handlers_of_before_come_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    asked: list[int] = []
+    with StopSignals(lambda: asked.append(1)) as signals:
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) != before
+        assert not signals.asked
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.asked
+    assert asked == [1]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# ---- parents and children
+
+
+def test_a_child_is_asked_to_leave_when_its_parent_is_killed(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with started(LEADING, str(said)) as parent:
+        child = int(line_of(parent))
+        assert processes_below(parent.pid) == [child]
+        parent.kill()
+        assert until(lambda: has_ended(child))
+    assert said.read_text() == "asked to leave\n"
+
+
+def test_a_parent_that_is_gone_already_counts_as_ended_now() -> None:
+    nobody = "from p2p_co2.process import end_with_parent; end_with_parent({}); print('still here')"
+    for parent, status, said in ((0, 0, "still here"), (2**22 + 1, -signal.SIGTERM, "")):
+        with started(nobody.format(parent)) as process:
+            assert line_of(process) == said
+            assert process.wait(20) == status
+
+
+def test_processes_below_are_children_and_theirs() -> None:
+    below = f"import os; print(os.getpid(), flush=True); {SLEEP}"
+    for _ in range(2):
+        below = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {below!r}]).wait()"
+    with started(below) as process:
+        lowest = int(line_of(process))
+        found = processes_below(process.pid)
+        assert len(found) == 2
+        assert found[1] == lowest
+        os.kill(lowest, signal.SIGKILL)
+        process.wait(20)
+        assert processes_below(process.pid) == []
+
+
+# ---- folders
+
+
+def test_a_folder_serves_one_process(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path / "peer")
+    with pytest.raises(EnvironmentFault, match=rf"in use by process {os.getpid()}; give this one another"):
+        FolderLock(tmp_path / "peer")
+    held.release()
+    held.release()
+    FolderLock(tmp_path / "peer").release()
+
+
+def test_a_killed_process_lets_its_folder_go(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from p2p_co2.process import FolderLock\n"
+        f"lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); {SLEEP}"
+    )
+    with started(code, str(tmp_path)) as process:
+        assert line_of(process) == "held"
+        with pytest.raises(EnvironmentFault, match=f"in use by process {process.pid}"):
+            FolderLock(tmp_path)
+        process.kill()
+        process.wait(20)
+        FolderLock(tmp_path).release()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match=r"cannot use the folder .*file/peer.*--folder"):
+        FolderLock(tmp_path / "file" / "peer")
