@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
-from p2p_co2.node.meter import MEASURABLE_BYTES, UploadMeter
+from p2p_co2.node.meter import MEASURABLE_BYTES, Pace, UploadMeter
 from p2p_co2.transport.base import OnMessage, OnRefused
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -65,7 +65,9 @@ class Heard:
 
 
 @asynccontextmanager
-async def links_over(*carriers: FakeCarrier, cap: float = 0.0) -> AsyncIterator[tuple[Links, Heard]]:
+async def links_over(
+    *carriers: FakeCarrier, cap: float = 0.0, known: tuple[PeerId, ...] = (B,)
+) -> AsyncIterator[tuple[Links, Heard]]:
     heard = Heard()
     observer = LinkObserver(
         lambda *event: heard.opened.append(event),
@@ -74,7 +76,7 @@ async def links_over(*carriers: FakeCarrier, cap: float = 0.0) -> AsyncIterator[
     )
 
     async def find(peer: PeerId, fresh: bool) -> PeerRecord | None:
-        return PeerRecord(peer=peer) if peer == B else None
+        return PeerRecord(peer=peer) if peer in known else None
 
     async with asyncio.TaskGroup() as tasks:
         links = Links(carriers, find, observer, tasks, cap)
@@ -174,13 +176,40 @@ async def test_the_upload_cap_holds() -> None:
         assert len(grpc.sent) == 10
 
 
+async def test_control_does_not_wait_for_the_turn_of_bulk() -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, cap=1000.0) as (links, _):
+        for number in range(3):  # the second may go after 100 s
+            links.post(B, bytes([number]) * 100_000, bulk=True)
+        await turns()
+        assert len(grpc.sent) == 1
+        links.post(B, b"ping", bulk=False)
+        await turns()
+        assert grpc.sent[1:] == [b"ping"]
+
+
+async def test_a_slow_receiver_gets_its_rate_and_does_not_hold_up_the_others() -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, cap=1e6, known=(B, C)) as (links, _):
+        links.set_paces({B: 100.0})
+        for _ in range(2):
+            links.post(B, bytes(1000), bulk=True)  # the second may go after 10 s
+        await turns()
+        for _ in range(3):
+            links.post(C, bytes(1001), bulk=True)
+        async with asyncio.timeout(5):
+            while len(grpc.sent) < 4:
+                await asyncio.sleep(0.001)
+        assert [len(data) for data in grpc.sent] == [1000, 1001, 1001, 1001]
+
+
 def burst(meter: UploadMeter, size_bytes: int, started_at: float, duration_s: float) -> None:
     meter.started(started_at)
     meter.finished(size_bytes, started_at + duration_s)
 
 
 def test_the_rate_is_that_of_the_best_burst_of_late() -> None:
-    meter = UploadMeter(0.0)
+    meter = UploadMeter()
     burst(meter, MEASURABLE_BYTES * 4, 1.0, 1.0)
     burst(meter, 10, 10.0, 0.001)  # too small to tell
     assert meter.bytes_per_s == MEASURABLE_BYTES * 4
@@ -193,14 +222,20 @@ def test_the_rate_is_that_of_the_best_burst_of_late() -> None:
 
 
 def test_messages_close_together_are_one_burst() -> None:
-    meter = UploadMeter(0.0)
+    meter = UploadMeter()
     for number in range(10):
         burst(meter, MEASURABLE_BYTES // 4, 1.0 + number * 0.1, 0.05)
     burst(meter, 1, 10.0, 0.001)
     assert 2.4 * MEASURABLE_BYTES <= meter.bytes_per_s <= 2.8 * MEASURABLE_BYTES
 
 
-def test_the_cap_is_one_for_all_links() -> None:
-    meter = UploadMeter(1000.0)
-    assert [meter.delay_s(500, 10.0) for _ in range(4)] == [0.0, 0.5, 1.0, 1.5]
-    assert meter.delay_s(500, 20.0) == 0.0
+def test_turns_come_in_the_order_of_asking_and_keep_the_rate() -> None:
+    pace = Pace(1000.0)
+    assert [pace.admit_at(500, 10.0) for _ in range(4)] == [10.0, 10.5, 11.0, 11.5]
+    assert pace.admit_at(500, 20.0) == 20.0
+    pace.bytes_per_s = 100.0
+    assert [pace.admit_at(10, 20.5), pace.admit_at(10, 20.5)] == [20.5, 20.6]
+
+
+def test_no_rate_is_no_limit() -> None:
+    assert [Pace().admit_at(1 << 30, 5.0) for _ in range(3)] == [5.0, 5.0, 5.0]

@@ -5,6 +5,10 @@ punching). The choice is per link and direction, and is an event with its reason
 control messages overtake bulk data, bulk is bounded, and what cannot be delivered is dropped, because every
 message of the protocol may be lost.
 
+Bulk keeps to two rates: this peer's own cap, for all links together, and the rate at which the receiver said
+that it wants it. Lanes get their turns in the order in which they ask, one message each; a control message
+never waits for a turn.
+
 Law: all that leaves this machine for a peer leaves through ``post``.
 """
 
@@ -13,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.node.meter import UploadMeter
+from p2p_co2.node.meter import Pace, UploadMeter
 from p2p_co2.transport.base import Carrier, Link
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
@@ -50,6 +54,11 @@ class _Lane:
     control: deque[bytes] = field(default_factory=deque)
     bulk: deque[bytes] = field(default_factory=deque)
     bulk_bytes: int = 0
+    pace: Pace = field(default_factory=Pace)
+    turn_at: float | None = None
+    """When the first bulk message may go, as far as it has asked for its turns."""
+    asked_cap: bool = False
+    """Whether it has its turn of our own cap, after that of the receiver's rate."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
     task: asyncio.Task[None] | None = None
@@ -71,7 +80,9 @@ class Links:
         self._find_record = find_record
         self._observer = observer
         self._tasks = tasks
-        self._meter = UploadMeter(upload_cap_bytes_per_s)
+        self._meter = UploadMeter()
+        self._cap = Pace(upload_cap_bytes_per_s)
+        self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, _Lane] = {}
         self._used: dict[str, str] = {}
         self._queued_bytes = 0
@@ -81,6 +92,10 @@ class Links:
     def upload_bytes_per_s(self) -> float:
         """What the link has shown it can carry; 0 until measured."""
         return self._meter.bytes_per_s
+
+    def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
+        """How fast these peers want bulk data from us; others take what comes."""
+        self._paces = bytes_per_s
 
     def post(self, peer: PeerId, data: bytes, bulk: bool, served: bool = False) -> bool:
         """Queue a message; False if it was dropped because the queue is full. ``served``: bulk that ``peer``
@@ -134,7 +149,7 @@ class Links:
                 return
             assert lane.link is not None
             try:
-                await self._send_until_idle(lane, lane.link)
+                await self._send_until_idle(peer, lane, lane.link)
                 await self._wait(lane, lane.link)
             except TransportError as error:
                 carrier, lane.link = lane.link.carrier, None
@@ -176,25 +191,39 @@ class Links:
                 raise
             return await carrier.connect(newer)
 
-    async def _send_until_idle(self, lane: _Lane, link: Link) -> None:
+    async def _send_until_idle(self, peer: PeerId, lane: _Lane, link: Link) -> None:
         while lane.control or lane.bulk:
             if lane.control:
                 data = lane.control.popleft()
+                self._cap.admit_at(len(data), time.monotonic())  # counts, but does not wait
                 await link.send(data)
                 self.up_bytes += len(data)
                 continue
+            wait_s = self._wait_s(peer, lane, time.monotonic())
+            if wait_s > 0:
+                await _wait_for_news(lane, wait_s)
+                continue
+            lane.turn_at = None
             data = lane.bulk.popleft()
             lane.bulk_bytes -= len(data)
             self._queued_bytes -= len(data)
             await self._send_bulk(link, data)
 
+    def _wait_s(self, peer: PeerId, lane: _Lane, now: float) -> float:
+        """How long the lane's first bulk message has to wait: first for the receiver's rate, then for our
+        own cap, or a slow receiver would hold up what goes to the others."""
+        size_bytes = len(lane.bulk[0])
+        if lane.turn_at is None:
+            lane.pace.bytes_per_s = self._paces.get(peer, 0.0)
+            lane.turn_at, lane.asked_cap = lane.pace.admit_at(size_bytes, now), False
+        if lane.turn_at <= now and not lane.asked_cap:
+            lane.turn_at, lane.asked_cap = self._cap.admit_at(size_bytes, now), True
+        return lane.turn_at - now
+
     async def _send_bulk(self, link: Link, data: bytes) -> None:
         self._meter.started(time.monotonic())
         sent_bytes = 0
         try:
-            wait_s = self._meter.delay_s(len(data), time.monotonic())
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
             await link.send(data)
             sent_bytes = len(data)
         finally:
@@ -215,3 +244,13 @@ class Links:
             closed.cancel()
         if closed.done() and not closed.cancelled() and not (lane.control or lane.bulk):
             raise PeerLost(closed.result())
+
+
+async def _wait_for_news(lane: _Lane, timeout_s: float) -> None:
+    """Until something is posted to the lane, at most ``timeout_s`` seconds."""
+    lane.wake.clear()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await lane.wake.wait()
+    except TimeoutError:
+        return

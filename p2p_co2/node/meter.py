@@ -1,11 +1,12 @@
-"""How fast this machine sends bulk data, and how fast it may: arithmetic on times that are handed in.
+"""How fast this machine sends bulk data, and how fast it may send or receive: arithmetic on times that are
+handed in.
 
-The rate sizes this peer's part of a round, so it must say what the link can do, not how busy the processor
-was in one moment: it is measured over whole bursts, and the best burst of late counts. Law: over any stretch
-the bytes admitted are at most ``cap_bytes_per_s`` times its length plus one message.
+The upload rate sizes this peer's part of a round, so it must say what the link can do, not how busy the
+processor was in one moment: it is measured over whole bursts, and the best burst of late counts. Law: over
+any stretch the bytes that a ``Pace`` admits are at most its rate times the length plus one message.
 
 Price: what the kernel still buffers at the end of a burst counts as sent, so short bursts flatter a slow
-link; the deadline for parts learns the truth from the rounds themselves.
+link; what the rounds themselves say corrects that (``Standing``).
 """
 
 from __future__ import annotations
@@ -18,13 +19,29 @@ FORGETTING = 0.1
 """Share of the way down that a slower burst takes the rate; a faster one takes it up at once."""
 
 
+class Pace:
+    """A rate that is not to be exceeded, in bytes per second; 0 means no limit. It may be changed at any
+    time."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    def admit_at(self, size_bytes: int, now: float) -> float:
+        """When a message may go; it counts from then on, so those who ask get their turns in the order of
+        asking."""
+        if not self.bytes_per_s:
+            return now
+        at = max(now, self._free_at)
+        self._free_at = at + size_bytes / self.bytes_per_s
+        return at
+
+
 class UploadMeter:
-    """One per process. ``cap_bytes_per_s`` 0 means no cap. ``bytes_per_s`` is 0 until something could be
+    """What the upload has shown it can do. One per process; ``bytes_per_s`` is 0 until something could be
     measured."""
 
-    def __init__(self, cap_bytes_per_s: float) -> None:
-        self._cap = cap_bytes_per_s
-        self._free_at = 0.0
+    def __init__(self) -> None:
         self._burst_started_at = self._burst_ended_at = -1e9
         self._burst_bytes = 0
         self._sending = 0
@@ -34,14 +51,6 @@ class UploadMeter:
     def busy(self) -> bool:
         """Whether a bulk message is being handed to a link."""
         return self._sending > 0
-
-    def delay_s(self, size_bytes: int, now: float) -> float:
-        """Admit a message: how long to wait before it is sent."""
-        if not self._cap:
-            return 0.0
-        wait_s = max(0.0, self._free_at - now)
-        self._free_at = now + wait_s + size_bytes / self._cap
-        return wait_s
 
     def started(self, now: float) -> None:
         """A bulk message is handed to a link."""
