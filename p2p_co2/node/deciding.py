@@ -10,7 +10,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import chunk_at, chunk_count, chunk_digest
-from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TransportError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean
 from p2p_co2.rounds import (
@@ -32,13 +31,14 @@ from p2p_co2.wire.messages_pb2 import Decision, Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
+    from p2p_co2.node.surroundings import Announcer
 
 DECISION_KEPT_S = 600.0
 """How long a signed decision stays in the DHT."""
 
 
 class Deciding:
-    def __init__(self, node: Node, ledger: Ledger, discovery: Discovery) -> None:
+    def __init__(self, node: Node, ledger: Ledger, discovery: Announcer) -> None:
         self._node, self._ledger, self._discovery = node, ledger, discovery
 
     def handle(self, event: RoundsEvent) -> None:

@@ -1,7 +1,7 @@
 """The pump: feeds the machines with messages, timers and answers, and carries out what they ask.
 
 Nothing else in the library reads the clock for the machines, sets their timers or sends their messages; in
-tests the same machines run on virtual time.
+a simulation this same node runs on virtual time (``surroundings``).
 
 Laws: one asyncio loop, one TaskGroup; what a peer sends can at worst be counted against it
 (``MessageRefused``), never raise out of here; the tensor side is asked in the order in which rounds were
@@ -11,7 +11,6 @@ decided.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -25,8 +24,8 @@ from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
-from p2p_co2.node.network import Network
 from p2p_co2.node.standing import LocalProgress, Standing
+from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
 from p2p_co2.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
@@ -60,13 +59,17 @@ class Node:
 
     def __init__(
         self,
-        network: Network,
+        network: Surroundings,
         shape: PayloadShape,
         state_bytes: Sequence[int],
         ledger: Ledger,
         agreed: Sequence[AgreedVersion],
         report: Callable[[ev.Event], None],
+        clock: Clock = SYSTEM_CLOCK,
+        make_links: MakeLinks = Links,
     ) -> None:
+        self.clock, self._make_links = clock, make_links
+        self._unix_at_start = clock.unix() - clock.monotonic()
         self._network, self._ledger, self._report_event = network, ledger, report
         self.identity = network.identity
         self.me = network.identity.peer_id
@@ -81,8 +84,8 @@ class Node:
         for fragment, version in enumerate(agreed):
             self.rounds.set_state(fragment, version.version, version.digest)
         self.software = network.software
-        clock = network.run.clock
-        self.standing = Standing(self, 1.0 / clock.round_s if clock.mode == "time" else 0.0)
+        pace = network.run.clock
+        self.standing = Standing(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0)
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
         self._beat_at = self._conclude_at = 0.0
@@ -91,7 +94,7 @@ class Node:
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._links: Links | None = None
+        self._links: Outgoing | None = None
         self._alone_since = self.now()
         self._bug: Exception | None = None
 
@@ -104,7 +107,8 @@ class Node:
             observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
             cap = self._network.config.limits.upload_bytes_per_s
             await self._network.start_carriers(self._on_message, self._on_link_refused)
-            self._links = Links(self._network.carriers, self._network.find_record, observer, tasks, cap)
+            find_record = self._network.find_record
+            self._links = self._make_links(self._network.carriers, find_record, observer, tasks, cap)
             background = [
                 tasks.create_task(self._discover(), name="discover"),
                 tasks.create_task(self._keep_time(), name="timers"),
@@ -122,14 +126,14 @@ class Node:
         self._stopping.set()
 
     @property
-    def links(self) -> Links:
+    def links(self) -> Outgoing:
         if self._links is None:
             raise LocalProtocolError("the node is not running")
         return self._links
 
     def now(self) -> float:
         """The machines' clock: monotonic, and near unix time so that offsets between peers mean something."""
-        return _WALL_AT_START + time.monotonic()
+        return self._unix_at_start + self.clock.monotonic()
 
     # ---- what the trainer asks
 
@@ -371,10 +375,7 @@ class Node:
         self._tasks.create_task(work)
 
     def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
-        self._report_event(kind(at=time.time(), peer=self.me, **fields))
-
-
-_WALL_AT_START = time.time() - time.monotonic()
+        self._report_event(kind(at=self.clock.unix(), peer=self.me, **fields))
 
 
 def _varint(number: int) -> bytes:

@@ -6,7 +6,6 @@ heartbeats of live peers alone, and the position on their lower median: of three
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ class LocalProgress:
     position: float = 0.0
     """In rounds, at ``position_at``."""
     position_at: float = 0.0
-    """By ``time.monotonic``."""
+    """By the node's monotonic clock."""
     inner_steps: int = 0
     tokens: int = 0
     loss: float = 0.0
@@ -36,8 +35,8 @@ class LocalProgress:
 class Standing:
     """``settled``: no live peer trains any more and all are at our versions and digests. ``abreast``: nobody
     is ahead by more than a round. ``swarm_position``: median position of the other training peers in rounds,
-    and the ``time.monotonic`` it was true at. ``rounds_per_s``: how fast positions move by themselves; 0 if
-    they count inner steps."""
+    and the node's monotonic time it was true at. ``rounds_per_s``: how fast positions move by themselves; 0
+    if they count inner steps."""
 
     def __init__(self, node: Node, rounds_per_s: float) -> None:
         self._node, self._rounds_per_s = node, rounds_per_s
@@ -64,7 +63,7 @@ class Standing:
         """This peer's position now: what the training thread last said, carried on by the clock."""
         progress = self.progress
         moving = progress.phase == Status.TRAINING
-        elapsed_s = time.monotonic() - progress.position_at if moving else 0.0
+        elapsed_s = self._node.clock.monotonic() - progress.position_at if moving else 0.0
         return max(0.0, progress.position + elapsed_s * self._rounds_per_s)
 
     def views(self) -> dict[PeerId, PeerView]:
@@ -93,6 +92,6 @@ class Standing:
         )
         ahead = [self._node.catching.swarm_version(f) - version for f, (version, _) in enumerate(mine)]
         self.abreast = idle and all(rounds <= 1 for rounds in ahead)
-        at = time.monotonic() - (self._node.now() - now)
+        at = self._node.clock.monotonic() - (self._node.now() - now)
         positions = sorted(self._node.membership.positions(now, self._rounds_per_s))
         self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None
