@@ -8,6 +8,8 @@ status 2 (this machine or the network at fault: 1), never a traceback. A traceba
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,7 +124,13 @@ def join(
     min_peers: Annotated[
         int | None, typer.Option(help="Wait (bounded) for this many before training.")
     ] = None,
-    upload: Annotated[float | None, typer.Option(help="Upload cap in bytes per second; 0 for none.")] = None,
+    upload: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Upload cap: bytes per second, or 500k, 2M, 20Mbit.")
+    ] = None,
+    download: Annotated[str | None, typer.Option(metavar="RATE", help="Download cap, likewise.")] = None,
+    hours: Annotated[
+        str | None, typer.Option(help="Train only then, local time: 22:00-07:00, or several with commas.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the checkpoint in the folder.")
     ] = False,
@@ -133,13 +141,15 @@ def join(
     tokens: Annotated[Path | None, typer.Option(help="Train on your own file of token ids.")] = None,
     parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
 ) -> None:
-    """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once."""
+    """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
     config = _peer_config(
         config_file,
         {
             "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
             "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-            "min_peers": min_peers, "limits.threads": threads, "limits.upload_bytes_per_s": upload,
+            "min_peers": min_peers, "limits.threads": threads, "limits.hours": hours,
+            "limits.upload_bytes_per_s": _rate("--upload", upload),
+            "limits.download_bytes_per_s": _rate("--download", download),
         },
     )  # fmt: skip
     from peers.daemon import JoinOptions, join_run
@@ -149,6 +159,21 @@ def join(
         ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, parent=parent
     )
     raise typer.Exit(join_run(options))
+
+
+def _rate(option: str, text: str | None) -> float | None:
+    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
+    try:
+        value = float(found[1]) if found else math.nan
+    except ValueError:
+        value = math.nan
+    if found is None or math.isnan(value):
+        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
+        raise ConfigError("command line", option, problem)
+    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
 def _peer_config(path: Path | None, given: dict[str, Any]) -> Any:
@@ -167,7 +192,7 @@ def _peer_config(path: Path | None, given: dict[str, Any]) -> Any:
         return PeerConfig.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
-        option = "--" + str(first["loc"][-1]).replace("_", "-").replace("upload-bytes-per-s", "upload")
+        option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s")
         raise ConfigError("command line", option, f"{first['msg']} (got {first['input']!r})") from None
 
 

@@ -13,13 +13,17 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.governor import read_hours
 
 CodecName = Literal["fp32", "fp16", "bf16", "int8", "fp4", "nf4", "int4", "e3m0"]
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
 CarrierName = Literal["auto", "grpc", "libp2p"]
+
+
+SLOWEST_CAP_BYTES_PER_S = 10_000
 
 
 class _Frozen(BaseModel):
@@ -132,11 +136,35 @@ class RunConfig(_Frozen):
 
 
 class LimitsConfig(_Frozen):
-    """Caps on what this peer gives. ``upload_bytes_per_s``: 0 means no cap, and the measured rate sizes its
-    parts."""
+    """Caps on what this peer gives.
+
+    ``upload_bytes_per_s``, ``download_bytes_per_s``: of messages, all links together; 0 means no cap, and the
+    measured upload rate sizes its parts. ``threads``: CPU threads of training, 0 for the number of cores.
+    ``hours``: when it trains, local time, as "22:00-07:00, 12:30-13:30"; "" for always.
+    """
 
     upload_bytes_per_s: float = Field(default=0.0, ge=0)
+    download_bytes_per_s: float = Field(default=0.0, ge=0)
     threads: int = Field(default=0, ge=0, le=1024)
+    hours: str = Field(default="", max_length=256)
+
+    @field_validator("upload_bytes_per_s", "download_bytes_per_s")
+    @classmethod
+    def _usable(cls, rate: float) -> float:
+        if 0 < rate < SLOWEST_CAP_BYTES_PER_S:
+            raise ValueError(
+                f"below {SLOWEST_CAP_BYTES_PER_S} bytes/s no round gets through; give more, or 0 for no cap"
+            )
+        return rate
+
+    @field_validator("hours")
+    @classmethod
+    def _readable(cls, hours: str) -> str:
+        try:
+            read_hours(hours)
+        except ConfigError as error:
+            raise ValueError(error.problem) from None
+        return hours
 
 
 class PeerConfig(_Frozen):

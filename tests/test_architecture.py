@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "errors": 0,
     "config": 1,
+    "governor": 1,
     "profiles": 1,
     "wire": 2,
     "ticket": 2,
@@ -31,6 +32,7 @@ FLOORS = {
     "membership": 4,
     "rounds": 4,
     "catchup": 4,
+    "reports": 4,
     "process": 4,
     "memory": 4,
     "transport": 5,
@@ -46,10 +48,10 @@ FLOORS = {
     "cli": 9,
 }
 TENSOR_WING = {"codec", "outer", "fragments", "averaging", "checkpoint", "recipes"}
-MESSAGE_WING = {"wire", "ticket", "membership", "rounds", "catchup", "transport", "discovery", "node"}
-MACHINES = {"membership", "rounds", "catchup"}
+MESSAGE_WING = {"wire", "ticket", "membership", "rounds", "catchup", "reports", "transport", "discovery", "node"}
+MACHINES = {"membership", "rounds", "catchup", "reports", "governor"}
 APPLICATIONS = {"peers", "bootstrap", "monitoring"}
-NO_TORCH = MESSAGE_WING | {"errors", "config", "profiles", "schedule", "telemetry", "monitoring"}
+NO_TORCH = MESSAGE_WING | {"errors", "config", "governor", "profiles", "schedule", "telemetry", "monitoring"}
 LARGEST_FILE_LINES = 450
 
 

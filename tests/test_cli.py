@@ -119,10 +119,29 @@ def test_a_bad_peer_file_is_refused(tmp_path: Path) -> None:
         ("--grpc-port", "70000", ["65535"]),
         ("--batch", "-1", ["greater than or equal to 0"]),
         ("--upload", "-1", ["greater than or equal to 0"]),
+        ("--upload", "9", ["below 10000 bytes/s", "0 for no cap"]),
+        ("--download", "fast", ["--download", "'fast' is no rate", "20Mbit"]),
+        ("--hours", "22-7", ["--hours", "'22-7' is no span of the day", "22:00-07:00"]),
     ],
 )
 def test_a_bad_option_is_refused_by_its_name(option: str, value: str, words: list[str]) -> None:
     refused(run("join", "p2pco2-x", option, value), option, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        (None, None),
+        ("0", 0),
+        ("2500000", 2.5e6),
+        ("500k", 5e5),
+        ("2.5M", 2.5e6),
+        ("20Mbit", 2.5e6),
+        ("1G", 1e9),
+    ],
+)
+def test_a_rate_is_read_in_the_users_units(text: str | None, bytes_per_s: float | None) -> None:
+    assert cli._rate("--upload", text) == bytes_per_s
 
 
 @pytest.mark.parametrize("ticket", ["nonsense", "p2pco2-", "p2pco2-AAAA", "p2pco2-" + "Z" * 5000])
@@ -134,9 +153,9 @@ def test_a_wrong_ticket_is_refused_before_anything_starts(tmp_path: Path, ticket
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "peer.toml"
     path.write_text('name = "from-file"\nbatch = 3\n[limits]\nthreads = 5')
-    config = cli._peer_config(path, {"batch": 7, "name": None, "limits.upload_bytes_per_s": 9.0})
+    config = cli._peer_config(path, {"batch": 7, "name": None, "limits.upload_bytes_per_s": 9e4})
     assert (config.name, config.batch, config.carrier) == ("from-file", 7, "auto")
-    assert (config.limits.threads, config.limits.upload_bytes_per_s) == (5, 9.0)
+    assert (config.limits.threads, config.limits.upload_bytes_per_s) == (5, 9e4)
 
 
 @pytest.mark.parametrize(

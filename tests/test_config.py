@@ -71,6 +71,19 @@ def test_peer_settings_are_read_like_run_settings(tmp_path: Path) -> None:
         read_peer_config(path)
 
 
+def test_a_peers_hours_are_read_and_a_useless_cap_refused(tmp_path: Path) -> None:
+    path = tmp_path / "peer.toml"
+    path.write_text("[limits]\nhours = '22:00-07:00'\ndownload_bytes_per_s = 1e6\n")
+    limits = read_peer_config(path).limits
+    assert (limits.hours, limits.download_bytes_per_s) == ("22:00-07:00", 1e6)
+    path.write_text("[limits]\nhours = 'at night'\n")
+    with pytest.raises(ConfigError, match=r"limits\.hours: 'at night' is no span of the day; write 22:00"):
+        read_peer_config(path)
+    path.write_text("[limits]\ndownload_bytes_per_s = 5\n")
+    with pytest.raises(ConfigError, match="below 10000 bytes/s no round gets through"):
+        read_peer_config(path)
+
+
 RUNS = st.builds(
     RunConfig,
     name=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),

@@ -1,0 +1,80 @@
+"""When this peer works and when it rests: the hours its owner gave it, and the owner's last word.
+
+A machine without a clock: the minute of the local day is handed in. Laws: without hours it works; a wish
+(pause, go on) overrides the hours until they next open or close, and counts for ever where there are none;
+asking changes nothing but that. A wish may come from a signal handler or another thread: it is one
+assignment.
+
+Source of the wish: people who lend their machines quit over noise, heat and busy lines (Folding@home client
+issues 11 and 268).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from p2p_co2.errors import ConfigError
+
+DAY_MINUTES = 24 * 60
+BY_HAND = "paused by hand"
+_SPAN = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")
+
+
+class Span(NamedTuple):
+    """From ``start`` to ``stop``, in minutes of the day; over midnight if ``stop`` is not later."""
+
+    start: int
+    stop: int
+
+    def holds(self, minute: int) -> bool:
+        if self.start < self.stop:
+            return self.start <= minute < self.stop
+        return minute >= self.start or minute < self.stop
+
+
+def read_hours(text: str) -> tuple[Span, ...]:
+    """ "22:00-07:00, 12:30-13:30" as spans; "" is no spans. Raises ``ConfigError``."""
+    spans: list[Span] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = _SPAN.fullmatch(part)
+        if found is None:
+            raise ConfigError("hours", "", f"{part!r} is no span of the day; write 22:00-07:00")
+        start_h, start_min, stop_h, stop_min = map(int, found.groups())
+        span = Span(60 * start_h + start_min, 60 * stop_h + stop_min)
+        if span.start == span.stop or span.stop > DAY_MINUTES:
+            raise ConfigError("hours", "", f"{part!r} ends where it begins, or after 24:00")
+        spans.append(span)
+    return tuple(spans)
+
+
+class Governor:
+    """``hours``: as ``read_hours`` takes them, local time; "" for always."""
+
+    def __init__(self, hours: str = "") -> None:
+        self._hours = hours
+        self._spans: Sequence[Span] = read_hours(hours)
+        self._wish: bool | None = None
+        """What a person wants, True to rest; None to follow the hours."""
+        self._was_open: bool | None = None
+
+    def pause(self) -> None:
+        self._wish = True
+
+    def go_on(self) -> None:
+        self._wish = False
+
+    def toggle(self, minute: int) -> None:
+        """The other of the two, as things stand."""
+        self._wish = not self.resting(minute)
+
+    def resting(self, minute: int) -> str:
+        """Why to rest at ``minute`` of the local day; "" to work."""
+        is_open = not self._spans or any(span.holds(minute) for span in self._spans)
+        if self._was_open is not None and is_open != self._was_open:
+            self._wish = None
+        self._was_open = is_open
+        if self._wish is None:
+            return "" if is_open else f"outside its hours ({self._hours})"
+        return BY_HAND if self._wish else ""
