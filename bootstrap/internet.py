@@ -1,0 +1,299 @@
+"""The internet of a rehearsal: one machine per peer, each behind its own router and line, all through one
+middle.
+
+    machine --lan0-- router --wan0------ middle ------wan0-- router --lan0-- machine
+                       |  rate up          |  rate down
+                       NAT, if asked       delay, jitter, loss: netem, or our forwarder on a TUN device
+
+Each machine and each router is a network namespace, so the packets are real and so are TCP, its windows and
+its retransmissions. A line's queue is in the router and in the middle, not in the machine, as at home.
+
+Addresses are of 192.0.0.0/24: reserved for protocol assignments and no host's (RFC 6890), yet taken by libp2p
+for public ones, without which it neither relays nor punches holes. None of it can leave: no namespace here
+is connected with the outside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from bootstrap import forwarder, netns
+from bootstrap.local_swarm import environment, program
+from bootstrap.wan import QUEUE_S, WanLink
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.profiles import LinkProfile
+
+Delay = Literal["netem", "forwarder"]
+MAX_MACHINES = 64
+_GATEWAY = "192.0.0.65"
+_FIRST_ADDRESS = 66
+_LAN_GATEWAY, _LAN_ADDRESS = "192.168.1.1", "192.168.1.2"
+_TABLE = 100
+"""The middle's routing table for what comes from the lines: into the forwarder."""
+_BURST_S = 0.004
+"""A rate limit is exact over this long: one tick of a kernel at 250 Hz."""
+_BURST_FLOOR_BYTES = 3200
+_FORWARDER_READY_S = 10.0
+_ROUTER_OPTIONS = {
+    "ipv4/ip_forward": "1",
+    "ipv4/conf/all/rp_filter": "0",
+    "ipv4/conf/default/rp_filter": "0",
+    "ipv4/conf/all/send_redirects": "0",
+    "ipv4/conf/default/send_redirects": "0",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a peer runs. ``address``: its own; ``public_address``: the one that others see it under."""
+
+    name: str
+    namespace: str
+    router: str
+    port: str
+    """The middle's device towards it."""
+    address: str
+    public_address: str
+    profile: LinkProfile
+
+    def command(self, arguments: list[str]) -> list[str]:
+        """The command line that runs ``arguments`` on this machine."""
+        return netns.inside(self.namespace, arguments)
+
+
+class Internet:
+    """Use as ``with Internet(...) as internet``, ``add`` the machines, then ``start``.
+
+    ``folder`` gets ``wan.json`` and the forwarder's log. ``congestion``: TCP's congestion control on the
+    machines, "" for this machine's own. Leaving the block removes all of it.
+    """
+
+    def __init__(self, kernel: netns.Kernel, folder: Path, seed: int, congestion: str = "") -> None:
+        self.kernel, self._folder, self._seed = kernel, folder, seed
+        self._congestion = congestion
+        self.machines: dict[str, Machine] = {}
+        self.delay_by: Delay = "netem" if kernel.netem and kernel.shaper else "forwarder"
+        self.forwarded: dict[str, float] = {}
+        """What the forwarder says of itself at its end."""
+        self._namespaces: list[str] = []
+        self._next_address = _FIRST_ADDRESS
+        self._forwarder: subprocess.Popen[bytes] | None = None
+        self._log = folder / "forwarder.log"
+
+    def __enter__(self) -> Internet:
+        netns.sweep()
+        try:
+            self._middle = self._namespace("middle")
+            netns.set_kernel_options(self._middle, _ROUTER_OPTIONS)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- building
+
+    def add(self, name: str, profile: LinkProfile) -> Machine:
+        """A machine with a line of ``profile``. Raises ``EnvironmentFault``."""
+        if len(self.machines) >= MAX_MACHINES:
+            raise EnvironmentFault(f"at most {MAX_MACHINES} machines in one rehearsal")
+        hidden = profile.nat != "open"
+        router_address = self._address()
+        machine = Machine(
+            name=name,
+            namespace=self._namespace(name),
+            router=self._namespace(f"{name}-router"),
+            port=f"port{len(self.machines)}",
+            address=_LAN_ADDRESS if hidden else self._address(),
+            public_address="",
+            profile=profile,
+        )
+        public = router_address if hidden else machine.address
+        machine = Machine(**{**machine.__dict__, "public_address": public})
+        self.machines[name] = machine
+        self._wire(machine, router_address)
+        if hidden:
+            if not self.kernel.masquerade:
+                raise EnvironmentFault(
+                    "neither nft nor iptables can make a router here; install nftables, or give --nat open"
+                )
+            netns.masquerade(
+                machine.router, self.kernel.masquerade, "wan0", symmetric=profile.nat == "symmetric"
+            )
+        return machine
+
+    def start(self) -> None:
+        """Let the packets flow. Raises ``EnvironmentFault``."""
+        if self.delay_by == "netem":
+            for machine in self.machines.values():
+                netns.tc(machine.router, *_netem(machine.profile, "wan0"))
+                netns.tc(self._middle, *_netem(machine.profile, machine.port))
+        elif not self.kernel.tun:
+            raise EnvironmentFault(
+                "this kernel has neither netem nor /dev/net/tun, so nothing can delay packets"
+            )
+        for machine in self.machines.values() if self.kernel.shaper else ():
+            profile = machine.profile
+            netns.tc(machine.router, *self._rate("wan0", profile.up_bits_per_s))
+            netns.tc(self._middle, *self._rate(machine.port, profile.down_bits_per_s))
+        if self.delay_by == "forwarder":
+            self._start_forwarder()
+
+    def words(self) -> str:
+        """Which emulation is in use, for the user."""
+        rates = f"the kernel's {self.kernel.shaper}" if self.kernel.shaper else "our packet forwarder"
+        delays = "the kernel's netem"
+        if self.delay_by == "forwarder":
+            delays = "our packet forwarder on a TUN device (this kernel has no netem)"
+        return f"real packets between network namespaces; rates by {rates}; delay, jitter, loss by {delays}"
+
+    def traffic_bytes(self) -> dict[str, tuple[int, int]]:
+        """Bytes (up, down) that each machine's line has carried, packet headers included."""
+        text = netns.call_inside(self._middle, lambda: Path("/proc/thread-self/net/dev").read_text())
+        devices = {}
+        for line in text.splitlines()[2:]:
+            device, _, figures = line.partition(":")
+            words = figures.split()
+            devices[device.strip()] = int(words[0]), int(words[8])
+        return {name: devices[machine.port] for name, machine in self.machines.items()}
+
+    def close(self) -> None:
+        """Remove everything; may be called twice."""
+        if self._forwarder is not None:
+            self._stop_forwarder(self._forwarder)
+            self._forwarder = None
+        while self._namespaces:
+            netns.remove(self._namespaces.pop())
+
+    # ---- parts
+
+    def _namespace(self, name: str) -> str:
+        full = netns.add(name)
+        self._namespaces.append(full)
+        netns.set_kernel_options(
+            full, {"ipv6/conf/all/disable_ipv6": "1", "ipv6/conf/default/disable_ipv6": "1"}
+        )
+        netns.ip(full, "link set lo up")
+        return full
+
+    def _address(self) -> str:
+        self._next_address += 1
+        return f"192.0.0.{self._next_address - 1}"
+
+    def _wire(self, machine: Machine, router_address: str) -> None:
+        """Devices, addresses and routes of one line."""
+        home, router, middle, port = machine.namespace, machine.router, self._middle, machine.port
+        netns.set_kernel_options(router, _ROUTER_OPTIONS)
+        if self._congestion:
+            netns.set_kernel_options(home, {"ipv4/tcp_congestion_control": self._congestion})
+        netns.ip(
+            home,
+            f"link add lan0 type veth peer name lan0 netns {router}",
+            f"addr add {machine.address}/32 dev lan0",
+            "link set lan0 up",
+            f"route add {_LAN_GATEWAY} dev lan0",
+            f"route add default via {_LAN_GATEWAY} dev lan0",
+        )
+        netns.ip(
+            router,
+            f"link add wan0 type veth peer name {port} netns {middle}",
+            f"addr add {_LAN_GATEWAY}/32 dev lan0",
+            "link set lan0 up",
+            f"addr add {router_address}/32 dev wan0",
+            "link set wan0 up",
+            f"route add {machine.address} dev lan0",
+            f"route add {_GATEWAY} dev wan0",
+            f"route add default via {_GATEWAY} dev wan0",
+        )
+        lines = [
+            f"addr add {_GATEWAY}/32 dev {port}",
+            f"link set {port} up",
+            f"route add {router_address} dev {port}",
+        ]
+        if machine.public_address != router_address:
+            lines.append(f"route add {machine.public_address} via {router_address} dev {port} onlink")
+        if self.delay_by == "forwarder":
+            lines.append(f"rule add iif {port} lookup {_TABLE}")
+        netns.ip(middle, *lines)
+
+    def _rate(self, device: str, bits_per_s: float) -> list[str]:
+        parent = "parent 1:1 handle 10:" if self.delay_by == "netem" else "root"
+        burst_bytes = max(_BURST_FLOOR_BYTES, int(bits_per_s * _BURST_S / 8))
+        if self.kernel.shaper == "tbf":
+            queue_bytes = int(bits_per_s * QUEUE_S / 8) + burst_bytes
+            limits = f"rate {int(bits_per_s)}bit burst {burst_bytes} limit {queue_bytes}"
+            return [f"qdisc add dev {device} {parent} tbf {limits}"]
+        packets = max(10, int(bits_per_s * QUEUE_S / 8 / 1500))
+        handle = "10" if self.delay_by == "netem" else "2"
+        parent = parent if self.delay_by == "netem" else "root handle 2:"
+        return [
+            f"qdisc add dev {device} {parent} htb default 1",
+            f"class add dev {device} parent {handle}: classid {handle}:1 htb rate {int(bits_per_s)}bit "
+            f"burst {burst_bytes}",
+            f"qdisc add dev {device} parent {handle}:1 pfifo limit {packets}",
+        ]
+
+    # ---- the forwarder
+
+    def _start_forwarder(self) -> None:
+        by_kernel = bool(self.kernel.shaper)
+        links = {
+            machine.public_address: WanLink(
+                latency_s=machine.profile.latency_ms / 1e3,
+                jitter_s=machine.profile.jitter_ms / 1e3,
+                loss=machine.profile.loss,
+                up_bits_per_s=0.0 if by_kernel else machine.profile.up_bits_per_s,
+                down_bits_per_s=0.0 if by_kernel else machine.profile.down_bits_per_s,
+            )
+            for machine in self.machines.values()
+        }
+        forwarder.write_links(self._folder / "wan.json", links, self._seed)
+        arguments = program("bootstrap.forwarder", str(self._folder / "wan.json"), str(os.getpid()))
+        with self._log.open("wb") as log:
+            self._forwarder = subprocess.Popen(
+                netns.inside(self._middle, arguments),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, **environment()}, process_group=0,
+            )  # fmt: skip
+        ends_at = time.monotonic() + _FORWARDER_READY_S
+        while "ready: yes" not in self._log.read_text(errors="replace"):
+            if self._forwarder.poll() is not None or time.monotonic() > ends_at:
+                said = self._log.read_text(errors="replace")[-300:]
+                raise EnvironmentFault(f"the packet forwarder did not start: {said}")
+            time.sleep(0.02)
+        netns.ip(
+            self._middle,
+            f"link set {forwarder.DEVICE} up mtu 1500 txqueuelen 2000",
+            f"route add default dev {forwarder.DEVICE} table {_TABLE}",
+        )
+
+    def _stop_forwarder(self, process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        lines = self._log.read_text(errors="replace").splitlines()
+        if lines and lines[-1].startswith("{"):
+            self.forwarded = json.loads(lines[-1])
+
+
+def _netem(profile: LinkProfile, device: str) -> list[str]:
+    """Half of the way's latency and loss at each end. The rate is far above the line's: with one, netem
+    keeps the order of packets in spite of jitter (tc-netem(8); the line's rate is the child's)."""
+    delay = f"delay {profile.latency_ms / 2:g}ms {profile.jitter_ms / 2:g}ms"
+    loss = f"loss {100 * profile.loss / 2:g}%" if profile.loss else ""
+    return [f"qdisc add dev {device} root handle 1: netem {delay} {loss} rate 40gbit limit 100000"]
