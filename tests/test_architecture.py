@@ -37,9 +37,11 @@ FLOORS = {
     "memory": 4,
     "transport": 5,
     "discovery": 5,
+    "planning": 5,
     "run_recipe": 5,
     "trained": 5,
     "node": 6,
+    "observer": 7,
     "trainer": 7,
     "peers": 8,
     "bootstrap": 8,
@@ -48,10 +50,30 @@ FLOORS = {
     "cli": 9,
 }
 TENSOR_WING = {"codec", "outer", "fragments", "averaging", "checkpoint", "recipes"}
-MESSAGE_WING = {"wire", "ticket", "membership", "rounds", "catchup", "reports", "transport", "discovery", "node"}
+MESSAGE_WING = {
+    "wire",
+    "ticket",
+    "membership",
+    "rounds",
+    "catchup",
+    "reports",
+    "transport",
+    "discovery",
+    "node",
+    "observer",
+}
 MACHINES = {"membership", "rounds", "catchup", "reports", "governor"}
 APPLICATIONS = {"peers", "bootstrap", "monitoring"}
-NO_TORCH = MESSAGE_WING | {"errors", "config", "governor", "profiles", "schedule", "telemetry", "monitoring"}
+NO_TORCH = MESSAGE_WING | {
+    "errors",
+    "config",
+    "governor",
+    "planning",
+    "profiles",
+    "schedule",
+    "telemetry",
+    "monitoring",
+}
 LARGEST_FILE_LINES = 450
 
 

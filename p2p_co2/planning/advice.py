@@ -1,0 +1,141 @@
+"""What to change: the shortest round that links, processors and the target utilisation allow, and what binds.
+
+Rounds count (ALGORITHMS.md section 2: few rounds are far from data-parallel), so of all settings that reach
+the target the one with the shortest round is advised; fragments so that an answer comes within about a third
+of a round, where a delay costs little; four bits where the link is what binds, since they cost nothing
+visible.
+
+Law: the advised setting satisfies every bound at the target, by the same forecast that it is shown with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from p2p_co2.config import CodecName
+from p2p_co2.planning.exchange import RoundTime, round_time
+from p2p_co2.planning.forecast import (
+    COPY_BYTES_PER_S,
+    STEP_OVERHEAD_S,
+    Forecast,
+    Setting,
+    even_fragments,
+    exposed_ends_s,
+    forecast,
+)
+from p2p_co2.planning.traffic import BLOCK_BYTES, BLOCK_VALUES, payload_bytes
+
+LINK_SHARE = 0.8
+"""Of the time, links may be busy: the rest is for rounds that are repeated and for who has to catch up."""
+COMPUTE_SHARE = 0.5
+"""The same for the one core beside training that does the exchange's tensor work."""
+DELAY_SHARE = 1 / 3
+"""Of a round, an answer may take where fragments can make it so."""
+FEW_BITS: CodecName = "int4"
+MOST_FRAGMENTS = 64
+_LEAST_PAYLOAD_BYTES = 64 << 10
+"""Smaller fragments are all messages and no payload."""
+
+Bounds = dict[str, float]
+"""The shortest round (seconds) that each constraint allows, by its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """``is_reached``: whether the given setting reaches the target within one round of staleness.
+    ``binding``: the constraint that sets the shortest round of the given setting, ``bounds`` all of them.
+    ``setting`` and ``forecast``: what is advised. ``inner_steps``: its round in inner steps, DiLoCo's H."""
+
+    target: float
+    is_reached: bool
+    binding: str
+    bounds: Bounds
+    setting: Setting
+    inner_steps: int
+    advised_binding: str
+    forecast: Forecast
+
+
+def advise(setting: Setting, target: float) -> Advice:
+    """The shortest round at which ``setting``'s peers reach ``target`` (0 to below 1), and how it is cut and
+    encoded."""
+    own = bounds_of(setting, target)
+    shown = forecast(setting)
+    reached = min(shown.utilisation, shown.utilisation_if_waiting) >= target and not shown.troubles
+    best = _shortest(setting, target)
+    if max(own, key=own.__getitem__) in _LINK_BOUNDS and BLOCK_BYTES[setting.codec] > BLOCK_BYTES[FEW_BITS]:
+        best = min(
+            (best, _shortest(replace(setting, codec=FEW_BITS), target)), key=lambda found: found.round_s
+        )
+    limits = bounds_of(best, target)
+    return Advice(
+        target=target,
+        is_reached=reached,
+        binding=max(own, key=own.__getitem__),
+        bounds=own,
+        setting=best,
+        inner_steps=max(len(best.fragments), math.ceil(best.round_s / best.step_s)),
+        advised_binding=max(limits, key=limits.__getitem__),
+        forecast=forecast(best),
+    )
+
+
+_LINK_BOUNDS = {"upload", "download", "loss", "latency"}
+
+
+def bounds_of(setting: Setting, target: float) -> Bounds:
+    """What keeps the round of ``setting`` from being shorter, each alone."""
+    times = [_time_of(setting, values) for values in setting.fragments]
+    slowest = max(times, key=lambda time: time.to_apply_s)
+    spare = max(1e-6, 1.0 - target - STEP_OVERHEAD_S / setting.step_s)
+    bounds: Bounds = {
+        slowest.limited_by: math.fsum(time.transfer_s for time in times) / LINK_SHARE,
+        "latency": slowest.to_apply_s,
+        "processor": math.fsum(time.compute_s for time in times) / COMPUTE_SHARE,
+        "inner step": len(times) * setting.step_s,
+        "copies": 8 * setting.parameters / COPY_BYTES_PER_S / spare,
+    }
+    if setting.rounds:
+        bounds["first and last rounds"] = math.fsum(exposed_ends_s(setting, times)) / setting.rounds / spare
+    return bounds
+
+
+def _time_of(setting: Setting, values: int) -> RoundTime:
+    return round_time(payload_bytes(setting.codec, values), values, setting.step_s, setting.links)
+
+
+def _shortest(setting: Setting, target: float) -> Setting:
+    """The shortest round over the number of fragments; fewer fragments where more do not make it shorter and
+    an answer comes soon enough."""
+    found = [_with_fragments(setting, count, target) for count in _counts(setting)]
+    least_s = min(candidate.round_s for candidate in found)
+    good = [candidate for candidate in found if candidate.round_s <= 1.1 * least_s]
+    soon = [
+        candidate
+        for candidate in good
+        if _time_of(candidate, max(candidate.fragments)).to_apply_s <= DELAY_SHARE * candidate.round_s
+    ]
+    return (soon or good[-1:])[0]
+
+
+def _counts(setting: Setting) -> list[int]:
+    """Numbers of fragments to try: powers of two, and the given one."""
+    values = _LEAST_PAYLOAD_BYTES * BLOCK_VALUES // BLOCK_BYTES[setting.codec]
+    most = max(1, min(MOST_FRAGMENTS, setting.parameters // values))
+    return sorted({len(setting.fragments)} | {1 << power for power in range(7) if 1 << power <= most})
+
+
+def _with_fragments(setting: Setting, count: int, target: float) -> Setting:
+    """``setting`` cut into ``count`` fragments, with the shortest round that its bounds allow."""
+    if count != len(setting.fragments):
+        setting = replace(setting, fragments=even_fragments(setting.parameters, count))
+    return replace(setting, round_s=_nice(max(bounds_of(setting, target).values())))
+
+
+def _nice(seconds: float) -> float:
+    """The next number up with two digits."""
+    if seconds <= 0:
+        return 0.1
+    unit = 10.0 ** (math.floor(math.log10(seconds)) - 1)
+    return round(math.ceil(seconds / unit - 1e-9) * unit, 9)

@@ -1,0 +1,158 @@
+"""How long one round of a fragment takes on given links.
+
+READY, BEGIN, slices, means, RESULT and COMMIT (DESIGN.md, section 3) are six messages one way and two
+transfers of the fragment's payload; before them comes the wait for the peer whose inner step ends last.
+
+Sources: the floor of ALGORITHMS.md section 5; TCP's slow start (RFC 6928: ten segments) and its throughput
+under loss (Mathis et al. 1997). Laws: no transfer is faster than its floor; deterministic, no clock, no
+random numbers. Price: mean values only: jitter, and processors that are busy with something else, come on
+top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from p2p_co2.planning.traffic import LINK_OVERHEAD, round_control_bytes, sent_and_received, shares_of
+from p2p_co2.profiles import LinkProfile
+
+SEGMENT_BYTES = 1448
+FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
+_MATHIS = 1.22
+LINK_EFFICIENCY = 0.95
+"""Share of a link's rate that bulk transfers of several connections reach."""
+ONE_WAY_MESSAGES = 6
+"""READY, BEGIN, slice, mean, RESULT, COMMIT."""
+TENSOR_BYTES_PER_S = 270e6
+"""fp32 bytes of a fragment per second of one core, for all that its round computes: encoding, averaging,
+decoding, the outer step and the digest (``docs/LOG.md``: 0.12 s for 32 MB)."""
+_BEFORE_COMMIT = 0.4
+"""The share of that work which a round's outcome waits for; the rest comes after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One peer's way to the others. ``loss``: share of packets."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    round_trip_s: float = 0.0
+    loss: float = 0.0
+
+
+def link_of(profile: LinkProfile) -> Link:
+    """The link of a named profile, between two peers of it."""
+    return Link(
+        up_bytes_per_s=profile.up_bits_per_s / 8,
+        down_bytes_per_s=profile.down_bits_per_s / 8,
+        round_trip_s=2 * profile.latency_ms / 1e3,
+        loss=profile.loss,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTime:
+    """One fragment's round, seconds. ``floor_s``: ALGORITHMS.md section 5 on the slowest link, nothing else.
+    ``transfer_s``: what the links are busy. ``latency_s``: messages under way and slow start. ``gather_s``:
+    waiting for the last peer's step to end, for the average member; ``spread_s``: for the first.
+    ``compute_s``: tensor work, ``before_commit_s`` of it inside the round. ``limited_by``: what the transfer
+    waits for: "upload", "download" or "loss"."""
+
+    floor_s: float
+    transfer_s: float
+    latency_s: float
+    gather_s: float
+    spread_s: float
+    compute_s: float
+    limited_by: str
+
+    @property
+    def before_commit_s(self) -> float:
+        return _BEFORE_COMMIT * self.compute_s
+
+    @property
+    def slowest_member_s(self) -> float:
+        """From the first offer to the commit: ``duration_s`` of a run's summary."""
+        return self.spread_s + self.latency_s + self.transfer_s + self.before_commit_s
+
+    @property
+    def to_apply_s(self) -> float:
+        """From the average member's send until the merge is ready."""
+        return self.gather_s + self.latency_s + self.transfer_s + self.compute_s
+
+
+def floor_s(payload_bytes: float, links: Sequence[Link]) -> float:
+    """``2 (1 - 1/M) payload / bandwidth`` for the slowest direction of the slowest link; 0 for one peer."""
+    slowest = min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links)
+    return 2 * (1 - 1 / len(links)) * payload_bytes / slowest
+
+
+def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[Link]) -> RoundTime:
+    """The round of a fragment of ``values`` values and ``payload_bytes`` encoded, among peers with these
+    links (one each) and inner steps of ``step_s``."""
+    peers = len(links)
+    if peers < 2:
+        work_s = 4 * values / TENSOR_BYTES_PER_S
+        return RoundTime(
+            floor_s=0,
+            transfer_s=0,
+            latency_s=0,
+            gather_s=0,
+            spread_s=0,
+            compute_s=work_s,
+            limited_by="upload",
+        )
+    shares = shares_of([link.up_bytes_per_s for link in links])
+    trips = sorted((link.round_trip_s for link in links), reverse=True)
+    round_trip_s = (trips[0] + trips[1]) / 2
+    control = round_control_bytes(peers, payload_bytes) / 2
+    slices, means = (
+        max(
+            _phase(payload_bytes, share, link, peers, control, which)
+            for share, link in zip(shares, links, strict=True)
+        )
+        for which in (0, 1)
+    )
+    ramp_s = sum(
+        _slow_start_s(payload_bytes / peers, rate / (peers - 1), round_trip_s)
+        for _, rate, _ in (slices, means)
+    )
+    return RoundTime(
+        floor_s=floor_s(payload_bytes, links),
+        transfer_s=slices[0] + means[0],
+        latency_s=ONE_WAY_MESSAGES * round_trip_s / 2 + ramp_s,
+        gather_s=step_s * (peers / (peers + 1) - 0.5),
+        spread_s=step_s * (peers - 1) / (peers + 1),
+        compute_s=4 * values / TENSOR_BYTES_PER_S,
+        limited_by=max(slices, means)[2],
+    )
+
+
+def _phase(
+    payload: float, share: float, link: Link, peers: int, control: float, which: int
+) -> tuple[float, float, str]:
+    """(seconds, bytes per second, what limits) of one peer in the slices' phase (0) or the means' (1)."""
+    slices_out, slices_in, means_out, means_in = sent_and_received(payload, share, peers)
+    out, into = ((slices_out, slices_in), (means_out, means_in))[which]
+    most = math.inf
+    if link.loss > 0 and link.round_trip_s > 0:  # per connection, and there is one to each other peer
+        most = (peers - 1) * SEGMENT_BYTES * _MATHIS / (link.round_trip_s * math.sqrt(link.loss))
+    found = []
+    for name, size, rate in (("upload", out, link.up_bytes_per_s), ("download", into, link.down_bytes_per_s)):
+        usable = LINK_EFFICIENCY * rate
+        limit = "loss" if most < usable else name
+        usable = min(usable, most)
+        found.append((LINK_OVERHEAD * (size + control) / usable, usable, limit))
+    return max(found)
+
+
+def _slow_start_s(size_bytes: float, bytes_per_s: float, round_trip_s: float) -> float:
+    """What a connection that was idle loses until its window fills the link."""
+    window, sent, lost_s = float(FIRST_WINDOW_BYTES), 0.0, 0.0
+    while window < bytes_per_s * round_trip_s and sent + window < size_bytes:
+        lost_s += round_trip_s - window / bytes_per_s
+        sent += window
+        window *= 2
+    return lost_s

@@ -1,0 +1,263 @@
+"""What a run will be like on given links: bytes, delay, staleness, utilisation, memory, the whole run's time.
+
+Two utilisations, because they answer two questions. ``utilisation`` is what the program's summary will say:
+training waits only for the first rounds and the last ones, and for copies. ``utilisation_if_waiting`` is that
+of peers that stood still whenever an answer is more than one round late, CO2's bound of one step of
+staleness: it says whether the links are enough.
+
+Sources: ALGORITHMS.md section 5; ``exchange`` and ``flow``. Laws: pure; numbers that nobody measured have a
+name and a source above. Price: one step time for all peers, steady links, no churn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from p2p_co2.config import ApplyRule, CodecName, RunConfig
+from p2p_co2.planning.exchange import Link, RoundTime, round_time
+from p2p_co2.planning.flow import Flow, flow
+from p2p_co2.planning.traffic import (
+    BLOCK_BYTES,
+    BLOCK_VALUES,
+    heartbeat_bytes_per_s,
+    payload_bytes,
+    round_control_bytes,
+    sent_and_received,
+    shares_of,
+)
+from p2p_co2.rounds.bounds import GATHER_CAP_S, PARTS_CAP_S, ROUND_CAP_S
+
+COPY_BYTES_PER_S = 3e9
+"""fp32 bytes per second that the training thread copies out or merges in."""
+STEP_OVERHEAD_S = 0.0004
+"""``peer.step`` in an inner step in which nothing is due (``benchmarks/plan_accuracy.py``)."""
+FIRST_ROUND_BOUND_S = 15.0
+"""Training waits at most this long for a first round (``trainer.synchroniser``)."""
+FLUSH_BOUND_S = 65.0
+"""The same at the end of a run: its last rounds, then until all agree."""
+SETTLE_S = 0.1
+"""From the last commit until everybody has heard that everybody agrees."""
+NETWORK_BYTES = 150e6
+"""The network libraries, their threads and buffers, beside a process that trains alone."""
+TEMPORARY_FRAGMENTS = 2
+"""Copies of a fragment that an outer step, or a state for a late peer, makes for a moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A run as the planner sees it.
+
+    ``fragments``: values in each. ``round_s``: between two schedule points of a fragment; in mode "steps" it
+    is ``inner_steps_per_round * step_s``. ``rounds``: 0 if the run has no end. ``step_s``: pure compute of
+    one inner step. ``links``: one per peer of a group. ``train_bytes``: what training alone holds.
+    """
+
+    fragments: tuple[int, ...]
+    codec: CodecName
+    rule: ApplyRule
+    round_s: float
+    rounds: int
+    step_s: float
+    links: tuple[Link, ...]
+    tokens_per_step: int = 0
+    blocking_rounds: int = 1
+    sync_delay_steps: int = 0
+    error_feedback: bool = False
+    train_bytes: float = 0.0
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.fragments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Figures of one peer, the mean over peers where they differ.
+
+    ``up_bytes_per_round``: messages sent while every fragment has one round, heartbeats included.
+    ``encoded_bytes``: one outer gradient of the whole model. ``floor_s``: the least time in which the slowest
+    link can move one round of every fragment. ``largest``: the largest fragment's round, alone.
+    ``delay_steps``: inner steps from send to apply. ``hidden_s``, ``exposed_s``: of the exchange per round of
+    every fragment, beside training and in its place. ``exchange_copies``: memory for the exchange, in copies
+    of the parameters in fp32. ``run_s``: the run, or the horizon of one without an end (``endless``).
+    ``troubles``: what will not work, a sentence each.
+    """
+
+    up_bytes_per_round: float
+    down_bytes_per_round: float
+    encoded_bytes: int
+    bits_per_value: float
+    floor_s: float
+    largest: RoundTime
+    flow: Flow
+    delay_steps: int
+    hidden_s: float
+    exposed_s: float
+    utilisation: float
+    utilisation_if_waiting: float
+    memory_bytes: float
+    exchange_copies: float
+    run_s: float
+    endless: bool
+    run_up_bytes: float
+    run_tokens: float
+    troubles: tuple[str, ...]
+
+
+def setting_of(
+    run: RunConfig, fragments: Sequence[int], step_s: float, links: Sequence[Link], *,
+    tokens_per_step: int = 0, train_bytes: float = 0.0,
+) -> Setting:  # fmt: skip
+    """The setting of a run file. Of more peers than ``group_size`` the slowest uploads make the group: a plan
+    is for the worst."""
+    clock = run.clock
+    group = sorted(links, key=lambda link: link.up_bytes_per_s)[: run.group_size]
+    return Setting(
+        fragments=tuple(fragments),
+        codec=run.codec.name,
+        rule=run.outer.rule,
+        round_s=clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * step_s,
+        rounds=clock.rounds,
+        step_s=step_s,
+        links=tuple(group),
+        tokens_per_step=tokens_per_step,
+        blocking_rounds=run.outer.blocking_rounds,
+        sync_delay_steps=run.outer.sync_delay_steps,
+        error_feedback=run.codec.error_feedback,
+        train_bytes=train_bytes,
+    )
+
+
+def even_fragments(parameters: int, count: int) -> tuple[int, ...]:
+    """``parameters`` values in ``count`` fragments, as equal as can be."""
+    return tuple((index + 1) * parameters // count - index * parameters // count for index in range(count))
+
+
+def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
+    """What ``setting`` will be like. ``horizon_s``: how much of a run without an end is looked at."""
+    sizes = [payload_bytes(setting.codec, values) for values in setting.fragments]
+    times = [
+        round_time(size, values, setting.step_s, setting.links)
+        for size, values in zip(sizes, setting.fragments, strict=True)
+    ]
+    rounds = flow(times, setting.round_s)
+    endless = setting.rounds == 0
+    run_s = horizon_s if endless else setting.rounds * setting.round_s
+    sweeps = run_s / setting.round_s
+    first_s, last_s = exposed_ends_s(setting, times)
+    step_overhead_s = setting.round_s / setting.step_s * STEP_OVERHEAD_S
+    copies_s = rounds.sent_share * 8 * setting.parameters / COPY_BYTES_PER_S  # out and in, 4 bytes each
+    exposed_run_s = first_s + last_s + sweeps * (copies_s + step_overhead_s)
+    up, down = _bytes_per_round(setting, sizes, rounds.sent_share)
+    copies = _exchange_copies(setting, sizes, rounds)
+    exposed_s = exposed_run_s / sweeps
+    under_way_s = rounds.sent_share * math.fsum(time.to_apply_s for time in times)
+    extra = 0.0 if endless else (len(times) - 1) / len(times)  # the rounds that end a run
+    slowest = max(times, key=lambda time: time.to_apply_s)
+    return Forecast(
+        up_bytes_per_round=up,
+        down_bytes_per_round=down,
+        encoded_bytes=sum(sizes),
+        bits_per_value=8 * BLOCK_BYTES[setting.codec] / BLOCK_VALUES,
+        floor_s=math.fsum(time.floor_s for time in times),
+        largest=slowest,
+        flow=rounds,
+        delay_steps=_delay_steps(setting, rounds),
+        hidden_s=max(0.0, under_way_s - exposed_s),
+        exposed_s=exposed_s,
+        utilisation=max(0.0, 1.0 - exposed_run_s / (run_s + last_s)),
+        utilisation_if_waiting=_if_waiting(setting, times),
+        memory_bytes=setting.train_bytes + NETWORK_BYTES + 4 * setting.parameters * copies,
+        exchange_copies=copies,
+        run_s=run_s,
+        endless=endless,
+        run_up_bytes=up * (sweeps + extra),
+        run_tokens=len(setting.links)
+        * setting.tokens_per_step
+        * max(0.0, run_s - exposed_run_s)
+        / setting.step_s,
+        troubles=tuple(_troubles(setting, slowest, rounds)),
+    )
+
+
+def exposed_ends_s(setting: Setting, times: Sequence[RoundTime]) -> tuple[float, float]:
+    """Seconds that training stands still for the first rounds of all fragments, and at the end of the run."""
+    if len(setting.links) < 2:
+        return 0.0, 0.0
+    first_s = setting.blocking_rounds * math.fsum(min(FIRST_ROUND_BOUND_S, time.to_apply_s) for time in times)
+    if not setting.rounds:
+        return first_s, 0.0
+    together_s = math.fsum(time.transfer_s for time in times) + max(
+        time.latency_s + time.compute_s for time in times
+    )
+    return first_s, min(FLUSH_BOUND_S, together_s + SETTLE_S)
+
+
+def _delay_steps(setting: Setting, rounds: Flow) -> int:
+    """Inner steps from send to apply. The rules "co2" and "eager" apply at the fragment's next point."""
+    delay_s = max(rounds.to_apply_s, setting.sync_delay_steps * setting.step_s)
+    if setting.rule in {"co2", "eager"}:
+        delay_s = max(1, math.ceil(delay_s / setting.round_s)) * setting.round_s
+    return max(1, math.ceil(delay_s / setting.step_s - 1e-9))
+
+
+def _if_waiting(setting: Setting, times: Sequence[RoundTime]) -> float:
+    """Utilisation if nobody went on beyond one round without its answer."""
+    needed_s = max(math.fsum(time.transfer_s for time in times), *(time.to_apply_s for time in times))
+    return min(1.0, setting.round_s / needed_s) if needed_s > 0 else 1.0
+
+
+def _bytes_per_round(setting: Setting, sizes: Sequence[int], sent_share: float) -> tuple[float, float]:
+    """Bytes of messages that the average peer sends and receives per round of every fragment."""
+    peers = len(setting.links)
+    if peers < 2:
+        return 0.0, 0.0
+    shares = shares_of([link.up_bytes_per_s for link in setting.links])
+    up = down = 0.0
+    for size in sizes:
+        for share in shares:
+            slices_out, slices_in, means_out, means_in = sent_and_received(size, share, peers)
+            up, down = up + slices_out + means_out, down + slices_in + means_in
+    control = math.fsum(round_control_bytes(peers, size) for size in sizes)
+    quiet = heartbeat_bytes_per_s(peers, len(sizes)) * setting.round_s
+    return sent_share * (up / peers + control) + quiet, sent_share * (down / peers + control) + quiet
+
+
+def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> float:
+    """Memory of the exchange in copies of the parameters (fp32), at its largest moment: agreed parameters
+    and momentum, snapshots in flight (all of them at the end of a run), what the rule and error feedback
+    keep, and three payloads for each open round: our own, the slices of our part, the mean."""
+    count = len(sizes)
+    at_once = min(1.0, max(1.0, rounds.slowest_s / setting.round_s * count) / count)
+    in_flight = 1.0 if setting.rounds else at_once
+    kept = 2.0 + (setting.rule in {"co2", "eager"}) + 2 * setting.error_feedback
+    payloads = 3 * in_flight * sum(sizes) / (4 * setting.parameters)
+    return kept + in_flight + payloads + TEMPORARY_FRAGMENTS * max(setting.fragments) / setting.parameters
+
+
+def _troubles(setting: Setting, slowest: RoundTime, rounds: Flow) -> list[str]:
+    troubles = []
+    if slowest.transfer_s / 2 > PARTS_CAP_S or slowest.slowest_member_s > ROUND_CAP_S:
+        troubles.append(
+            f"a fragment's round takes {slowest.slowest_member_s:,.0f} s; peers give up after "
+            f"{PARTS_CAP_S:.0f} s for its slices or {ROUND_CAP_S:,.0f} s in all, so no round would commit: "
+            "use more fragments or a codec with fewer bits"
+        )
+    if setting.step_s > GATHER_CAP_S:
+        troubles.append(
+            f"an inner step takes {setting.step_s:.0f} s, and peers wait {GATHER_CAP_S:.0f} s for each other "
+            "at the most: take a smaller batch"
+        )
+    if rounds.sent_share < 1.0:
+        troubles.append(
+            f"{1 - rounds.sent_share:.0%} of the sends are left out because the fragment's last round is "
+            "still open: the link needs a longer round"
+        )
+    if setting.round_s < len(setting.fragments) * setting.step_s:
+        troubles.append(
+            f"{len(setting.fragments)} fragments in a round of {setting.round_s:g} s leave less than one "
+            f"inner step ({setting.step_s:.3g} s) between two sends"
+        )
+    return troubles

@@ -1,0 +1,93 @@
+"""The bandwidth simulator behind Streaming DiLoCo's table of required bandwidths: how busy the processors are
+when training waits for the network.
+
+Source: arXiv 2501.18512, section 3.1 and table 4; what the paper leaves open was found by reproducing the
+table (ALGORITHMS.md, section 5): 70 of its 75 cells exactly, the rest one step of the bandwidth grid away. A
+step is 3 L - 1 equal pieces of work for L layers (forward, backward by activations but for the first layer,
+backward by parameters); a layer's reduction can start when its last piece is done; reductions pass one
+channel, first come first served; the layer's forward pass ``delay_steps`` later waits for the answer. Two
+rounds of every fragment are simulated and the last reductions awaited.
+
+Law: more bandwidth never lowers the utilisation. Price: no latency, no loss, equal layers, and peers in step:
+it compares methods. What this program does on a real link is ``forecast``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_ROUNDS = 2
+GRID_POINTS, GRID_FROM, GRID_TO = 50, -1.0, 3.0
+"""The table's bandwidths: 10 to the power of so many even steps, Gbit/s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained and how it is sent.
+
+    ``parameters``: values in all. ``layers``: equal layers they are in. ``step_s``: pure compute of one inner
+    step. ``bits_per_value``: on the wire. ``round_steps``: inner steps between two sends of a layer (1 is
+    data-parallel). ``fragments``: groups of layers that are sent apart. ``delay_steps``: inner steps that
+    training goes on before it waits for an answer. ``peers``: each sends ``2 (1 - 1 / peers)`` payloads.
+    """
+
+    parameters: float
+    layers: int
+    step_s: float
+    bits_per_value: float
+    round_steps: int = 1
+    fragments: int = 1
+    delay_steps: int = 0
+    peers: int = 2
+
+
+def utilisation(job: Job, bits_per_s: float) -> float:
+    """Share of the time that is computation (0 to 1), with a channel of ``bits_per_s``."""
+    piece_s = job.step_s / (3 * job.layers - 1)
+    factor = 2 * (1 - 1 / job.peers)
+    reduction_s = factor * job.parameters * job.bits_per_value / job.layers / bits_per_s
+    every = max(1, round(job.round_steps / job.fragments))
+    steps = _ROUNDS * every * job.fragments
+    now = free_at = 0.0
+    awaited: dict[int, dict[int, float]] = {}
+    for step in range(1, steps + 1):
+        sent = set(_layers_sent(job, step, every))
+        waits = awaited.pop(step, {})
+        if not sent and not waits:
+            now += job.step_s
+            continue
+        for layer in range(job.layers):
+            now = max(now, waits.get(layer, now)) + piece_s
+        for layer in reversed(range(job.layers)):
+            now += 2 * piece_s if layer else piece_s  # the first layer needs no gradient of its input
+            if layer in sent:
+                free_at = max(free_at, now) + reduction_s
+                awaited.setdefault(step + 1 + job.delay_steps, {})[layer] = free_at
+    return steps * job.step_s / max(now, free_at)
+
+
+def _layers_sent(job: Job, step: int, every: int) -> Iterator[int]:
+    """The layers whose gradients are sent after ``step`` (from 1): one fragment at a time, strided."""
+    if step % every == 0:
+        yield from range((step // every - 1) % job.fragments, job.layers, job.fragments)
+
+
+def bandwidth_grid() -> list[float]:
+    """The table's bandwidths, Gbit/s."""
+    width = (GRID_TO - GRID_FROM) / (GRID_POINTS - 1)
+    return [10 ** (GRID_FROM + width * point) for point in range(GRID_POINTS)]
+
+
+def required_bandwidth(job: Job, target: float) -> float | None:
+    """The table's figure: the last bandwidth of the grid (Gbit/s) at which utilisation is below ``target``;
+    None if it is nowhere."""
+    grid = bandwidth_grid()
+    low, high = 0, len(grid)
+    while low < high:  # the first point that reaches the target; more bandwidth never lowers utilisation
+        middle = (low + high) // 2
+        if utilisation(job, 1e9 * grid[middle]) < target:
+            low = middle + 1
+        else:
+            high = middle
+    return grid[low - 1] if low else None

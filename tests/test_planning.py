@@ -1,0 +1,280 @@
+"""planning: by hand, against the codecs, against a round of the real machines, and laws that advice keeps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from round_network import Network
+
+from p2p_co2.codec import get_codec
+from p2p_co2.config import RunConfig
+from p2p_co2.planning import (
+    Link,
+    RoundTime,
+    Setting,
+    advise,
+    even_fragments,
+    exchange,
+    flow,
+    forecast,
+    link_of,
+    round_time,
+    setting_of,
+    traffic,
+)
+from p2p_co2.planning.advice import bounds_of
+from p2p_co2.planning.forecast import COPY_BYTES_PER_S, NETWORK_BYTES, STEP_OVERHEAD_S
+from p2p_co2.profiles import PROFILES
+from p2p_co2.rounds import PayloadShape
+from p2p_co2.wire.messages_pb2 import Envelope
+
+FAST = Link(up_bytes_per_s=1e9, down_bytes_per_s=1e9)
+
+
+def setting(**changes: object) -> Setting:
+    base = Setting(
+        fragments=even_fragments(1_000_000, 4), codec="int4", rule="keep", round_s=10.0, rounds=0, step_s=0.5,
+        links=(FAST,) * 4, tokens_per_step=100,
+    )  # fmt: skip
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def plain_time(transfer_s: float, rest_s: float = 0.0) -> RoundTime:
+    return RoundTime(
+        floor_s=transfer_s, transfer_s=transfer_s, latency_s=rest_s, gather_s=0.0, spread_s=0.0,
+        compute_s=0.0, limited_by="upload",
+    )  # fmt: skip
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("name", list(traffic.BLOCK_BYTES))
+def test_payloads_are_as_large_as_the_codec_makes_them(name: str) -> None:
+    codec = get_codec(name)  # type: ignore[arg-type]
+    for values in (1, 127, 128, 129, 1_000_001):
+        assert traffic.payload_bytes(name, values) == codec.payload_bytes(values)  # type: ignore[arg-type]
+
+
+def test_every_codec_of_a_run_file_has_a_size() -> None:
+    schema = RunConfig.model_json_schema()["$defs"]["CodecConfig"]["properties"]["name"]["enum"]
+    assert set(schema) == set(traffic.BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(("peers", "blocks"), [(2, 64), (4, 3000), (7, 40_000)])
+def test_a_round_of_the_real_machines_sends_what_is_foretold(peers: int, blocks: int) -> None:
+    world = Network(peers, seed=3, shape=PayloadShape(68, (blocks,)))
+    world.offer_all(spread_s=0.0)
+    world.run_until_settled()
+    assert len(world.committed()) == peers
+    kind_of = {
+        field.message_type.full_name: field.name for field in Envelope.DESCRIPTOR.fields if field.message_type
+    }
+    total = 0
+    for source, to, message in world.sent:
+        if source != to:
+            body = {kind_of[message.DESCRIPTOR.full_name]: message}
+            total += Envelope(version=1, run=bytes(32), **body).ByteSize()
+    payload = blocks * 68
+    expected = 2 * (1 - 1 / peers) * payload + traffic.round_control_bytes(peers, payload)
+    assert total / peers == pytest.approx(expected, rel=0.02)
+
+
+def test_slices_and_means_are_the_published_traffic_whatever_the_shares() -> None:
+    shares = traffic.shares_of([1e6, 2e6, 5e6])
+    assert shares == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=1e-5)
+    sums = [
+        sum(column) for column in zip(*(traffic.sent_and_received(800, s, 3) for s in shares), strict=True)
+    ]
+    # Over all peers each way: (M - 1) slices' worth of payload, and as much again of means.
+    assert sums == pytest.approx([1600, 1600, 1600, 1600])
+
+
+# ---- one round
+
+
+def test_the_floor_is_the_one_of_the_documents() -> None:
+    home = Link(up_bytes_per_s=20e6 / 8, down_bytes_per_s=100e6 / 8)
+    many = [home] * 1000  # 1 - 1/M is nearly 1
+    assert exchange.floor_s(100e6 * 4 / 8, many) == pytest.approx(40, rel=0.01)
+    assert exchange.floor_s(1e9 * 4 / 8, many) == pytest.approx(400, rel=0.01)
+
+
+def test_a_round_by_hand() -> None:
+    link = Link(up_bytes_per_s=1e5, down_bytes_per_s=1e9, round_trip_s=0.1)
+    time = round_time(6_800_000, 12_800_000, 3.0, [link, link])
+    sent = 3_400_000 + traffic.round_control_bytes(2, 6_800_000) / 2
+    assert time.transfer_s == pytest.approx(2 * 1.04 * sent / (0.95 * 1e5))
+    assert time.limited_by == "upload"
+    # 0.1 s times 0.95e5 bytes per s are less than the first window: no slow start to wait for.
+    assert time.latency_s == pytest.approx(6 * 0.05)
+    assert (time.gather_s, time.spread_s) == pytest.approx((3.0 * (2 / 3 - 1 / 2), 3.0 / 3))
+    assert time.compute_s == pytest.approx(4 * 12_800_000 / 270e6)
+    assert time.to_apply_s > time.transfer_s > time.floor_s == pytest.approx(68.0)
+
+
+def test_what_limits_a_transfer_is_named() -> None:
+    slow_down = Link(up_bytes_per_s=1e9, down_bytes_per_s=1e5)
+    lossy = Link(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.1, loss=0.01)
+    assert round_time(10**6, 10**6, 0.1, [slow_down] * 3).limited_by == "download"
+    limited = round_time(10**6, 10**6, 0.1, [lossy] * 2)
+    assert limited.limited_by == "loss"
+    # One connection each way: 1448 * 1.22 / (0.1 * sqrt(0.01)) bytes per s (Mathis et al. 1997).
+    assert limited.transfer_s == pytest.approx(1.04 * 10**6 / (1448 * 1.22 / 0.01), rel=0.01)
+
+
+def test_slow_start_by_hand() -> None:
+    # Windows of 14,480, 28,960 and 57,920 bytes are below 1e6 bytes/s * 0.1 s: three trips, less what they
+    # carried.
+    lost_s = exchange._slow_start_s(10e6, 1e6, 0.1)
+    assert lost_s == pytest.approx(0.3 - (14_480 + 28_960 + 57_920) / 1e6)
+    assert exchange._slow_start_s(10_000, 1e6, 0.1) == 0.0
+
+
+def test_a_lone_peer_exchanges_nothing() -> None:
+    shown = forecast(setting(links=(FAST,)))
+    assert (shown.up_bytes_per_round, shown.floor_s, shown.flow.staleness) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", list(PROFILES))
+def test_no_transfer_is_faster_than_its_floor(name: str) -> None:
+    for payload, peers in itertools.product((10_000, 10**7), (2, 5, 32)):
+        time = round_time(payload, 2 * payload, 0.2, [link_of(PROFILES[name])] * peers)
+        assert time.transfer_s >= time.floor_s
+
+
+# ---- rounds after rounds
+
+
+def test_with_time_to_spare_a_delay_is_that_of_the_round_alone() -> None:
+    alone = plain_time(0.2, rest_s=0.3)
+    shown = flow([alone] * 4, round_s=1.0)
+    assert (shown.to_apply_s, shown.slowest_s) == pytest.approx((0.5, 0.5))
+    assert (shown.staleness, shown.sent_share) == (0, 1)
+    assert shown.busy_share == pytest.approx(0.8)
+
+
+def test_a_link_that_needs_two_and_a_half_rounds_sends_every_third() -> None:
+    shown = flow([plain_time(2.5)], round_s=1.0)
+    assert shown.to_apply_s == pytest.approx(2.5)
+    assert shown.staleness == 2
+    assert shown.sent_share == pytest.approx(1 / 3, abs=0.03)
+    assert shown.busy_share == pytest.approx(2.5 / 3, abs=0.03)
+
+
+def test_transfers_at_the_same_time_share_the_link() -> None:
+    # Two fragments half a round apart, 0.6 of a round each: they overlap, and the link is always busy.
+    shown = flow([plain_time(0.6)] * 2, round_s=1.0)
+    assert shown.busy_share == pytest.approx(1.0, abs=0.05)
+    assert shown.to_apply_s > 0.6
+    assert shown.sent_share < 1
+
+
+def test_twice_the_load_of_the_link_halves_what_is_sent() -> None:
+    shown = flow([plain_time(0.5)] * 4, round_s=1.0)
+    assert shown.sent_share == pytest.approx(0.5, abs=0.1)
+    assert shown.busy_share > 0.95
+    assert shown.staleness >= 1
+
+
+# ---- a run
+
+
+def test_a_runs_figures_by_hand() -> None:
+    run = setting(rounds=20, round_s=10.0)
+    shown = forecast(run)
+    time = round_time(traffic.payload_bytes("int4", 250_000), 250_000, 0.5, run.links)
+    per_round = 4 * (
+        2 * 0.75 * traffic.payload_bytes("int4", 250_000) + traffic.round_control_bytes(4, 132_812)
+    )
+    assert shown.up_bytes_per_round == pytest.approx(
+        per_round + 10 * traffic.heartbeat_bytes_per_s(4, 4), rel=1e-3
+    )
+    # Every fragment has one round in each of 20, and but for the first to be sent one more at the end.
+    assert shown.run_up_bytes == pytest.approx(shown.up_bytes_per_round * (20 + 3 / 4))
+    first_s = 4 * time.to_apply_s
+    steady_s = 20 * (8e6 / COPY_BYTES_PER_S + 20 * STEP_OVERHEAD_S)
+    last_s = 4 * time.transfer_s + time.latency_s + time.compute_s + 0.1
+    assert shown.utilisation == pytest.approx(1 - (first_s + steady_s + last_s) / (200 + last_s))
+    assert shown.run_tokens == pytest.approx(4 * 100 * (200 - first_s - steady_s - last_s) / 0.5)
+    assert (shown.run_s, shown.endless, shown.delay_steps) == (200, False, 1)
+    assert shown.memory_bytes == pytest.approx(NETWORK_BYTES + 4e6 * shown.exchange_copies)
+
+
+def test_the_rule_and_a_set_delay_move_the_apply_point() -> None:
+    assert forecast(setting(rule="co2")).delay_steps == 20
+    assert forecast(setting(sync_delay_steps=7)).delay_steps == 7
+
+
+def test_memory_grows_with_what_the_rule_and_error_feedback_keep() -> None:
+    plain = forecast(setting()).exchange_copies
+    assert forecast(setting(rule="co2")).exchange_copies == pytest.approx(plain + 1)
+    assert forecast(setting(error_feedback=True)).exchange_copies == pytest.approx(plain + 2)
+
+
+def test_a_run_that_cannot_commit_is_said_to_be_one() -> None:
+    satellite = (link_of(PROFILES["satellite"]),) * 4
+    huge = forecast(setting(fragments=even_fragments(7_000_000_000, 1), round_s=36_000.0, links=satellite))
+    assert "no round would commit" in huge.troubles[0]
+    assert "peers wait 30 s" in forecast(setting(step_s=45.0, round_s=600.0)).troubles[0]
+    assert "less than one inner step" in forecast(setting(round_s=1.0)).troubles[-1]
+
+
+def test_a_setting_is_read_from_a_run_file() -> None:
+    run = RunConfig.model_validate(
+        {"clock": {"mode": "steps", "inner_steps_per_round": 40, "rounds": 9}, "group_size": 2}
+    )
+    slow = Link(up_bytes_per_s=1.0, down_bytes_per_s=1.0)
+    read = setting_of(run, (10, 20), 0.5, [FAST, slow, FAST])
+    assert (read.round_s, read.rounds, read.parameters) == (20.0, 9, 30)
+    assert read.links == (slow, FAST)
+
+
+# ---- advice
+
+
+@pytest.mark.parametrize(
+    ("changes", "binding"),
+    [
+        ({"links": (Link(up_bytes_per_s=1e5, down_bytes_per_s=1e9),) * 4}, "upload"),
+        ({"links": (Link(up_bytes_per_s=1e9, down_bytes_per_s=1e5),) * 4}, "download"),
+        ({"links": (replace(FAST, round_trip_s=0.2, loss=0.05),) * 4}, "loss"),
+        ({"links": (replace(FAST, round_trip_s=5.0),) * 4}, "latency"),
+        ({"step_s": 30.0, "round_s": 300.0}, "inner step"),
+        ({"fragments": even_fragments(10**9, 4), "links": (FAST,) * 2}, "copies"),
+        (
+            {"rounds": 1, "round_s": 2.0, "step_s": 0.1, "fragments": (10**5,), "blocking_rounds": 3},
+            "first and last rounds",
+        ),
+    ],
+)
+def test_the_constraint_that_binds_is_named(changes: dict[str, object], binding: str) -> None:
+    assert advise(setting(**changes), 0.95).binding == binding
+
+
+@pytest.mark.parametrize("profile", list(PROFILES))
+@pytest.mark.parametrize("codec", ["int4", "fp32"])
+@pytest.mark.parametrize("parameters", [10**6, 10**8])
+def test_advice_keeps_its_promise(profile: str, codec: str, parameters: int) -> None:
+    given = setting(
+        fragments=even_fragments(parameters, 4), codec=codec, links=(link_of(PROFILES[profile]),) * 4,
+        round_s=1.0, rounds=100,
+    )  # fmt: skip
+    advice = advise(given, 0.9)
+    assert advice.forecast.utilisation >= 0.9
+    assert advice.forecast.utilisation_if_waiting >= 0.9
+    assert advice.forecast.flow.staleness < 1
+    assert not advice.forecast.troubles
+    assert max(bounds_of(advice.setting, 0.9).values()) <= advice.setting.round_s
+    assert advice.inner_steps >= len(advice.setting.fragments)
+
+
+def test_a_slow_link_is_told_to_use_fewer_bits() -> None:
+    advice = advise(
+        setting(codec="fp32", links=(link_of(PROFILES["dsl"]),) * 4, fragments=even_fragments(10**8, 4)), 0.95
+    )
+    assert (advice.is_reached, advice.setting.codec) == (False, "int4")
+    quick = advise(setting(codec="fp32"), 0.9)
+    assert (quick.is_reached, quick.setting.codec) == (True, "fp32")
