@@ -244,7 +244,7 @@ def _held(peer: Peer) -> dict[str, int]:
         ),
         "rounds: payloads": sum(len(offer.payload) for offer in offers),
         "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
-        "catchup: past means": node.catchup.donor.history_bytes,
+        "catchup: past means": node.catchup.donor.history.held_bytes,
         "catchup: states being given": sum(
             len(one.data) for one in list(node.catchup.donor._exports.values())
         ),

@@ -1,24 +1,23 @@
 """Catching up: a late peer fetches rounds that it missed, or a fragment's whole agreed state, from its
 donors.
 
-A machine without I/O or clock, both sides in one: the donor answers ``Fetch`` with a ``Manifest`` of chunk
-digests and then with chunks; the peer that is behind asks for the manifest, checks that its sizes are the
-ones it can compute itself, asks for chunks a few at a time, and checks every chunk's digest before it keeps
-it.
+A machine without I/O or clock, both sides in one: the donor answers ``Fetch`` with a signed ``Manifest`` of
+chunk digests and then with chunks; the peer that is behind asks several donors, goes with what most of them
+promise, takes chunks from each as fast as it gives them, and checks every one before it keeps it.
 
 Laws: nothing is allocated on a donor's word (sizes must equal what this peer computes from its own model); a
-wrong chunk never reaches the caller; every wait has a timer, and a donor that is slow, refuses or lies is
-replaced by the next one, chunks already verified against the same manifest being kept. A donor holds at most
-``EXPORTS_KEPT`` states and ``HISTORY_BYTES_SHARE`` of the model in past rounds.
+wrong chunk never reaches the caller; every wait has a timer; a donor that is slow, refuses or lies is
+replaced and what the others gave is kept. What a donor holds for others is bounded: ``history`` for past
+rounds, ``donor`` for states.
 
 Source of the idea: several donors, digests and resume are what users of hivemind ask for (its issues 169 and
-415).
+415); the choice of chunks is that of a swarm download without rarest-first, since every donor has them all.
 """
 
 from __future__ import annotations
 
 from p2p_co2.catchup.donor import Donor
-from p2p_co2.catchup.fetcher import Fetcher
+from p2p_co2.catchup.fetcher import Fetcher, NewBuffer, in_memory
 from p2p_co2.catchup.goals import (
     ROUND,
     STATE,
@@ -33,8 +32,9 @@ from p2p_co2.catchup.goals import (
     Shape,
     split_donors,
 )
+from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Decision, Fetch, Refusal
 
 __all__ = [
@@ -49,18 +49,23 @@ __all__ = [
     "Fetched",
     "Goal",
     "Shape",
+    "chunk_at",
+    "chunk_count",
+    "chunk_digest",
     "split_donors",
 ]
 
 
 class CatchUp:
-    """Both sides behind the verbs of a machine."""
+    """Both sides behind the verbs of a machine. ``run`` is the run's digest; ``buffer`` gives the memory that
+    a download goes into."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, identity: Identity, run: bytes, shape: Shape, buffer: NewBuffer = in_memory) -> None:
+        self.shape = shape
         self._fragments = len(shape.mean_bytes)
         self._out = Outbox()
-        self.donor = Donor(shape, self._out)
-        self._fetcher = Fetcher(shape, self._out)
+        self.donor = Donor(identity, run, shape, self._out)
+        self._fetcher = Fetcher(run, shape, self._out, buffer)
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
@@ -73,13 +78,23 @@ class CatchUp:
         """``peer`` is gone: goals that wait for it go on with another donor."""
         self._fetcher.forget_donor(peer, now)
 
+    def quarantine(self, peer: PeerId, reason: str, now: float) -> None:
+        """What ``peer`` gave was whole and yet not the agreed state: ask others."""
+        self._fetcher.quarantine(peer, now, reason)
+
+    def moved(self, fragment: int, version: int) -> None:
+        """This peer's state of a fragment is at ``version`` now."""
+        self.donor.versions[fragment] = version
+
     def remember(self, fragment: int, version: int, decision: Decision, mean: bytes) -> None:
         """Keep a committed round for replay, within the memory bound."""
-        self.donor.remember(fragment, version, decision, mean)
+        self.donor.history.remember(fragment, version, decision, mean)
 
-    def exported(self, fragment: int, version: int, data: bytes, digest: bytes, now: float) -> None:
-        """The answer to ``ExportWanted``."""
-        self.donor.exported(fragment, version, data, digest, now)
+    def exported(
+        self, fragment: int, version: int, data: bytes, digest: bytes, chunk_digests: list[bytes], now: float
+    ) -> None:
+        """The answer to ``ExportWanted``; ``chunk_digests`` of ``data``'s chunks, in order."""
+        self.donor.exported(fragment, version, data, digest, chunk_digests, now)
 
     def receive(self, message: CatchUpMessage, sender: PeerId, now: float) -> None:
         """Handle one message; raises ``RemoteProtocolError`` for what breaks the rules."""

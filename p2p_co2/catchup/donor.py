@@ -1,172 +1,217 @@
-"""The donor: serves past rounds and exported states in chunks, within memory bounds."""
+"""The donor: serves past rounds and exported states in chunks, within memory bounds.
+
+A state is exported when somebody asks and kept while it is being loaded, so that the chunks of one version
+stay the same although the swarm commits meanwhile; the rounds since are held as well, for the newcomer to
+replay. Law: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole
+time allow; who asks for another meanwhile is told what is being given, and to come again.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from p2p_co2.catchup.goals import ROUND, STATE, ExportWanted, Outbox, Shape
+from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, ROUND, STATE, ExportWanted, Outbox, Shape
+from p2p_co2.catchup.history import History
+from p2p_co2.catchup.manifest import chunk_at, make_manifest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
-EXPORTS_KEPT = 2
-EXPORT_KEPT_S = 20.0
-HISTORY_ROUNDS_KEPT = 8
-"""Rounds per fragment whose mean a donor can replay, if memory allows."""
-HISTORY_BYTES_SHARE = 0.25
-"""All kept means together, as a share of the model's fp32 size (at least one round per fragment is kept)."""
-MAX_WAITING_EXPORTS = 64
+EXPORT_KEPT_S = 15.0
+"""An export that nobody asks for is dropped after this long: a newcomer that was interrupted may be back."""
+EXPORT_IN_USE_S = 4.0
+"""An export that nobody asked for in so long makes room for another."""
+EXPORT_LONGEST_S = 60.0
+EXPORT_SLOWEST_BYTES_PER_S = 250e3
+"""No export is kept for longer than ``EXPORT_LONGEST_S`` and the time its bytes take at this rate."""
+MAX_WAITING = 64
+"""Peers that wait for one export."""
 
 
 @dataclass
 class _Export:
     version: int
     data: bytes
-    digest: bytes
     made_at: float
+    asked_at: float
     manifest: Manifest
+
+    def ends_at(self) -> float:
+        longest_s = EXPORT_LONGEST_S + len(self.data) / EXPORT_SLOWEST_BYTES_PER_S
+        return min(self.asked_at + EXPORT_KEPT_S, self.made_at + longest_s)
 
 
 class Donor:
-    """Holds the last rounds' means and the states that somebody is loading now."""
+    """Holds the last rounds' means and the states that somebody is loading now. ``versions``: where every
+    fragment of this peer is."""
 
-    def __init__(self, shape: Shape, out: Outbox) -> None:
-        self._shape, self._out = shape, out
-        self._exports: OrderedDict[int, _Export] = OrderedDict()
+    def __init__(self, identity: Identity, run: bytes, shape: Shape, out: Outbox) -> None:
+        self._identity, self._run, self._shape, self._out = identity, run, shape, out
+        self.versions = [0] * len(shape.state_bytes)
+        self.history = History(shape)
+        self._exports: OrderedDict[tuple[int, int], _Export] = OrderedDict()
         self._waiting: dict[int, list[tuple[PeerId, Fetch]]] = {}
-        self._history: OrderedDict[tuple[int, int], tuple[Decision, bytes]] = OrderedDict()
-        self.history_bytes = 0
 
-    def remember(self, fragment: int, version: int, decision: Decision, mean: bytes) -> None:
-        """Keep a committed round for replay, within the memory bound."""
-        key = (fragment, version)
-        if key in self._history:
-            return
-        self._history[key] = (decision, mean)
-        self.history_bytes += len(mean)
-        mine = [known for known in self._history if known[0] == fragment]
-        if len(mine) > HISTORY_ROUNDS_KEPT:
-            self._forget_round(mine[0])
-        bound = HISTORY_BYTES_SHARE * sum(self._shape.state_bytes) / 2  # a state is params and momentum
-        while self.history_bytes > bound and len(self._history) > len(self._shape.mean_bytes):
-            self._forget_round(next(iter(self._history)))
+    def exported_bytes(self) -> int:
+        """What is held for others to load."""
+        return sum(len(export.data) for export in self._exports.values())
 
-    def exported(self, fragment: int, version: int, data: bytes, digest: bytes, now: float) -> None:
+    def exported(
+        self, fragment: int, version: int, data: bytes, digest: bytes, chunk_digests: list[bytes], now: float
+    ) -> None:
         """The answer to ``ExportWanted``."""
-        manifest = Manifest(
-            what=STATE,
-            fragment=fragment,
-            version=version,
-            total_bytes=len(data),
-            chunk_bytes=MAX_DATA_BYTES,
-            chunk_digests=_digests(data),
-            digest=digest,
-        )
-        self._exports[fragment] = _Export(version, data, digest, now, manifest)
-        self._exports.move_to_end(fragment)
-        while len(self._exports) > EXPORTS_KEPT:
-            self._exports.popitem(last=False)
+        place = Fetch(what=STATE, fragment=fragment, version=version)
+        manifest = make_manifest(self._identity, self._run, place, len(data), chunk_digests, digest=digest)
+        self._exports[fragment, version] = _Export(version, data, now, now, manifest)
+        self._exports_changed()
         for peer, fetch in self._waiting.pop(fragment, []):
-            self._serve_state(fetch, peer, now)
+            if _suits(fetch, version):
+                self._send_manifest(fetch, peer, self._exports[fragment, version], now)
+            else:
+                self._refuse_version(fetch, peer, version)
 
     def receive(self, fetch: Fetch, sender: PeerId, now: float) -> None:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
+        size = self._shape.bytes_of(fetch.what, fetch.fragment)
+        if fetch.want_chunk and chunk_at(fetch.chunk, size).start >= size:
+            raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {size} bytes")
         if fetch.what == ROUND:
             self._serve_round(fetch, sender)
+        elif fetch.want_chunk:
+            self._serve_chunk(fetch, sender, now)
         else:
-            self._serve_state(fetch, sender, now)
+            self._serve_manifest(fetch, sender, now)
 
     def handle_timer(self, now: float) -> None:
-        for fragment, export in list(self._exports.items()):
-            if now - export.made_at > EXPORT_KEPT_S:
-                del self._exports[fragment]
+        over = [key for key, export in self._exports.items() if now >= export.ends_at()]
+        for key in over:
+            del self._exports[key]
+        if over:
+            self._exports_changed()
 
     def get_timer(self) -> float | None:
-        return min((export.made_at + EXPORT_KEPT_S for export in self._exports.values()), default=None)
+        return min((export.ends_at() for export in self._exports.values()), default=None)
+
+    # ---- rounds
 
     def _serve_round(self, fetch: Fetch, peer: PeerId) -> None:
-        known = self._history.get((fetch.fragment, fetch.version))
-        if known is None:
-            newest = max(
-                (version for fragment, version in self._history if fragment == fetch.fragment), default=0
+        kept = self.history.find(fetch.fragment, fetch.version)
+        if kept is None:
+            early = self.versions[fetch.fragment] < fetch.version
+            reason = "round not applied yet" if early else "round not kept"
+            self._refuse(fetch, peer, reason, newest=self.history.newest(fetch.fragment), again=early)
+        elif fetch.want_chunk:
+            self._send_chunk(fetch, peer, kept.mean)
+        else:
+            manifest = make_manifest(
+                self._identity, self._run, fetch, len(kept.mean), kept.chunk_digests(), decision=kept.decision
             )
-            self._out.messages.append(
-                (peer, Refusal(request=fetch.request, reason="round not kept", newest_version=newest))
-            )
-            return
-        decision, mean = known
-        if fetch.want_chunk:
-            self._send_chunk(fetch, peer, fetch.version, mean)
-            return
-        manifest = Manifest(
-            request=fetch.request,
-            what=ROUND,
-            fragment=fetch.fragment,
-            version=fetch.version,
-            total_bytes=len(mean),
-            chunk_bytes=MAX_DATA_BYTES,
-            chunk_digests=_digests(mean),
-            decision=decision,
-        )
-        self._out.messages.append((peer, manifest))
-
-    def _serve_state(self, fetch: Fetch, peer: PeerId, now: float) -> None:
-        export = self._exports.get(fetch.fragment)
-        if fetch.want_chunk:
-            if export is None or export.version != fetch.version:
-                self._out.messages.append(
-                    (peer, Refusal(request=fetch.request, reason="that state is no longer kept"))
-                )
-            else:
-                export.made_at = now
-                self._send_chunk(fetch, peer, export.version, export.data)
-            return
-        if export is not None and export.version >= fetch.version and now - export.made_at < EXPORT_KEPT_S:
-            export.made_at = now
-            manifest = Manifest()
-            manifest.CopyFrom(export.manifest)
             manifest.request = fetch.request
-            self._out.messages.append((peer, manifest))
+            self._out.send(peer, manifest)
+
+    # ---- states
+
+    def _serve_chunk(self, fetch: Fetch, peer: PeerId, now: float) -> None:
+        export = self._exports.get((fetch.fragment, fetch.version))
+        if export is None:
+            self._refuse(fetch, peer, "that state is no longer kept")
             return
+        export.asked_at = now
+        self._send_chunk(fetch, peer, export.data)
+
+    def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
+        """The newest state, if there is room for it; else one that is there already; else come again."""
+        current = self.versions[fetch.fragment]
+        export = self._exports.get((fetch.fragment, current))
+        if export is None or not _suits(fetch, current):
+            older = [
+                known
+                for (fragment, version), known in self._exports.items()
+                if fragment == fetch.fragment and _suits(fetch, version)
+            ]
+            if _suits(fetch, current) and (fetch.fragment in self._waiting or self._make_room(fetch, now)):
+                self._wait(fetch, peer)
+                return
+            export = max(older, key=lambda known: known.version, default=None)
+        if export is not None:
+            self._send_manifest(fetch, peer, export, now)
+        elif _suits(fetch, current):
+            serving = next((fragment for fragment, _ in self._exports), next(iter(self._waiting), -1))
+            self._refuse(fetch, peer, "busy with another newcomer", again=True, serving=serving + 1)
+        else:
+            self._refuse_version(fetch, peer, current)
+
+    def _make_room(self, fetch: Fetch, now: float) -> bool:
+        """Drop exports that nobody uses, as far as it takes; False if those in use leave no room."""
+        wanted = self._shape.state_bytes[fetch.fragment]
+        pending = sum(self._shape.state_bytes[fragment] for fragment in self._waiting)
+        idle = [key for key, known in self._exports.items() if now - known.asked_at >= EXPORT_IN_USE_S]
+        for key in (*idle, None):
+            held = self.exported_bytes() + pending
+            if not held or held + wanted <= EXPORTS_FREE_BYTES:
+                return True
+            if key is not None:
+                del self._exports[key]
+                self._exports_changed()
+        return False
+
+    def _wait(self, fetch: Fetch, peer: PeerId) -> None:
         waiting = self._waiting.setdefault(fetch.fragment, [])
-        if len(waiting) >= MAX_WAITING_EXPORTS:
-            self._out.messages.append(
-                (peer, Refusal(request=fetch.request, reason="too many newcomers, try another donor"))
-            )
+        if len(waiting) >= MAX_WAITING:
+            self._refuse(fetch, peer, "too many newcomers, try another donor", again=True)
             return
         waiting.append((peer, fetch))
         if len(waiting) == 1:
-            self._out.events.append(ExportWanted(fetch.fragment))
+            self._out.emit(ExportWanted(fetch.fragment))
 
-    def _send_chunk(self, fetch: Fetch, peer: PeerId, version: int, data: bytes) -> None:
-        start = fetch.chunk * MAX_DATA_BYTES
-        if start >= len(data):
-            raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {len(data)} bytes")
-        piece = data[start : start + MAX_DATA_BYTES]
-        self._out.messages.append(
-            (
-                peer,
-                Chunk(
-                    request=fetch.request,
-                    what=fetch.what,
-                    fragment=fetch.fragment,
-                    version=version,
-                    chunk=fetch.chunk,
-                    data=piece,
-                ),
-            )
+    def _exports_changed(self) -> None:
+        held: dict[int, int] = {}
+        for fragment, version in self._exports:
+            held[fragment] = min(version, held.get(fragment, version))
+        self.history.hold(held)
+
+    # ---- answers
+
+    def _send_manifest(self, fetch: Fetch, peer: PeerId, export: _Export, now: float) -> None:
+        export.asked_at = now
+        manifest = Manifest()
+        manifest.CopyFrom(export.manifest)
+        manifest.request = fetch.request
+        self._out.send(peer, manifest)
+
+    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: bytes) -> None:
+        chunk = Chunk(
+            request=fetch.request,
+            what=fetch.what,
+            fragment=fetch.fragment,
+            version=fetch.version,
+            chunk=fetch.chunk,
+            data=data[chunk_at(fetch.chunk, len(data))],
         )
+        self._out.send(peer, chunk)
 
-    def _forget_round(self, key: tuple[int, int]) -> None:
-        self.history_bytes -= len(self._history.pop(key)[1])
+    def _refuse_version(self, fetch: Fetch, peer: PeerId, version: int) -> None:
+        early = version < fetch.version
+        reason = f"at version {version}, {'not there yet' if early else 'past it'}"
+        self._refuse(fetch, peer, reason, newest=version, again=early)
+
+    def _refuse(
+        self,
+        fetch: Fetch,
+        peer: PeerId,
+        reason: str,
+        *,
+        newest: int = 0,
+        again: bool = False,
+        serving: int = 0,
+    ) -> None:
+        refusal = Refusal(
+            request=fetch.request, reason=reason, newest_version=newest, again=again, serving=serving
+        )
+        self._out.send(peer, refusal)
 
 
-def _digests(data: bytes) -> list[bytes]:
-    """sha256 of every chunk."""
-    view = memoryview(data)
-    return [
-        hashlib.sha256(view[at : at + MAX_DATA_BYTES]).digest() for at in range(0, len(data), MAX_DATA_BYTES)
-    ]
+def _suits(fetch: Fetch, version: int) -> bool:
+    """Whether a state of ``version`` is of use to who asks."""
+    return fetch.version <= version and (not fetch.newest or version <= fetch.newest)

@@ -12,6 +12,10 @@ from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 ROUND, STATE = Fetch.ROUND, Fetch.STATE
 CatchUpMessage = Fetch | Manifest | Chunk | Refusal
 
+EXPORTS_FREE_BYTES = 16 << 20
+"""States up to this much together are given, and loaded, side by side; larger ones one after the other, so
+that a donor never holds more than one of them."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -21,30 +25,50 @@ class Shape:
     mean_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
 
+    def bytes_of(self, what: Fetch.What, fragment: int) -> int:
+        return (self.mean_bytes if what == ROUND else self.state_bytes)[fragment]
+
+    def replayable(self, fragment: int) -> int:
+        """Missed rounds of a fragment that cost less than half of what its whole state costs."""
+        return max(1, self.state_bytes[fragment] // (2 * max(1, self.mean_bytes[fragment])))
+
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted: the round that made ``version`` (``what`` ROUND), or the newest state at or after it
-    (STATE)."""
+    """What is wanted: the round that made ``version`` (``what`` ROUND), or a state at ``version`` or after it
+    (STATE); a state as old as ``oldest`` will do where a donor has no room for a newer one.
+
+    ``digest``: what most peers report as the state of ``version``, empty if not known. ``donors``: in the
+    order in which they are asked.
+    """
 
     what: Fetch.What
     fragment: int
     version: int
     donors: tuple[PeerId, ...]
+    digest: bytes = b""
+    oldest: int = 0
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """All bytes of a goal, every chunk checked. ``decision`` is the signed outcome of a ROUND, ``digest`` of
-    a STATE."""
+    """All bytes of a goal, every chunk checked against the manifest. ``decision`` is the signed outcome of a
+    ROUND, ``digest`` of a STATE. ``donors``: who signed the manifest, the one that gave most first."""
 
     goal: Goal
     version: int
-    data: bytes
+    data: bytes | bytearray
     decision: Decision
     digest: bytes
-    donor: PeerId
+    donors: tuple[PeerId, ...]
     duration_s: float
+    chunks_wasted: int
+    """Chunks that came and were thrown away: wrong, or given by two donors."""
+
+    @property
+    def donor(self) -> PeerId:
+        """The one that gave most."""
+        return self.donors[0]
 
 
 @dataclass(frozen=True)
@@ -81,6 +105,12 @@ class Outbox:
 
     messages: list[tuple[PeerId, CatchUpMessage]] = field(default_factory=list)
     events: deque[CatchUpEvent] = field(default_factory=deque)
+
+    def send(self, peer: PeerId, message: CatchUpMessage) -> None:
+        self.messages.append((peer, message))
+
+    def emit(self, event: CatchUpEvent) -> None:
+        self.events.append(event)
 
 
 def split_donors(peers: Sequence[PeerId], fragment: int) -> tuple[PeerId, ...]:

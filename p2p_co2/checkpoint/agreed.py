@@ -53,7 +53,7 @@ def swarm_digest(digests: Sequence[bytes]) -> bytes:
     return hashlib.sha256(b"p2p-co2 swarm\0" + struct.pack("<Q", len(digests)) + b"".join(digests)).digest()
 
 
-def state_from_bytes(data: bytes, numel: int) -> OuterState:
+def state_from_bytes(data: bytes | bytearray, numel: int) -> OuterState:
     """Read what ``state_bytes`` wrote for a fragment of ``numel`` elements.
 
     Raises ``RemoteProtocolError`` unless ``data`` is exactly that: right size, finite everywhere, canonical.
@@ -65,7 +65,7 @@ def state_from_bytes(data: bytes, numel: int) -> OuterState:
     return state_from_header(data[: _HEADER.size], params, momentum)
 
 
-def tensor_from_bytes(data: bytes, start: int, numel: int) -> Tensor:
+def tensor_from_bytes(data: bytes | bytearray, start: int, numel: int) -> Tensor:
     """``numel`` little-endian fp32 values at ``start``, as a tensor that owns its memory."""
     return torch.from_numpy(np.frombuffer(data, "<f4", numel, start).astype(np.float32, copy=True))
 
@@ -78,7 +78,7 @@ def header_bytes(state: OuterState) -> bytes:
     )
 
 
-def state_from_header(header: bytes, params: Tensor, momentum: Tensor) -> OuterState:
+def state_from_header(header: bytes | bytearray, params: Tensor, momentum: Tensor) -> OuterState:
     """A state from ``header_bytes`` and its tensors (fp32 [numel]); raises ``RemoteProtocolError`` as
     ``state_from_bytes``."""
     if len(header) != _HEADER.size:

@@ -8,7 +8,6 @@ whether this peer's own work is in the missed means.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -34,12 +33,11 @@ from p2p_co2.wire.messages_pb2 import Status
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
 
-REPLAY_AT_MOST = 4
-"""Missed rounds of one fragment that are replayed; more, and the whole state is cheaper and surer."""
+REPLAY_AT_MOST = 8
+"""Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
+OTHER_HISTORY = "other history"
 AHEAD_AT_MOST = 4
 """Versions that a donor may be ahead of what the last heartbeats of most peers said."""
-NOT_YET_S, NOT_YET_TRIES = 0.3, 5
-"""A round that no donor holds yet is asked for again this often before a whole state is fetched."""
 AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
 """A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""
@@ -51,7 +49,6 @@ class Catching:
         self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
         self._noticed_at: dict[int, float] = {}
         self._started_from: dict[int, int] = {}
-        self._tries: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
 
@@ -111,23 +108,26 @@ class Catching:
     def _fetch_next(self, fragment: int, whole: bool = False) -> None:
         if fragment not in self._targets:
             return
-        version, _, donors = self._targets[fragment]
+        version, digest, donors = self._targets[fragment]
         current = self._node.agreed[fragment].version
         alive = tuple(peer for peer in donors if peer in self._node.membership.live)
         alive += tuple(peer for peer in self._donors(fragment, version) if peer not in alive)
-        replay = not whole and 0 < version - current <= REPLAY_AT_MOST
-        goal = Goal(ROUND, fragment, current + 1, alive) if replay else Goal(STATE, fragment, version, alive)
+        rounds = self._replayable(fragment)
+        if not whole and 0 < version - current <= rounds:
+            goal = Goal(ROUND, fragment, current + 1, alive)
+        else:
+            # A state a little older will do, where donors are giving that one: the rounds since are replayed.
+            oldest = version if whole else max(current + 1, version - rounds // 2)
+            goal = Goal(STATE, fragment, version, alive, self._majority(fragment, version) or digest, oldest)
         self._node.catchup.want(goal, self._node.now())
+
+    def _replayable(self, fragment: int) -> int:
+        return min(REPLAY_AT_MOST, self._node.catchup.shape.replayable(fragment))
 
     def _failed(self, event: FetchFailed) -> None:
         fragment = event.goal.fragment
         if event.goal.what == ROUND and fragment in self._targets and event.goal.donors:
-            tries = self._tries[fragment] = self._tries.get(fragment, 0) + 1
-            if event.newest_version < event.goal.version and tries <= NOT_YET_TRIES:
-                # The donors know the commit but have not applied it yet; their state would cost far more.
-                asyncio.get_running_loop().call_later(NOT_YET_S, self._fetch_next, fragment)
-            else:
-                self._fetch_next(fragment, whole=True)
+            self._fetch_next(fragment, whole=True)
             return
         target = self._targets.pop(fragment, None)
         self._noticed_at.pop(fragment, None)
@@ -144,7 +144,8 @@ class Catching:
         try:
             mean = self._checked_mean(event)
         except RemoteProtocolError as error:
-            self._node.refuse(event.donor, error.reason, error.detail)
+            if error.reason != OTHER_HISTORY:  # else it may be we who went astray
+                self._blame(event, error.reason, error.detail)
             self._fetch_next(fragment, whole=True)
             return
         if mean is not None:
@@ -165,7 +166,7 @@ class Catching:
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
             await self._node.deciding.adopt(fragment, event.data, AgreedVersion(event.version, event.digest))
         except (DigestMismatch, RemoteProtocolError) as error:
-            self._node.refuse(event.donor, "bad state", str(error))
+            self._blame(event, "bad state", str(error))
             self._targets.pop(fragment, None)
             self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
             self._node.give_up_offer(fragment)
@@ -183,7 +184,6 @@ class Catching:
                 self._fetch_next(fragment)
             return
         self._targets.pop(fragment, None)
-        self._tries.pop(fragment, None)
         self._noticed_at.pop(fragment, None)
         self._node.report(
             ev.CaughtUp,
@@ -192,6 +192,7 @@ class Catching:
             to_version=agreed.version,
             how=how,
             donor=event.donor,
+            donors=len(event.donors),
             bytes=len(event.data),
             duration_s=event.duration_s,
         )
@@ -211,13 +212,19 @@ class Catching:
         if agreed.version != event.version - 1:
             return None
         if outcome.state_digest != agreed.digest:
-            raise RemoteProtocolError("bad decision", "it follows another state than ours")
+            raise RemoteProtocolError(OTHER_HISTORY, "the round follows another state than ours")
         block_bytes = self._node.shape.block_bytes
         for part in outcome.parts:
             piece = event.data[part.start_block * block_bytes : part.stop_block * block_bytes]
             if hashlib.sha256(piece).digest() != part.digest:
                 raise RemoteProtocolError("wrong digest", f"of the mean of round {event.version}")
-        return agreed_mean(outcome, event.data)
+        return agreed_mean(outcome, bytes(event.data))
+
+    def _blame(self, event: Fetched, reason: str, detail: str) -> None:
+        """All its donors signed for these very bytes."""
+        for donor in event.donors:
+            self._node.refuse(donor, reason, detail)
+            self._node.catchup.quarantine(donor, reason, self._node.now())
 
     # ---- what the others say
 

@@ -73,6 +73,6 @@ class Ledger(Protocol):
     async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
         """The fragment's state, serialised, for a peer that is behind."""
 
-    async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion) -> AgreedVersion:
+    async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> AgreedVersion:
         """Take over a donor's state; raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes
         nothing."""

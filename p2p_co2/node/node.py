@@ -80,8 +80,9 @@ class Node:
         self.membership = Membership(self.me)
         self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
         means = tuple(blocks * shape.block_bytes for blocks in shape.blocks)
-        self.catchup = CatchUp(Shape(means, tuple(state_bytes)))
+        self.catchup = CatchUp(network.identity, self.run_digest, Shape(means, tuple(state_bytes)))
         for fragment, version in enumerate(agreed):
+            self.catchup.moved(fragment, version.version)
             self.rounds.set_state(fragment, version.version, version.digest)
         self.software = network.software
         pace = network.run.clock

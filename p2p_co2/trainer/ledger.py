@@ -179,7 +179,7 @@ class TensorLedger:
 
         return await self._ask(work)
 
-    async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion) -> AgreedVersion:
+    async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> AgreedVersion:
         def work() -> AgreedVersion:
             ledger = self._fragments[fragment]
             state = state_from_bytes(data, ledger.state.params.numel())

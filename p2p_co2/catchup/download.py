@@ -1,0 +1,349 @@
+"""One goal being loaded from several donors at once.
+
+    ask for manifests -> choose what most donors promise -> chunks, from whoever is free -> all right: done
+
+Donors that promise other bytes (another version, or a lie) are put aside. A chunk goes to whichever donor has
+room, so each donor gives as much as it can carry; near the end a free donor repeats what another is late
+with. A donor that is silent, slow, or wrong loses its place and its chunks go to the others; chunks that were
+right stay, whoever gave them.
+
+Laws: nothing is allocated before a manifest of the size that this peer computed; every chunk kept has the
+digest of the chosen manifest; every wait has a timer; the order of all that is asked follows from the
+messages and times alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2p_co2.catchup.goals import ROUND, STATE, Fetched, FetchFailed, Goal, Outbox
+from p2p_co2.catchup.manifest import (
+    Content,
+    check_chunk,
+    check_manifest,
+    chunk_at,
+    chunk_count,
+    chunk_digest,
+    content_of,
+)
+from p2p_co2.catchup.source import WINDOW_MOST, Source
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+
+DONORS_AT_ONCE = 8
+CHOOSE_FLOOR_S, CHOOSE_CAP_S = 0.2, 2.0
+"""After the first manifest, the others are waited for: as long again as the first took, within these."""
+WIDEN_S = 1.0
+"""When nothing came for so long, one more donor is asked."""
+REPEAT_S = 0.5
+"""A chunk that another donor has owed for so long, and for twice a free donor's usual time, is repeated."""
+BUSY_CAP_S = 60.0
+"""Donors that say "again" and give nothing are believed for so long."""
+REPEATS_MOST = 2
+"""The last donor left is asked anew so often."""
+ROUND_AGAINS = 5
+"""A round that a donor says it does not hold yet is asked for so often; a whole state may come sooner."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all downloads of a peer share. ``load``: chunks asked of a donor in all downloads together."""
+
+    run: bytes
+    out: Outbox
+    next_request: Callable[[], int]
+    load: Callable[[PeerId], int]
+    buffer: Callable[[Manifest], bytearray]
+
+
+class Download:
+    """``ended`` is set when it is over: the machine takes it as its event."""
+
+    def __init__(self, goal: Goal, total_bytes: int, context: Context, now: float) -> None:
+        self.goal, self.total_bytes = goal, total_bytes
+        self.ended: Fetched | FetchFailed | None = None
+        self.sources: dict[PeerId, Source] = {}
+        self._context = context
+        self._reserve = deque(goal.donors)
+        self._width = min(DONORS_AT_ONCE, chunk_count(total_bytes))
+        self._started_at = self._moved_at = now
+        self._choose_at: float | None = None
+        self._chosen: Manifest | None = None
+        self._content: Content = b""
+        self._data = bytearray()
+        self._pending: deque[int] = deque()
+        self._missing: set[int] = set()
+        self._gave: dict[PeerId, int] = {}
+        self._wasted = self._newest = 0
+        self._reason = "no donor is known"
+        self._fill(now)
+
+    # ---- what donors say
+
+    def take_manifest(self, source: Source, manifest: Manifest, now: float) -> None:
+        """Raises ``RemoteProtocolError`` for one that breaks the rules."""
+        if source.manifest is not None:
+            return  # doubled under way
+        oldest = self.goal.oldest or self.goal.version
+        check_manifest(manifest, self.goal, self.total_bytes, oldest, source.peer, self._context.run)
+        source.manifest, source.content, source.heard_at = manifest, content_of(manifest), now
+        self._moved_at = now
+        if self._choose_at is None:
+            took_s = now - source.asked_at
+            self._choose_at = now + min(CHOOSE_CAP_S, max(CHOOSE_FLOOR_S, took_s))
+        self.advance(now)
+
+    def take_chunk(self, source: Source, chunk: Chunk, now: float) -> None:
+        """Raises ``RemoteProtocolError`` for a chunk that was not asked for, or is wrong."""
+        if chunk.chunk in source.answered:
+            return  # doubled under way
+        if self._chosen is None or chunk.chunk not in source.asked:
+            raise RemoteProtocolError("unasked chunk", f"fragment {chunk.fragment} chunk {chunk.chunk}")
+        try:
+            check_chunk(chunk, self._chosen)
+        except RemoteProtocolError:
+            self._wasted += 1
+            raise
+        source.gave(chunk.chunk, now)
+        self._moved_at = now
+        if chunk.chunk in self._missing:
+            self._missing.discard(chunk.chunk)
+            self._data[chunk_at(chunk.chunk, self.total_bytes)] = chunk.data
+            self._gave[source.peer] = self._gave.get(source.peer, 0) + 1
+        else:
+            self._wasted += 1
+        self.advance(now)
+
+    def take_refusal(self, source: Source, refusal: Refusal, now: float) -> None:
+        """The donor cannot help, or not now."""
+        self._newest = max(self._newest, refusal.newest_version)
+        reason = refusal.reason[:200] or "refused without a reason"
+        patient = source.agains < ROUND_AGAINS or self.goal.what == STATE
+        if refusal.again and not source.asked and patient:
+            self._reason = f"{source.peer[-6:]}: {reason}"
+            source.ask_again_later(now)
+            self._fill(now, more=1)
+            self.advance(now)
+        else:
+            self._lose(source, reason, now)
+
+    def drop(self, peer: PeerId, reason: str, now: float) -> None:
+        """Go on without ``peer``."""
+        if peer in self._reserve:
+            self._reserve.remove(peer)
+        source = self.sources.pop(peer, None)
+        if source is None or self.ended is not None:
+            return
+        self._reason = f"{peer[-6:]}: {reason}"
+        self._give_back(source)
+        self._fill(now)
+        self.advance(now)
+
+    # ---- time
+
+    def get_timer(self) -> float | None:
+        times = [at for source in self.sources.values() if (at := self._patience_ends_at(source)) is not None]
+        times += [source.again_at for source in self.sources.values() if source.again_at is not None]
+        times.append(self._moved_at + BUSY_CAP_S)
+        if self._choose_at is not None and self._chosen is None and self._answered():
+            times.append(self._choose_at)
+        if self._reserve:
+            times.append(self._widen_at())
+        if (repeat_at := self._repeat_at()) is not None:
+            times.append(repeat_at)
+        return min(times)
+
+    def handle_timer(self, now: float) -> None:
+        for source in list(self.sources.values()):
+            ends_at = self._patience_ends_at(source)
+            if ends_at is not None and now >= ends_at:
+                self._lose(source, f"silent for {now - max(source.heard_at, source.asked_at):.1f} s", now)
+            elif source.again_at is not None and now >= source.again_at:
+                self._ask_manifest(source, now)
+        if self.ended is None and now >= self._moved_at + BUSY_CAP_S:
+            self._fail(f"{self._reason} (for {BUSY_CAP_S:.0f} s)")
+        if self._reserve and now >= self._widen_at():
+            self._fill(now, more=1)
+        self.advance(now)
+
+    def _patience_ends_at(self, source: Source) -> float | None:
+        others = sorted(
+            gap for other in self.sources.values() if other is not source and (gap := other.gap_s)
+        )
+        return source.patience_ends_at(self.total_bytes, others[len(others) // 2] if others else 0.0)
+
+    def _widen_at(self) -> float:
+        newest_asked_at = max((source.asked_at for source in self.sources.values()), default=self._moved_at)
+        return max(self._moved_at, newest_asked_at) + WIDEN_S
+
+    # ---- donors
+
+    def _fill(self, now: float, more: int = 0) -> None:
+        """Ask donors from the reserve until as many as are wanted are at it."""
+        at_it = sum(source.again_at is None for source in self.sources.values())
+        wanted = max(self._width, at_it + more) - at_it
+        while wanted > 0 and self._reserve:
+            peer = self._reserve.popleft()
+            self.sources[peer] = source = Source(peer, 0, now)
+            self._ask_manifest(source, now)
+            wanted -= 1
+
+    def _ask_manifest(self, source: Source, now: float) -> None:
+        goal = self.goal
+        fetch = Fetch(what=goal.what, fragment=goal.fragment, version=goal.oldest or goal.version)
+        if goal.what == ROUND:
+            fetch.version = goal.version
+        elif self._chosen is not None:
+            fetch.version = fetch.newest = self._chosen.version
+        source.request = fetch.request = self._context.next_request()
+        source.asked_at, source.again_at = now, None
+        self._context.out.send(source.peer, fetch)
+
+    def _useful(self) -> list[Source]:
+        """The donors that promise what was chosen."""
+        return [s for s in self.sources.values() if s.manifest is not None and s.content == self._content]
+
+    def _answered(self) -> list[Source]:
+        return [source for source in self.sources.values() if source.manifest is not None]
+
+    def _lose(self, source: Source, reason: str, now: float) -> None:
+        """An honest donor did not deliver. The last one is asked anew: a message may be lost, or its export
+        gone."""
+        others = len(self.sources) > 1 or self._reserve
+        if others or source.repeats >= REPEATS_MOST:
+            self.drop(source.peer, reason, now)
+            return
+        self._give_back(source)
+        source.repeats += 1
+        source.manifest, source.window, self._chosen = None, 1, None
+        source.answered.clear()
+        self._ask_manifest(source, now)
+
+    def _give_back(self, source: Source) -> None:
+        """What was asked of a donor goes to the others first."""
+        owed = {chunk for other in self.sources.values() if other is not source for chunk in other.asked}
+        lost = sorted(chunk for chunk in source.asked if chunk in self._missing and chunk not in owed)
+        self._pending.extendleft(reversed(lost))
+        source.asked.clear()
+
+    # ---- what to load
+
+    def advance(self, now: float) -> None:
+        """Choose, ask, finish or fail: whatever can be done now."""
+        if self.ended is not None:
+            return
+        if self._chosen is not None and not self._useful():
+            self._chosen = None
+        if self._chosen is None:
+            self._choose(now)
+        if self._chosen is not None:
+            if not self._missing:
+                self._finish(now)
+                return
+            self._ask_chunks(now)
+        if not self.sources and not self._reserve:
+            self._fail(self._reason)
+
+    def _choose(self, now: float) -> None:
+        answered = self._answered()
+        silent = [s for s in self.sources.values() if s.manifest is None and s.again_at is None]
+        if not answered or (silent and self._choose_at is not None and now < self._choose_at):
+            return
+        camps: dict[Content, list[Manifest]] = {}
+        for source in answered:
+            assert source.manifest is not None
+            camps.setdefault(source.content, []).append(source.manifest)
+        content, manifests = max(camps.items(), key=lambda camp: self._rank(camp[1]))
+        self._chosen = manifests[0]
+        if content != self._content:
+            self._content = content
+            self._begin(manifests[0])
+
+    def _rank(self, camp: list[Manifest]) -> tuple[bool, int, int]:
+        """What most peers report goes before what most donors promise."""
+        known = (camp[0].version, camp[0].digest) == (self.goal.version, self.goal.digest)
+        return known, len(camp), camp[0].version
+
+    def _begin(self, manifest: Manifest) -> None:
+        """Chunks that a buffer brings along from an earlier attempt are kept if they are right."""
+        self._data = self._context.buffer(manifest)
+        self._missing = {
+            chunk
+            for chunk, digest in enumerate(manifest.chunk_digests)
+            if chunk_digest(memoryview(self._data)[chunk_at(chunk, self.total_bytes)]) != digest
+        }
+        self._pending = deque(sorted(self._missing))
+        self._gave = {}
+
+    def _ask_chunks(self, now: float) -> None:
+        assert self._chosen is not None
+        sources = self._useful()
+        for depth in range(WINDOW_MOST):  # one each, then a second each: nobody takes all of a small goal
+            for source in sources:
+                room = len(source.asked) == depth < source.window
+                if room and self._pending and self._context.load(source.peer) < WINDOW_MOST:
+                    self._ask_chunk(source, self._pending.popleft(), now)
+        for source in sources:
+            if not source.asked and (chunk := self._overdue(source, now)) is not None:
+                self._ask_chunk(source, chunk, now)
+
+    def _ask_chunk(self, source: Source, chunk: int, now: float) -> None:
+        assert self._chosen is not None
+        source.ask(chunk, now)
+        fetch = Fetch(
+            what=self.goal.what,
+            fragment=self.goal.fragment,
+            version=self._chosen.version,
+            want_chunk=True,
+            chunk=chunk,
+            request=source.request,
+        )
+        self._context.out.send(source.peer, fetch)
+
+    def _overdue(self, free: Source, now: float) -> int | None:
+        """The chunk that another donor has owed longest, if it is time to repeat it."""
+        owed = self._owed_by_one(free)
+        if self._pending or not owed:
+            return None
+        asked_at, chunk = owed[0]
+        return chunk if now >= asked_at + max(REPEAT_S, 2 * free.gap_s) else None
+
+    def _repeat_at(self) -> float | None:
+        free = [source for source in self._useful() if not source.asked] if self._chosen is not None else []
+        times = [
+            owed[0][0] + max(REPEAT_S, 2 * source.gap_s)
+            for source in free
+            if not self._pending and (owed := self._owed_by_one(source))
+        ]
+        return min(times, default=None)
+
+    def _owed_by_one(self, free: Source) -> list[tuple[float, int]]:
+        """(asked at, chunk) of the missing chunks that one other donor owes, oldest first."""
+        owed: dict[int, list[float]] = {}
+        for source in self._useful():
+            for chunk, asked_at in source.asked.items():
+                if chunk in self._missing:
+                    owed.setdefault(chunk, []).append(asked_at)
+        return sorted((times[0], chunk) for chunk, times in owed.items() if len(times) == 1)
+
+    # ---- the end
+
+    def _finish(self, now: float) -> None:
+        assert self._chosen is not None
+        given = {source.peer: 0 for source in self._useful()} | self._gave
+        self.ended = Fetched(
+            goal=self.goal,
+            version=self._chosen.version,
+            data=self._data,
+            decision=self._chosen.decision,
+            digest=self._chosen.digest,
+            donors=tuple(sorted(given, key=lambda peer: (-given[peer], peer))),
+            duration_s=now - self._started_at,
+            chunks_wasted=self._wasted,
+        )
+
+    def _fail(self, reason: str) -> None:
+        self.ended = FetchFailed(self.goal, reason, self._newest)

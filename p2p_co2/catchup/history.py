@@ -1,0 +1,83 @@
+"""The means of the last rounds, kept so that a peer that missed a few can replay them.
+
+Law: all means together stay below ``HISTORY_BYTES_SHARE`` of the model, but for the newest of each fragment
+and for those that somebody who loads a fragment's state needs next (``hold``): at most
+``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from p2p_co2.catchup.goals import Shape
+from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
+from p2p_co2.wire.messages_pb2 import Decision
+
+HISTORY_ROUNDS_KEPT = 8
+"""Rounds per fragment whose mean a donor can replay, if memory allows."""
+HISTORY_BYTES_SHARE = 0.25
+"""All kept means together, as a share of the model's fp32 size (at least one round per fragment is kept)."""
+
+
+@dataclass
+class KeptRound:
+    decision: Decision
+    mean: bytes
+    _digests: list[bytes] = field(default_factory=list)
+
+    def chunk_digests(self) -> list[bytes]:
+        """Computed when somebody asks: most rounds are never replayed."""
+        if not self._digests:
+            size = len(self.mean)
+            view = memoryview(self.mean)
+            self._digests = [chunk_digest(view[chunk_at(i, size)]) for i in range(chunk_count(size))]
+        return self._digests
+
+
+class History:
+    """Kept rounds by (fragment, version), oldest first."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._rounds: OrderedDict[tuple[int, int], KeptRound] = OrderedDict()
+        self._held: dict[int, int] = {}
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def find(self, fragment: int, version: int) -> KeptRound | None:
+        return self._rounds.get((fragment, version))
+
+    def newest(self, fragment: int) -> int:
+        """The newest version of a fragment whose round is kept; 0 if none is."""
+        return max((version for known, version in self._rounds if known == fragment), default=0)
+
+    def remember(self, fragment: int, version: int, decision: Decision, mean: bytes) -> None:
+        """Keep a committed round."""
+        if (fragment, version) in self._rounds:
+            return
+        self._rounds[fragment, version] = KeptRound(decision, mean)
+        self.held_bytes += len(mean)
+        mine = [known for known in self._rounds if known[0] == fragment]
+        if len(mine) > HISTORY_ROUNDS_KEPT:
+            self._forget(mine[0])
+        self._shrink()
+
+    def hold(self, held: dict[int, int]) -> None:
+        """Of the fragments in ``held``, keep the rounds after the version given there."""
+        self._held = held
+        self._shrink()
+
+    def _shrink(self) -> None:
+        bound = HISTORY_BYTES_SHARE * sum(self._shape.state_bytes) / 2  # a state is params and momentum
+        newest = {fragment: version for fragment, version in self._rounds}
+        for fragment, version in list(self._rounds):
+            if self.held_bytes <= bound:
+                return
+            if version < newest[fragment] and version <= self._held.get(fragment, version):
+                self._forget((fragment, version))
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self.held_bytes -= len(self._rounds.pop(key).mean)

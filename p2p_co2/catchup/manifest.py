@@ -1,0 +1,100 @@
+"""What a donor promises: a signed list of chunk digests, and what a chunk must be to be one of them.
+
+Laws: a manifest is checked against sizes that this peer computed from its own model before anything is
+allocated; two manifests promise the same bytes exactly if their ``content_of`` are equal; a donor cannot deny
+its promise, since it signed it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from p2p_co2.catchup.goals import ROUND, Goal
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.wire.identity import Identity, PeerId, verify
+from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest
+
+MANIFEST_CONTEXT = b"p2p-co2 chunk manifest"
+DIGEST_BYTES = 32
+_PLACE = struct.Struct("<BIQQI")
+Content = bytes
+"""What a manifest promises, as bytes: equal for equal promises."""
+
+
+def chunk_digest(data: bytes | bytearray | memoryview) -> bytes:
+    """sha256 of one chunk, 32 bytes."""
+    return hashlib.sha256(data).digest()
+
+
+def chunk_count(total_bytes: int) -> int:
+    return -(-total_bytes // MAX_DATA_BYTES)
+
+
+def chunk_at(chunk: int, total_bytes: int) -> slice:
+    """Where a chunk lies; empty for one that does not exist."""
+    start = min(total_bytes, chunk * MAX_DATA_BYTES)
+    return slice(start, min(total_bytes, start + MAX_DATA_BYTES))
+
+
+def make_manifest(
+    identity: Identity,
+    run: bytes,
+    fetch: Fetch,
+    total_bytes: int,
+    chunk_digests: list[bytes],
+    *,
+    digest: bytes = b"",
+    decision: Decision | None = None,
+) -> Manifest:
+    """A signed manifest of what ``fetch`` names (its version is the manifest's); ``run`` is the run's
+    digest."""
+    manifest = Manifest(
+        what=fetch.what, fragment=fetch.fragment, version=fetch.version, total_bytes=total_bytes,
+        chunk_bytes=MAX_DATA_BYTES, chunk_digests=chunk_digests, digest=digest, decision=decision,
+    )  # fmt: skip
+    manifest.signature = identity.sign(MANIFEST_CONTEXT, run + content_of(manifest))
+    return manifest
+
+
+def content_of(manifest: Manifest) -> Content:
+    """All that a donor signs, but for the run."""
+    place = _PLACE.pack(
+        manifest.what, manifest.fragment, manifest.version, manifest.total_bytes, manifest.chunk_bytes
+    )
+    decision = manifest.decision.outcome
+    lengths = struct.pack("<III", len(manifest.digest), len(manifest.chunk_digests), len(decision))
+    return b"".join((place, lengths, manifest.digest, *manifest.chunk_digests, decision))
+
+
+def check_manifest(
+    manifest: Manifest, goal: Goal, expected_bytes: int, oldest: int, sender: PeerId, run: bytes
+) -> None:
+    """Raise ``RemoteProtocolError`` unless ``sender`` signed a manifest that can serve ``goal``."""
+    problem = ""
+    if (manifest.what, manifest.fragment) != (goal.what, goal.fragment):
+        problem = "another fragment than asked"
+    elif manifest.total_bytes != expected_bytes or manifest.chunk_bytes != MAX_DATA_BYTES:
+        problem = f"{manifest.total_bytes} bytes where this model has {expected_bytes}"
+    elif len(manifest.chunk_digests) != chunk_count(expected_bytes) or any(
+        len(digest) != DIGEST_BYTES for digest in manifest.chunk_digests
+    ):
+        problem = "wrong number or size of chunk digests"
+    elif len(manifest.digest) != (0 if goal.what == ROUND else DIGEST_BYTES):
+        problem = "no digest of a state"
+    elif manifest.version < oldest or (goal.what == ROUND and manifest.version != goal.version):
+        problem = f"version {manifest.version} where {goal.version} was asked"
+    if problem:
+        raise RemoteProtocolError("bad manifest", problem)
+    verify(sender, MANIFEST_CONTEXT, run + content_of(manifest), manifest.signature)
+
+
+def check_chunk(chunk: Chunk, manifest: Manifest) -> None:
+    """Raise ``RemoteProtocolError`` unless ``chunk`` is what ``manifest`` promises."""
+    place = chunk_at(chunk.chunk, manifest.total_bytes)
+    what = f"chunk {chunk.chunk} of fragment {manifest.fragment}"
+    if len(chunk.data) != place.stop - place.start:
+        raise RemoteProtocolError("wrong size", f"{what} has {len(chunk.data)} bytes")
+    if chunk_digest(chunk.data) != manifest.chunk_digests[chunk.chunk]:
+        raise RemoteProtocolError("wrong digest", f"of {what}")
