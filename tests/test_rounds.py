@@ -72,6 +72,8 @@ def test_a_healthy_round_sends_each_slice_and_each_mean_once() -> None:
 def test_large_payloads_travel_in_pieces() -> None:
     shape = PayloadShape(1000, (2000,))  # 2 MB: each of two parts is two pieces
     net = Network(2, shape=shape)
+    net.uploads = dict.fromkeys(net.names, 1e9)
+    net.tell_everybody()
     net.offer_all()
     net.run_until_settled()
     assert len(net.committed()) == 2

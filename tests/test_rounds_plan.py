@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import PeerView
 from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.assembly import Assembly, pieces
+from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
 from p2p_co2.rounds.attempt import Attempt, Share
 from p2p_co2.rounds.deadline import Durations, ReadyHistory, adaptive_deadline_s, parts_deadline_s
 from p2p_co2.rounds.parts import BlockRange, covers, split_blocks
@@ -132,17 +133,57 @@ def test_the_parts_are_the_whole(blocks: int, rates: list[float]) -> None:
     assert covers([part for part in ranges if part.stop > part.start], blocks)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 3 * MAX_DATA_BYTES))
+@given(st.integers(0, 2**32), st.integers(1, 3 * MAX_DATA_BYTES), st.integers(0, 5))
 @settings(max_examples=20, deadline=None)
-def test_pieces_come_together_in_any_order(seed: int, size: int) -> None:
+def test_pieces_come_together_in_any_order(seed: int, size: int, doublings: int) -> None:
     shuffle = random.Random(seed)
     data = shuffle.randbytes(size)
-    sent = list(pieces(memoryview(data))) * 2
+    cut = list(pieces(memoryview(data), PIECE_UNIT_BYTES << doublings))
+    sent = cut * 2
     shuffle.shuffle(sent)
     assembly = Assembly(size)
-    completions = [assembly.add(offset, size, piece) for offset, piece in sent]
+    news = [assembly.add(offset, size, piece) for offset, piece in sent]
     assert assembly.whole == data
-    assert sum(completions) == 1
+    assert sum(news) == len(cut)
+
+
+@pytest.mark.parametrize(
+    ("rates", "size"),
+    [
+        ([], MAX_DATA_BYTES),
+        ([0.0, 1e9], MAX_DATA_BYTES),
+        ([1e6, 3e5], 64 << 10),
+        ([10_000], PIECE_UNIT_BYTES),
+    ],
+)
+def test_pieces_are_as_small_as_the_slowest_link_needs(rates: list[float], size: int) -> None:
+    assert piece_bytes(rates) == size
+
+
+def test_impossible_pieces_are_refused_and_change_nothing() -> None:
+    unit, total = PIECE_UNIT_BYTES, 2 * MAX_DATA_BYTES + 7
+    assembly = Assembly(total)
+    assert assembly.add(unit, total, bytes(2 * unit))
+    for reason, offset, claimed, data in [
+        ("wrong size", 0, total + 1, bytes(unit)),
+        ("wrong piece", 1, total, bytes(unit)),
+        ("wrong piece", 0, total, bytes(unit - 1)),
+        ("wrong piece", 0, total, b""),
+        ("wrong piece", 0, total, bytes(MAX_DATA_BYTES + unit)),
+        ("wrong piece", 2 * MAX_DATA_BYTES, total, bytes(8)),
+        ("wrong piece", 1 << 60, total, bytes(unit)),
+        ("conflicting duplicate", unit, total, b"x" * 2 * unit),
+        ("conflicting duplicate", 2 * unit, total, bytes(2 * unit)),
+        ("conflicting duplicate", 0, total, bytes(2 * unit)),
+    ]:
+        with pytest.raises(RemoteProtocolError) as refused:
+            assembly.add(offset, claimed, data)
+        assert refused.value.reason == reason
+    assert not assembly.add(unit, total, bytes(2 * unit))
+    for offset, piece in pieces(memoryview(bytes(total)), unit):
+        if not unit <= offset < 3 * unit:
+            assert assembly.add(offset, total, piece)
+    assert assembly.whole == bytes(total)
 
 
 @given(st.integers(1, 9), st.data())

@@ -1,23 +1,39 @@
-"""Large bytes in pieces of ``MAX_DATA_BYTES``, out and in.
+"""Large bytes in pieces, out and in.
 
-Laws: a piece starts at a multiple of ``MAX_DATA_BYTES`` and is full unless it is the last, so a piece is
-known by its index; any order and any repetition give the same bytes; a repetition with other content is a lie
-and is refused. Nothing is allocated from a number that a peer sent: the expected total comes from the agreed
-shape, and what is held is what has arrived. Bytes are copied once, when the last piece comes.
+A sender cuts as finely as the links need: on a slow one a piece must not take so long that what comes behind
+it (heartbeats, votes) looks late. Laws: a piece starts at a multiple of ``PIECE_UNIT_BYTES``, is a multiple
+of it long unless it is the last, and at most ``MAX_DATA_BYTES``; any order and any repetition give the same
+bytes; a repetition with other content or other edges is a lie and is refused. Nothing is allocated from a
+number that a peer sent: the expected total comes from the agreed shape, and what is held is what has arrived.
+Bytes are copied once, when the last piece comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 
+PIECE_UNIT_BYTES = 16 << 10
+PIECE_S = 0.25
+"""A piece should not keep a link busy for longer."""
 
-def pieces(data: memoryview) -> Iterator[tuple[int, bytes]]:
+
+def piece_bytes(rates_bytes_per_s: Iterable[float]) -> int:
+    """How large pieces may be on links of these rates (0: unknown): a power of two from ``PIECE_UNIT_BYTES``
+    to ``MAX_DATA_BYTES``."""
+    slowest = min((rate for rate in rates_bytes_per_s if rate > 0), default=float("inf"))
+    size = MAX_DATA_BYTES
+    while size > PIECE_UNIT_BYTES and size > PIECE_S * slowest:
+        size //= 2
+    return size
+
+
+def pieces(data: memoryview, size_bytes: int = MAX_DATA_BYTES) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of every piece of ``data``."""
-    for offset in range(0, len(data), MAX_DATA_BYTES):
-        yield offset, bytes(data[offset : offset + MAX_DATA_BYTES])
+    for offset in range(0, len(data), size_bytes):
+        yield offset, bytes(data[offset : offset + size_bytes])
 
 
 class Assembly:
@@ -27,27 +43,39 @@ class Assembly:
         self.total_bytes = total_bytes
         self.whole: bytes | None = None
         self._pieces: dict[int, bytes] = {}
-        self._count = -(-total_bytes // MAX_DATA_BYTES)
+        self._units: set[int] = set()
+        """Those that the pieces cover."""
+        self._count = -(-total_bytes // PIECE_UNIT_BYTES)
 
     def add(self, offset: int, total: int, data: bytes) -> bool:
-        """Take one piece; True when it was the last. Raises ``RemoteProtocolError`` for impossible pieces."""
-        if total != self.total_bytes:
-            raise RemoteProtocolError("wrong size", f"{total} bytes announced, {self.total_bytes} expected")
-        index, rest = divmod(offset, MAX_DATA_BYTES)
-        if rest or index >= self._count or len(data) != min(MAX_DATA_BYTES, total - offset):
-            raise RemoteProtocolError("wrong piece", f"{len(data)} bytes at offset {offset} of {total}")
+        """Take one piece; False if we have it already. Raises ``RemoteProtocolError`` for impossible
+        pieces."""
+        self._check(offset, total, len(data))
         if self.whole is not None:
             if memoryview(self.whole)[offset : offset + len(data)] != data:
                 raise RemoteProtocolError("conflicting duplicate", f"offset {offset}")
             return False
-        if self._pieces.setdefault(index, data) != data:
-            raise RemoteProtocolError("conflicting duplicate", f"offset {offset}")
-        if len(self._pieces) < self._count:
+        if offset in self._pieces:
+            if self._pieces[offset] != data:
+                raise RemoteProtocolError("conflicting duplicate", f"offset {offset}")
             return False
-        self.whole = (
-            self._pieces[0]
-            if self._count == 1
-            else b"".join(map(self._pieces.__getitem__, range(self._count)))
-        )
-        self._pieces.clear()
+        units = range(offset // PIECE_UNIT_BYTES, -(-(offset + len(data)) // PIECE_UNIT_BYTES))
+        if not self._units.isdisjoint(units):
+            raise RemoteProtocolError("conflicting duplicate", f"other pieces around offset {offset}")
+        self._units.update(units)
+        self._pieces[offset] = data
+        if len(self._units) == self._count:
+            self.whole = data if len(self._pieces) == 1 else b"".join(map(self._pieces.pop, self._offsets()))
+            self._pieces, self._units = {}, set()
         return True
+
+    def _check(self, offset: int, total: int, size: int) -> None:
+        if total != self.total_bytes:
+            raise RemoteProtocolError("wrong size", f"{total} bytes announced, {self.total_bytes} expected")
+        stop = offset + size
+        aligned = offset % PIECE_UNIT_BYTES == 0 and (stop == total or size % PIECE_UNIT_BYTES == 0)
+        if not aligned or not 0 < size <= MAX_DATA_BYTES or stop > total:
+            raise RemoteProtocolError("wrong piece", f"{size} bytes at offset {offset} of {total}")
+
+    def _offsets(self) -> list[int]:
+        return sorted(self._pieces)

@@ -32,12 +32,13 @@ class PayloadShape:
 
 @dataclass(frozen=True)
 class PeerView:
-    """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown. ``versions``: per fragment,
-    may be empty."""
+    """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown; ``download_bytes_per_s`` 0: no
+    cap. ``versions``: per fragment, may be empty."""
 
     upload_bytes_per_s: float = 0.0
     training: bool = True
     versions: tuple[int, ...] = ()
+    download_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -193,37 +193,39 @@ class FragmentRounds:
         """The attempt of this id if we are in it now."""
         return self.member.attempt if self.member is not None and self.member.attempt.id == attempt else None
 
-    def on_piece(self, message: Piece, sender: PeerId, now: float) -> None:
-        """PART, MEAN or REASSIGN: for the attempt we are in, or held until its BEGIN or REASSIGN comes."""
+    def on_piece(self, message: Piece, sender: PeerId, now: float) -> bool:
+        """PART, MEAN or REASSIGN: for the attempt we are in, or held until its BEGIN or REASSIGN comes. False
+        if it came for nothing."""
         round_, member = message.key.round, self.member
         if self.verdicts.has_ended(message.key.attempt):
-            return
+            return False
         if member is not None and member.attempt.id == message.key.attempt:
             if sender not in member.attempt.shares and sender not in member.coordinators:
                 raise RemoteProtocolError("not a member", type(message).__name__)
             if isinstance(message, Reassign) or not member.is_early(message.part, message.generation):
-                self._take(member, message, sender, now)
-                return
+                return self._take(member, message, sender, now)
         elif self.asking is not None and self.asking.offer.round == round_:
             if not self._swarm.is_live(sender):
                 raise RemoteProtocolError("unknown peer", "a piece of a round that has not begun here")
             self.asking.poke(now)
         elif self._withdrawn is not None and self._withdrawn.round == round_:
-            return  # the others count on the READY that we withdrew
+            return False  # the others count on the READY that we withdrew
         else:
             known = round_ <= self.reached()
             raise RemoteProtocolError("replayed round" if known else "unknown round", str(round_))
         self._early.hold(message, sender)
+        return True
 
-    def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> None:
+    def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> bool:
         match message:
             case Part():
-                member.part(message, sender, now)
+                return member.part(message, sender, now)
             case Mean():
-                member.mean(message, sender, now)
+                return member.mean(message, sender, now)
             case Reassign():
                 member.reassign(message, sender, now)
                 self._replay(now)
+                return True
 
     def _replay(self, now: float) -> None:
         """Take the pieces that came before the BEGIN or REASSIGN that explains them."""

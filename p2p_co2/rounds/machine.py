@@ -117,11 +117,11 @@ class Rounds:
 
     # ---- the pump
 
-    def receive(self, message: Message, sender: PeerId, now: float) -> None:
-        """One body message of a peer. Raises ``RemoteProtocolError`` if it breaks the rules; count it and go
-        on."""
+    def receive(self, message: Message, sender: PeerId, now: float) -> bool:
+        """One body message of a peer; False for a piece that came for nothing (late, doubled). Raises
+        ``RemoteProtocolError`` if it breaks the rules; count it and go on."""
         try:
-            self._dispatch(message, sender, now)
+            return self._dispatch(message, sender, now)
         finally:
             self._settle(now)
 
@@ -166,7 +166,7 @@ class Rounds:
 
     # ---- messages
 
-    def _dispatch(self, message: Message, sender: PeerId, now: float) -> None:
+    def _dispatch(self, message: Message, sender: PeerId, now: float) -> bool:
         match message:
             case wire.Ready():
                 fragment = self._place(message)
@@ -179,7 +179,7 @@ class Rounds:
             case wire.Begin():
                 self._keyed(message).on_begin(message, sender, now)
             case wire.Part() | wire.Mean() | wire.Reassign():
-                self._keyed(message).on_piece(message, sender, now)
+                return self._keyed(message).on_piece(message, sender, now)
             case wire.Result():
                 self._on_result(message, sender, now)
             case wire.AskOutcome():
@@ -189,6 +189,7 @@ class Rounds:
                 self._fragments[outcome.key.fragment].on_decision(message, outcome, now)
             case _:
                 raise LocalProtocolError(f"{type(message).__name__} is not for the rounds machine")
+        return True
 
     def _place(self, message: wire.Ready | wire.Waiting | wire.Behind) -> FragmentRounds:
         check_place(message.fragment, message.round, self._shape)

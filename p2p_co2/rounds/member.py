@@ -104,7 +104,7 @@ class Member:
     def _slice_messages(self, part: int) -> Iterator[tuple[PeerId, Part]]:
         state = self._parts[part]
         view = self._slice(part)
-        for offset, data in pieces(view):
+        for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares)):
             yield state.owner, Part(
                 key=self.attempt.key(), part=part, generation=state.generation,
                 offset=offset, total=len(view), data=data,
@@ -131,17 +131,17 @@ class Member:
         known = self._parts[part].generation if part < len(self._parts) else bounds.MAX_GENERATION
         return known < generation <= bounds.MAX_GENERATION
 
-    def part(self, message: Part, sender: PeerId, now: float) -> None:
-        """A piece of another member's slice. Raises ``RemoteProtocolError``."""
+    def part(self, message: Part, sender: PeerId, now: float) -> bool:
+        """A piece of another member's slice; False if it came for nothing. Raises ``RemoteProtocolError``."""
         state = self._state(message.part, message.generation)
         if sender not in self.attempt.shares:
             raise RemoteProtocolError("not a member", "PART")
         if message.generation < state.generation:
-            return
+            return False
         job = self._jobs.get(message.part)
         if job is None:
             raise RemoteProtocolError("wrong owner", f"PART {message.part} belongs to {state.owner}")
-        job.add(message, sender, now)
+        return job.add(message, sender, now)
 
     def reduced(self, job: ReduceJob, mean: bytes, now: float) -> None:
         mine = self._jobs.get(job.part)
@@ -167,25 +167,26 @@ class Member:
             raise RemoteProtocolError("wrong generation", f"{generation} of part {part}")
         return self._parts[part]
 
-    def mean(self, message: Mean, sender: PeerId, now: float) -> None:
-        """A piece of a part's mean. Raises ``RemoteProtocolError``."""
+    def mean(self, message: Mean, sender: PeerId, now: float) -> bool:
+        """A piece of a part's mean; False if it came for nothing. Raises ``RemoteProtocolError``."""
         state = self._state(message.part, message.generation)
         if message.generation < state.generation:
-            return
+            return False
         if sender != state.owner:
             raise RemoteProtocolError("wrong owner", f"MEAN of part {message.part} belongs to {state.owner}")
         if state.mean is not None and state.transfer.whole is None:
-            return  # kept over a REASSIGN
+            return False  # kept over a REASSIGN
         if message.offset == 0:
             contributors = read_contributors(message.contributors, self.attempt.shares)
             if state.contributors is not None and state.contributors != contributors:
                 raise RemoteProtocolError("conflicting duplicate", "other contributors")
             state.contributors = contributors
-        if state.transfer.add(message.offset, message.total, message.data):
-            assert state.transfer.whole is not None
+        is_new = state.transfer.add(message.offset, message.total, message.data)
+        if is_new and state.transfer.whole is not None:
             assert state.contributors is not None
             state.hold(state.transfer.whole, state.contributors)
             self._check(now)
+        return is_new
 
     def reassign(self, message: Reassign, sender: PeerId, now: float) -> None:
         """A part got another owner. Only the coordinator that we follow may say so: another one may be a
@@ -216,7 +217,10 @@ class Member:
                 new.hold(old.mean, old.contributors)  # what is sent again is what we have
             if is_mine:
                 attempt, generation = self.attempt, message.generation
-                send_mean(attempt, part, generation, old.mean, old.contributors, outlet=self._outlet)
+                send_mean(
+                    attempt, part, generation, old.mean, old.contributors,
+                    swarm=self._swarm, outlet=self._outlet,
+                )  # fmt: skip
         elif is_mine and not is_sent_again:
             self._own(part, now)
         elif not is_sent_again:

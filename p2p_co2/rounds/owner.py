@@ -40,17 +40,18 @@ class PartJob:
     def get_timer(self) -> float | None:
         return None if self.job is not None or self.is_done else self._due_at
 
-    def add(self, message: Part, sender: PeerId, now: float) -> None:
-        """Take a piece of a member's slice. Raises ``RemoteProtocolError``."""
+    def add(self, message: Part, sender: PeerId, now: float) -> bool:
+        """Take a piece of a member's slice; False if it came for nothing. Raises ``RemoteProtocolError``."""
         if sender not in self.attempt.shares or sender == self._swarm.me:
             raise RemoteProtocolError("not a member", "PART")
         if self.job is not None or self.is_done:
-            return  # too late for this round; the sender did nothing wrong
+            return False  # too late for this round; the sender did nothing wrong
         transfer = self._transfers.setdefault(sender, Assembly(self._size_bytes))
-        if transfer.add(message.offset, message.total, message.data):
-            assert transfer.whole is not None
+        is_new = transfer.add(message.offset, message.total, message.data)
+        if is_new and transfer.whole is not None:
             self._whole[sender] = transfer.whole
             self.check(now)
+        return is_new
 
     def check(self, now: float) -> None:
         """Ask for the average once every live member's slice is there, or the time is up."""
@@ -107,7 +108,10 @@ class PartJob:
             )
         assert self.job is not None
         contributors = tuple((piece.peer, piece.weight) for piece in self.job.slices)
-        send_mean(self.attempt, self.part, self.generation, mean, contributors, outlet=self._outlet)
+        send_mean(
+            self.attempt, self.part, self.generation, mean, contributors,
+            swarm=self._swarm, outlet=self._outlet,
+        )  # fmt: skip
         self.is_done = True
         self._whole.clear()
         self.job = None
@@ -115,12 +119,13 @@ class PartJob:
 
 
 def send_mean(
-    attempt: Attempt, part: int, generation: int, mean: bytes, contributors: Contributors, *, outlet: Outlet
-) -> None:
+    attempt: Attempt, part: int, generation: int, mean: bytes, contributors: Contributors, *,
+    swarm: Swarm, outlet: Outlet,
+) -> None:  # fmt: skip
     """The encoded mean of a part, in pieces, to all other members."""
     listed = [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
     others = [peer for peer in attempt.shares if peer != outlet.me]
-    for offset, data in pieces(memoryview(mean)):
+    for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others)):
         message = Mean(
             key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean), data=data,
             contributors=[] if offset else listed,

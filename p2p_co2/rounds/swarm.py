@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from google.protobuf.message import Message
 
-from p2p_co2.rounds.bounds import MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.rounds.assembly import piece_bytes
+from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.wire.identity import PeerId
 
@@ -49,7 +51,7 @@ class Swarm:
     def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
         mine = live.get(self.me, PeerView())
         self.live = {peer: live[peer] for peer in sorted(live)}
-        self.live[self.me] = PeerView(mine.upload_bytes_per_s, True, mine.versions)
+        self.live[self.me] = replace(mine, training=True)
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live
@@ -63,6 +65,12 @@ class Swarm:
             return self.my_versions.get(fragment)
         view = self.live.get(peer)
         return view.versions[fragment] if view is not None and fragment < len(view.versions) else None
+
+    def piece_bytes(self, receivers: Collection[PeerId]) -> int:
+        """How large the pieces of what goes to all ``receivers`` at once may be."""
+        upload = self.my_upload_bytes_per_s() or ASSUMED_UPLOAD_BYTES_PER_S
+        views = [self.live[peer] for peer in receivers if peer in self.live and peer != self.me]
+        return piece_bytes([upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)])
 
     def my_upload_bytes_per_s(self) -> float:
         return min(max(self.live[self.me].upload_bytes_per_s, 0.0), MAX_UPLOAD_BYTES_PER_S)
