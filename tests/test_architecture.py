@@ -47,6 +47,7 @@ FLOORS = {
     "bootstrap": 8,
     "monitoring": 8,
     "demo_watch": 9,
+    "cli_checks": 9,
     "cli": 9,
 }
 TENSOR_WING = {"codec", "outer", "fragments", "averaging", "checkpoint", "recipes"}

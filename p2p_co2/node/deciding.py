@@ -7,6 +7,7 @@ order of the decisions. Law: the machine hears of a new state only after the ten
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import chunk_at, chunk_count, chunk_digest
@@ -40,6 +41,8 @@ DECISION_KEPT_S = 600.0
 class Deciding:
     def __init__(self, node: Node, ledger: Ledger, discovery: Announcer) -> None:
         self._node, self._ledger, self._discovery = node, ledger, discovery
+        self.on_decision: Callable[[int, int, Decision], None] = lambda fragment, round_, decision: None
+        """Hears of every commit that this peer took part in: (fragment, round, signed decision)."""
 
     def handle(self, event: RoundsEvent) -> None:
         if isinstance(event, ReduceWanted):
@@ -105,14 +108,14 @@ class Deciding:
             parts_s=event.parts_s,
             means_s=event.means_s,
         )
-        weights = counted_weights(outcome)
         self._node.report(
             ev.RoundCounted,
             fragment=event.fragment,
             round=event.round,
             decided_by=outcome.decided_by,
-            weights=weights,
+            weights=counted_weights(outcome),
         )
+        self.on_decision(event.fragment, event.round, decision)
         if event.coordinator == self._node.me:
             self._node.spawn(self._publish(decision, event.fragment, event.round))
         await self.take(agreed, decision)

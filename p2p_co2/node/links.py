@@ -50,6 +50,14 @@ class LinkObserver:
 
 
 @dataclass
+class LinkTraffic:
+    """Bulk bytes sent to one peer since the start, and the seconds in which the link was taking them."""
+
+    bulk_bytes: int = 0
+    bulk_s: float = 0.0
+
+
+@dataclass
 class _Lane:
     control: deque[bytes] = field(default_factory=deque)
     bulk: deque[bytes] = field(default_factory=deque)
@@ -87,6 +95,7 @@ class Links:
         self._used: dict[str, str] = {}
         self._queued_bytes = 0
         self.up_bytes = 0
+        self.traffic: dict[PeerId, LinkTraffic] = {}
 
     @property
     def upload_bytes_per_s(self) -> float:
@@ -221,7 +230,8 @@ class Links:
         return lane.turn_at - now
 
     async def _send_bulk(self, link: Link, data: bytes) -> None:
-        self._meter.started(time.monotonic())
+        started_at = time.monotonic()
+        self._meter.started(started_at)
         sent_bytes = 0
         try:
             await link.send(data)
@@ -229,6 +239,9 @@ class Links:
         finally:
             self._meter.finished(sent_bytes, time.monotonic())
         self.up_bytes += sent_bytes
+        traffic = self.traffic.setdefault(link.peer, LinkTraffic())
+        traffic.bulk_bytes += sent_bytes
+        traffic.bulk_s += time.monotonic() - started_at
 
     async def _wait(self, lane: _Lane, link: Link) -> None:
         """Until there is something to send; raises ``PeerLost`` when the link dies first."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.node.links import LinkObserver
+from p2p_co2.node.links import LinkObserver, LinkTraffic
 from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -66,6 +66,7 @@ class Outgoing(Protocol):
     """Links to other peers; see ``links.Links``."""
 
     up_bytes: int
+    traffic: dict[PeerId, LinkTraffic]
 
     @property
     def upload_bytes_per_s(self) -> float: ...

@@ -57,7 +57,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     except BaseException:
         thread.close()
         raise
-    return Connection(thread, config, on_event)
+    return Connection(thread, config, thread.on_event)
 
 
 def join(
@@ -140,6 +140,7 @@ class Connection:
                 parameters=plan.numel,
                 fragments=len(plan.fragments),
                 run=run.digest().hex(),
+                upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
             )
         )
         sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]

@@ -19,6 +19,7 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
+from p2p_co2.node.reporting import Reporting
 from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer, PayloadShape
 from p2p_co2.telemetry import events as ev
@@ -33,7 +34,8 @@ class NetworkThread:
     """Implements ``synchroniser.Wire``. ``open`` starts the thread, ``close`` ends it."""
 
     def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
-        self._ticket, self._config, self._on_event = ticket, config, on_event
+        self._ticket, self._config, self._tell = ticket, config, on_event
+        self._reporting: Reporting | None = None
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
         self._network: Network | None = None
@@ -58,14 +60,23 @@ class NetworkThread:
         """Join the DHT and read the manifest; errors as ``Network.open``."""
         self._thread.start()
         self._network = self._ask(Network.open(self._ticket, self._config, self._refused))
+        self._reporting = Reporting(self._network, self._loop, self._count_refusal)
+
+    def on_event(self, event: ev.Event) -> None:
+        """What happened, for the caller and for observers; from any thread."""
+        if self._reporting is not None:
+            self._reporting.see(event)
+        self._tell(event)
 
     def start_node(self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger) -> Node:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self._on_event)
+            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
+            if self._reporting is not None:
+                await self._reporting.start(node)
             return node
 
         self._node = self._ask(start())
@@ -125,9 +136,13 @@ class NetworkThread:
             raise self._failure
 
     def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
-        self._on_event(kind(at=time.time(), peer=self.network.identity.peer_id, **fields))
+        self.on_event(kind(at=time.time(), peer=self.network.identity.peer_id, **fields))
 
-    def goodbye(self, reason: str) -> None:
+    def goodbye(self, reason: str, last: Mapping[str, Any]) -> None:
+        """Tell the others, and observers with ``last`` (fields of ``PeerFinished``): this peer leaves."""
+        if self._reporting is not None:
+            me = self.network.identity.peer_id
+            self._reporting.see(ev.PeerFinished(at=time.time(), peer=me, reason=reason, **last))
         self._loop.call_soon_threadsafe(self.node.say_goodbye, reason)
 
     def carriers_used(self) -> dict[str, str]:
@@ -152,6 +167,8 @@ class NetworkThread:
             raise
 
     async def _shut_down(self) -> None:
+        if self._reporting is not None:
+            await self._reporting.close()
         if self._node is not None and self._node_task is not None:
             self._node.stop()
             await asyncio.wait({self._node_task}, timeout=CLOSE_BOUND_S / 3)
@@ -174,5 +191,8 @@ class NetworkThread:
         self._failure = error
 
     def _refused(self, peer: str | None, error: RemoteProtocolError) -> None:
+        self._count_refusal(peer or "unknown", error.reason, error.detail)
+
+    def _count_refusal(self, peer: str, reason: str, detail: str) -> None:
         if self._node is not None:
-            self._node.refuse(peer or "unknown", error.reason, error.detail)
+            self._node.refuse(peer, reason, detail)

@@ -178,7 +178,7 @@ class Peer:
             last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
             last["versions"] = tuple(version.version for version in agreed)
             last["carriers"] = self._thread.carriers_used()
-            self._thread.goodbye(reason)
+            self._thread.goodbye(reason, last)
         finally:
             try:
                 self._thread.close()
