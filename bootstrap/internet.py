@@ -15,11 +15,15 @@ is connected with the outside.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +46,7 @@ _BURST_S = 0.004
 """A rate limit is exact over this long: one tick of a kernel at 250 Hz."""
 _BURST_FLOOR_BYTES = 3200
 _FORWARDER_READY_S = 10.0
+_PROBES, _PROBE_S = 3, 2.0
 _ROUTER_OPTIONS = {
     "ipv4/ip_forward": "1",
     "ipv4/conf/all/rp_filter": "0",
@@ -169,13 +174,34 @@ class Internet:
             devices[device.strip()] = int(words[0]), int(words[8])
         return {name: devices[machine.port] for name, machine in self.machines.items()}
 
+    def round_trip_s(self, name: str, other: str) -> float | None:
+        """The shortest of a few round trips of a small packet to ``other`` (not behind a router that hides
+        it), measured now; None if none came back."""
+        here, there = self.machines[name], self.machines[other]
+        asking = netns.call_inside(here.namespace, lambda: _socket_at(here.address))
+        echo = netns.call_inside(there.namespace, lambda: _socket_at(there.address))
+        times_s = []
+        with asking, echo:
+            for number in range(_PROBES):
+                sent_at = time.monotonic()
+                asking.sendto(bytes((number,)), (there.address, echo.getsockname()[1]))
+                try:
+                    question, sender = echo.recvfrom(8)
+                    echo.sendto(question, sender)
+                    if asking.recv(8) == question:
+                        times_s.append(time.monotonic() - sent_at)
+                except TimeoutError:
+                    continue  # lost under way, as it may be
+        return min(times_s, default=None)
+
     def close(self) -> None:
-        """Remove everything; may be called twice."""
-        if self._forwarder is not None:
-            self._stop_forwarder(self._forwarder)
-            self._forwarder = None
-        while self._namespaces:
-            netns.remove(self._namespaces.pop())
+        """Remove everything; may be called twice. It takes a second or two and is not to be interrupted."""
+        with _deaf():
+            if self._forwarder is not None:
+                self._stop_forwarder(self._forwarder)
+                self._forwarder = None
+            while self._namespaces:
+                netns.remove(self._namespaces.pop())
 
     # ---- parts
 
@@ -289,6 +315,28 @@ class Internet:
         lines = self._log.read_text(errors="replace").splitlines()
         if lines and lines[-1].startswith("{"):
             self.forwarded = json.loads(lines[-1])
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait, where this is the main thread, which alone hears them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _socket_at(address: str) -> socket.socket:
+    """A UDP socket; it belongs to the network namespace of the thread that makes it."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.bind((address, 0))
+    made.settimeout(_PROBE_S)
+    return made
 
 
 def _netem(profile: LinkProfile, device: str) -> list[str]:

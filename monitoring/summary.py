@@ -86,9 +86,9 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def verdict(summary: dict[str, Any]) -> list[str]:
-    """Why a demo run failed, one sentence each; empty when it was good: every peer ended with the same digest
-    of the agreed state, and the held-out loss of the agreed parameters fell."""
+def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
+    """Why a run failed, one sentence each; empty when it was good: every peer ended with the same digest of
+    the agreed state and, ``by_loss``, the held-out loss of the agreed parameters fell."""
     reasons: list[str] = []
     table: dict[str, dict[str, Any]] = summary["peer_table"]
     if not table:
@@ -106,6 +106,8 @@ def verdict(summary: dict[str, Any]) -> list[str]:
         held = ", ".join(f"{name} {digest[:12] or 'none'}" for name, digest in finished.items())
         reasons.append(f"the peers hold different digests of the agreed state: {held}")
     start, end = summary["loss"]["start"], summary["loss"]["end"]
+    if not by_loss:
+        return reasons
     if start is None or end is None:
         reasons.append("the held-out loss at start and end was not measured")
     elif not end < start:

@@ -47,6 +47,7 @@ FLOORS = {
     "bootstrap": 8,
     "monitoring": 8,
     "demo_watch": 9,
+    "rehearsal_watch": 9,
     "cli_checks": 9,
     "cli": 9,
 }

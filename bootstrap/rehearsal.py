@@ -1,0 +1,202 @@
+"""``p2p-co2 rehearse RUN.toml``: the run as it would go over the internet, on this machine, before anybody is
+invited.
+
+Each peer is the program that a volunteer runs, in a network namespace of its own behind the line that its
+profile describes (``internet``); the seed is on a public machine. Without root, or where the kernel has no
+namespaces, the peers run on loopback and their carriers are slowed down instead; the user is told which.
+
+Laws: nothing survives a rehearsal, whatever ends it: no process, no namespace; one that was killed is swept
+up by the next. Exit status 0 only if every peer ended with the same digest. Price: all peers share this
+machine's cores, so the lines are real and the speed of the training is not.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
+
+from bootstrap.demo import software_versions
+from bootstrap.lines import Line, LineChanges, lines_of
+from bootstrap.rehearsal_swarm import RehearsalSwarm, Traffic
+from p2p_co2.config import RunConfig, read_run_config, write_toml
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.process import require_supported_platform
+from p2p_co2.telemetry.events import Event
+
+if TYPE_CHECKING:
+    from p2p_co2.recipes import Recipe
+
+DEFAULT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalOptions:
+    """``profile``: a name, or several with commas, given to the peers in turn; ``line`` changes its figures.
+    ``seconds``: length of the training, None for the run file's ``clock.rounds`` or ``DEFAULT_SECONDS``.
+    ``congestion``: TCP's congestion control on the emulated machines, "" for this machine's own.
+    ``in_carrier``: slow the carriers down on loopback even where namespaces are allowed."""
+
+    run_file: Path | None = None
+    peers: int = 4
+    profile: str = "dsl"
+    line: LineChanges = field(default_factory=LineChanges)
+    seconds: float | None = None
+    folder: Path | None = None
+    carrier: str = "auto"
+    recipe: str = ""
+    congestion: str = ""
+    in_carrier: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalEnd:
+    """What a watcher cannot know from events. Losses in nats per token, None if not measured. ``emulation``:
+    which one was in use, in words; ``traffic``: samples of the lines' counters, empty on loopback;
+    ``forwarded``: the packet forwarder's own account; ``deaths``: last words of those that died by
+    themselves."""
+
+    config: RunConfig
+    folder: Path
+    loss_start: float | None
+    loss_end: float | None
+    expected_peers: int
+    deaths: tuple[str, ...]
+    software: dict[str, str]
+    emulation: str
+    lines: tuple[Line, ...]
+    traffic: Sequence[Traffic] = ()
+    forwarded: dict[str, float] = field(default_factory=dict)
+
+
+class RehearsalWatch(Protocol):
+    """Who shows the rehearsal. ``begin`` is told the lines before the peers start; ``see`` gets new events of
+    all peers; ``finish`` writes and prints the end, and returns why the run was no success (nothing if it was
+    one); ``close`` gives the terminal back and may be called twice."""
+
+    def begin(self, emulation: str, lines: Sequence[Line]) -> None: ...
+    def see(self, events: Sequence[Event]) -> None: ...
+    def finish(self, end: RehearsalEnd) -> list[str]: ...
+    def close(self) -> None: ...
+
+
+def run_rehearsal(options: RehearsalOptions, watch_with: Callable[[RunConfig, Path], RehearsalWatch]) -> int:
+    """Run it; returns the exit status, 130 if somebody stopped it.
+
+    Raises ``ConfigError`` for options that make no rehearsal, ``EnvironmentFault`` if it cannot be started.
+    """
+    require_supported_platform()
+    if options.carrier not in {"auto", "grpc", "libp2p"}:
+        raise ConfigError("command line", "--carrier", f"auto, grpc or libp2p (got {options.carrier!r})")
+    config = run_config(options)
+    lines = lines_of(options.peers, options.profile, options.line, config.seed)
+    before = signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        reasons = _rehearse(options, config, lines, watch_with)
+    except KeyboardInterrupt:
+        print("stopped; no process and no namespace is left", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    for reason in reasons:
+        print(f"error: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
+
+
+def _rehearse(
+    options: RehearsalOptions,
+    config: RunConfig,
+    lines: list[Line],
+    watch_with: Callable[[RunConfig, Path], RehearsalWatch],
+) -> list[str]:
+    folder = _new_folder(options)
+    config, recipe = _prepared(options, config, folder)
+    loss_start = recipe.held_out(recipe.model) if recipe.held_out is not None else None
+    with ExitStack() as stack:
+        swarm = RehearsalSwarm(config, folder, options.recipe or config.recipe, options.carrier)
+        emulation, lines = swarm.prepare(stack, lines, options.congestion, options.in_carrier)
+        watch = watch_with(config, folder)
+        stack.callback(watch.close)
+        watch.begin(emulation, lines)
+        swarm.run(watch.see)
+        end = RehearsalEnd(
+            config=config,
+            folder=folder,
+            loss_start=loss_start,
+            loss_end=swarm.collect(),
+            expected_peers=options.peers,
+            deaths=tuple(swarm.deaths.values()),
+            software=software_versions(),
+            emulation=emulation,
+            lines=tuple(lines),
+            traffic=swarm.traffic,
+            forwarded=swarm.forwarded,
+        )
+        return watch.finish(end)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _new_folder(options: RehearsalOptions) -> Path:
+    folder = options.folder or Path("runs") / time.strftime("rehearsal-%Y%m%d-%H%M%S")
+    try:
+        (folder / "logs").mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            "command line", "--folder", f"{folder} holds a run already; name a new folder"
+        ) from None
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot make {folder}: {error.strerror}; choose another with --folder"
+        ) from None
+    return folder
+
+
+def run_config(options: RehearsalOptions) -> RunConfig:
+    """The run to rehearse: the file's, ended after ``seconds``. Raises ``ConfigError``."""
+    run = read_run_config(options.run_file) if options.run_file else RunConfig()
+    clock = run.clock
+    if options.seconds is not None and options.seconds <= 0:
+        raise ConfigError("command line", "--seconds", f"above 0 (got {options.seconds:g})")
+    if options.seconds is None and clock.rounds:
+        return run
+    if clock.mode == "steps":
+        raise ConfigError(
+            str(options.run_file),
+            "clock.rounds",
+            'with clock.mode = "steps" only the run file can say when the rehearsal ends: give a number',
+        )
+    seconds = options.seconds or DEFAULT_SECONDS
+    rounds = round(seconds / clock.round_s)
+    if rounds < 1:
+        raise ConfigError(
+            "command line",
+            "--seconds",
+            f"at least one round of {clock.round_s:g} s (got {seconds:g}); or lower clock.round_s",
+        )
+    return run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
+
+
+def _prepared(options: RehearsalOptions, config: RunConfig, folder: Path) -> tuple[RunConfig, Recipe]:
+    """Write the run file with its recipe's digest; build what every peer starts from."""
+    print("preparing the recipe ...", flush=True)
+    import torch
+
+    from p2p_co2.recipes import load_recipe, recipe_digest
+
+    torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
+    if options.recipe:
+        config = config.model_copy(update={"recipe": options.recipe, "recipe_digest": ""})
+    if not config.recipe_digest:
+        digest = recipe_digest(config.recipe, config.recipe_options)
+        config = config.model_copy(update={"recipe_digest": digest})
+    (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
+    return config, load_recipe(config.recipe, config.recipe_options, config.seed)
