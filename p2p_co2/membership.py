@@ -228,7 +228,7 @@ class Membership:
 
 def check_status(status: Status) -> None:
     """Raise ``RemoteProtocolError`` for a status that cannot be true."""
-    numbers = (status.position, status.upload_bytes_per_s)
+    numbers = (status.position, status.upload_bytes_per_s, status.download_bytes_per_s)
     if not all(math.isfinite(number) and 0 <= number < 1e18 for number in numbers):
         raise RemoteProtocolError("bad status", f"position or rate out of range: {numbers}")
     if len(status.versions) > MAX_FRAGMENTS or len(status.digests) not in (0, len(status.versions)):

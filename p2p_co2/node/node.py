@@ -11,26 +11,26 @@ decided.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from p2p_co2.catchup import CatchUp, Shape
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.errors import LocalProtocolError, TransportError
 from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.node.receiving import BULK, Receiving
 from p2p_co2.node.standing import LocalProgress, Standing
 from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
 from p2p_co2.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope, Status
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope, Fetch, Status
 
 FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
 QUICK_FINDS = 10
@@ -40,17 +40,6 @@ CONCLUDE_S = 0.05
 """While training, conclusions for other threads are drawn at most this often."""
 REFRESH_S = 0.25
 """The machines hear of statuses at most this often, but for changes of their own making."""
-MAX_REFUSALS_KEPT = 4096
-"""Pairs of peer and reason that are counted: ids are free to make."""
-REFUSALS_REPORTED = 10
-"""Refusals of one kind from one peer that become events one by one; after that only each power of two."""
-
-_MEMBERSHIP = frozenset({"ping", "pong", "leave"})
-_MEMBER_TO_COORDINATOR = frozenset({"ready", "result", "ask_outcome"})
-_COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "reassign", "decision", "behind"})
-_ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | {"part", "mean"}
-_CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
-_BULK = frozenset({"part", "mean", "chunk"})
 
 
 class Node:
@@ -90,8 +79,7 @@ class Node:
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
         self._beat_at = self._conclude_at = 0.0
-        self.refusals: Counter[tuple[str, str]] = Counter()
-        self.down_bytes = 0
+        self.receiving = Receiving(self, network.config.limits.download_bytes_per_s)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -107,7 +95,7 @@ class Node:
             self._tasks = tasks
             observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
             cap = self._network.config.limits.upload_bytes_per_s
-            await self._network.start_carriers(self._on_message, self._on_link_refused)
+            await self._network.start_carriers(self.receiving.on_message, self.receiving.on_link_refused)
             find_record = self._network.find_record
             self._links = self._make_links(self._network.carriers, find_record, observer, tasks, cap)
             background = [
@@ -153,7 +141,7 @@ class Node:
         try:
             self.rounds.offer(offer, now)
         except LocalProtocolError as error:
-            self._crash(error)
+            self.crash(error)
         self.pump()
 
     def show(self, progress: LocalProgress) -> None:
@@ -176,63 +164,23 @@ class Node:
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""
-        return (self._links.up_bytes if self._links is not None else 0), self.down_bytes
+        return (self._links.up_bytes if self._links is not None else 0), self.receiving.down_bytes
 
     # ---- messages in
 
-    async def _on_message(self, sender: PeerId, data: bytes) -> None:
-        self.down_bytes += len(data)
-        try:
-            self._dispatch(sender, data)
-        except RemoteProtocolError as error:
-            self.refuse(sender, error.reason, error.detail)
-        except Exception as error:  # named place: a carrier would take our bug for the sender's fault
-            self._crash(error)
-            return
-        self.pump()
-
-    def _crash(self, error: Exception) -> None:
+    def crash(self, error: Exception) -> None:
         """A bug of ours outside the TaskGroup: end the node with it, loudly."""
         self._bug = self._bug or error
         self._stopping.set()
 
-    def _dispatch(self, sender: PeerId, data: bytes) -> None:
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise RemoteProtocolError("too large", f"{len(data)} bytes")
-        envelope = Envelope()
-        try:
-            envelope.ParseFromString(data)
-        except DecodeError:
-            raise RemoteProtocolError("unreadable", "not an Envelope") from None
-        if envelope.version != PROTOCOL_VERSION:
-            raise RemoteProtocolError(
-                "unknown version", f"{envelope.version}, this peer speaks {PROTOCOL_VERSION}"
-            )
-        if envelope.run != self.run_digest:
-            raise RemoteProtocolError("another run", envelope.run.hex()[:16])
-        kind = envelope.WhichOneof("body")
-        now = self.now()
-        if kind in _MEMBERSHIP:
-            self.membership.status = self.standing.status()  # a pong says where we are, not where we were
-            self.membership.receive(getattr(envelope, kind), sender, now)
-        elif kind in _ROUNDS:
-            self.rounds.receive(getattr(envelope, kind), sender, now)
-        elif kind in _CATCH_UP:
-            self.catchup.receive(getattr(envelope, kind), sender, now)
-        else:
-            raise RemoteProtocolError("unknown message", "no body that this version knows")
-
     def refuse(self, peer: str, reason: str, detail: str) -> None:
-        """Count a broken rule against ``peer``; the first few of a kind become events one by one."""
-        if len(self.refusals) >= MAX_REFUSALS_KEPT and (peer, reason) not in self.refusals:
-            return
-        self.refusals[peer, reason] += 1
-        count = self.refusals[peer, reason]
-        if count <= REFUSALS_REPORTED or count & (count - 1) == 0:
-            self.report(ev.MessageRefused, other=peer, reason=reason, detail=detail[:200])
+        """Count a broken rule against ``peer``."""
+        self.receiving.refuse(peer, reason, detail)
 
-    def _on_link_refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
-        self.refuse(peer or "unknown", error.reason, error.detail)
+    def shut_out(self, peer: PeerId, why: str) -> None:
+        """``peer`` is not heard any more: it is no member either."""
+        self.membership.unreachable(peer, f"shut out: {why}", self.now())
+        self.pump()
 
     # ---- the pump
 
@@ -255,7 +203,9 @@ class Node:
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data = message, self._envelope(message)
                 kind = _FIELD_OF_TYPE[type(message)].name
-                self.links.post(peer, data, kind in _BULK, served=kind == "chunk")
+                self.links.post(peer, data, kind in BULK, served=kind == "chunk")
+                if isinstance(message, Fetch) and message.want_chunk:
+                    self.receiving.asked(peer)
         return sent
 
     def _envelope(self, message: Message) -> bytes:
@@ -308,6 +258,13 @@ class Node:
         self._beat_at = now + REFRESH_S
         self.membership.status = self.standing.status()
         self.rounds.set_peers(self.standing.views(), now)
+        if self._links is not None:
+            self._links.set_paces(self.standing.paces())
+
+    @property
+    def download_bytes_per_s(self) -> float:
+        """This peer's download cap; 0 for none."""
+        return self._network.config.limits.download_bytes_per_s
 
     def upload_bytes_per_s(self) -> float:
         """What this peer can send: measured, at most its own cap; 0 when not measured yet."""

@@ -56,6 +56,7 @@ class Standing:
             versions=[version.version for version in agreed],
             digests=[version.digest for version in agreed],
             upload_bytes_per_s=self._node.upload_bytes_per_s(),
+            download_bytes_per_s=self._node.download_bytes_per_s,
             software=self._node.software,
         )
 
@@ -73,12 +74,24 @@ class Standing:
                 upload_bytes_per_s=info.status.upload_bytes_per_s,
                 training=info.status.phase == Status.TRAINING,
                 versions=tuple(info.status.versions),
+                download_bytes_per_s=info.status.download_bytes_per_s,
             )
             for peer, info in self._node.membership.live.items()
         }
         versions = tuple(version.version for version in self._node.agreed)
         views[self._node.me] = PeerView(self._node.upload_bytes_per_s(), training=True, versions=versions)
         return views
+
+    def paces(self) -> dict[PeerId, float]:
+        """How fast this peer may send bulk to those with a download cap: their rate, shared by all who may be
+        sending to them at once."""
+        live = self._node.membership.live
+        senders = max(1, sum(info.status.phase == Status.TRAINING for info in live.values()))
+        return {
+            peer: info.status.download_bytes_per_s / senders
+            for peer, info in live.items()
+            if info.status.download_bytes_per_s > 0
+        }
 
     def conclude(self, now: float) -> None:
         """Compare this peer with the others."""

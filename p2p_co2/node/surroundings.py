@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,6 +71,7 @@ class Outgoing(Protocol):
     @property
     def upload_bytes_per_s(self) -> float: ...
 
+    def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None: ...
     def post(self, peer: PeerId, data: bytes, bulk: bool, served: bool = False) -> bool: ...
     def carriers_used(self) -> dict[str, str]: ...
     async def drain(self, timeout_s: float) -> None: ...

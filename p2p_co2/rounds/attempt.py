@@ -98,8 +98,9 @@ def check_ready(message: Ready, shape: PayloadShape) -> None:
     check_place(message.fragment, message.round, shape)
     check_digest(message.state_digest)
     check_weight(message.weight)
-    if not math.isfinite(message.upload_bytes_per_s) or message.upload_bytes_per_s < 0:
-        raise RemoteProtocolError("impossible rate", f"{message.upload_bytes_per_s} bytes/s")
+    for rate in (message.upload_bytes_per_s, message.download_bytes_per_s):
+        if not math.isfinite(rate) or rate < 0:
+            raise RemoteProtocolError("impossible rate", f"{rate} bytes/s")
     if message.base_version >= message.round:
         raise RemoteProtocolError(
             "impossible version", f"base {message.base_version} for round {message.round}"

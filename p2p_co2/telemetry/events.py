@@ -249,12 +249,14 @@ class CaughtUp(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRefused(Event):
-    """A peer broke the rules; ``reason`` is the constant of ``RemoteProtocolError``."""
+    """A peer broke the rules; ``reason`` is the constant of ``RemoteProtocolError``, ``message`` the kind of
+    message ("" if it was not a message of the protocol)."""
 
     kind: ClassVar[str] = "message_refused"
     other: str
     reason: str
     detail: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

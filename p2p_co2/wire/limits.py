@@ -7,6 +7,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 """A carrier refuses a larger message before it is allocated."""
 MAX_DATA_BYTES = 512 << 10
 """Payload bytes in one Part, Mean or Chunk message."""
+MAX_STATUS_BYTES = 32 << 10
+"""A Ping, Pong or Leave: what they say of a peer is kept for as long as it lives."""
 MAX_MEMBERS = 64
 MAX_FRAGMENTS = 256
 MAX_PEERS = 4096

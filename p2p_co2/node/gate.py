@@ -1,0 +1,116 @@
+"""How fast this peer reads what others send, and whom it hears no more: arithmetic on times that are handed
+in.
+
+Each sender has an allowance in units that refills with time. A control message costs a unit and more if it is
+long, bulk that the rounds wait for costs nothing, bulk that nobody waits for and refused messages cost more,
+offences that no honest peer commits most. Who has used up its allowance is read more slowly, so its own link
+holds it back; who goes on pressing is shut out, for longer each time.
+
+Laws: an honest peer never comes near its allowance, though it were restarted, frozen and woken, or late with
+a whole payload; what one sender can make this peer do is at most ``REFILL_PER_S`` units a second and
+``ALLOWANCE`` at once; nothing here grows beyond ``MAX_SENDERS``. Over any stretch the bytes read are at most
+the download rate times its length plus one message per link.
+
+Price: an identity is free to make, so this bounds a sender and not a crowd; how many may speak at all is the
+door's business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.node.meter import Pace
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
+
+ALLOWANCE = 2000.0
+REFILL_PER_S = 200.0
+CONTROL_BYTES_PER_UNIT = 16 << 10
+USELESS_BYTES_PER_UNIT = 256 << 10
+REFUSED_UNITS, GRAVE_UNITS = 4.0, 20.0
+PATIENCE_S = 10.0
+"""Seconds of waiting that a sender may cause itself before it is shut out."""
+FORGIVING = 0.1
+"""Of that, seconds forgiven in each second."""
+SHUT_OUT_S, SHUT_OUT_CAP_S = 60.0, 3600.0
+MAX_SENDERS = MAX_PEERS
+GRAVE = frozenset({
+    "unreadable", "unknown message", "another run", "too large", "wrong message size", "bad status",
+    "unknown fragment", "wrong signature", "wrong digest length", "wrong attempt length", "bad peer id",
+    "impossible weight", "impossible rate", "impossible duration", "wrong piece", "wrong size",
+})  # fmt: skip
+"""Reasons of ``RemoteProtocolError`` for which there is no innocent explanation (a race, a restart)."""
+
+
+@dataclass
+class _Sender:
+    left: float = ALLOWANCE
+    at: float = 0.0
+    pressed_s: float = 0.0
+    shut_out_until: float = -1.0
+    times: int = 0
+
+
+def control_units(size_bytes: int) -> float:
+    return 1 + size_bytes / CONTROL_BYTES_PER_UNIT
+
+
+def useless_units(size_bytes: int) -> float:
+    """Of bulk that came for nothing: late, doubled, or never asked for."""
+    return 1 + size_bytes / USELESS_BYTES_PER_UNIT
+
+
+def refused_units(reason: str, size_bytes: int) -> float:
+    return (GRAVE_UNITS if reason in GRAVE else REFUSED_UNITS) + useless_units(size_bytes)
+
+
+class Gate:
+    """``download_bytes_per_s`` 0 means no cap."""
+
+    def __init__(self, download_bytes_per_s: float) -> None:
+        self._pace = Pace(download_bytes_per_s)
+        self._senders: OrderedDict[PeerId, _Sender] = OrderedDict()
+
+    def check(self, sender: PeerId, now: float) -> None:
+        """Raise ``RemoteProtocolError("shut out")`` for one that is not heard."""
+        known = self._senders.get(sender)
+        if known is not None and known.shut_out_until > now:
+            raise RemoteProtocolError("shut out", f"for {known.shut_out_until - now:.0f} s more")
+
+    def charge(self, sender: PeerId, units: float, now: float) -> float:
+        """Take ``units`` off the sender's allowance; seconds to wait before it is read on.
+
+        Raises ``RemoteProtocolError("too many messages")`` when it is shut out by this.
+        """
+        known = self._known(sender)
+        passed_s = max(0.0, now - known.at)
+        known.left = min(ALLOWANCE, known.left + REFILL_PER_S * passed_s) - units
+        known.pressed_s = max(0.0, known.pressed_s - FORGIVING * passed_s)
+        known.at = now
+        wait_s = max(0.0, -known.left / REFILL_PER_S)
+        if wait_s:
+            known.pressed_s += units / REFILL_PER_S
+        if known.pressed_s <= PATIENCE_S:
+            return wait_s
+        shut_out_s = min(SHUT_OUT_CAP_S, SHUT_OUT_S * 2**known.times)
+        known.times, known.shut_out_until = known.times + 1, now + shut_out_s
+        known.left, known.pressed_s = ALLOWANCE, 0.0
+        raise RemoteProtocolError("too many messages", f"shut out for {shut_out_s:.0f} s")
+
+    def read(self, size_bytes: int, now: float) -> float:
+        """A message was read: seconds to wait before the next one, for the download cap."""
+        return self._pace.admit_at(size_bytes, now) + self._spent_s(size_bytes) - now
+
+    def _spent_s(self, size_bytes: int) -> float:
+        return size_bytes / self._pace.bytes_per_s if self._pace.bytes_per_s else 0.0
+
+    def _known(self, sender: PeerId) -> _Sender:
+        known = self._senders.get(sender)
+        if known is None:
+            if len(self._senders) >= MAX_SENDERS:
+                self._senders.popitem(last=False)
+            known = self._senders[sender] = _Sender()
+        self._senders.move_to_end(sender)
+        return known
