@@ -44,7 +44,7 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"p2p-co2 {__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["seed", "join", "demo", "sample", "eval", "init"])
+@pytest.mark.parametrize("command", ["seed", "join", "demo", "plan", "sample", "eval", "init"])
 def test_every_command_explains_itself_without_torch_or_hivemind(command: str) -> None:
     script = (
         "import sys\nfrom p2p_co2.cli import main\n"

@@ -26,7 +26,7 @@ from p2p_co2.planning import (
 )
 from p2p_co2.planning.advice import bounds_of
 from p2p_co2.planning.forecast import COPY_BYTES_PER_S, NETWORK_BYTES, STEP_OVERHEAD_S
-from p2p_co2.profiles import PROFILES
+from p2p_co2.profiles import PROFILES, profile_of
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.wire.messages_pb2 import Envelope
 
@@ -143,6 +143,9 @@ def test_no_transfer_is_faster_than_its_floor(name: str) -> None:
     for payload, peers in itertools.product((10_000, 10**7), (2, 5, 32)):
         time = round_time(payload, 2 * payload, 0.2, [link_of(PROFILES[name])] * peers)
         assert time.transfer_s >= time.floor_s
+    mixed = [link_of(profile_of("home-mix", 1, index)) for index in range(12)]
+    time = round_time(10**7, 2 * 10**7, 0.2, [*mixed, link_of(PROFILES[name])])
+    assert time.transfer_s >= time.floor_s > 0
 
 
 # ---- rounds after rounds

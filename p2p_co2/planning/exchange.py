@@ -84,9 +84,16 @@ class RoundTime:
 
 
 def floor_s(payload_bytes: float, links: Sequence[Link]) -> float:
-    """``2 (1 - 1/M) payload / bandwidth`` for the slowest direction of the slowest link; 0 for one peer."""
-    slowest = min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links)
-    return 2 * (1 - 1 / len(links)) * payload_bytes / slowest
+    """The least time for one exchange: of the direction of a link that takes longest for what it has to
+    carry. With equal links that is ``2 (1 - 1/M) payload / bandwidth``; 0 for one peer."""
+    if len(links) < 2:
+        return 0.0
+    found = []
+    for share, link in zip(shares_of([link.up_bytes_per_s for link in links]), links, strict=True):
+        slices_out, slices_in, means_out, means_in = sent_and_received(payload_bytes, share, len(links))
+        found.append((slices_out + means_out) / link.up_bytes_per_s)
+        found.append((slices_in + means_in) / link.down_bytes_per_s)
+    return max(found)
 
 
 def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[Link]) -> RoundTime:

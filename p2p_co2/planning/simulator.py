@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_ROUNDS = 2
+TABLE_ROUNDS = 2
 GRID_POINTS, GRID_FROM, GRID_TO = 50, -1.0, 3.0
 """The table's bandwidths: 10 to the power of so many even steps, Gbit/s."""
 
@@ -42,13 +42,14 @@ class Job:
     peers: int = 2
 
 
-def utilisation(job: Job, bits_per_s: float) -> float:
-    """Share of the time that is computation (0 to 1), with a channel of ``bits_per_s``."""
+def utilisation(job: Job, bits_per_s: float, rounds: int = TABLE_ROUNDS) -> float:
+    """Share of the time that is computation (0 to 1), over ``rounds`` of every fragment on a channel of
+    ``bits_per_s``."""
     piece_s = job.step_s / (3 * job.layers - 1)
     factor = 2 * (1 - 1 / job.peers)
     reduction_s = factor * job.parameters * job.bits_per_value / job.layers / bits_per_s
     every = max(1, round(job.round_steps / job.fragments))
-    steps = _ROUNDS * every * job.fragments
+    steps = rounds * every * job.fragments
     now = free_at = 0.0
     awaited: dict[int, dict[int, float]] = {}
     for step in range(1, steps + 1):

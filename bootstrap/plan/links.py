@@ -1,0 +1,103 @@
+"""The peers' links of a plan: measured by ``doctor``, given in figures, or of a named profile.
+
+Law: one source at a time, and the plan says which. A measured or given link is everybody's: plan for the
+slowest one. Price: without any of them the profile is ``DEFAULT_PROFILE``, an ordinary home line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.planning import Link, link_of
+from p2p_co2.profiles import profile_of
+
+DEFAULT_PROFILE = "dsl"
+_LARGEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenLink:
+    """``profile``: a name of ``p2p_co2.profiles``. ``up_mbit``, ``down_mbit`` (per second), ``rtt_ms``,
+    ``loss`` (share of packets): figures; ``down_mbit`` 0 means ten times the upload. ``file``: what
+    ``p2p-co2 doctor --json`` printed."""
+
+    profile: str = ""
+    up_mbit: float = 0.0
+    down_mbit: float = 0.0
+    rtt_ms: float = 0.0
+    loss: float = 0.0
+    file: Path | None = None
+
+
+def read_links(given: GivenLink, peers: int, seed: int) -> tuple[tuple[Link, ...], str]:
+    """One link for each of ``peers``, and where they come from in words. Raises ``ConfigError``."""
+    figures = bool(given.up_mbit or given.down_mbit or given.rtt_ms or given.loss)
+    if figures + bool(given.profile) + (given.file is not None) > 1:
+        raise ConfigError(
+            "command line", "--profile", "give a profile, figures of a link, or --link, not several"
+        )
+    if given.file is not None:
+        link = _measured(given.file)
+        return (link,) * peers, f"measured ({given.file}): {described(link)}"
+    if figures:
+        link = _figures(given)
+        return (link,) * peers, f"given: {described(link)}"
+    name = given.profile or DEFAULT_PROFILE
+    links = tuple(link_of(profile_of(name, seed, index)) for index in range(peers))
+    note = "" if given.profile else ", assumed: measure yours with p2p-co2 doctor TICKET --json"
+    kinds = described(links[0]) if len(set(links)) == 1 else f"{len(set(links))} kinds"
+    return links, f"profile {name} ({kinds}){note}"
+
+
+def described(link: Link) -> str:
+    """A link in words."""
+    words = f"{8e-6 * link.up_bytes_per_s:,.3g} Mbit/s up, {8e-6 * link.down_bytes_per_s:,.3g} down"
+    return f"{words}, {1e3 * link.round_trip_s:.3g} ms round trip, {link.loss:.2%} loss"
+
+
+def _figures(given: GivenLink) -> Link:
+    for option, value, most in (
+        ("--up-mbit", given.up_mbit, 1e7),
+        ("--down-mbit", given.down_mbit, 1e7),
+        ("--rtt-ms", given.rtt_ms, 1e5),
+        ("--loss", given.loss, 0.99),
+    ):
+        if not 0 <= value <= most:
+            raise ConfigError("command line", option, f"from 0 to {most:g} (got {value:g})")
+    if not given.up_mbit:
+        raise ConfigError("command line", "--up-mbit", "say what the link uploads, in Mbit/s")
+    return Link(
+        up_bytes_per_s=given.up_mbit * 1e6 / 8,
+        down_bytes_per_s=(given.down_mbit or 10 * given.up_mbit) * 1e6 / 8,
+        round_trip_s=given.rtt_ms / 1e3,
+        loss=given.loss,
+    )
+
+
+def _measured(path: Path) -> Link:
+    """The link that ``doctor --json`` measured."""
+    try:
+        with path.open("rb") as file:
+            table = json.loads(file.read(_LARGEST_BYTES))
+    except FileNotFoundError:
+        raise ConfigError(str(path), "", "no such file") from None
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(str(path), "", "not JSON; write it with: p2p-co2 doctor TICKET --json") from None
+    measured = table.get("link") if isinstance(table, dict) else None
+    if not isinstance(measured, dict):
+        raise ConfigError(str(path), "link", "missing; write the file with: p2p-co2 doctor TICKET --json")
+    names = ("up_bytes_per_s", "down_bytes_per_s", "round_trip_s")
+    values = [measured.get(name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(
+                str(path), f"link.{name}", f"was not measured (got {value!r}); run doctor with a ticket"
+            )
+    up, down, trip = (float(value) for value in values if value is not None)
+    return Link(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=trip)

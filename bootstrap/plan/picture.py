@@ -1,0 +1,120 @@
+"""Compute utilisation over bandwidth, as a picture: methods that wait beside this run.
+
+Law: drawn from the plan alone, by matplotlib's Agg canvas without global state. The curves are those of
+``planning.simulator`` (no latency, no loss), so they compare methods; what is expected on the plan's link is
+in its table. Colours are Okabe and Ito's (2008), told apart by colour-blind readers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.planning import Setting
+from p2p_co2.planning.simulator import Job, utilisation
+from p2p_co2.planning.traffic import bits_per_value
+
+if TYPE_CHECKING:
+    from bootstrap.plan.command import Plan
+
+COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2", "#009E73")
+INK, FAINT = "#222222", "#DDDDDD"
+_POINTS, _FROM, _TO = 61, 4.0, 11.0
+"""10 kbit/s to 100 Gbit/s."""
+_LEAST_LAYERS = 12
+_ROUNDS = 10
+"""Enough that the wait for the last answers does not show."""
+_MOST_STEPS = 5000
+"""Longer rounds are drawn in units of several steps: the curve is the same, the simulation shorter."""
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Write the picture (PNG) to ``path``. Raises ``EnvironmentFault`` if it cannot be written."""
+    figure = Figure(figsize=(10, 5.6), dpi=100)
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    bits = [10 ** (_FROM + (_TO - _FROM) * point / (_POINTS - 1)) for point in range(_POINTS)]
+    curves = jobs_of(plan.setting)
+    if plan.advice.setting != plan.setting:
+        curves["as advised"] = _overlapped(plan.advice.setting)
+    for colour, (name, job) in zip(COLOURS, curves.items(), strict=False):
+        axes.plot(
+            bits,
+            [100 * utilisation(job, rate, _ROUNDS) for rate in bits],
+            color=colour,
+            linewidth=2,
+            label=name,
+        )
+    _mark(axes, plan)
+    axes.set_xscale("log")
+    axes.set_xticks([1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11])
+    axes.set_xticklabels(["10 kbit/s", "100 k", "1 Mbit/s", "10 M", "100 M", "1 Gbit/s", "10 G", "100 G"])
+    axes.set_xlabel("bandwidth of a peer")
+    axes.set_ylabel("compute utilisation (%)")
+    axes.set_ylim(0, 103)
+    axes.grid(True, color=FAINT, linewidth=0.8)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=9)
+    name = plan.run.name.replace("$", r"\$")
+    setting = plan.setting
+    what = f"{setting.parameters:,} parameters, {len(setting.links)} peers, step {setting.step_s:.3g} s"
+    axes.set_title(f"{name}: {what}", loc="left", color=INK)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write the picture {path}: {error.strerror}") from None
+
+
+def jobs_of(setting: Setting) -> dict[str, Job]:
+    """The methods to compare, by the words of the legend."""
+    own = _overlapped(setting)
+    steps = max(1, round(setting.round_s / setting.step_s))
+    diloco = replace(own, bits_per_value=32, fragments=1, delay_steps=0)
+    return {
+        "data-parallel, fp32": replace(diloco, step_s=setting.step_s, round_steps=1),
+        f"DiLoCo, fp32, every {steps} steps": diloco,
+        f"{own.fragments} fragments, {setting.codec}, waiting": replace(own, delay_steps=0),
+        "this run: goes on for up to a round": own,
+    }
+
+
+def _overlapped(setting: Setting) -> Job:
+    """The setting as a job that waits only for answers that are a round late."""
+    count = len(setting.fragments)
+    steps = max(count, round(setting.round_s / setting.step_s))
+    unit = max(1, steps // _MOST_STEPS)
+    round_steps = max(count, round(steps / unit))
+    return Job(
+        parameters=setting.parameters,
+        layers=count * -(-_LEAST_LAYERS // count),
+        step_s=setting.round_s / round_steps,
+        bits_per_value=bits_per_value(setting.codec),
+        round_steps=round_steps,
+        fragments=count,
+        delay_steps=round_steps - 1,
+        peers=max(2, len(setting.links)),
+    )
+
+
+def _mark(axes: Any, plan: Plan) -> None:
+    """The target, and the slowest link of the plan."""
+    axes.axhline(100 * plan.advice.target, color=INK, linewidth=1, linestyle=":")
+    rate = 8 * min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in plan.setting.links)
+    axes.axvline(rate, color=INK, linewidth=1, linestyle="--")
+    axes.annotate(
+        f"slowest link\n{rate / 1e6:.3g} Mbit/s",
+        (rate, 4),
+        xytext=(6, 0),
+        textcoords="offset points",
+        fontsize=9,
+        color=INK,
+    )
+    axes.annotate(
+        f"target {plan.advice.target:.0%}", (10**_TO, 100 * plan.advice.target), xytext=(-4, -12),
+        textcoords="offset points", fontsize=9, color=INK, ha="right",
+    )  # fmt: skip

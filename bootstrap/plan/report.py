@@ -1,0 +1,142 @@
+"""The plan for a reader: what was put in, what comes out as given and as advised, what binds, what fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from p2p_co2.planning import Forecast, Setting
+
+if TYPE_CHECKING:
+    from bootstrap.plan.command import Plan
+
+WHY = {
+    "upload": "the slowest upload has to carry every fragment once a round, idle a fifth of the time",
+    "download": "the slowest download has to carry every fragment once a round, idle a fifth of the time",
+    "loss": "lost packets slow every connection down below what the link could carry",
+    "latency": "an answer has to be back within a round",
+    "processor": "the exchange's own arithmetic has to fit into half of a core",
+    "inner step": "each fragment needs an inner step of its own",
+    "copies": "copying fragments out of the model and merging them in stops training for a moment",
+    "first and last rounds": "training waits for the first round of each fragment and for the end of the run",
+}
+_PLAIN_WIDTH = 110
+
+Row = tuple[str, Callable[[Setting, Forecast], str]]
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print ``plan`` to ``console``; stdout if None."""
+    console = console or Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    setting, advice = plan.setting, plan.advice
+    console.print(
+        Text.assemble(
+            (f'plan of "{plan.run.name}"', "bold"),
+            f": {setting.parameters:,} parameters ({plan.sources['parameters']}), ",
+            f"{len(setting.links)} peers in a round",
+        )
+    )
+    console.print(Text(f"inner step {setting.step_s:.3g} s ({plan.sources['step']})"))
+    console.print(Text(f"links: {plan.sources['links']}"))
+    console.print(_comparison(plan))
+    console.print(_constraints(plan))
+    verdict = "reaches" if advice.is_reached else "does not reach"
+    console.print(
+        Text.assemble(
+            ("as given ", "bold"),
+            (
+                f"{verdict} {advice.target:.0%} of compute utilisation",
+                "green" if advice.is_reached else "bold red",
+            ),
+            f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]}).",
+        )
+    )
+    console.print(Text(_advised_line(plan), style="bold"))
+    for trouble in plan.forecast.troubles:
+        console.print(Text(f"as given: {trouble}", style="red"))
+    for trouble in advice.forecast.troubles:
+        console.print(Text(f"as advised: {trouble}", style="red"))
+
+
+def _advised_line(plan: Plan) -> str:
+    advice = plan.advice
+    setting, clock = advice.setting, plan.run.clock
+    length = (
+        f"round_s = {setting.round_s:g}"
+        if clock.mode == "time"
+        else f"inner_steps_per_round = {advice.inner_steps}"
+    )
+    return (
+        f'advised: clock.{length}, fragments = {len(setting.fragments)}, codec.name = "{setting.codec}", '
+        f"outer.sync_delay_steps = 0 (an answer comes after {advice.forecast.delay_steps} inner steps)"
+    )
+
+
+def _comparison(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("as given", justify="right")
+    table.add_column("as advised", justify="right")
+    pairs = ((plan.setting, plan.forecast), (plan.advice.setting, plan.advice.forecast))
+    for name, cell in _ROWS:
+        table.add_row(name, *(Text(cell(setting, shown)) for setting, shown in pairs))
+    return table
+
+
+def _constraints(plan: Plan) -> Table:
+    title = Text("shortest round that each constraint allows, as given", style="bold")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("")
+    for name, bound in sorted(plan.advice.bounds.items(), key=lambda item: -item[1]):
+        table.add_row(name, seconds(bound), Text(WHY[name], style="dim"))
+    return table
+
+
+def seconds(value: float) -> str:
+    """A duration with the unit that suits it."""
+    if value < 1:
+        return f"{1e3 * value:.3g} ms"
+    if value < 600:
+        return f"{value:.3g} s"
+    return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
+
+
+def size(value: float) -> str:
+    """Bytes with the unit that suits them."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    raise AssertionError("the last unit takes every value")
+
+
+def _floor(setting: Setting, shown: Forecast) -> str:
+    return f"{seconds(shown.floor_s)}, {shown.floor_s / setting.round_s:.0%} of the round"
+
+
+_ROWS: tuple[Row, ...] = (
+    ("round", lambda s, f: f"{seconds(s.round_s)}, {s.round_s / s.step_s:.0f} inner steps"),
+    ("fragments, codec", lambda s, f: f"{len(s.fragments)}, {s.codec} ({f.bits_per_value:g} bits per value)"),
+    ("a peer sends per round", lambda s, f: size(f.up_bytes_per_round)),
+    ("least time that takes (floor)", _floor),
+    ("round of one fragment", lambda s, f: seconds(f.largest.slowest_member_s)),
+    ("answer applied after", lambda s, f: f"{seconds(f.flow.to_apply_s)}, {f.delay_steps} inner steps"),
+    ("staleness, outer steps", lambda s, f: f"{f.flow.staleness:.2f}"),
+    ("sends left out", lambda s, f: f"{1 - f.flow.sent_share:.0%}"),
+    ("exchange hidden, per round", lambda s, f: seconds(f.hidden_s)),
+    ("exchange exposed, per round", lambda s, f: seconds(f.exposed_s)),
+    ("compute utilisation", lambda s, f: f"{f.utilisation:.1%}"),
+    ("... if it waited for answers", lambda s, f: f"{f.utilisation_if_waiting:.1%}"),
+    ("memory of a peer", lambda s, f: f"{size(f.memory_bytes)}, exchange {f.exchange_copies:.1f} copies"),
+    ("whole run" , lambda s, f: ("no end; per " if f.endless else "") + seconds(f.run_s)),
+    ("... a peer sends", lambda s, f: size(f.run_up_bytes)),
+    ("... tokens of all peers", lambda s, f: f"{f.run_tokens:.3g}" if f.run_tokens else "not known"),
+)  # fmt: skip

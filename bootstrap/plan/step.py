@@ -1,0 +1,100 @@
+"""The model of a run file on this machine: its fragments counted, its inner step measured.
+
+Law: what is measured is what a peer does between two steps of the swarm (loss, backward, optimizer), on real
+batches of the recipe. Price: some seconds of training, bounded; first steps are thrown away, since they
+allocate.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError
+from p2p_co2.fragments import plan_fragments
+from p2p_co2.recipes import Recipe, load_recipe
+from p2p_co2.recipes.recipe import OWN_LOOP
+
+WARM_UP_STEPS = 3
+LEAST_STEPS, LEAST_S = 5, 2.0
+MOST_S = 12.0
+"""No step is begun after this."""
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """``fragments``: values in each."""
+
+    recipe: Recipe
+    fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepMeasure:
+    """``step_s``: median of the inner step. ``tokens``: of one step. ``train_bytes``: this process, with the
+    model, its gradients and the optimizer, at its largest."""
+
+    step_s: float
+    tokens: int
+    train_bytes: float
+    how: str
+
+
+def load_model(run: RunConfig, device: str) -> RunModel:
+    """Build the recipe's model on ``device``. Raises ``ConfigError``."""
+    if run.recipe == OWN_LOOP:
+        raise ConfigError(
+            "command line",
+            "--step-s",
+            "this run is trained by a program of its own: give --parameters and --step-s",
+        )
+    recipe = load_recipe(run.recipe, run.recipe_options, run.seed)
+    plan = plan_fragments(recipe.model, run.fragments)
+    try:
+        recipe.model.to(device)
+    except (RuntimeError, AssertionError):  # torch's words for a device that is not there
+        raise ConfigError("command line", "--device", f"torch cannot use {device!r} here; use cpu") from None
+    return RunModel(recipe, tuple(fragment.numel for fragment in plan.fragments))
+
+
+def measure_step(model: RunModel, device: str, batch: int, threads: int) -> StepMeasure:
+    """Train for a moment and take the time of each step. ``batch``, ``threads``: 0 for the recipe's own and
+    all cores."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    recipe = model.recipe
+    sequences = batch or recipe.default_batch
+    optimizer = recipe.optimizer(recipe.model.parameters())
+    times_s: list[float] = []
+    tokens = 0
+    began_at = time.perf_counter()
+    for data in recipe.batches(0, sequences):
+        at = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        recipe.loss(recipe.model, data).backward()  # type: ignore[no-untyped-call]  # so torch declares it
+        optimizer.step()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        times_s.append(now - at)
+        tokens = recipe.tokens(data)
+        measured = len(times_s) - WARM_UP_STEPS
+        enough = measured >= LEAST_STEPS and sum(times_s[WARM_UP_STEPS:]) >= LEAST_S
+        if enough or now - began_at > MOST_S:
+            break
+    counted = times_s[WARM_UP_STEPS:] or times_s[-1:]
+    how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {device}"
+    return StepMeasure(statistics.median(counted), tokens, _largest_bytes(), how)
+
+
+def _largest_bytes() -> float:
+    """The largest resident set of this process, as the kernel keeps it (proc(5), VmHWM)."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024.0 * int(line.split()[1])
+    return 0.0

@@ -1,0 +1,54 @@
+"""The commands that look before anybody joins: ``plan`` and ``doctor``. On the floor of ``cli``, which adds
+them to the program; a file of their own because ``cli`` has enough.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make the commands part of ``app``."""
+    app.command()(plan)
+
+
+def plan(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to plan.")],
+    peers: Annotated[int, typer.Option(help="Peers in a round.")] = 4,
+    profile: Annotated[
+        str, typer.Option(help="Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")
+    ] = "",
+    up_mbit: Annotated[float, typer.Option(help="Or in figures: upload, Mbit/s.")] = 0.0,
+    down_mbit: Annotated[float, typer.Option(help="Download, Mbit/s; ten times the upload if absent.")] = 0.0,
+    rtt_ms: Annotated[float, typer.Option(help="Round-trip time, milliseconds.")] = 0.0,
+    loss: Annotated[float, typer.Option(help="Share of packets lost, such as 0.002.")] = 0.0,
+    link: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Or measured: what doctor --json printed.")
+    ] = None,
+    step_s: Annotated[float, typer.Option(help="Seconds of an inner step; measured here if absent.")] = 0.0,
+    parameters: Annotated[int, typer.Option(help="Model size; the recipe's model if absent.")] = 0,
+    target: Annotated[float, typer.Option(help="Compute utilisation to reach.")] = 0.95,
+    hours: Annotated[float, typer.Option(help="What of a run without an end is looked at.")] = 24.0,
+    batch: Annotated[int, typer.Option(help="Sequences of the measured step; 0 for the recipe's.")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads of the measured step; 0 for all cores.")] = 0,
+    device: Annotated[str, typer.Option(help="Of the measured step: cpu, cuda, cuda:1.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw utilisation over bandwidth.")
+    ] = None,
+) -> None:
+    """What a run will cost on given links, whether they are enough, and what to change."""
+    from bootstrap.plan import PlanOptions, run_plan
+    from bootstrap.plan.links import GivenLink
+
+    given = GivenLink(
+        profile=profile, up_mbit=up_mbit, down_mbit=down_mbit, rtt_ms=rtt_ms, loss=loss, file=link
+    )
+    options = PlanOptions(
+        run_file=run_file, peers=peers, step_s=step_s, parameters=parameters, link=given, target=target,
+        hours=hours, batch=batch, threads=threads, device=device, as_json=as_json, plot=plot,
+    )  # fmt: skip
+    raise typer.Exit(run_plan(options))

@@ -1,0 +1,218 @@
+"""bootstrap.plan: from a run file to a table, to JSON and to a picture; and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bootstrap.plan import PlanOptions, run_plan
+from bootstrap.plan.command import as_table, make_plan
+from bootstrap.plan.links import GivenLink, read_links
+from bootstrap.plan.picture import jobs_of
+from bootstrap.plan.report import WHY, print_plan, seconds, size
+from p2p_co2.errors import ConfigError
+from p2p_co2.planning.simulator import utilisation
+from p2p_co2.recipes import load_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+SLOW = GivenLink(up_mbit=20.0, down_mbit=100.0, rtt_ms=80.0)
+RUN = """
+name = "small"
+fragments = 2
+[recipe_options]
+layers = 1
+width = 16
+heads = 2
+context = 8
+[clock]
+round_s = 4.0
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def options(path: Path, **changes: object) -> PlanOptions:
+    return replace(PlanOptions(run_file=path, parameters=10**8, step_s=0.5, link=SLOW), **changes)  # type: ignore[arg-type]
+
+
+def test_the_model_is_counted_and_its_step_measured(run_file: Path) -> None:
+    plan = make_plan(PlanOptions(run_file=run_file, threads=1, batch=2))
+    recipe = load_recipe("byte-gpt", plan.run.recipe_options, 0)
+    assert plan.setting.parameters == sum(p.numel() for p in recipe.model.parameters())
+    assert len(plan.setting.fragments) == 2
+    assert plan.setting.tokens_per_step == 2 * 8
+    assert 0 < plan.setting.step_s < 1
+    assert plan.setting.train_bytes > 50e6  # torch alone is more
+    assert "median" in plan.sources["step"]
+
+
+def test_what_is_given_is_not_measured_and_needs_no_torch(run_file: Path) -> None:
+    script = (
+        "import sys\nfrom p2p_co2.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "print(sorted({'torch', 'hivemind', 'grpc', 'matplotlib'} & set(sys.modules)))"
+    )
+    arguments = ["plan", str(run_file), "--parameters", "100000000", "--step-s", "0.5", "--json"]
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    table, modules = result.stdout.rsplit("\n", 2)[:2]
+    assert modules == "[]"
+    assert json.loads(table)["given"]["setting"]["parameters"] == 10**8
+
+
+def test_json_has_the_same_fields_for_given_and_advised(run_file: Path) -> None:
+    table = as_table(make_plan(options(run_file)))
+    assert table["given"]["forecast"].keys() == table["advised"]["forecast"].keys()
+    assert table["binding"] == max(table["shortest_round_s"], key=table["shortest_round_s"].get) == "upload"
+    assert table["is_reached"] is False
+    assert table["advised"]["setting"]["round_s"] > 4.0
+    json.dumps(table, allow_nan=False)
+
+
+def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
+    text = StringIO()
+    print_plan(make_plan(options(run_file)), Console(file=text, width=200))
+    shown = " ".join(text.getvalue().split())
+    for words in (
+        "does not reach 95%",
+        "What binds: upload",
+        "clock.round_s = ",
+        "of the sends are left out",
+        "20 Mbit/s up",
+    ):
+        assert words in shown
+
+
+@pytest.mark.parametrize("mode", ["time", "steps"])
+def test_advice_is_in_the_words_of_the_runs_clock(run_file: Path, mode: str) -> None:
+    run_file.write_text(RUN + f'mode = "{mode}"\n')
+    text = StringIO()
+    print_plan(make_plan(options(run_file)), Console(file=text, width=200))
+    assert ("clock.inner_steps_per_round = " in text.getvalue()) == (mode == "steps")
+
+
+def test_every_constraint_has_its_reason_in_words(run_file: Path) -> None:
+    assert make_plan(options(run_file)).advice.bounds.keys() <= WHY.keys()
+
+
+def test_a_picture_is_drawn(run_file: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert run_plan(options(run_file, plot=tmp_path / "plan.png", as_json=True), said.append) == 0
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (tmp_path / "plan.png").stat().st_size > 20_000
+
+
+def test_the_curves_order_the_methods(run_file: Path) -> None:
+    # At any bandwidth, what waits less and sends less often and fewer bits is busier.
+    jobs = list(jobs_of(make_plan(options(run_file)).setting).values())
+    for rate in (1e6, 1e8, 1e10):
+        busy = [utilisation(job, rate, 4) for job in jobs]
+        assert busy == sorted(busy)
+
+
+# ---- links
+
+
+def test_links_by_profile_figures_and_measurement(tmp_path: Path) -> None:
+    cable, words = read_links(GivenLink(profile="cable"), 3, 0)
+    assert len(cable) == 3
+    assert cable[0].up_bytes_per_s == 5e6
+    assert "cable" in words
+    (given,), _ = read_links(GivenLink(up_mbit=8, rtt_ms=50, loss=0.01), 1, 0)
+    assert (given.up_bytes_per_s, given.down_bytes_per_s, given.round_trip_s, given.loss) == (
+        1e6,
+        1e7,
+        0.05,
+        0.01,
+    )
+    path = tmp_path / "link.json"
+    path.write_text(
+        json.dumps({"link": {"up_bytes_per_s": 5.0, "down_bytes_per_s": 6.0, "round_trip_s": 0.5}})
+    )
+    (measured,), words = read_links(GivenLink(file=path), 1, 0)
+    assert (measured.up_bytes_per_s, measured.down_bytes_per_s, measured.round_trip_s) == (5.0, 6.0, 0.5)
+    assert "measured" in words
+    assert "assumed" in read_links(GivenLink(), 1, 0)[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("no json", "not JSON"),
+        ("[]", "link: missing"),
+        (
+            '{"link": {"up_bytes_per_s": null, "down_bytes_per_s": 1, "round_trip_s": 1}}',
+            "link.up_bytes_per_s: was not",
+        ),
+        (
+            '{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": -1, "round_trip_s": 1}}',
+            "link.down_bytes_per_s",
+        ),
+        ('{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": 1, "round_trip_s": NaN}}', "link.round_trip_s"),
+        (
+            '{"link": {"up_bytes_per_s": true, "down_bytes_per_s": 1, "round_trip_s": 1}}',
+            "link.up_bytes_per_s",
+        ),
+    ],
+)
+def test_a_measurement_that_is_none_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        read_links(GivenLink(file=path), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peers": 0}, "--peers"),
+        ({"target": 1.0}, "--target"),
+        ({"target": float("nan")}, "--target"),
+        ({"step_s": -1.0}, "--step-s"),
+        ({"step_s": float("nan")}, "--step-s"),
+        ({"parameters": -1}, "--parameters"),
+        ({"hours": 0.0}, "--hours"),
+        ({"link": GivenLink(profile="pigeon")}, "'pigeon'"),
+        ({"link": GivenLink(up_mbit=-1.0)}, "--up-mbit"),
+        ({"link": GivenLink(rtt_ms=20.0)}, "--up-mbit"),
+        ({"link": GivenLink(up_mbit=1.0, loss=1.5)}, "--loss"),
+        ({"link": GivenLink(up_mbit=1.0, profile="dsl")}, "not several"),
+        ({"run_file": Path("no.toml")}, "no such file"),
+        ({"step_s": 0.0, "device": "abacus"}, "--device"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(
+    run_file: Path, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_plan(options(run_file, **changes))
+
+
+def test_a_run_of_an_own_program_needs_size_and_step(run_file: Path) -> None:
+    run_file.write_text('recipe = "own-loop"')
+    assert make_plan(options(run_file)).setting.parameters == 10**8
+    with pytest.raises(ConfigError, match="--parameters and --step-s"):
+        make_plan(options(run_file, step_s=0.0))
+
+
+def test_figures_have_units() -> None:
+    assert [seconds(s) for s in (0.05, 2.0, 1200.0, 7200.0)] == ["50 ms", "2 s", "20 min", "2 h"]
+    assert [size(b) for b in (5, 5e3, 5e6, 5e9, 5e15)] == ["5 B", "5 kB", "5 MB", "5 GB", "5e+03 TB"]
