@@ -92,6 +92,19 @@ def test_of_an_even_split_only_one_half_begins() -> None:
     assert net.undecided() == []
 
 
+def test_half_of_the_swarm_does_not_make_again_a_round_that_the_other_half_has_made() -> None:
+    me, other = (make_identity(i).peer_id for i in range(2))
+    round_ = next(n for n in range(1, 1000) if coordination_order([me, other], 0, n)[0] == me)
+    for theirs, begins in ((round_ - 1, True), (round_, False), (round_ + 5, False)):
+        machine = one_machine(1)
+        machine.set_state(0, round_ - 1, DIGEST)
+        views = {me: PeerView(), other: PeerView(versions=(theirs,))}
+        machine.set_peers(views, 0.0)
+        machine.offer(offer_of(round_), 0.0)
+        machine.handle_timer(limits.GATHER_CAP_S + 0.1)
+        assert any(isinstance(event, Began) for event in drain(machine)) == begins, theirs
+
+
 def test_a_group_is_no_larger_than_its_size_and_the_others_learn_the_outcome() -> None:
     net = Network(4, group_size=2)
     net.offer_all()

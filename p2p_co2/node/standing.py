@@ -34,7 +34,7 @@ class LocalProgress:
 
 class Standing:
     """``settled``: no live peer trains any more and all are at our versions and digests. ``abreast``: nobody
-    is ahead by more than a round. ``swarm_position``: median position of the other training peers in rounds,
+    is ahead by more than a round, or at all of a fragment of which we have only the start. ``swarm_position``: median position of the other training peers in rounds,
     and the node's monotonic time it was true at. ``rounds_per_s``: how fast positions move by themselves; 0
     if they count inner steps."""
 
@@ -104,7 +104,9 @@ class Standing:
             for status, state in zip(statuses, theirs, strict=True)
         )
         ahead = [self._node.catching.swarm_version(f) - version for f, (version, _) in enumerate(mine)]
-        self.abreast = idle and all(rounds <= 1 for rounds in ahead)
+        self.abreast = idle and all(
+            rounds <= (1 if version else 0) for rounds, (version, _) in zip(ahead, mine, strict=True)
+        )
         at = self._node.clock.monotonic() - (self._node.now() - now)
         positions = sorted(self._node.membership.positions(now, self._rounds_per_s))
         self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None

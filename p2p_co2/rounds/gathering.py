@@ -55,8 +55,13 @@ class Gathering:
         would cost the early ones a whole round, and waiting costs nobody a training step."""
         self._is_overdue = now >= self.close_at
         if self._is_overdue or self._is_complete(moved):
-            return now >= self.give_up_at or not self.shortage(self.agreeing()[1], now)
+            camp = self.agreeing()[1]
+            late = self._is_late(camp, self._live())  # waiting would not help: after the abort we ask them
+            return late or now >= self.give_up_at or not self.shortage(camp, now)
         return False
+
+    def _live(self) -> list[PeerId]:
+        return sorted({*self._swarm.training(), *self.readies})
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for. A peer known to be elsewhere is not waited for; one in
@@ -84,13 +89,19 @@ class Gathering:
 
     def _breaks_ties(self, camp: list[PeerId], live: list[PeerId]) -> bool:
         """Half of the swarm is enough where we are in that half and first by hash: no other half can say
-        so."""
+        so. Not if the other half has made this round already: then it is we who are late."""
         me = self._swarm.me
-        return me in camp and coordination_order(live, self.fragment, self.round)[0] == me
+        first = me in camp and coordination_order(live, self.fragment, self.round)[0] == me
+        return first and not self._is_late(camp, live)
+
+    def _is_late(self, camp: list[PeerId], live: list[PeerId]) -> bool:
+        """Whether somebody of the other half of the swarm says that it has made this round."""
+        others = [peer for peer in live if peer not in camp] if 2 * len(camp) == len(live) else []
+        return any((self._swarm.version_of(peer, self.fragment) or 0) >= self.round for peer in others)
 
     def shortage(self, camp: list[PeerId], now: float) -> str:
         """Why ``camp`` may not begin; empty if it may."""
-        live = sorted({*self._swarm.training(), *self.readies})
+        live = self._live()
         if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and self._breaks_ties(camp, live)):
             return ""
         waited = f"within {now - self.first_at:.1f} s"
@@ -126,8 +137,7 @@ class Gathering:
         majority: the others are told to adopt the state of the strongest camp, or nobody would ever begin
         again. Returns whom to tell of the abort: that camp, or everybody."""
         digest, camp = self.agreeing()
-        live = {*self._swarm.training(), *self.readies}
-        if 2 * len(self.readies) <= len(live):
+        if 2 * len(self.readies) <= len(self._live()):
             return sorted(self.readies)
         self._tell_behind(digest, camp)
         return camp
