@@ -2,8 +2,9 @@
 
 Laws. A link carries messages of 1 to ``MAX_MESSAGE_BYTES`` bytes from the peer that dialled to the peer that
 was dialled, in the order of ``send``, each at most once and unchanged; ``on_message`` of one link is awaited
-before its next message is read, so a slow receiver slows its senders and nobody's memory grows. The sender
-given to ``on_message`` is proved by a signature (``door``) on a channel that cannot be changed under way. The
+before its next message is read, so a slow receiver slows its senders and nobody's memory grows; a link that
+brings no whole message within ``MESSAGE_TIMEOUT_S`` is dropped. The sender given to ``on_message`` is proved
+by a signature (``door``) on a channel that cannot be changed under way. The
 death of the other process is noticed at once by both ends, even when nothing is being sent.
 
 Price: two links for a conversation, one per direction; in return there is no question of who closes what, and
@@ -24,6 +25,9 @@ CONNECT_TIMEOUT_S = 10.0
 """Bound on one attempt to reach one address of a peer."""
 HELLO_TIMEOUT_S = 10.0
 """A stranger that dialled must have said who it is within this."""
+MESSAGE_TIMEOUT_S = 60.0
+"""A link must bring a whole message within this: peers that live say so every second, and a piece cut for a
+slow link takes a quarter of one. Who trickles byte by byte holds a link and its buffer no longer."""
 CLOSE_TIMEOUT_S = 2.0
 """How long ``Link.close`` waits for the other end to have taken everything."""
 

@@ -24,12 +24,13 @@ from p2p_co2.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     HELLO_TIMEOUT_S,
+    MESSAGE_TIMEOUT_S,
     OnMessage,
     OnRefused,
     check_incoming,
     check_outgoing,
 )
-from p2p_co2.transport.door import Door
+from p2p_co2.transport.door import MAX_INBOUND_LINKS, Door
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -39,6 +40,8 @@ METHOD = f"/p2p_co2.v{PROTOCOL_VERSION}/Link"
 WELCOME = ("p2p-co2", "welcome")
 KEEPALIVE_S = 8.0
 KEEPALIVE_TIMEOUT_S = 12.0
+MAX_CONNECTIONS = MAX_INBOUND_LINKS + 64
+"""TCP connections to us: the links, and those that are shaking hands or only read our certificate."""
 _HARD_LIMIT_BYTES = 2 * MAX_MESSAGE_BYTES
 """gRPC drops larger messages unread, and does not say so; between this and the limit we can name the
 offence."""
@@ -61,6 +64,7 @@ _SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.server_handshake_timeout_ms", int(HELLO_TIMEOUT_S * 1000)),
     ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
     ("grpc.max_concurrent_streams", 1),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
 ]
 _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_COMMON_OPTIONS,
@@ -157,7 +161,7 @@ class GrpcCarrier:
         try:
             peer = await self._admit(context)
             await context.send_initial_metadata((WELCOME,))
-            while (data := await context.read()) is not grpc.aio.EOF:
+            while (data := await _next_message(context)) is not grpc.aio.EOF:
                 check_incoming(len(data))
                 await self._on_message(peer, data)
         except RemoteProtocolError as error:
@@ -265,6 +269,16 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ann
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         return self._method if handler_call_details.method == METHOD else None
+
+
+async def _next_message(context: grpc.aio.ServicerContext) -> bytes:
+    """The next message or ``EOF``. Raises ``RemoteProtocolError`` when it takes too long."""
+    try:
+        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+            data: bytes = await context.read()
+            return data
+    except TimeoutError:
+        raise RemoteProtocolError("too slow", f"no whole message in {MESSAGE_TIMEOUT_S:.0f} s") from None
 
 
 def _split_address(address: str) -> tuple[str, int]:

@@ -23,12 +23,13 @@ from p2p_co2.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     HELLO_TIMEOUT_S,
+    MESSAGE_TIMEOUT_S,
     OnMessage,
     OnRefused,
     check_incoming,
     check_outgoing,
 )
-from p2p_co2.transport.door import MAX_HELLO_BYTES, Door
+from p2p_co2.transport.door import MAX_HELLO_BYTES, MAX_INBOUND_LINKS, Door
 from p2p_co2.transport.hivemind_quiet import P2P, P2PDaemonError, StreamInfo
 from p2p_co2.transport.libp2p_control import Stream, hang_up, open_stream, reach
 from p2p_co2.wire.identity import Identity, PeerId, public_key_of
@@ -41,6 +42,8 @@ WELCOME, REFUSED, GOODBYE, ALIVE = b"\0", b"\1", b"\2", b"\3"
 HEARTBEAT_S = 5.0
 SILENCE_S = 20.0
 """A link whose other end has not even said that it is alive for this long is dead."""
+MAX_STREAMS = MAX_INBOUND_LINKS + 64
+"""Inbound streams with a task of ours: the links, and those that read why they were refused."""
 _GOODBYE_FRAME = bytes(HEADER_BYTES)
 _MAX_ANSWER_BYTES = 1 + MAX_STRING
 _NO_CERTIFICATE = b""
@@ -107,6 +110,9 @@ class Libp2pCarrier:
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if len(self._inbound) >= MAX_STREAMS:
+            await self._turn_away(PeerId(info.peer_id.to_base58()), writer)
+            return
         self._inbound.add(task)
         try:
             await self._receive(PeerId(info.peer_id.to_base58()), reader, writer)
@@ -119,6 +125,12 @@ class Libp2pCarrier:
         finally:
             self._inbound.discard(task)
             await hang_up(writer)
+
+    async def _turn_away(self, dialler: PeerId, writer: asyncio.StreamWriter) -> None:
+        """No answer: whoever opens streams without end does not wait for one."""
+        assert self._on_refused is not None
+        self._on_refused(dialler, RemoteProtocolError("too many links", f"{MAX_STREAMS} streams are open"))
+        await hang_up(writer)
 
     async def _receive(
         self, dialler: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -266,12 +278,17 @@ class Libp2pLink:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """One message, or None at a goodbye. Raises ``RemoteProtocolError`` before it allocates too much."""
-    length = int.from_bytes(await reader.readexactly(HEADER_BYTES))
-    if not length:
-        return None
-    check_incoming(length)
-    return await reader.readexactly(length)
+    """One message, or None at a goodbye. Raises ``RemoteProtocolError`` before it allocates too much, and for
+    one that takes too long."""
+    try:
+        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+            length = int.from_bytes(await reader.readexactly(HEADER_BYTES))
+            if not length:
+                return None
+            check_incoming(length)
+            return await reader.readexactly(length)
+    except TimeoutError:
+        raise RemoteProtocolError("too slow", f"no whole message in {MESSAGE_TIMEOUT_S:.0f} s") from None
 
 
 def _answer(writer: asyncio.StreamWriter, code: bytes, text: str = "") -> None:
