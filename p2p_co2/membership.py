@@ -101,6 +101,11 @@ class Membership:
         """Live peers other than this one."""
         return self._live
 
+    @property
+    def unheard(self) -> int:
+        """Peers that the DHT lists and that are not live."""
+        return len(self._candidates)
+
     def found(self, peers: Iterable[PeerId], now: float) -> None:
         """The DHT lists these peers; those not yet live are pinged."""
         for peer in peers:

@@ -162,6 +162,11 @@ class Node:
         """Peers heard of late, without this one."""
         return len(self.membership.live)
 
+    def unheard_peers(self) -> int:
+        """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or
+        about to answer."""
+        return self.membership.unheard
+
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""
         return (self._links.up_bytes if self._links is not None else 0), self.receiving.down_bytes

@@ -34,9 +34,9 @@ class LocalProgress:
 
 class Standing:
     """``settled``: no live peer trains any more and all are at our versions and digests. ``abreast``: nobody
-    is ahead by more than a round, or at all of a fragment of which we have only the start. ``swarm_position``: median position of the other training peers in rounds,
-    and the node's monotonic time it was true at. ``rounds_per_s``: how fast positions move by themselves; 0
-    if they count inner steps."""
+    is ahead by more than a round, or at all of a fragment of which we have only the start.
+    ``swarm_position``: median position of the other training peers in rounds, and the node's monotonic time
+    it was true at. ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps."""
 
     def __init__(self, node: Node, rounds_per_s: float) -> None:
         self._node, self._rounds_per_s = node, rounds_per_s

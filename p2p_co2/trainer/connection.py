@@ -34,8 +34,9 @@ from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer, Plan
 from p2p_co2.trainer.synchroniser import Progressed
 
-LISTEN_S = 3.0
-"""A peer that hears nobody for this long after its start is the first one."""
+LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
+"""A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
+others, who may only be slow to answer."""
 GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``."""
 CATCH_UP_BOUND_S = 600.0
@@ -193,7 +194,8 @@ class Connection:
             self._thread.check()
             waited_s = time.monotonic() - started_at
             heard = self._thread.live_peers() > 0
-            if (heard and waited_s > 0.2 and self._thread.abreast()) or (not heard and waited_s > LISTEN_S):
+            listen_s = LISTEN_TO_LISTED_S if self._thread.unheard_peers() else LISTEN_S
+            if (heard and waited_s > 0.2 and self._thread.abreast()) or (not heard and waited_s > listen_s):
                 return
             if waited_s > CATCH_UP_BOUND_S:
                 raise TransportError("no peer could give this one the agreed state; try again later")

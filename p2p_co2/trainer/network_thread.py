@@ -123,6 +123,9 @@ class NetworkThread:
     def live_peers(self) -> int:
         return self.node.live_peers()
 
+    def unheard_peers(self) -> int:
+        return self.node.unheard_peers()
+
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down) since the start."""
         return self.node.traffic_bytes()
