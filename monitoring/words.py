@@ -10,15 +10,19 @@ import math
 from collections.abc import Mapping
 
 from p2p_co2.telemetry.events import (
+    AgreedMeasured,
     CaughtUp,
+    CheckpointSaved,
     Event,
     LinkLost,
+    LinkOpened,
     MessageRefused,
     PeerFinished,
     PeerJoined,
     PeerLeft,
     PeerStarted,
     RoundAborted,
+    RoundCommitted,
     SendSkipped,
     Warned,
 )
@@ -71,7 +75,7 @@ def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
     labels = view.labels()
     lines: list[tuple[float, str, str]] = []
     for at, _, _, event in reversed(view.notable):
-        key, words = _words(event, labels)
+        key, words = describe(event, labels)
         known = next((i for i, line in enumerate(lines) if line[1] == key), None)
         if known is None and words:
             lines.append((at, key, words))
@@ -80,7 +84,7 @@ def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
     return [(at, words) for at, _, words in reversed(lines)]
 
 
-def _words(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
+def describe(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
     """What makes the event the same for all who report it, and the event in words ("" if it is not worth a
     line)."""
 
@@ -88,30 +92,53 @@ def _words(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
         return plain(labels.get(peer, f"~{peer[-6:]}"), 24)
 
     me = name(event.peer)
+    key, words = "", ""
     match event:
-        case PeerStarted():
-            words = f"{me} started on {event.device}"
         case PeerJoined():
             # At the start everybody meets everybody: one line for each newcomer is enough.
-            return f"joined {event.other}", f"{name(event.other)} joined"
+            key, words = f"joined {event.other}", f"{name(event.other)} joined"
         case PeerLeft():
-            return f"left {event.other}", f"{name(event.other)} left: {event.reason}"
+            key, words = f"left {event.other}", f"{name(event.other)} left: {event.reason}"
+        case LinkOpened():
+            why = f" ({event.reason})" if event.reason else ""
+            words = f"{me} reaches {name(event.other)} by {event.carrier}{why}"
         case LinkLost():
             words = f"{me} lost its {event.carrier} link to {name(event.other)}: {event.reason}"
-        case RoundAborted():
-            words = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"
-            return f"abort {event.fragment} {event.round} {event.reason}", plain(words)
-        case SendSkipped():
-            words = f"{me} skipped a send of fragment {event.fragment}: {event.reason}"
         case CaughtUp():
             span = f"version {event.from_version} to {event.to_version} of fragment {event.fragment}"
             words = f"{me} caught up, {span}, by {event.how} from {name(event.donor)}"
         case MessageRefused():
             words = f"{me} refused a message from {name(event.other)}: {event.reason}"
-        case Warned():
-            words = f"{me} warns: {event.text}"
-        case PeerFinished():
-            words = f"{me} finished: {event.reason}"
+        case RoundCommitted() | RoundAborted() | SendSkipped():
+            key, words = _words_of_round(event, me)
         case _:
-            words = ""
-    return words, plain(words)
+            words = _words_of_itself(event, me)
+    return key or words, plain(words)
+
+
+def _words_of_round(event: RoundCommitted | RoundAborted | SendSkipped, me: str) -> tuple[str, str]:
+    match event:
+        case RoundCommitted():
+            share = f"{event.contributors} of {event.group_size} are in the mean"
+            words = f"round {event.round} of fragment {event.fragment} committed: {share}, "
+            return f"commit {event.fragment} {event.round}", f"{words}{figure(event.duration_s, 2)} s at {me}"
+        case RoundAborted():
+            words = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"
+            return f"abort {event.fragment} {event.round} {event.reason}", words
+    return "", f"{me} skipped a send of fragment {event.fragment}: {event.reason}"
+
+
+def _words_of_itself(event: Event, me: str) -> str:
+    """An event that is about its writer alone."""
+    match event:
+        case PeerStarted():
+            return f"{me} started on {event.device}"
+        case AgreedMeasured():
+            return f"{me} measured the agreed parameters: held-out loss {figure(event.loss, 4)}"
+        case CheckpointSaved():
+            return f"{me} saved a checkpoint in {figure(event.duration_s, 2)} s"
+        case Warned():
+            return f"{me} warns: {event.text}"
+        case PeerFinished():
+            return f"{me} finished: {event.reason}"
+    return ""

@@ -271,10 +271,12 @@ class SwarmView:
         or empty."""
         names = Counter(peer.name for peer in self.peers.values())
         labels: dict[str, str] = {}
+        taken: set[str] = set()
         for peer in sorted(self.peers):
             name = self.peers[peer].name
             label = name if name and names[name] == 1 else f"{name}~{peer[-6:]}" if name else f"~{peer[-6:]}"
-            labels[peer] = label if label not in labels.values() else f"{name}~{peer}"
+            labels[peer] = label if label not in taken else f"{name}~{peer}"
+            taken.add(labels[peer])
         return labels
 
     @property

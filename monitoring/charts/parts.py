@@ -1,0 +1,108 @@
+"""What all charts are made of: colours, axes, lines, and names made harmless."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monitoring.words import plain
+
+Options = dict[str, Any]
+Series = Sequence[tuple[float, ...]]
+
+BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, YELLOW = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",
+)  # fmt: skip
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
+CIVIDIS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
+OUTCOMES = {
+    "committed": (BLUE, ""),
+    "partial": (SKY, "p"),
+    "late": (ORANGE, "L"),
+    "aborted": (VERMILLION, "A"),
+    "open": ("#9aa0a6", "o"),
+}
+"""Colour and letter; "partial": committed without some, "late": applied after its own round."""
+MAX_NAMED = 6
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours that depend on light and dark."""
+
+    ink: str
+    soft: str
+    line: str
+    panel: str
+
+
+LIGHT = Palette(ink="#1c2430", soft="#5b6573", line="#e3e7ec", panel="#ffffff")
+DARK = Palette(ink="#e6e9ee", soft="#9aa4b2", line="#2c333d", panel="#1a1f27")
+
+
+def named(text: str, limit: int = 24) -> str:
+    """A peer's text as a chart takes it: one line, no braces (ECharts reads them as styles)."""
+    return plain(text, limit).replace("{", "(").replace("}", ")")
+
+
+def base(palette: Palette, *, legend: bool = True) -> Options:
+    return {
+        "animation": False,
+        "textStyle": {"color": palette.ink, "fontFamily": "inherit"},
+        "grid": {"left": 8, "right": 16, "top": 40 if legend else 16, "bottom": 8, "containLabel": True},
+        "legend": {"show": legend, "top": 0, "left": 0, "type": "scroll", "icon": "roundRect",
+                   "itemWidth": 12, "itemHeight": 4, "textStyle": {"color": palette.soft}},
+        "tooltip": {"renderMode": "richText", "trigger": "axis", "confine": True,
+                    "backgroundColor": palette.panel, "borderColor": palette.line,
+                    "textStyle": {"color": palette.ink, "fontSize": 12}},
+    }  # fmt: skip
+
+
+def axis(palette: Palette, kind: str, name: str = "", **more: Any) -> Options:  # ECharts' own axis options
+    return {
+        "type": kind,
+        "name": name,
+        "nameLocation": "middle",
+        "nameGap": 30,
+        "nameTextStyle": {"color": palette.soft},
+        "axisLabel": {"color": palette.soft, "hideOverlap": True},
+        "axisLine": {"lineStyle": {"color": palette.line}},
+        "splitLine": {"show": kind == "value", "lineStyle": {"color": palette.line}},
+        **more,
+    }
+
+
+def value_axis(palette: Palette, unit: str, **more: Any) -> Options:  # ECharts' own axis options
+    """An upright axis with its unit above it, where it takes no width."""
+    return {
+        **axis(palette, "value"),
+        "name": unit,
+        "nameLocation": "end",
+        "nameGap": 10,
+        "nameTextStyle": {"color": palette.soft, "align": "left", "padding": [0, 0, 0, -30]},
+        "splitNumber": 4,
+        **more,
+    }
+
+
+def points(rows: Series, column: int, scale: float = 1.0) -> list[list[float | None]]:
+    return [[row[0] * 1000, known(row[column] * scale)] for row in rows]
+
+
+def known(value: float, digits: int = 4) -> float | None:
+    return float(f"{value:.{digits + 2}g}") if math.isfinite(value) else None
+
+
+def line(name: str, data: list[Any], colour: str, **more: Any) -> Options:  # ECharts' own series options
+    return {
+        "type": "line",
+        "name": name,
+        "data": data,
+        "showSymbol": False,
+        "connectNulls": True,
+        "lineStyle": {"width": 2, "color": colour},
+        "itemStyle": {"color": colour},
+        **more,
+    }

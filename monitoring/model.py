@@ -1,0 +1,229 @@
+"""What a board knows: folds a feed's news into the swarm's view, measures rates, keeps history.
+
+``step`` once a second is all that runs; pages, metrics and the API read ``facts()``, which is made once per
+step however many look. Law: a function of the feed's news, the clock handed in and what the history held; no
+I/O of its own but the history's. Bounded: rounds by ``ROUNDS_KEPT``, the rest as in ``telemetry``.
+
+Price: about 30 microseconds per event.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+from monitoring.facts import PeerFacts, SwarmFacts
+from monitoring.history import SWARM, TIERS, Batch, Happening, History, RoundRow
+from monitoring.portrait import Known, Pace, round_facts, round_s, swarm_facts
+from monitoring.standing import ONLINE
+from monitoring.words import describe
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.telemetry.events import (
+    AgreedMeasured,
+    Event,
+    RoundAborted,
+    RoundBegan,
+    RoundCommitted,
+    RoundCounted,
+)
+from p2p_co2.telemetry.feed import Feed, FeedState, Sighting
+from p2p_co2.telemetry.view import RoundView, SwarmView
+
+ROUNDS_KEPT = 4096
+SAME_NEWS_S = 30.0
+"""Members tell the same news within this."""
+MAX_SAID = 4096
+
+
+class Model:
+    """One swarm. ``history`` may be in memory; ``now`` is unix seconds."""
+
+    def __init__(self, feed: Feed, history: History) -> None:
+        self.feed, self.history = feed, history
+        self.view = SwarmView(rounds_kept=ROUNDS_KEPT)
+        self.sightings: dict[str, Sighting] = {}
+        self.now = 0.0
+        self.trouble_with_history = ""
+        self._paces: dict[str, Pace] = {}
+        self._labels: dict[str, str] = {}
+        self._said_at: dict[str, float] = {}
+        self._facts: SwarmFacts | None = None
+        self._happenings: list[Happening] = []
+        self._agreed: list[tuple[float, float, float]] = []
+        self._changed_rounds: set[tuple[int, int]] = set()
+        self._written_at = 0.0
+        self._known_until = history.newest_happening_at()
+        """Happenings up to then are in the history already: a feed tells old ones again after a restart."""
+        self._counted_before = set(history.counted_rounds())
+        self.view.counted.update(history.counted())
+        self.view.counted_rounds = len(self._counted_before)
+
+    @property
+    def run(self) -> RunConfig | None:
+        return self.feed.run
+
+    @property
+    def state(self) -> FeedState:
+        return self.feed.state
+
+    def _known(self) -> Known:
+        return Known(
+            self.view, self.sightings, self._paces, self._labels, self.run, self.state, self.feed.place,
+            self.now,
+        )  # fmt: skip
+
+    def step(self, now: float) -> None:
+        """Take in what is new."""
+        news = self.feed.take()
+        self.now = max(now, self.now) if self.state.phase != "ended" else (self.view.last_at or now)
+        self._labels = self.view.labels()
+        for event in news.events:
+            self._add(event)
+        self._labels = self.view.labels()
+        for sighting in news.sightings:
+            self.sightings[sighting.peer] = sighting
+        for peer in self.view.peers.values():
+            if peer.last_seen_at is not None:
+                pace = self._paces.setdefault(peer.peer, Pace())
+                pace.add(peer.last_seen_at, peer.totals.up_bytes, peer.totals.down_bytes)
+        self._facts = None
+
+    def facts(self) -> SwarmFacts:
+        """The swarm at the last step."""
+        if self._facts is None:
+            self._facts = swarm_facts(self._known())
+        return self._facts
+
+    # ---- what comes in
+
+    def _add(self, event: Event) -> None:
+        if isinstance(event, RoundCounted) and (event.fragment, event.round) in self._counted_before:
+            return  # counted before this board was started again
+        self.view.add(event)
+        if isinstance(event, RoundBegan | RoundCommitted | RoundAborted | RoundCounted):
+            self._changed_rounds.add((event.fragment, event.round))
+        if isinstance(event, AgreedMeasured) and math.isfinite(event.loss):
+            tokens = sum(peer.totals.tokens for peer in self.view.peers.values())
+            self._agreed.append((event.at, float(tokens), event.loss))
+        self._happened(event)
+
+    def _happened(self, event: Event) -> None:
+        """Note what is worth a line; what several members tell is noted once."""
+        key, words = describe(event, self._labels)
+        if not words or event.at <= self._known_until.get(event.peer, 0.0):
+            return
+        if event.at - self._said_at.get(key, -1e9) > SAME_NEWS_S:
+            self._said_at[key] = event.at
+            if len(self._said_at) > MAX_SAID:
+                self._said_at.pop(next(iter(self._said_at)))
+            fragment, round_ = getattr(event, "fragment", -1), getattr(event, "round", -1)
+            self._happenings.append(Happening(event.at, event.kind, event.peer, fragment, round_, words))
+
+    # ---- what is kept
+
+    def batch(self, now: float) -> Batch | None:
+        """What is to be written to the history now, or None; hand it to ``History.write`` in any thread, and
+        tell ``wrote`` how that went before asking again."""
+        if now - self._written_at < TIERS[0][0]:
+            return None
+        self._written_at = now
+        facts = self.facts()
+        rounds = [self.view.rounds[key] for key in self._changed_rounds if key in self.view.rounds]
+        over = self.state.phase == "ended" and self.history.span()[1] > 0
+        made = Batch(
+            at=self.now or 1.0,
+            samples={} if over else self._samples(facts),
+            fragments={} if over else self._fragment_samples(),
+            rounds=[self._row(view) for view in rounds],
+            time_lines={
+                (view.fragment, view.round): json.dumps(time_line(view), separators=(",", ":"))
+                for view in rounds
+            },
+            happenings=self._happenings,
+            counted=dict(self.view.counted),
+            agreed=self._agreed,
+        )
+        self._happenings, self._agreed = [], []
+        self._changed_rounds.clear()
+        return made
+
+    def wrote(self, batch: Batch, trouble: str) -> None:
+        """A batch is in the history, or could not be written: then its lines are kept for the next one."""
+        self.trouble_with_history = trouble
+        if trouble:
+            self._happenings = [*batch.happenings, *self._happenings][-MAX_SAID:]
+            self._agreed = [*batch.agreed, *self._agreed][-MAX_SAID:]
+            self._changed_rounds |= {(row.fragment, row.round) for row in batch.rounds}
+
+    def keep(self, now: float) -> None:
+        """``batch`` and ``History.write`` in one, for programs that serve nobody meanwhile."""
+        batch = self.batch(now)
+        if batch is None:
+            return
+        try:
+            self.history.write(batch)
+        except EnvironmentFault as error:
+            self.wrote(batch, str(error))
+        else:
+            self.wrote(batch, "")
+
+    def _samples(self, facts: SwarmFacts) -> dict[str, tuple[float, ...]]:
+        rows = {peer.peer: _sample(peer) for peer in facts.peers if peer.state in ONLINE}
+        online = [peer for peer in facts.peers if peer.state in ONLINE]
+        rows[SWARM] = (
+            float(facts.tokens), facts.tokens_per_s, _nan(facts.loss_training), _nan(facts.utilisation),
+            facts.up_bytes_per_s, sum(peer.down_bytes_per_s or 0.0 for peer in facts.peers),
+            sum(peer.exposed_s for peer in online), sum(peer.hidden_s for peer in online),
+            float(facts.peers_online),
+        )  # fmt: skip
+        return rows
+
+    def _fragment_samples(self) -> dict[int, tuple[float, ...]]:
+        newest: dict[int, list[tuple[float, float, float]]] = {}
+        for peer in self.view.peers.values():
+            for fragment, applied in peer.applied.items():
+                if self.now - applied.at < 3 * (round_s(self._known()) or 60.0):
+                    values = (applied.gap, applied.momentum_norm, float(applied.staleness))
+                    newest.setdefault(fragment, []).append(values)
+        return {
+            fragment: (
+                max(gap for gap, _, _ in values),
+                sum(norm for _, norm, _ in values) / len(values),
+                max(stale for _, _, stale in values),
+            )
+            for fragment, values in newest.items()
+        }
+
+    def _row(self, view: RoundView) -> RoundRow:
+        facts = round_facts(self._known(), view)
+        return RoundRow(
+            facts.fragment, facts.round, facts.at, facts.outcome, facts.group_size, facts.contributors,
+            facts.staleness, facts.duration_s, int(facts.counted), facts.reason,
+        )  # fmt: skip
+
+
+def time_line(view: RoundView) -> dict[str, dict[str, float]]:
+    """By member: seconds from its READY to BEGIN, PARTS, MEAN and COMMIT, and READY in unix seconds."""
+    return {
+        peer: {
+            "ready_at": round(report.committed_at - report.duration_s, 3),
+            "begin_s": round(report.begun_s, 4),
+            "parts_s": round(report.parts_s, 4),
+            "mean_s": round(report.means_s, 4),
+            "commit_s": round(report.duration_s, 4),
+        }
+        for peer, report in view.reports.items()
+        if report.committed and report.duration_s > 0
+    }
+
+
+def _sample(peer: PeerFacts) -> tuple[float, ...]:
+    return (
+        float(peer.tokens), peer.tokens_per_s, _nan(peer.loss), _nan(peer.utilisation),
+        _nan(peer.up_bytes_per_s), _nan(peer.down_bytes_per_s), peer.exposed_s, peer.hidden_s, 1.0,
+    )  # fmt: skip
+
+
+def _nan(value: float | None) -> float:
+    return math.nan if value is None else value
