@@ -148,6 +148,7 @@ def _first(error: BaseException) -> BaseException:
 async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
     from p2p_co2.discovery import Discovery
     from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+    from p2p_co2.transport.probe import ProbeServer
 
     def refused(peer: PeerId, error: RemoteProtocolError) -> None:
         say(f"{time.strftime('%H:%M:%S')} refused a record: {error}")
@@ -162,6 +163,9 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
         discovery = Discovery(p2p, seed.identity, seed.run_digest, refused)
         stack.push_async_callback(discovery.close)
         run = await _publish(seed, discovery, say)
+        probes = ProbeServer(p2p, seed.run_digest)
+        stack.push_async_callback(probes.close)
+        await probes.start()
         own = seed_addresses([str(address) for address in await p2p.get_visible_maddrs()])
         seeds = tuple(dict.fromkeys((*own, *seed.others, *seed.known)))[:MAX_ADDRESSES]
         ticket = str(Ticket(seed.run_digest, seed.run_key, seeds))

@@ -22,6 +22,7 @@ from p2p_co2.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
 from p2p_co2.transport.libp2p_control import own_maddrs
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.transport.probe import ProbeServer
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -90,7 +91,7 @@ class Network:
             )
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        """Listen. Raises ``EnvironmentFault`` when a port is taken."""
+        """Listen, and answer probes. Raises ``EnvironmentFault`` when a port is taken."""
         carriers: list[Carrier] = []
         if self.config.carrier in ("auto", "grpc"):
             self._grpc = GrpcCarrier(self.identity, self.ticket.run, self.config.host, self.config.grpc_port)
@@ -101,6 +102,9 @@ class Network:
             self._stack.push_async_callback(carrier.close)
             await carrier.start(on_message, on_refused)
         self.carriers = tuple(carriers)
+        probes = ProbeServer(self.p2p, self.ticket.run, self.config.limits.upload_bytes_per_s)
+        self._stack.push_async_callback(probes.close)
+        await probes.start()
 
     async def publish_self(self) -> None:
         """Put this peer's signed record into the DHT if the last one grows old. Raises ``TransportError``."""

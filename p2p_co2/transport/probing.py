@@ -1,0 +1,146 @@
+"""Asking a prober: the client's half of ``probe``.
+
+Law: what comes back is checked before it is used (sizes, finite numbers, an address that is one); a prober
+that lies about the address or the clock is one voice among several for whoever asks several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.transport.hivemind_quiet import P2P
+from p2p_co2.transport.libp2p_control import Stream, hang_up, open_stream, reach
+from p2p_co2.transport.probe import (
+    MAX_ANSWER_BYTES,
+    PROTOCOL,
+    read_frame,
+    send_bulk,
+    take_bulk,
+    write_frame,
+)
+from p2p_co2.transport.probe_limits import address_of
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import DialBackProbe, LookProbe, Probe, ProbeAnswer
+
+ANSWER_S = 8.0
+"""Bound on one answer; a connection back takes the other end up to three bounds of its own."""
+LEAST_MEASURED_S = 0.005
+
+
+@dataclass(frozen=True)
+class Look:
+    """``observed``: (address, port) at which the other end sees us, None if through a relay. ``offset_s``:
+    its clock minus ours. ``round_trip_s``: of this very question."""
+
+    observed: tuple[str, int] | None
+    offset_s: float
+    round_trip_s: float
+
+
+class Prober:
+    """An open stream to one prober; see ``open_prober``. Methods raise ``TransportError`` when it is gone or
+    refuses (the reason in words), and are safe to cancel, after which the stream is of no use."""
+
+    def __init__(self, peer: PeerId, run: bytes, stream: Stream) -> None:
+        self.peer, self._run = peer, run
+        self._reader, self._writer = stream
+
+    async def look(self) -> Look:
+        """How we look from there, what the clock there is, and how long it took to ask."""
+        asked_at, asked_unix = time.monotonic(), time.time()
+        answer = await self._ask(Probe(look=LookProbe()))
+        round_trip_s = time.monotonic() - asked_at
+        if not math.isfinite(answer.clock):
+            raise TransportError("answers nonsense: its clock is no number")
+        return Look(address_of(answer.observed), answer.clock - (asked_unix + round_trip_s / 2), round_trip_s)
+
+    async def dial_back(self, port: int, expect: bytes, host: str = "") -> bool:
+        """Whether it could connect to our own address, as it sees it, at ``port`` and read ``expect``
+        there."""
+        answer = await self._ask(Probe(dial_back=DialBackProbe(port=port, host=host, expect=expect)))
+        return answer.reached
+
+    async def download(self, size_bytes: int) -> float:
+        """Bytes per second from there to here, measured on up to ``size_bytes``; the last question of a
+        stream."""
+        await self._ask(Probe(send_bytes=size_bytes))
+        with _gone(self.peer):
+            return _rate(*(await take_bulk(self._reader, size_bytes))[:2])
+
+    async def upload(self, size_bytes: int) -> float:
+        """Bytes per second from here to there, measured there on up to ``size_bytes``; the last question of
+        a stream."""
+        await self._ask(Probe(take_bytes=size_bytes))
+        with _gone(self.peer):
+            with contextlib.suppress(
+                OSError
+            ):  # also a timeout: it has seen enough, and its answer is on the way
+                await send_bulk(self._writer, size_bytes)
+            answer = await self._read()
+        return _rate(answer.bytes, answer.duration_s)
+
+    async def close(self) -> None:
+        await hang_up(self._writer)
+
+    async def _ask(self, probe: Probe) -> ProbeAnswer:
+        with _gone(self.peer):
+            await write_frame(self._writer, self._question(probe))
+            return await self._read()
+
+    def _question(self, probe: Probe) -> bytes:
+        probe.run = self._run
+        return probe.SerializeToString()
+
+    async def _read(self) -> ProbeAnswer:
+        answer = ProbeAnswer()
+        async with asyncio.timeout(ANSWER_S):
+            data = await read_frame(self._reader, MAX_ANSWER_BYTES)
+        try:
+            answer.ParseFromString(data)
+        except DecodeError:
+            raise TransportError("answers nonsense: not a ProbeAnswer") from None
+        if answer.refusal:
+            raise TransportError(
+                "refused: " + "".join(c if c.isprintable() else "?" for c in answer.refusal[:200])
+            )
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def open_prober(
+    p2p: P2P, peer: PeerId, maddrs: Sequence[str], run: bytes, timeout_s: float
+) -> AsyncIterator[Prober]:
+    """A stream to the prober of ``peer``. Raises ``TransportError``: unreachable, or it serves no probes."""
+    await reach(p2p, peer, maddrs, timeout_s)
+    prober = Prober(peer, run, await open_stream(p2p, peer, PROTOCOL, timeout_s))
+    try:
+        yield prober
+    finally:
+        await prober.close()
+
+
+@contextlib.contextmanager
+def _gone(peer: PeerId) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise TransportError(f"{peer} did not answer in time") from None
+    except (OSError, asyncio.IncompleteReadError):
+        raise TransportError(f"{peer} hung up") from None
+    except RemoteProtocolError as error:
+        raise TransportError(f"{peer} answers nonsense: {error}") from None
+
+
+def _rate(size_bytes: int, duration_s: float) -> float:
+    """Bytes per second; raises ``TransportError`` where too little came to tell."""
+    if not size_bytes or not math.isfinite(duration_s) or duration_s < 0:
+        raise TransportError("too little came through to measure a rate")
+    return size_bytes / max(duration_s, LEAST_MEASURED_S)

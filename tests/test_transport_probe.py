@@ -1,0 +1,299 @@
+"""transport.probe: what it may be asked by hand, then over the real daemon and sockets of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transport_peers import until
+
+from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.transport import probe, probe_limits
+from p2p_co2.transport.hivemind_quiet import P2P
+from p2p_co2.transport.libp2p_control import hang_up, open_stream, reach
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.transport.probe import GREETING, PROTOCOL, ProbeServer
+from p2p_co2.transport.probe_limits import ProbeLimits, address_of, check_dial_back, network_of
+from p2p_co2.transport.probing import Prober, open_prober
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import LookProbe, Probe
+
+RUN = hashlib.sha256(b"a run").digest()
+SEEN = "/ip4/203.0.113.7/tcp/40000"
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize(
+    ("maddr", "place"),
+    [
+        ("/ip4/203.0.113.7/tcp/40000", ("203.0.113.7", 40000)),
+        ("/ip6/2001:db8::1/tcp/4/p2p/12D3KooW", ("2001:db8::1", 4)),
+        ("/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit", None),
+        ("/ip4/203.0.113.7/udp/4001/quic", None),
+        ("/dns4/example.org/tcp/80", None),
+        ("/ip4/300.0.113.7/tcp/4001", None),
+        ("/ip4/203.0.113.7/tcp/0", None),
+        ("", None),
+    ],
+)
+def test_only_a_direct_tcp_connection_has_an_address(maddr: str, place: tuple[str, int] | None) -> None:
+    assert address_of(maddr) == place
+
+
+def test_a_connection_back_goes_where_the_asker_is_seen_and_nowhere_else() -> None:
+    assert check_dial_back(31337, b"x" * 32, "victim.example", SEEN) == "203.0.113.7"
+    for port, expect, host, observed in (
+        (0, b"x", "", SEEN),
+        (65536, b"x", "", SEEN),
+        (1, b"", "", SEEN),
+        (1, b"x" * 33, "", SEEN),
+        (1, b"x", "h" * 254, SEEN),
+        (1, b"x", "", "/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit"),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            check_dial_back(port, expect, host, observed)
+
+
+def test_dials_are_counted_per_address_and_in_all() -> None:
+    limits = ProbeLimits()
+    for _ in range(probe_limits.MAX_DIALS_PER_ADDRESS):
+        limits.dial("203.0.113.7", 0.0)
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        limits.dial("203.0.113.7", 59.0)
+    limits.dial("203.0.113.8", 59.0)  # another address is another asker
+    limits.dial("203.0.113.7", 60.0)  # and a minute later it may ask again
+    for number in range(probe_limits.MAX_DIALS - 2):
+        limits.dial(f"198.51.100.{number}", 60.0)
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        limits.dial("192.0.2.1", 60.0)
+
+
+def test_addresses_of_one_ipv6_network_are_one_asker() -> None:
+    assert (
+        network_of("2001:db8:0:1::5") == network_of("2001:db8:0:1:ffff::9") != network_of("2001:db8:0:2::5")
+    )
+
+
+def test_bulk_is_bounded_in_size_in_number_and_one_at_a_time() -> None:
+    limits = ProbeLimits()
+    for size in (0, probe_limits.MAX_BULK_BYTES + 1):
+        with pytest.raises(RemoteProtocolError, match="bytes"):
+            limits.bulk("203.0.113.7", size, 0.0)
+    limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 0.0)
+    with pytest.raises(RemoteProtocolError, match="somebody else"):
+        limits.bulk("203.0.113.8", 1, 0.0)
+    limits.bulk_running = False
+    for _ in range(probe_limits.MAX_BULK_BYTES_PER_ADDRESS // probe_limits.MAX_BULK_BYTES - 1):
+        limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 1.0)
+        limits.bulk_running = False
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 2.0)
+    assert not limits.bulk_running
+    limits.bulk("203.0.113.7", 1, 61.0)
+
+
+def test_what_is_remembered_of_askers_is_bounded() -> None:
+    limits = ProbeLimits()
+    for number in range(2 * probe_limits.MAX_ADDRESSES):
+        limits._spent(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(limits._of) == probe_limits.MAX_ADDRESSES
+
+
+# ---- over the daemon
+
+
+@dataclass
+class World:
+    server: ProbeServer
+    server_p2p: P2P
+    asker_p2p: P2P
+    server_id: PeerId
+    maddrs: list[str]
+
+    def prober(self, run: bytes = RUN) -> AbstractAsyncContextManager[Prober]:
+        return open_prober(self.asker_p2p, self.server_id, self.maddrs, run, 5.0)
+
+
+@asynccontextmanager
+async def world(folder: Path, *, cap: float = 0.0, ahead_s: float = 0.0) -> AsyncIterator[World]:
+    identities = [Identity.load_or_create(folder / name) for name in ("server", "asker")]
+    server_p2p = await start_p2p(folder / "server")
+    asker_p2p = await start_p2p(folder / "asker")
+    server = ProbeServer(server_p2p, RUN, cap, lambda: time.time() + ahead_s)
+    await server.start()
+    maddrs = [str(maddr) for maddr in await server_p2p.get_visible_maddrs()]
+    try:
+        yield World(server, server_p2p, asker_p2p, PeerId(identities[0].peer_id), maddrs)
+    finally:
+        await server.close()
+        await stop_p2p(asker_p2p)
+        await stop_p2p(server_p2p)
+    assert not server._tasks
+    assert not server._of
+
+
+@asynccontextmanager
+async def greeter(words: bytes) -> AsyncIterator[int]:
+    """A listener of this machine that says ``words`` to whoever connects; its port."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(words)
+        await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with listener:
+        yield listener.sockets[0].getsockname()[1]
+
+
+async def test_how_we_look_and_what_the_clock_is_there(tmp_path: Path) -> None:
+    async with world(tmp_path, ahead_s=40.0) as it, it.prober() as prober:
+        looks = [await prober.look() for _ in range(3)]
+        assert {look.observed[0] for look in looks} == {"127.0.0.1"}
+        assert all(0 < look.round_trip_s < 5 for look in looks)
+        assert [look.offset_s for look in looks] == pytest.approx([40.0] * 3, abs=1.0)
+
+
+async def test_a_connection_back_proves_who_answers_there(tmp_path: Path) -> None:
+    async with world(tmp_path) as it, it.prober() as prober:
+        async with greeter(b"it is I") as port:
+            assert await prober.dial_back(port, b"it is I")
+            assert await prober.dial_back(port, b"it is I", host="localhost")
+            assert not await prober.dial_back(port, b"it is U")
+        assert not await prober.dial_back(port, b"it is I")  # nobody listens any more
+        daemon = int((await it.asker_p2p.get_visible_maddrs())[0].value_for_protocol("tcp"))
+        assert await prober.dial_back(daemon, GREETING)
+        with pytest.raises(TransportError, match=r"is not 127\.0\.0\.1, where it is seen from here"):
+            await prober.dial_back(port, b"x", host="192.0.2.1")
+        with pytest.raises(TransportError, match="out of bounds"):
+            await prober.dial_back(port, b"x" * 33)
+
+
+async def test_rates_are_measured_both_ways_and_keep_to_a_cap(tmp_path: Path) -> None:
+    size = 1 << 20
+    async with world(tmp_path, cap=1e6) as it:
+        async with it.prober() as prober:
+            assert await prober.upload(size) > 2e6
+        async with it.prober() as prober:
+            assert 0.5e6 < await prober.download(size) < 1.3e6
+        assert not it.server._limits.bulk_running
+
+
+async def test_what_is_refused_says_why(tmp_path: Path) -> None:
+    async with world(tmp_path) as it:
+        async with it.prober(bytes(32)) as prober:
+            with pytest.raises(TransportError, match="another run"):
+                await prober.look()
+        async with it.prober() as prober:
+            with pytest.raises(TransportError, match="at most 4194304"):
+                await prober.download(probe_limits.MAX_BULK_BYTES + 1)
+            with pytest.raises(TransportError, match="does not know the question"):
+                await prober._ask(Probe())
+        it.server._limits.bulk_running = True
+        async with it.prober() as prober:
+            with pytest.raises(TransportError, match="somebody else"):
+                await prober.upload(1000)
+            assert (await prober.look()).observed  # the stream goes on
+
+
+async def said(it: World, data: bytes) -> bytes:
+    """What the server answers to raw bytes until it hangs up; empty if it says nothing."""
+    await reach(it.asker_p2p, it.server_id, it.maddrs, 5.0)
+    reader, writer = await open_stream(it.asker_p2p, it.server_id, PROTOCOL, 5.0)
+    try:
+        writer.write(data)
+        await writer.drain()
+        async with asyncio.timeout(5.0):
+            return await reader.read()
+    finally:
+        await hang_up(writer)
+
+
+async def test_nonsense_ends_the_stream_and_nothing_else(tmp_path: Path) -> None:
+    async with world(tmp_path) as it:
+        assert await said(it, (1 << 31).to_bytes(4)) == b""
+        assert await said(it, (3).to_bytes(4) + b"\xff\xff\xff") == b""
+        assert await said(it, (513).to_bytes(4) + bytes(513)) == b""
+        async with it.prober() as prober:
+            await prober.look()
+
+
+async def test_more_bytes_than_announced_are_refused(tmp_path: Path) -> None:
+    async with world(tmp_path) as it, it.prober() as prober:
+        await prober._ask(Probe(take_bytes=1000))
+        for _ in range(2):
+            await probe.write_frame(prober._writer, bytes(600))
+        with pytest.raises(TransportError, match="hung up"):
+            await prober.look()
+        await until(lambda: not it.server._limits.bulk_running)
+
+
+async def test_streams_are_bounded_per_asker(tmp_path: Path) -> None:
+    async with world(tmp_path) as it, it.prober() as first, it.prober() as second:
+        await first.look()
+        await second.look()
+        async with it.prober() as third:
+            with pytest.raises(TransportError, match=r"hung up|did not answer"):
+                await third.look()
+
+
+async def test_a_peer_without_probes_is_said_to_be_one(tmp_path: Path) -> None:
+    async with world(tmp_path) as it:
+        await it.server.close()
+        with pytest.raises(TransportError):
+            async with it.prober() as prober:
+                await prober.look()
+
+
+@asynccontextmanager
+async def lying(it: World, frame: bytes) -> AsyncIterator[Prober]:
+    """A prober at a server that answers every question with ``frame``."""
+    await it.server.close()
+    ended = asyncio.Event()
+
+    async def serve(info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        await probe.write_frame(writer, frame)
+        await reader.read()
+        await hang_up(writer)
+        ended.set()
+
+    await it.server_p2p.add_binary_stream_handler(PROTOCOL, serve)
+    async with it.prober() as prober:
+        yield prober
+    async with asyncio.timeout(5.0):
+        await ended.wait()
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (probe.ProbeAnswer(clock=float("nan")).SerializeToString(), "its clock is no number"),
+        (b"\xff\xff\xff", "not a ProbeAnswer"),
+        (bytes(3000), "answers nonsense"),
+        (probe.ProbeAnswer(refusal="\x1b[2Jno").SerializeToString(), r"refused: \?\[2Jno"),
+    ],
+)
+async def test_a_prober_that_answers_nonsense_is_one_failed_question(
+    tmp_path: Path, frame: bytes, words: str
+) -> None:
+    async with world(tmp_path) as it, lying(it, frame) as prober:
+        with pytest.raises(TransportError, match=words):
+            await prober.look()
+
+
+def test_a_question_fits_its_bound() -> None:
+    longest = Probe(
+        run=bytes(32),
+        dial_back=probe.DialBackProbe(port=65535, host="h" * 253, expect=bytes(32)),
+    )
+    assert longest.ByteSize() <= probe.MAX_QUESTION_BYTES
+    assert Probe(run=bytes(32), look=LookProbe()).ByteSize() < 64
