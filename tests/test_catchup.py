@@ -189,6 +189,19 @@ def test_each_donor_gives_what_its_link_carries() -> None:
     assert all(1.5 * given < fast < 3 * given for given in slow)
 
 
+def test_donors_that_become_known_later_take_part() -> None:
+    world = World(donors=4, rate=2e6)
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1,)), world.now)
+    world.machines[LATE].want(Goal(STATE, 2, 7, (D1,)), world.now)
+    world.run(seconds=1.0)
+    for fragment in (1, 2):
+        world.machines[LATE].add_donors(fragment, DONORS[:4], world.now)
+        world.machines[LATE].add_donors(fragment, DONORS[:4], world.now)
+    world.run(enough=2)
+    assert [len(event.donors) for event in world.events if isinstance(event, Fetched)] == [4, 4]
+    assert world.now - 10.0 < 2 * LARGE / 8e6 + 2.0
+
+
 def test_a_small_state_is_asked_of_as_many_donors_as_it_has_chunks() -> None:
     world = World(donors=5)
     world.want(fragment=0)

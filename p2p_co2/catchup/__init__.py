@@ -16,6 +16,8 @@ Source of the idea: several donors, digests and resume are what users of hivemin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from p2p_co2.catchup.donor import Donor
 from p2p_co2.catchup.fetcher import Fetcher, NewBuffer, in_memory
 from p2p_co2.catchup.goals import (
@@ -73,6 +75,10 @@ class CatchUp:
 
     def fetching(self, fragment: int) -> bool:
         return self._fetcher.fetching(fragment)
+
+    def add_donors(self, fragment: int, peers: Sequence[PeerId], now: float) -> None:
+        """``peers`` can serve what is being fetched of ``fragment``, too."""
+        self._fetcher.add_donors(fragment, peers, now)
 
     def forget_donor(self, peer: PeerId, now: float) -> None:
         """``peer`` is gone: goals that wait for it go on with another donor."""

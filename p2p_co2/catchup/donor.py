@@ -9,7 +9,7 @@ time allow; who asks for another meanwhile is told what is being given, and to c
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, ROUND, STATE, ExportWanted, Outbox, Shape
 from p2p_co2.catchup.history import History
@@ -21,7 +21,7 @@ from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 EXPORT_KEPT_S = 15.0
 """An export that nobody asks for is dropped after this long: a newcomer that was interrupted may be back."""
 EXPORT_IN_USE_S = 4.0
-"""An export that nobody asked for in so long makes room for another."""
+"""An export that nobody else asked for in so long makes room for another."""
 EXPORT_LONGEST_S = 60.0
 EXPORT_SLOWEST_BYTES_PER_S = 250e3
 """No export is kept for longer than ``EXPORT_LONGEST_S`` and the time its bytes take at this rate."""
@@ -34,12 +34,24 @@ class _Export:
     version: int
     data: bytes
     made_at: float
-    asked_at: float
     manifest: Manifest
+    asked_at: dict[PeerId, float] = field(default_factory=dict)
+    """When each peer that loads it asked last; at most ``MAX_WAITING``."""
+
+    def asked(self, peer: PeerId, now: float) -> None:
+        self.asked_at.pop(peer, None)
+        self.asked_at[peer] = now
+        if len(self.asked_at) > MAX_WAITING:
+            del self.asked_at[next(iter(self.asked_at))]
 
     def ends_at(self) -> float:
         longest_s = EXPORT_LONGEST_S + len(self.data) / EXPORT_SLOWEST_BYTES_PER_S
-        return min(self.asked_at + EXPORT_KEPT_S, self.made_at + longest_s)
+        kept_until = max(self.asked_at.values(), default=self.made_at) + EXPORT_KEPT_S
+        return min(kept_until, self.made_at + longest_s)
+
+    def is_idle(self, but_for: PeerId, now: float) -> bool:
+        """Whether nobody else has asked for it of late: who asks for another state is through with it."""
+        return all(now - at >= EXPORT_IN_USE_S for peer, at in self.asked_at.items() if peer != but_for)
 
 
 class Donor:
@@ -63,7 +75,7 @@ class Donor:
         """The answer to ``ExportWanted``."""
         place = Fetch(what=STATE, fragment=fragment, version=version)
         manifest = make_manifest(self._identity, self._run, place, len(data), chunk_digests, digest=digest)
-        self._exports[fragment, version] = _Export(version, data, now, now, manifest)
+        self._exports[fragment, version] = _Export(version, data, now, manifest)
         self._exports_changed()
         for peer, fetch in self._waiting.pop(fragment, []):
             if _suits(fetch, version):
@@ -117,7 +129,7 @@ class Donor:
         if export is None:
             self._refuse(fetch, peer, "that state is no longer kept")
             return
-        export.asked_at = now
+        export.asked(peer, now)
         self._send_chunk(fetch, peer, export.data)
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
@@ -130,7 +142,9 @@ class Donor:
                 for (fragment, version), known in self._exports.items()
                 if fragment == fetch.fragment and _suits(fetch, version)
             ]
-            if _suits(fetch, current) and (fetch.fragment in self._waiting or self._make_room(fetch, now)):
+            if _suits(fetch, current) and (
+                fetch.fragment in self._waiting or self._make_room(fetch, peer, now)
+            ):
                 self._wait(fetch, peer)
                 return
             export = max(older, key=lambda known: known.version, default=None)
@@ -142,11 +156,11 @@ class Donor:
         else:
             self._refuse_version(fetch, peer, current)
 
-    def _make_room(self, fetch: Fetch, now: float) -> bool:
+    def _make_room(self, fetch: Fetch, peer: PeerId, now: float) -> bool:
         """Drop exports that nobody uses, as far as it takes; False if those in use leave no room."""
         wanted = self._shape.state_bytes[fetch.fragment]
         pending = sum(self._shape.state_bytes[fragment] for fragment in self._waiting)
-        idle = [key for key, known in self._exports.items() if now - known.asked_at >= EXPORT_IN_USE_S]
+        idle = [key for key, known in self._exports.items() if known.is_idle(peer, now)]
         for key in (*idle, None):
             held = self.exported_bytes() + pending
             if not held or held + wanted <= EXPORTS_FREE_BYTES:
@@ -174,7 +188,7 @@ class Donor:
     # ---- answers
 
     def _send_manifest(self, fetch: Fetch, peer: PeerId, export: _Export, now: float) -> None:
-        export.asked_at = now
+        export.asked(peer, now)
         manifest = Manifest()
         manifest.CopyFrom(export.manifest)
         manifest.request = fetch.request

@@ -14,8 +14,8 @@ messages and times alone.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from p2p_co2.catchup.goals import ROUND, STATE, Fetched, FetchFailed, Goal, Outbox
@@ -38,8 +38,10 @@ CHOOSE_FLOOR_S, CHOOSE_CAP_S = 0.2, 2.0
 """After the first manifest, the others are waited for: as long again as the first took, within these."""
 WIDEN_S = 1.0
 """When nothing came for so long, one more donor is asked."""
-REPEAT_S = 0.5
-"""A chunk that another donor has owed for so long, and for twice a free donor's usual time, is repeated."""
+REPEAT_S, REPEAT_TIMES = 0.5, 3.0
+"""Near the end a free donor repeats a chunk that another will still need so long for, and so many times what
+the free one needs."""
+LOOK_EVERY_S = 0.25
 BUSY_CAP_S = 60.0
 """Donors that say "again" and give nothing are believed for so long."""
 REPEATS_MOST = 2
@@ -68,8 +70,9 @@ class Download:
         self.sources: dict[PeerId, Source] = {}
         self._context = context
         self._reserve = deque(goal.donors)
+        self._known = set(goal.donors)
         self._width = min(DONORS_AT_ONCE, chunk_count(total_bytes))
-        self._started_at = self._moved_at = now
+        self._started_at = self._moved_at = self._looked_at = now
         self._choose_at: float | None = None
         self._chosen: Manifest | None = None
         self._content: Content = b""
@@ -142,6 +145,14 @@ class Download:
         self._fill(now)
         self.advance(now)
 
+    def add_donors(self, peers: Iterable[PeerId], now: float) -> None:
+        """More donors are known by now; those that were asked before are not asked again."""
+        new = [peer for peer in peers if peer not in self._known]
+        if new and self.ended is None:
+            self._known.update(new)
+            self._reserve.extend(new)
+            self._fill(now)
+
     # ---- time
 
     def get_timer(self) -> float | None:
@@ -152,8 +163,8 @@ class Download:
             times.append(self._choose_at)
         if self._reserve:
             times.append(self._widen_at())
-        if (repeat_at := self._repeat_at()) is not None:
-            times.append(repeat_at)
+        if (look_at := self._look_at()) is not None:
+            times.append(look_at)
         return min(times)
 
     def handle_timer(self, now: float) -> None:
@@ -286,6 +297,7 @@ class Download:
                 room = len(source.asked) == depth < source.window
                 if room and self._pending and self._context.load(source.peer) < WINDOW_MOST:
                     self._ask_chunk(source, self._pending.popleft(), now)
+        self._looked_at = now
         for source in sources:
             if not source.asked and (chunk := self._overdue(source, now)) is not None:
                 self._ask_chunk(source, chunk, now)
@@ -304,30 +316,28 @@ class Download:
         self._context.out.send(source.peer, fetch)
 
     def _overdue(self, free: Source, now: float) -> int | None:
-        """The chunk that another donor has owed longest, if it is time to repeat it."""
-        owed = self._owed_by_one(free)
-        if self._pending or not owed:
+        """A chunk that others owe and will be long about, beside what ``free`` would need for it: the one
+        that would come last, and no chunk more than twice."""
+        if self._pending:
             return None
-        asked_at, chunk = owed[0]
-        return chunk if now >= asked_at + max(REPEAT_S, 2 * free.gap_s) else None
-
-    def _repeat_at(self) -> float | None:
-        free = [source for source in self._useful() if not source.asked] if self._chosen is not None else []
-        times = [
-            owed[0][0] + max(REPEAT_S, 2 * source.gap_s)
-            for source in free
-            if not self._pending and (owed := self._owed_by_one(source))
+        askers = Counter(
+            chunk for source in self._useful() for chunk in source.asked if chunk in self._missing
+        )
+        waits = [
+            (source.expected_s(chunk, now, free.gap_s), chunk)
+            for source in self._useful()
+            for chunk in source.asked
+            if askers[chunk] == 1
         ]
-        return min(times, default=None)
+        longest_s, chunk = max(waits, default=(0.0, 0))
+        return chunk if longest_s >= max(REPEAT_S, REPEAT_TIMES * free.gap_s) else None
 
-    def _owed_by_one(self, free: Source) -> list[tuple[float, int]]:
-        """(asked at, chunk) of the missing chunks that one other donor owes, oldest first."""
-        owed: dict[int, list[float]] = {}
-        for source in self._useful():
-            for chunk, asked_at in source.asked.items():
-                if chunk in self._missing:
-                    owed.setdefault(chunk, []).append(asked_at)
-        return sorted((times[0], chunk) for chunk, times in owed.items() if len(times) == 1)
+    def _look_at(self) -> float | None:
+        """When to see again whether a free donor should repeat what others owe."""
+        if self._chosen is None or self._pending or not self._missing:
+            return None
+        free = any(not source.asked for source in self._useful())
+        return self._looked_at + LOOK_EVERY_S if free else None
 
     # ---- the end
 

@@ -6,7 +6,7 @@ fragments or as the donors have them ready, because a donor holds one; what is s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from p2p_co2.catchup.download import Context, Download
@@ -52,6 +52,15 @@ class Fetcher:
 
     def fetching(self, fragment: int) -> bool:
         return fragment in self._downloads or fragment in self._waiting
+
+    def add_donors(self, fragment: int, peers: Sequence[PeerId], now: float) -> None:
+        """These can serve what is being fetched of ``fragment``, too."""
+        trusted = [peer for peer in peers if self._quarantined.get(peer, now) <= now]
+        if fragment in self._downloads:
+            self._downloads[fragment].add_donors(trusted, now)
+        elif (goal := self._waiting.get(fragment)) is not None:
+            more = (peer for peer in trusted if peer not in goal.donors)
+            self._waiting[fragment] = replace(goal, donors=(*goal.donors, *more))
 
     def forget_donor(self, peer: PeerId, now: float) -> None:
         """``peer`` is gone: goals that wait for it go on with other donors."""

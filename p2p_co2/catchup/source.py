@@ -6,6 +6,7 @@ window opens from one chunk as its chunks prove right: a donor that lies from th
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from p2p_co2.wire.messages_pb2 import Manifest
 WINDOW_MOST = 6
 """Chunks asked of one donor and not yet received, all downloads together; its queue for us holds a few
 more."""
+QUEUE_S = 0.5
+"""A donor is asked for so much in advance that it is never idle over a round trip of this length."""
 MANIFEST_FLOOR_S = 3.0
 EXPORT_BYTES_PER_S = 100e6
 """How fast a donor surely serialises and digests a state, beside its training."""
@@ -66,7 +69,15 @@ class Source:
         self.heard_at = now
         self.asked.pop(chunk, None)
         self.answered.add(chunk)
-        self.window = min(WINDOW_MOST, 2 * self.window)
+        wanted = 1 + math.ceil(QUEUE_S / max(self.gap_s, 1e-3))
+        self.window = min(2 * self.window, max(2, min(WINDOW_MOST, wanted)))
+
+    def expected_s(self, chunk: int, now: float, default_gap_s: float) -> float:
+        """How long an asked chunk will still take, as far as one can tell: one gap for each chunk before it,
+        and for a donor that is late as long again as it has kept us waiting."""
+        gap_s = self.gap_s or default_gap_s
+        waited_s = now - self.heard_at
+        return list(self.asked).index(chunk) * gap_s + max(gap_s - waited_s, waited_s - gap_s, 0.0)
 
     def ask_again_later(self, now: float) -> None:
         self.again_at = now + min(AGAIN_MOST_S, AGAIN_FIRST_S * 2**self.agains)

@@ -80,7 +80,11 @@ class Catching:
                 continue
             since = self._noticed_at.setdefault(fragment, now)
             joining = self._node.standing.progress.phase == Status.JOINING
-            if fragment in self._targets or now < self._again_at.get(fragment, 0.0):
+            if fragment in self._targets:
+                donors = self._donors(fragment, self._targets[fragment][0])
+                self._node.catchup.add_donors(fragment, donors, now)
+                continue
+            if now < self._again_at.get(fragment, 0.0):
                 continue
             if now - since < NOTICE_AFTER_S and not joining:
                 continue
