@@ -13,6 +13,39 @@ import typer
 def add_to(app: typer.Typer) -> None:
     """Make the commands part of ``app``."""
     app.command()(plan)
+    app.command()(doctor)
+
+
+def doctor(
+    ticket: Annotated[
+        str, typer.Argument(metavar="[TICKET]", help="Of the run to look at; this machine alone if absent.")
+    ] = "",
+    config_file: Annotated[
+        Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where join will keep its checkpoints.")] = None,
+    device: Annotated[str | None, typer.Option(help="torch's name of it: cpu, cuda, cuda:1.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads for training.")] = None,
+    carrier: Annotated[str | None, typer.Option(help="auto, grpc or libp2p.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
+    announce_host: Annotated[str | None, typer.Option(help="Address that others dial.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    libp2p_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; plan --link reads it.")] = False,
+) -> None:
+    """Look whether this machine can take part, and how, before anything is downloaded; give it join's
+    options. Exit status 0: all well; 1: works with limits; 2: cannot work."""
+    from p2p_co2.cli import peer_config
+    from peers.doctor import DoctorOptions, run_doctor
+
+    config = peer_config(
+        config_file,
+        {
+            "folder": folder, "device": device, "limits.threads": threads, "carrier": carrier, "host": host,
+            "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
+        },
+    )  # fmt: skip
+    raise typer.Exit(run_doctor(DoctorOptions(config=config, ticket=ticket, as_json=as_json)))
 
 
 def plan(

@@ -45,6 +45,18 @@ class Look:
     round_trip_s: float
 
 
+@dataclass(frozen=True)
+class Passed:
+    """What came through in one measurement, counted by the end that received it, without the first frame."""
+
+    size_bytes: int
+    duration_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size_bytes / self.duration_s
+
+
 class Prober:
     """An open stream to one prober; see ``open_prober``. Methods raise ``TransportError`` when it is gone or
     refuses (the reason in words), and are safe to cancel, after which the stream is of no use."""
@@ -68,16 +80,14 @@ class Prober:
         answer = await self._ask(Probe(dial_back=DialBackProbe(port=port, host=host, expect=expect)))
         return answer.reached
 
-    async def download(self, size_bytes: int) -> float:
-        """Bytes per second from there to here, measured on up to ``size_bytes``; the last question of a
-        stream."""
+    async def download(self, size_bytes: int) -> Passed:
+        """From there to here, up to ``size_bytes``; the last question of a stream."""
         await self._ask(Probe(send_bytes=size_bytes))
         with _gone(self.peer):
-            return _rate(*(await take_bulk(self._reader, size_bytes))[:2])
+            return _passed(*(await take_bulk(self._reader, size_bytes))[:2])
 
-    async def upload(self, size_bytes: int) -> float:
-        """Bytes per second from here to there, measured there on up to ``size_bytes``; the last question of
-        a stream."""
+    async def upload(self, size_bytes: int) -> Passed:
+        """From here to there, up to ``size_bytes``; the last question of a stream."""
         await self._ask(Probe(take_bytes=size_bytes))
         with _gone(self.peer):
             with contextlib.suppress(
@@ -85,7 +95,7 @@ class Prober:
             ):  # also a timeout: it has seen enough, and its answer is on the way
                 await send_bulk(self._writer, size_bytes)
             answer = await self._read()
-        return _rate(answer.bytes, answer.duration_s)
+        return _passed(answer.bytes, answer.duration_s)
 
     async def close(self) -> None:
         await hang_up(self._writer)
@@ -139,8 +149,8 @@ def _gone(peer: PeerId) -> Iterator[None]:
         raise TransportError(f"{peer} answers nonsense: {error}") from None
 
 
-def _rate(size_bytes: int, duration_s: float) -> float:
-    """Bytes per second; raises ``TransportError`` where too little came to tell."""
+def _passed(size_bytes: int, duration_s: float) -> Passed:
+    """Raises ``TransportError`` where too little came to tell a rate."""
     if not size_bytes or not math.isfinite(duration_s) or duration_s < 0:
         raise TransportError("too little came through to measure a rate")
-    return size_bytes / max(duration_s, LEAST_MEASURED_S)
+    return Passed(size_bytes, max(duration_s, LEAST_MEASURED_S))
