@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from p2p_co2 import cli_checks
 from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error, TicketError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+cli_checks.add_to(app)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
@@ -121,6 +123,11 @@ def join(
     announce_host: Annotated[str | None, typer.Option(help="Address that others dial.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
     libp2p_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    board: Annotated[
+        bool | None,
+        typer.Option("--board/--no-board", help="Serve a page on loopback; idle until looked at."),
+    ] = None,
+    board_port: Annotated[int | None, typer.Option(help="Of that page; 0 for any.")] = None,
     min_peers: Annotated[
         int | None, typer.Option(help="Wait (bounded) for this many before training.")
     ] = None,
@@ -142,12 +149,12 @@ def join(
     parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
-    config = _peer_config(
+    config = peer_config(
         config_file,
         {
             "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
             "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-            "min_peers": min_peers, "limits.threads": threads, "limits.hours": hours,
+            "min_peers": min_peers, "board": board, "board_port": board_port, "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": _rate("--upload", upload),
             "limits.download_bytes_per_s": _rate("--download", download),
         },
@@ -176,7 +183,7 @@ def _rate(option: str, text: str | None) -> float | None:
     return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
-def _peer_config(path: Path | None, given: dict[str, Any]) -> Any:
+def peer_config(path: Path | None, given: dict[str, Any]) -> Any:
     """The peer's settings: defaults, then the file, then what the command line gives. Raises
     ``ConfigError``."""
     from pydantic import ValidationError
@@ -227,6 +234,59 @@ def demo(
         text=text, recipe=recipe, kill_one=kill_one, seed=seed,
     )  # fmt: skip
     raise typer.Exit(run_demo(options, DemoWatch))
+
+
+@app.command()
+def rehearse(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")
+    ] = None,
+    peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="Line of each peer: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix; several, "
+            "with commas, are given out in turn."
+        ),
+    ] = "dsl",
+    seconds: Annotated[
+        float | None, typer.Option(help="Length of the training; the run's own, or 120, if absent.")
+    ] = None,
+    nat: Annotated[
+        str, typer.Option(help="Routers: profile (as it says), open, cone or symmetric.")
+    ] = "profile",
+    up_mbit: Annotated[float | None, typer.Option(help="Another upload rate, Mbit/s.")] = None,
+    down_mbit: Annotated[float | None, typer.Option(help="Another download rate, Mbit/s.")] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="Another latency, one way between two peers.")
+    ] = None,
+    jitter_ms: Annotated[float | None, typer.Option(help="Another jitter.")] = None,
+    loss: Annotated[float | None, typer.Option(help="Another share of packets lost, 0.01 for 1 %.")] = None,
+    congestion: Annotated[
+        str, typer.Option(help="TCP's congestion control, cubic or bbr; this machine's own if absent.")
+    ] = "",
+    carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the run is written; runs/rehearsal-<time> if absent.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+    in_carrier: Annotated[
+        bool, typer.Option("--in-carrier", help="Slow the carriers down on loopback, as without root.")
+    ] = False,
+) -> None:
+    """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
+    from bootstrap.lines import LineChanges
+    from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
+    from p2p_co2.rehearsal_watch import RehearsalTerminal
+
+    line = LineChanges(
+        up_mbit=up_mbit, down_mbit=down_mbit, latency_ms=latency_ms, jitter_ms=jitter_ms, loss=loss, nat=nat
+    )
+    options = RehearsalOptions(
+        run_file=run_file, peers=peers, profile=profile, line=line, seconds=seconds, folder=folder,
+        carrier=carrier, recipe=recipe, congestion=congestion, in_carrier=in_carrier,
+    )  # fmt: skip
+    raise typer.Exit(run_rehearsal(options, RehearsalTerminal))
 
 
 @app.command()

@@ -153,7 +153,7 @@ def test_a_wrong_ticket_is_refused_before_anything_starts(tmp_path: Path, ticket
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "peer.toml"
     path.write_text('name = "from-file"\nbatch = 3\n[limits]\nthreads = 5')
-    config = cli._peer_config(path, {"batch": 7, "name": None, "limits.upload_bytes_per_s": 9e4})
+    config = cli.peer_config(path, {"batch": 7, "name": None, "limits.upload_bytes_per_s": 9e4})
     assert (config.name, config.batch, config.carrier) == ("from-file", 7, "auto")
     assert (config.limits.threads, config.limits.upload_bytes_per_s) == (5, 9e4)
 
