@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from p2p_co2.memory import ask_for_huge_pages
+
 if TYPE_CHECKING:
     from p2p_co2.config import PeerConfig, RunConfig
     from p2p_co2.trainer import Connection, Peer, connect, join
+
+ask_for_huge_pages()  # before torch makes its first tensor
 
 __version__ = "0.1.0"
 __all__ = ["Connection", "Peer", "PeerConfig", "RunConfig", "__version__", "connect", "join"]

@@ -25,8 +25,15 @@ from torch import Tensor
 from p2p_co2.codec import Codec
 from p2p_co2.codec.base import CHUNK_BLOCKS, LARGEST
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.memory import Buffer
 
-Buffer = bytes | bytearray | memoryview
+
+class HostileSlice(Exception):
+    """The slice of ``peer`` may not be used; ``cause`` says why."""
+
+    def __init__(self, peer: str, cause: RemoteProtocolError) -> None:
+        self.peer, self.cause = peer, cause
+        super().__init__(f"{peer}: {cause}")
 
 
 def admit(codec: Codec, payload: Buffer, blocks: int) -> Tensor:
@@ -49,42 +56,42 @@ def admit(codec: Codec, payload: Buffer, blocks: int) -> Tensor:
     return tensor
 
 
-def mean_of_parts(codec: Codec, parts: Sequence[tuple[str, float, Buffer]]) -> bytes:
-    """The encoded weighted mean of admitted slices: (peer, weight, payload slice) each, in any order.
+def mean_of_parts(codec: Codec, parts: Sequence[tuple[str, float, Buffer]]) -> bytearray:
+    """The encoded weighted mean of slices: (peer, weight, payload slice) each, in any order.
 
-    Weights are positive (tokens); all slices have the same number of whole blocks. Returns as many bytes as
-    one slice. A mean that rounding carries past the largest fp32 value is clamped to it. Raises
+    Weights are positive (tokens); all slices have the same number of whole blocks. Slices are checked as
+    ``admit`` does while they are read. Returns as many bytes as one slice. A mean that rounding carries past
+    the largest fp32 value is clamped to it. Raises ``HostileSlice`` for one that ``admit`` would refuse;
     ``LocalProtocolError`` for no parts, a peer named twice, unequal sizes, or a weight that is not finite
-    and positive; ``ValueError`` for values that ``admit`` would have refused.
+    and positive.
     """
-    views, shares = _in_order(codec, parts)
+    peers, views, shares = _in_order(codec, parts)
     size, step = len(views[0]), CHUNK_BLOCKS * codec.block_bytes
     if not size:
-        return b""
+        return bytearray()
     result = bytearray(size)
     encoded = torch.frombuffer(result, dtype=torch.uint8)
-    slice_bytes = bytearray(min(step, size))  # one chunk, copied: torch warns about read-only memory
-    slice_codes, slice_view = torch.frombuffer(slice_bytes, dtype=torch.uint8), memoryview(slice_bytes)
-    values = torch.empty(len(slice_bytes) // codec.block_bytes * codec.block_values)
-    total = torch.empty_like(values)
+    scratch = torch.empty(2, min(step, size) // codec.block_bytes * codec.block_values)
     for start in range(0, size, step):
         stop = min(start + step, size)
-        taken, numel = stop - start, (stop - start) // codec.block_bytes * codec.block_values
-        for index, (view, share) in enumerate(zip(views, shares, strict=True)):
-            slice_view[:taken] = view[start:stop]
-            decoded = codec.decode(slice_codes[:taken], values[:numel]).mul_(share)
+        total, values = scratch[:, : (stop - start) // codec.block_bytes * codec.block_values]
+        for index, (peer, view, share) in enumerate(zip(peers, views, shares, strict=True)):
+            try:
+                codes = admit(codec, view[start:stop], (stop - start) // codec.block_bytes)
+            except RemoteProtocolError as error:
+                raise HostileSlice(peer, error) from None
             if index:
-                total[:numel].add_(decoded)
+                total.add_(codec.decode(codes, values).mul_(share))
             else:
-                total[:numel].copy_(decoded)
-        codec.encode(total[:numel].clamp_(-LARGEST, LARGEST), encoded[start:stop])
-    return bytes(result)
+                codec.decode(codes, total).mul_(share)
+        codec.encode(total.clamp_(-LARGEST, LARGEST), encoded[start:stop])
+    return result
 
 
 def _in_order(
     codec: Codec, parts: Sequence[tuple[str, float, Buffer]]
-) -> tuple[list[memoryview], list[float]]:
-    """Slices and shares in the order of peer names, checked."""
+) -> tuple[list[str], list[memoryview], list[float]]:
+    """Peers, slices and shares in the order of peer names, checked."""
     if not parts:
         raise LocalProtocolError("a mean needs at least one part")
     ordered = sorted(parts, key=lambda part: part[0])
@@ -102,4 +109,4 @@ def _in_order(
         divisor += weight
         if not (math.isfinite(divisor) and weight > 0.0):
             raise LocalProtocolError(f"weight {weight} of peer {peer} is not finite and positive")
-    return views, [weight / divisor for weight in weights]
+    return peers, views, [weight / divisor for weight in weights]

@@ -43,11 +43,10 @@ MOVED_NORMS_KEPT = 4
 """Changes of ``params`` whose norms are remembered: the staleness that the gap penalty measures exactly."""
 _GAP_EPS = 1e-12
 _MEAN_SQUARE_DECAY = 0.9
-_NORM_BITS = 20
-_NORM_ROW = 1 << 13
-"""Squares that are added in fp64: integers of at most 2^40 each, so partial sums are exact, in any order."""
+_NORM_BITS = 18
 _PIECE = 1 << 16
-"""Elements worked on at once, few enough for a cache; a multiple of ``_NORM_ROW``."""
+"""Elements worked on at once, few enough for a cache. Also few enough for ``exact_norm``: this many squares
+of integers of at most 2^_NORM_BITS stay below 2^53, so fp64 adds them exactly, in any order."""
 
 
 class OuterState(NamedTuple):
@@ -96,8 +95,8 @@ def exact_norm(values: Tensor) -> float:
     machine.
 
     A float sum depends on its order, so on thread count, vector width and device. Here the largest
-    magnitude (no order in a maximum) gives a power of two that scales all values to at most 2^20; they are
-    rounded to integers, and integers are squared and summed, exactly. The rounding is at most 2^-20 of the
+    magnitude (no order in a maximum) gives a power of two that scales all values to at most 2^18; they are
+    rounded to integers, and integers are squared and summed, exactly. The rounding is at most 2^-18 of the
     largest magnitude per value.
 
     This replaces scalars that part owners would send with their means: a peer computes these bits itself
@@ -125,7 +124,7 @@ def _magnitude(flat: Tensor) -> float:
 
 
 def _norm_shift(largest: float) -> int:
-    # frexp: largest = m * 2^exponent with m in [0.5, 1), so the scaled magnitudes stay below 2^20.
+    # frexp: largest = m * 2^exponent with m in [0.5, 1), so the scaled magnitudes stay below 2^18.
     return _NORM_BITS - math.frexp(largest)[1]
 
 
@@ -136,10 +135,8 @@ def _square_sum(piece: Tensor, shift: int) -> int:
     whole = piece.float() * math.ldexp(1.0, halves[0])
     if len(halves) > 1:
         whole.mul_(math.ldexp(1.0, halves[1]))
-    squares = whole.round_().double().square_()
-    if len(piece) % _NORM_ROW:
-        return sum(int(row.sum()) for row in torch.split(squares, _NORM_ROW))
-    return int(squares.view(-1, _NORM_ROW).sum(1).long().sum())
+    integers = whole.round_().double()
+    return int(torch.dot(integers, integers))
 
 
 def _norm_of(total: int, shift: int) -> float:

@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "errors": 0,
+    "memory": 1,
+    "digest": 2,
     "config": 1,
     "governor": 1,
     "profiles": 1,
@@ -34,7 +36,7 @@ FLOORS = {
     "catchup": 4,
     "reports": 4,
     "process": 4,
-    "memory": 4,
+    "gate": 4,
     "transport": 5,
     "discovery": 5,
     "planning": 5,

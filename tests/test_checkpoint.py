@@ -4,7 +4,6 @@ full disks."""
 from __future__ import annotations
 
 import errno
-import hashlib
 import math
 import os
 import pickle
@@ -29,6 +28,7 @@ from p2p_co2 import checkpoint as rooms
 from p2p_co2 import outer
 from p2p_co2.checkpoint import Checkpoint, load, load_agreed, save
 from p2p_co2.config import OuterConfig, RunConfig
+from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.fragments import LiveParameters, plan_fragments
 
@@ -109,7 +109,7 @@ def test_state_bytes_by_hand() -> None:
     data = header + struct.pack("<ffff", 1, -2, 0.5, 0)
     assert rooms.state_bytes(state) == data
     assert rooms.state_size_bytes(2) == len(data)
-    assert rooms.state_digest(state) == hashlib.sha256(data).digest()
+    assert rooms.state_digest(state) == digest(data)
     assert same(rooms.state_from_bytes(data, 2), state)
 
 
@@ -161,7 +161,7 @@ def test_state_bytes_there_and_back(numel: int, steps: int, seed: int) -> None:
     assert same(back, state)
     assert rooms.state_bytes(back) == data
     back.params.add_(1.0)  # owns its memory
-    assert rooms.state_digest(state) == hashlib.sha256(data).digest()
+    assert rooms.state_digest(state) == digest(data)
 
 
 def test_the_swarm_digest_sees_order_and_count() -> None:

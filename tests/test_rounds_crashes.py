@@ -79,7 +79,7 @@ def test_a_crash_in_any_phase_leaves_nobody_behind(phase: str, role: str) -> Non
             net.run_until_settled()
             assert net.undecided() == []
             net.check_agreement()
-            contents = {event.mean for name, event in net.committed().items()}
+            contents = {bytes(event.mean) for name, event in net.committed().items()}
             assert len(contents) <= 1
             commits = [e for n, e in net.endings().items() if not isinstance(e, Aborted)]
             if detect_s == 1.0 and phase not in {"half of BEGIN"}:

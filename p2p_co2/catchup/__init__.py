@@ -36,6 +36,7 @@ from p2p_co2.catchup.goals import (
 )
 from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.memory import Buffer
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Decision, Fetch, Refusal
 
@@ -92,7 +93,7 @@ class CatchUp:
         """This peer's state of a fragment is at ``version`` now."""
         self.donor.versions[fragment] = version
 
-    def remember(self, fragment: int, version: int, decision: Decision, mean: bytes) -> None:
+    def remember(self, fragment: int, version: int, decision: Decision, mean: Buffer) -> None:
         """Keep a committed round for replay, within the memory bound."""
         self.donor.history.remember(fragment, version, decision, mean)
 

@@ -15,6 +15,7 @@ from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, ROUND, STATE, ExportWanted
 from p2p_co2.catchup.history import History
 from p2p_co2.catchup.manifest import chunk_at, make_manifest
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.memory import Buffer
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
@@ -194,14 +195,14 @@ class Donor:
         manifest.request = fetch.request
         self._out.send(peer, manifest)
 
-    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: bytes) -> None:
+    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer) -> None:
         chunk = Chunk(
             request=fetch.request,
             what=fetch.what,
             fragment=fetch.fragment,
             version=fetch.version,
             chunk=fetch.chunk,
-            data=data[chunk_at(fetch.chunk, len(data))],
+            data=bytes(data[chunk_at(fetch.chunk, len(data))]),
         )
         self._out.send(peer, chunk)
 

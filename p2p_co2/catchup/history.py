@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import Shape
 from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
+from p2p_co2.memory import Buffer
 from p2p_co2.wire.messages_pb2 import Decision
 
 HISTORY_ROUNDS_KEPT = 8
@@ -23,7 +24,7 @@ HISTORY_BYTES_SHARE = 0.25
 @dataclass
 class KeptRound:
     decision: Decision
-    mean: bytes
+    mean: Buffer
     _digests: list[bytes] = field(default_factory=list)
 
     def chunk_digests(self) -> list[bytes]:
@@ -54,7 +55,7 @@ class History:
         """The newest version of a fragment whose round is kept; 0 if none is."""
         return max((version for known, version in self._rounds if known == fragment), default=0)
 
-    def remember(self, fragment: int, version: int, decision: Decision, mean: bytes) -> None:
+    def remember(self, fragment: int, version: int, decision: Decision, mean: Buffer) -> None:
         """Keep a committed round."""
         if (fragment, version) in self._rounds:
             return

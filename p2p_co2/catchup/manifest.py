@@ -7,10 +7,10 @@ its promise, since it signed it.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 
 from p2p_co2.catchup.goals import ROUND, Goal
+from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import Identity, PeerId, verify
 from p2p_co2.wire.limits import MAX_DATA_BYTES
@@ -24,8 +24,8 @@ Content = bytes
 
 
 def chunk_digest(data: bytes | bytearray | memoryview) -> bytes:
-    """sha256 of one chunk, 32 bytes."""
-    return hashlib.sha256(data).digest()
+    """The digest of one chunk, 32 bytes."""
+    return digest_of(data)
 
 
 def chunk_count(total_bytes: int) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.outer import MOVED_NORMS_KEPT, OuterState
 
@@ -40,11 +41,8 @@ def state_bytes(state: OuterState) -> bytes:
 
 
 def state_digest(state: OuterState) -> bytes:
-    """sha256 of ``state_bytes(state)``, 32 bytes, without making a second copy of the state."""
-    digest = hashlib.sha256(header_bytes(state))
-    digest.update(_little_endian(state.params))
-    digest.update(_little_endian(state.momentum))
-    return digest.digest()
+    """The digest of ``state_bytes(state)``, 32 bytes, without making a second copy of the state."""
+    return digest(header_bytes(state), _little_endian(state.params), _little_endian(state.momentum))
 
 
 def swarm_digest(digests: Sequence[bytes]) -> bytes:

@@ -8,7 +8,6 @@ whether this peer's own work is in the missed means.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from p2p_co2.catchup import (
     Goal,
     split_donors,
 )
+from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.rounds import open_decision
@@ -220,7 +220,7 @@ class Catching:
         block_bytes = self._node.shape.block_bytes
         for part in outcome.parts:
             piece = event.data[part.start_block * block_bytes : part.stop_block * block_bytes]
-            if hashlib.sha256(piece).digest() != part.digest:
+            if digest_of(piece) != part.digest:
                 raise RemoteProtocolError("wrong digest", f"of the mean of round {event.version}")
         return agreed_mean(outcome, bytes(event.data))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from p2p_co2.memory import Buffer
 from p2p_co2.wire.messages_pb2 import Outcome
 
 
@@ -27,11 +28,11 @@ class AgreedMean:
     fragment: int
     round: int
     base_version: int
-    mean: bytes
+    mean: Buffer
     parts: tuple[PartWeights, ...]
 
 
-def agreed_mean(outcome: Outcome, mean: bytes) -> AgreedMean:
+def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
     parts = tuple(
         PartWeights(part.start_block, part.stop_block, {c.peer: c.weight for c in part.contributors})
@@ -60,7 +61,7 @@ class SliceRefused(Exception):
 class Ledger(Protocol):
     """The tensor side. Calls for one fragment are answered in the order in which they were made."""
 
-    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, bytes]]) -> bytes:
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Buffer:
         """The encoded weighted mean of (peer, weight, slice); raises ``SliceRefused``."""
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:

@@ -4,8 +4,8 @@ A sender cuts as finely as the links need: on a slow one a piece must not take s
 it (heartbeats, votes) looks late. Laws: a piece starts at a multiple of ``PIECE_UNIT_BYTES``, is a multiple
 of it long unless it is the last, and at most ``MAX_DATA_BYTES``; any order and any repetition give the same
 bytes; a repetition with other content or other edges is a lie and is refused. Nothing is allocated from a
-number that a peer sent: the expected total comes from the agreed shape, and what is held is what has arrived.
-Bytes are copied once, when the last piece comes.
+number that a peer sent: the expected total comes from the agreed shape. Bytes are copied once, to their place
+in the whole, which nothing changes after they have come.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.memory import large_buffer
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 
 PIECE_UNIT_BYTES = 16 << 10
@@ -37,12 +38,14 @@ def pieces(data: memoryview, size_bytes: int = MAX_DATA_BYTES) -> Iterator[tuple
 
 
 class Assembly:
-    """One transfer of ``total_bytes`` from one peer; ``whole`` once it is all there."""
+    """One transfer of ``total_bytes`` from one peer, to ``into`` if given; ``whole`` once it is all there."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, into: memoryview | None = None) -> None:
         self.total_bytes = total_bytes
-        self.whole: bytes | None = None
-        self._pieces: dict[int, bytes] = {}
+        self.whole: memoryview | None = None
+        self._buffer = into
+        self._sizes: dict[int, int] = {}
+        """Of the pieces that have come, by offset."""
         self._units: set[int] = set()
         """Those that the pieces cover."""
         self._count = -(-total_bytes // PIECE_UNIT_BYTES)
@@ -51,22 +54,22 @@ class Assembly:
         """Take one piece; False if we have it already. Raises ``RemoteProtocolError`` for impossible
         pieces."""
         self._check(offset, total, len(data))
-        if self.whole is not None:
-            if memoryview(self.whole)[offset : offset + len(data)] != data:
-                raise RemoteProtocolError("conflicting duplicate", f"offset {offset}")
-            return False
-        if offset in self._pieces:
-            if self._pieces[offset] != data:
+        if self._buffer is None:
+            self._buffer = large_buffer(self.total_bytes)
+        place = self._buffer[offset : offset + len(data)]
+        if self.whole is not None or self._sizes.get(offset) == len(data):
+            if place != data:
                 raise RemoteProtocolError("conflicting duplicate", f"offset {offset}")
             return False
         units = range(offset // PIECE_UNIT_BYTES, -(-(offset + len(data)) // PIECE_UNIT_BYTES))
         if not self._units.isdisjoint(units):
             raise RemoteProtocolError("conflicting duplicate", f"other pieces around offset {offset}")
         self._units.update(units)
-        self._pieces[offset] = data
+        self._sizes[offset] = len(data)
+        place[:] = data
         if len(self._units) == self._count:
-            self.whole = data if len(self._pieces) == 1 else b"".join(map(self._pieces.pop, self._offsets()))
-            self._pieces, self._units = {}, set()
+            self.whole = self._buffer
+            self._sizes, self._units = {}, set()
         return True
 
     def _check(self, offset: int, total: int, size: int) -> None:
@@ -76,6 +79,3 @@ class Assembly:
         aligned = offset % PIECE_UNIT_BYTES == 0 and (stop == total or size % PIECE_UNIT_BYTES == 0)
         if not aligned or not 0 < size <= MAX_DATA_BYTES or stop > total:
             raise RemoteProtocolError("wrong piece", f"{size} bytes at offset {offset} of {total}")
-
-    def _offsets(self) -> list[int]:
-        return sorted(self._pieces)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from p2p_co2.errors import LocalProtocolError
+from p2p_co2.memory import Buffer
 from p2p_co2.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
 from p2p_co2.wire.identity import PeerId
 
@@ -54,7 +55,7 @@ class Offer:
     round: int
     base_version: int
     state_digest: bytes
-    payload: bytes
+    payload: Buffer
     weight: float
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class Offer:
 class Slice(NamedTuple):
     peer: PeerId
     weight: float
-    data: bytes
+    data: Buffer
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Committed:
     fragment: int
     round: int
     decision: bytes
-    mean: bytes
+    mean: Buffer
     parts: tuple[AgreedPart, ...]
     base_version: int
     group: tuple[PeerId, ...]

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.memory import Buffer
 from p2p_co2.rounds.attempt import check_place, read_key
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.decision import open_decision
@@ -96,7 +97,7 @@ class Rounds:
         """
         self._fragments[fragment].verdicts.forget(round_)
 
-    def reduced(self, job: ReduceJob, mean: bytes, now: float) -> None:
+    def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
         """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
         member = self._member_of(job)
         if member is not None:

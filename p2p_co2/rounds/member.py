@@ -7,10 +7,11 @@ the part's generation; the payload is cut with views, never copied whole; every 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
+from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.memory import Buffer, large_buffer
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt, check_duration, read_contributors
@@ -35,20 +36,22 @@ RESEND_S = 1.0
 
 
 class _PartState:
-    """What a member knows of one part's mean."""
+    """What a member knows of one part's mean. ``place``: where its bytes go, part of the whole mean."""
 
-    def __init__(self, owner: PeerId, generation: int, size_bytes: int, due_at: float) -> None:
+    def __init__(self, owner: PeerId, generation: int, place: memoryview, due_at: float) -> None:
         self.owner = owner
         self.generation = generation
         self.due_at = due_at
-        self.transfer = Assembly(size_bytes)
+        self.place = place
+        self.transfer = Assembly(len(place), place)
         self.contributors: Contributors | None = None
-        self.mean: bytes | None = None
+        self.mean: memoryview | None = None
         self.digest = b""
 
-    def hold(self, mean: bytes, contributors: Contributors) -> None:
-        self.mean, self.contributors = mean, contributors
-        self.digest = hashlib.sha256(mean).digest()
+    def hold(self, contributors: Contributors) -> None:
+        """The mean is in its place."""
+        self.mean, self.contributors = self.place, contributors
+        self.digest = digest(self.place)
 
 
 class Member:
@@ -71,9 +74,10 @@ class Member:
         self._resend_at: float | None = None
         self._resend_s = RESEND_S
         self._told: Result | None = None
+        self._mean = large_buffer(len(self._payload))
         means_due_at = now + 2 * attempt.parts_within_s
         self._parts = [
-            _PartState(owner, 0, self._size_bytes(part), means_due_at)
+            _PartState(owner, 0, self._slice(part, self._mean), means_due_at)
             for part, owner in enumerate(attempt.owners)
         ]
         self._jobs: dict[int, PartJob] = {}
@@ -92,18 +96,14 @@ class Member:
 
     # ---- slices
 
-    def _size_bytes(self, part: int) -> int:
-        start, stop = self.attempt.ranges[part]
-        return (stop - start) * self._swarm.shape.block_bytes
-
-    def _slice(self, part: int) -> memoryview:
+    def _slice(self, part: int, whole: memoryview) -> memoryview:
         start, stop = self.attempt.ranges[part]
         width = self._swarm.shape.block_bytes
-        return self._payload[start * width : stop * width]
+        return whole[start * width : stop * width]
 
     def _slice_messages(self, part: int) -> Iterator[tuple[PeerId, Part]]:
         state = self._parts[part]
-        view = self._slice(part)
+        view = self._slice(part, self._payload)
         for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares)):
             yield state.owner, Part(
                 key=self.attempt.key(), part=part, generation=state.generation,
@@ -118,7 +118,7 @@ class Member:
 
     def _own(self, part: int, now: float) -> None:
         generation = self._parts[part].generation
-        own_slice = bytes(self._slice(part))
+        own_slice = self._slice(part, self._payload)
         job = PartJob(
             self.attempt, part, generation, own_slice, swarm=self._swarm, outlet=self._outlet,
             observed=self._observed, now=now,
@@ -143,11 +143,13 @@ class Member:
             raise RemoteProtocolError("wrong owner", f"PART {message.part} belongs to {state.owner}")
         return job.add(message, sender, now)
 
-    def reduced(self, job: ReduceJob, mean: bytes, now: float) -> None:
+    def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
         mine = self._jobs.get(job.part)
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
-            self._parts[job.part].hold(bytes(mean), mine.reduced(mean))
+            state, contributors = self._parts[job.part], mine.reduced(mean)
+            state.place[:] = mean
+            state.hold(contributors)
             self._check(now)
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
@@ -184,7 +186,7 @@ class Member:
         is_new = state.transfer.add(message.offset, message.total, message.data)
         if is_new and state.transfer.whole is not None:
             assert state.contributors is not None
-            state.hold(state.transfer.whole, state.contributors)
+            state.hold(state.contributors)
             self._check(now)
         return is_new
 
@@ -209,12 +211,13 @@ class Member:
     def _follow_reassign(self, message: Reassign, due_at: float, now: float) -> None:
         """``parts_within_s`` 0: the new owner holds the mean and sends it again; else it needs our slice."""
         part, owner = message.part, PeerId(message.owner)
-        old, new = self._parts[part], _PartState(owner, message.generation, self._size_bytes(part), due_at)
+        old = self._parts[part]
+        new = _PartState(owner, message.generation, old.place, due_at)
         self._parts[part] = new
         is_sent_again, is_mine = message.parts_within_s == 0, owner == self._swarm.me
         if is_sent_again and old.mean is not None and old.contributors is not None:
             if is_mine or old.generation == message.generation - 1:
-                new.hold(old.mean, old.contributors)  # what is sent again is what we have
+                new.hold(old.contributors)  # what is sent again is what we have
             if is_mine:
                 attempt, generation = self.attempt, message.generation
                 send_mean(
@@ -346,9 +349,9 @@ class Member:
         if group != mine or ranges != list(self.attempt.ranges):
             raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
 
-    def agreed_mean(self, outcome: Outcome) -> bytes | None:
+    def agreed_mean(self, outcome: Outcome) -> memoryview | None:
         """The whole fragment's mean if ours is what was committed, else None."""
         held = [state.digest for state in self._parts]
         if held != [part.digest for part in outcome.parts]:
             return None
-        return b"".join(state.mean or b"" for state in self._parts)
+        return self._mean

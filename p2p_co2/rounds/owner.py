@@ -8,6 +8,7 @@ slices of this part: about one payload, whatever the size of the group.
 from __future__ import annotations
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.memory import Buffer
 from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt
 from p2p_co2.rounds.deadline import Durations
@@ -23,7 +24,7 @@ class PartJob:
     """One part in one generation, at its owner."""
 
     def __init__(
-        self, attempt: Attempt, part: int, generation: int, own_slice: bytes, *,
+        self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
         swarm: Swarm, outlet: Outlet, observed: Durations, now: float,
     ) -> None:  # fmt: skip
         self.attempt, self.part, self.generation = attempt, part, generation
@@ -34,7 +35,7 @@ class PartJob:
         self._began_at = now
         self._due_at = now + attempt.parts_within_s
         self._size_bytes = len(own_slice)
-        self._whole: dict[PeerId, bytes] = {swarm.me: own_slice}
+        self._whole: dict[PeerId, Buffer] = {swarm.me: own_slice}
         self._transfers: dict[PeerId, Assembly] = {}
 
     def get_timer(self) -> float | None:
@@ -100,7 +101,7 @@ class PartJob:
             raise LocalProtocolError(f"no slice of {peer} in this job")
         self._ask()
 
-    def reduced(self, mean: bytes) -> Contributors:
+    def reduced(self, mean: Buffer) -> Contributors:
         """Send the encoded mean to all other members; returns the contributors."""
         if len(mean) != self._size_bytes:
             raise LocalProtocolError(
@@ -119,7 +120,7 @@ class PartJob:
 
 
 def send_mean(
-    attempt: Attempt, part: int, generation: int, mean: bytes, contributors: Contributors, *,
+    attempt: Attempt, part: int, generation: int, mean: Buffer, contributors: Contributors, *,
     swarm: Swarm, outlet: Outlet,
 ) -> None:  # fmt: skip
     """The encoded mean of a part, in pieces, to all other members."""

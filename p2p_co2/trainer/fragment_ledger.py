@@ -28,6 +28,7 @@ from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.codec.feedback import error_energy, error_ratio
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
 
@@ -38,7 +39,7 @@ class EncodedOffer:
 
     round: int
     base_version: int
-    payload: bytes
+    payload: Buffer
     relative_error: float
     merge: Merge | None
     """Rules "co2" and "eager": how the live parameters meet the newest agreed ones at this boundary."""
@@ -175,7 +176,7 @@ class FragmentLedger:
 
     def _encode(
         self, base: OuterState, snapshot: Tensor, gradient: Tensor | None, residual: Tensor | None
-    ) -> tuple[bytes, float]:
+    ) -> tuple[Buffer, float]:
         """The payload of ``base.params - snapshot`` and its relative error; fills ``gradient`` and the new
         ``residual`` if given. Piece by piece: nothing of the fragment's size is made that is not kept."""
         size, width = snapshot.numel(), CHUNK_BLOCKS * self._codec.block_values
@@ -198,7 +199,7 @@ class FragmentLedger:
                 torch.sub(wanted, decoded, out=residual[at])
             piece = error_energy(wanted, decoded)
             lost, energy = lost + piece[0], energy + piece[1]
-        return payload.numpy().tobytes(), error_ratio(lost, energy)
+        return payload.numpy().data, error_ratio(lost, energy)
 
     def _rebased_on(self, state: OuterState) -> Tensor:
         """Added to live parameters, keeps all work of this peer and measures it from ``state``."""

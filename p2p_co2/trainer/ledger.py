@@ -19,11 +19,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from p2p_co2.averaging import admit, mean_of_parts
+from p2p_co2.averaging import HostileSlice, admit, mean_of_parts
 from p2p_co2.checkpoint import state_bytes, state_digest, state_from_bytes
 from p2p_co2.codec import Codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
@@ -130,15 +131,12 @@ class TensorLedger:
 
     # ---- the Ledger protocol, awaited on the network thread
 
-    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, bytes]]) -> bytes:
-        def work() -> bytes:
-            for peer, _, data in slices:
-                try:
-                    for _ in self._admitted(data, len(data) // self._codec.block_bytes):
-                        pass
-                except RemoteProtocolError as error:
-                    raise SliceRefused(peer, str(error)) from None
-            return mean_of_parts(self._codec, slices)
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Buffer:
+        def work() -> Buffer:
+            try:
+                return mean_of_parts(self._codec, slices)
+            except HostileSlice as hostile:
+                raise SliceRefused(hostile.peer, str(hostile.cause)) from None
 
         return await self._ask(work)
 
@@ -201,7 +199,7 @@ class TensorLedger:
         self._digests[fragment] = state_digest(state)
         return AgreedVersion(state.version, self._digests[fragment])
 
-    def _admitted(self, data: bytes, blocks: int) -> Iterator[Tensor]:
+    def _admitted(self, data: Buffer, blocks: int) -> Iterator[Tensor]:
         """``admit`` piece by piece: a copy of the whole costs more than the check. Raises as ``admit``."""
         width = CHUNK_BLOCKS * self._codec.block_bytes
         if len(data) != blocks * self._codec.block_bytes:
@@ -212,7 +210,7 @@ class TensorLedger:
             piece = memoryview(data)[start : start + width]
             yield admit(self._codec, piece, len(piece) // self._codec.block_bytes)
 
-    def _decode(self, mean: bytes, numel: int) -> Tensor:
+    def _decode(self, mean: Buffer, numel: int) -> Tensor:
         """fp32 [numel]; NaN if an owner signed a mean that is not finite, which every peer refuses alike."""
         values, at = torch.empty(numel), 0
         try:
