@@ -1,0 +1,136 @@
+"""Swarms that are hurt on purpose: the console script's programs as processes, killed, stopped, restarted,
+and what their journals say about it. Used by ``test_faults`` and by the benchmarks of faults."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from bootstrap.local_swarm import Child, LocalSwarm, environment
+from p2p_co2.config import ClockConfig, RunConfig, write_toml
+from p2p_co2.process import processes_below
+from p2p_co2.recipes import recipe_digest
+from p2p_co2.telemetry.events import Event, PeerFinished, Progress, RoundAborted, RoundCommitted
+from p2p_co2.telemetry.journal import read_events
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = f"{ROOT / 'tests' / 'paced_recipe.py'}:make"
+START_S = 90.0
+"""Bound on a process's start: importing torch, several processes at a time, on few cores."""
+_E = TypeVar("_E", bound=Event)
+
+
+def paced_run(round_s: float, fragments: int = 2, step_s: float = 0.1, rounds: int = 0) -> RunConfig:
+    """A run whose peers rest ``step_s`` in every step."""
+    options: dict[str, str | int | float | bool] = {"step_s": step_s}
+    return RunConfig(
+        name="faults",
+        recipe=RECIPE,
+        recipe_options=options,
+        recipe_digest=recipe_digest(RECIPE, options),
+        fragments=fragments,
+        clock=ClockConfig(mode="time", round_s=round_s, rounds=rounds),
+    )
+
+
+def console(*arguments: str) -> list[str]:
+    """The command line of ``p2p-co2``, as it was installed beside this interpreter."""
+    return [str(Path(sys.executable).parent / "p2p-co2"), *arguments]
+
+
+class Campaign(LocalSwarm):
+    """A seed, peers, and what was done to them. Every peer has a folder and a journal under its name."""
+
+    ticket = ""
+    seed_port = 0
+
+    def start_seed(self, run: RunConfig, name: str = "seed", port: int = 0) -> Child:
+        """Start (again, with the same folder and port) a seed of ``run``; sets ``ticket`` the first time."""
+        run_file = self.folder / "run.toml"
+        run_file.write_text(write_toml(run))
+        folder = ["--folder", str(self.folder / name), "--host", "127.0.0.1"]
+        (self.folder / f"{name}.log").unlink(missing_ok=True)
+        seed = self.start(name, console("seed", str(run_file), *folder, "--port", str(port)), environment())
+        ticket = self.wait_for_line(seed, "ticket:", START_S)
+        self.ticket = self.ticket or ticket
+        return seed
+
+    def join(self, name: str, *options: str, variables: Mapping[str, str] | None = None) -> Child:
+        """Start a peer."""
+        place = ["--folder", str(self.folder / name), "--name", name, "--threads", "1", "--recipe", RECIPE]
+        command = console("join", self.ticket, *place, *options)
+        return self.start(name, command, {**environment(), **(variables or {})})
+
+    def stop(self, child: Child, back: bool = False) -> None:
+        """Freeze a process and all below it (SIGSTOP), or wake them (``back``)."""
+        for pid in (child.pid, *processes_below(child.pid)):
+            os.kill(pid, signal.SIGCONT if back else signal.SIGSTOP)
+
+    # ---- what they say
+
+    def events(self, name: str, kind: type[_E], since: float = 0.0) -> list[_E]:
+        path = self.folder / name / "events.jsonl"
+        found = read_events(path) if path.exists() else ()
+        return [event for event in found if isinstance(event, kind) and event.at >= since]
+
+    def steps(self, name: str, since: float, until: float) -> tuple[int, float]:
+        """(inner steps, seconds) between the first and the last report of a training peer in a time."""
+        reports = [
+            event
+            for event in self.events(name, Progress, since)
+            if event.at <= until and event.phase == "training" and event.wall_s > 0
+        ]
+        if len(reports) < 2:
+            return 0, 0.0
+        return reports[-1].inner_steps - reports[0].inner_steps, reports[-1].at - reports[0].at
+
+    def wait_until(self, what: str, happened: Callable[[], bool], timeout_s: float = START_S) -> float:
+        """Wait until ``happened``; fails when a process died that nobody asked to end. Returns the time."""
+        ends_at = time.monotonic() + timeout_s
+        while not happened():
+            dead = self.dead_unasked()
+            assert not dead, "\n".join(f"{child.name}:\n{child.last_lines(30)}" for child in dead)
+            assert time.monotonic() < ends_at, f"{what}: not after {timeout_s} s\n{self.tails()}"
+            time.sleep(0.1)
+        return time.time()
+
+    def tails(self) -> str:
+        return "\n".join(f"{child.name}:\n{child.last_lines()}" for child in self.children if child.running())
+
+    def commits(self, name: str, since: float = 0.0) -> int:
+        return len(self.events(name, RoundCommitted, since))
+
+    def aborts(self, name: str, since: float = 0.0) -> list[RoundAborted]:
+        return self.events(name, RoundAborted, since)
+
+    def wait_for_commits(self, *names: str, count: int = 2, since: float = 0.0, group: int = 1) -> float:
+        """Wait until each of these peers saw ``count`` rounds of at least ``group`` contributors."""
+
+        def seen(name: str) -> int:
+            return sum(e.contributors >= group for e in self.events(name, RoundCommitted, since))
+
+        return self.wait_until(
+            f"{count} commits of {group} at {', '.join(names)}",
+            lambda: all(seen(name) >= count for name in names),
+        )
+
+    def leave_together(self, *children: Child, bound_s: float = 60.0) -> list[PeerFinished]:
+        """Interrupt all at once and wait; how each finished."""
+        for child in children:
+            self.interrupt(child)
+        assert self.wait(children, bound_s), self.tails()
+        assert [child.exit_status() for child in children] == [0] * len(children), [
+            child.last_lines(30) for child in children
+        ]
+        return [self.events(child.name, PeerFinished)[-1] for child in children]
+
+
+def choose(random_: random.Random, children: list[Child]) -> Child:
+    """A random one of those that run."""
+    return random_.choice([child for child in children if child.running()])

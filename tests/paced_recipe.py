@@ -1,0 +1,74 @@
+"""A recipe for faults and long runs: a tiny model whose steps take a fixed time, so that processes that share
+few cores do not slow each other down, and what it costs to lose peers shows.
+
+Two variables of the environment change one process and not the run: after ``PACED_RAISE_AFTER`` steps the
+data raise, as a user's faulty code would; into the file ``PACED_SAMPLES`` goes a line every few seconds with
+what the process holds (memory, descriptors, threads, asyncio tasks).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from p2p_co2.recipes import Recipe
+
+SAMPLE_EVERY_S = 10.0
+
+
+def make(step_s: float = 0.1, width: int = 32) -> Recipe:
+    """``step_s``: seconds that a step rests; ``width`` of the two layers."""
+    raise_after = int(os.environ.get("PACED_RAISE_AFTER", "0"))
+    samples = os.environ.get("PACED_SAMPLES", "")
+
+    def batches(seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        steps, sampled_at = 0, time.monotonic()
+        while True:
+            time.sleep(step_s)
+            steps += 1
+            if raise_after and steps > raise_after:
+                raise RuntimeError("the model of this peer is broken")
+            if samples and time.monotonic() - sampled_at >= SAMPLE_EVERY_S:
+                sampled_at = time.monotonic()
+                with Path(samples).open("a") as file:
+                    file.write(json.dumps(sample()) + "\n")
+            inputs = torch.randn(batch, width, generator=generator)
+            yield inputs, inputs.roll(1, 1)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    return Recipe(model, batches, loss)
+
+
+def sample() -> dict[str, float]:
+    """What this process holds now."""
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return {
+        "at": time.time(),
+        "rss_bytes": int(fields["VmRSS"].split()[0]) * 1024,
+        "anonymous_bytes": int(fields["RssAnon"].split()[0]) * 1024,
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": int(fields["Threads"]),
+        "tasks": sum(len(asyncio.all_tasks(loop)) for loop in _loops()),
+        "objects": len(gc.get_objects()),
+    }
+
+
+def _loops() -> list[asyncio.AbstractEventLoop]:
+    """The event loops of the library's threads; they run ``NetworkThread._run``."""
+    owners = [getattr(getattr(thread, "_target", None), "__self__", None) for thread in threading.enumerate()]
+    return [owner._loop for owner in owners if hasattr(owner, "_loop")]
