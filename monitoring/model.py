@@ -22,6 +22,8 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry.events import (
     AgreedMeasured,
     Event,
+    PeerStarted,
+    Recalled,
     RoundAborted,
     RoundBegan,
     RoundCommitted,
@@ -101,6 +103,8 @@ class Model:
         if isinstance(event, RoundCounted) and (event.fragment, event.round) in self._counted_before:
             return  # counted before this board was started again
         self.view.add(event)
+        if isinstance(event, PeerStarted | Recalled):
+            self._labels = self.view.labels()  # its name is known from now on
         if isinstance(event, RoundBegan | RoundCommitted | RoundAborted | RoundCounted):
             self._changed_rounds.add((event.fragment, event.round))
         if isinstance(event, AgreedMeasured) and math.isfinite(event.loss):

@@ -7,6 +7,7 @@ function takes "not known" (None or NaN) and says so with a dash.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 
 from p2p_co2.telemetry.events import (
@@ -67,6 +68,15 @@ def clock(seconds: float | None) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def date(at: float | None) -> str:
+    """A moment as local time: hh:mm:ss today, else with the day."""
+    if at is None or not math.isfinite(at) or abs(at) > 1e11:
+        return UNKNOWN
+    then, today = time.localtime(at), time.localtime()
+    same_day = then[:3] == today[:3]
+    return time.strftime("%H:%M:%S" if same_day else "%d %b %H:%M", then)
 
 
 def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:

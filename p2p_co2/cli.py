@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from p2p_co2 import cli_checks
+from p2p_co2 import cli_checks, cli_views
 from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error, TicketError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 cli_checks.add_to(app)
+cli_views.add_to(app)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
@@ -154,7 +155,8 @@ def join(
         {
             "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
             "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-            "min_peers": min_peers, "board": board, "board_port": board_port, "limits.threads": threads, "limits.hours": hours,
+            "min_peers": min_peers, "board": board, "board_port": board_port,
+            "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": _rate("--upload", upload),
             "limits.download_bytes_per_s": _rate("--download", download),
         },

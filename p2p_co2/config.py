@@ -171,7 +171,7 @@ class PeerConfig(_Frozen):
     """One peer's own business. ``folder`` holds identity, checkpoints and events. ``grpc_port`` 0 picks a
     free port; ``host`` is the address to listen on and ``announce_host`` the one that others dial ("" means
     ``host``). ``checkpoint_every_s`` seconds between checkpoints. ``batch`` sequences per inner step, 0 for
-    the recipe's."""
+    the recipe's. ``board``: serve this peer's board on ``board_port`` of the loopback (0: any free one)."""
 
     folder: Path = Path("runs/peer")
     name: str = Field(default="", max_length=64)
@@ -184,6 +184,8 @@ class PeerConfig(_Frozen):
     carrier: CarrierName = "auto"
     checkpoint_every_s: float = Field(default=60.0, gt=0)
     min_peers: int = Field(default=1, ge=1)
+    board: bool = True
+    board_port: int = Field(default=0, ge=0, le=65535)
     limits: LimitsConfig = LimitsConfig()
 
 

@@ -8,7 +8,7 @@ the swarm's.
 
 from monitoring.charts.bars import hidden_and_exposed, round_time_line, staleness
 from monitoring.charts.lines import column, fragment_lines, loss, mark, over_time
-from monitoring.charts.maps import ages, link_matrix, rounds
+from monitoring.charts.maps import MAX_MATRIX_PEERS, MAX_ROUND_COLUMNS, ages, link_matrix, rounds
 from monitoring.charts.parts import (
     BLUE,
     DARK,
@@ -24,7 +24,28 @@ from monitoring.charts.parts import (
 )
 
 __all__ = [
-    "BLUE", "DARK", "GREEN", "LIGHT", "ORANGE", "OUTCOMES", "PURPLE", "SKY", "VERMILLION", "Options",
-    "Palette", "ages", "column", "fragment_lines", "hidden_and_exposed", "link_matrix", "loss", "mark", "over_time",
-    "round_time_line", "rounds", "staleness",
-]  # fmt: skip
+    "BLUE",
+    "DARK",
+    "GREEN",
+    "LIGHT",
+    "MAX_MATRIX_PEERS",
+    "MAX_ROUND_COLUMNS",
+    "ORANGE",
+    "OUTCOMES",
+    "PURPLE",
+    "SKY",
+    "VERMILLION",
+    "Options",
+    "Palette",
+    "ages",
+    "column",
+    "fragment_lines",
+    "hidden_and_exposed",
+    "link_matrix",
+    "loss",
+    "mark",
+    "over_time",
+    "round_time_line",
+    "rounds",
+    "staleness",
+]

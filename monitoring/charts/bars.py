@@ -34,7 +34,7 @@ def staleness(palette: Palette, by_fragment: Mapping[int, Mapping[int, int]]) ->
     options["tooltip"]["axisPointer"] = {"type": "shadow"}
     names = [str(low) if width == 1 else f"{low} to {low + width - 1}" for low in classes]
     options["xAxis"] = axis(palette, "category", "staleness (outer steps)", data=names)
-    options["yAxis"] = value_axis(palette, "outer steps applied")
+    options["yAxis"] = value_axis(palette)
     options["grid"]["bottom"] = 28
     options["series"] = [
         {

@@ -40,7 +40,7 @@ def loss(palette: Palette, rows: Series, agreed: Series, *, over_tokens: bool) -
         options["xAxis"] = axis(palette, "time")
         training = points(rows, column("loss"))
         held_out = [[row[0] * 1000, known(row[2])] for row in agreed]
-    options["yAxis"] = value_axis(palette, "nats per token", scale=True)
+    options["yAxis"] = value_axis(palette, scale=True)
     options["series"] = [
         line("agreed parameters, held-out", held_out, BLUE, showSymbol=True, symbolSize=7),
         line(
@@ -54,19 +54,14 @@ def loss(palette: Palette, rows: Series, agreed: Series, *, over_tokens: bool) -
 
 
 def over_time(
-    palette: Palette,
-    rows: Series,
-    lines: Mapping[str, tuple[str, str, float]],
-    unit: str,
-    *,
-    share: bool = False,
+    palette: Palette, rows: Series, lines: Mapping[str, tuple[str, str, float]], *, share: bool = False
 ) -> Options:
     """Some measures over time; ``lines``: (measure, colour, factor) by name. ``share``: from 0 to 100."""
     options = base(palette, legend=len(lines) > 1)
     if len(lines) == 1:
         options["grid"]["top"] = 28
     options["xAxis"] = axis(palette, "time")
-    options["yAxis"] = value_axis(palette, unit, min=0, **({"max": 100} if share else {}))
+    options["yAxis"] = value_axis(palette, min=0, **({"max": 100} if share else {}))
     options["series"] = [
         line(name, points(rows, column(measure), scale), colour)
         for name, (measure, colour, scale) in lines.items()
@@ -92,11 +87,11 @@ def mark(options: Options, value: float | None, name: str, colour: str) -> None:
     )  # fmt: skip
 
 
-def fragment_lines(palette: Palette, rows: Mapping[int, Series], place: int, unit: str) -> Options:
+def fragment_lines(palette: Palette, rows: Mapping[int, Series], place: int) -> Options:
     """A measure of fragments over time; ``place``: its column, 1 for the first."""
     options = base(palette, legend=len(rows) <= MAX_NAMED)
     options["xAxis"] = axis(palette, "time")
-    options["yAxis"] = value_axis(palette, unit, scale=True)
+    options["yAxis"] = value_axis(palette, scale=True)
     options["series"] = [
         line(f"fragment {fragment}", points(series, place), COLOURS[number % len(COLOURS)])
         for number, (fragment, series) in enumerate(sorted(rows.items()))

@@ -133,7 +133,7 @@ def link_matrix(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
     options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}"}
     options["xAxis"] = axis(palette, "category", "to", data=names, position="top")
     options["yAxis"] = axis(palette, "category", data=names, inverse=True)
-    options["grid"] = {"left": 8, "right": 96, "top": 56, "bottom": 8, "containLabel": True}
+    options["grid"] = {"left": 8, "right": 96, "top": 48, "bottom": 8, "containLabel": True}
     options["visualMap"] = _scale(palette, 0.0, max(1.0, most), "Mbit/s")
     label = {"show": len(chosen) <= 10, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}",
              "textBorderColor": "#101418", "textBorderWidth": 2, "color": "#ffffff"}  # fmt: skip

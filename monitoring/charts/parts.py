@@ -74,14 +74,13 @@ def axis(palette: Palette, kind: str, name: str = "", **more: Any) -> Options:  
     }
 
 
-def value_axis(palette: Palette, unit: str, **more: Any) -> Options:  # ECharts' own axis options
-    """An upright axis with its unit above it, where it takes no width."""
+def value_axis(palette: Palette, **more: Any) -> Options:  # ECharts' own axis options
+    """An upright axis. Its unit stands in the card's title, or set as ``name`` above the axis."""
     return {
         **axis(palette, "value"),
-        "name": unit,
         "nameLocation": "end",
         "nameGap": 10,
-        "nameTextStyle": {"color": palette.soft, "align": "left", "padding": [0, 0, 0, -30]},
+        "nameTextStyle": {"color": palette.soft, "align": "left"},
         "splitNumber": 4,
         **more,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer, Plan
 from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.wire.messages_pb2 import Relayed
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 """A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
@@ -90,6 +92,10 @@ class Connection:
     def run(self) -> RunConfig:
         """What all peers of the run agree on."""
         return self._thread.network.run
+
+    def ask_report(self, relayed: Relayed) -> Future[Relayed]:
+        """For this peer's own board; see ``NetworkThread.ask_report``. Any thread, never blocks."""
+        return self._thread.ask_report(relayed)
 
     def close(self) -> None:
         """Leave the network. May be called twice."""

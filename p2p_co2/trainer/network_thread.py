@@ -11,12 +11,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import uvloop
 
 from p2p_co2.config import PeerConfig
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.reporting import Reporting
@@ -25,6 +26,8 @@ from p2p_co2.rounds import Offer, PayloadShape
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Relayed
 
 CLOSE_BOUND_S = 6.0
 _T = TypeVar("_T")
@@ -140,6 +143,21 @@ class NetworkThread:
 
     def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
         self.on_event(kind(at=time.time(), peer=self.network.identity.peer_id, **fields))
+
+    def ask_report(self, relayed: Relayed) -> Future[Relayed]:
+        """What this peer's own board asks: a peer's sealed report, or without a peer who there is (this one
+        first) and the run's canonical settings. Any thread; the future is done in bounded time."""
+
+        async def answer() -> Relayed:
+            if self._reporting is None:
+                raise TransportError("this peer is still joining")
+            if relayed.peer:
+                return Relayed(answer=await self._reporting.ask(PeerId(relayed.peer), relayed.request))
+            live = sorted(self._node.membership.live) if self._node is not None else []
+            peers = [self.network.identity.peer_id, *live]
+            return Relayed(peers=peers, answer=self.network.run.canonical_bytes())
+
+        return asyncio.run_coroutine_threadsafe(answer(), self._loop)
 
     def goodbye(self, reason: str, last: Mapping[str, Any]) -> None:
         """Tell the others, and observers with ``last`` (fields of ``PeerFinished``): this peer leaves."""

@@ -1,0 +1,37 @@
+"""The board as the program behind a ``gate``: ``python -m monitoring SOURCE ... LISTENER_FD RELAY_FD``.
+
+Started at the first connection, gone after ``IDLE_S`` without one. ``SOURCE`` is "peer" (ask the process at
+the other end of the pair) or a folder with journals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from monitoring.board.run import run_behind_gate
+from monitoring.journals import JournalFeed
+from monitoring.relayed import RelayedFeed
+from p2p_co2.gate import take_over
+from p2p_co2.process import end_with_parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m monitoring")
+    parser.add_argument("source", help="'peer', or a run's folder")
+    parser.add_argument("--history", type=Path, default=None)
+    parser.add_argument("listener_fd", type=int)
+    parser.add_argument("relay_fd", type=int)
+    given = parser.parse_args()
+    end_with_parent(os.getppid())
+    listener, relay = take_over(given.listener_fd, given.relay_fd)
+    if given.source == "peer":
+        feed = RelayedFeed(relay)
+        return run_behind_gate(feed, listener, given.history, feed.gone)
+    return run_behind_gate(JournalFeed(Path(given.source)), listener, given.history)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""The board as a process: binds, guards, ticks, serves pages, ``/metrics`` and ``/api/swarm``.
+
+Security: bound to loopback unless told otherwise, and then nothing is answered without the token (a cookie
+after the first visit). On loopback the Host header must name this machine, so that a web site cannot reach
+the board through a name of its own; a WebSocket must come from a page of the board's. Nothing here takes
+input that could reach a peer.
+
+Law: one tick a second folds what is new whoever looks; history is written in a thread, so a slow disk delays
+no page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from http.cookies import SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+from fastapi import FastAPI, Response
+from nicegui import ui
+
+from monitoring.board.bandwidth_page import BandwidthPage
+from monitoring.board.events_page import EventsPage, RoundPage
+from monitoring.board.peers_page import PeerPage, PeersPage
+from monitoring.board.shell import Frame
+from monitoring.board.staleness_page import StalenessPage
+from monitoring.board.swarm_page import SwarmPage
+from monitoring.facts import SwarmFacts
+from monitoring.model import Model
+from p2p_co2.errors import EnvironmentFault
+
+TICK_S = 1.0
+COOKIE = "p2p_co2_board"
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[Any]]
+_Send = Callable[[Any], Awaitable[None]]
+_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a board listens. ``token``: asked of everybody; "" asks nobody, allowed on loopback only."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str = ""
+
+
+def place_for(host: str, port: int, token: str = "") -> Place:
+    """The place with a token where it needs one. Raises ``EnvironmentFault`` for a host that is no
+    address."""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise EnvironmentFault(
+            f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
+        ) from None
+    return Place(host=host, port=port, token=token or ("" if loopback else secrets.token_urlsafe(18)))
+
+
+def listening_socket(place: Place) -> socket.socket:
+    """Bind it. Raises ``EnvironmentFault`` if the port is taken."""
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((place.host, place.port))
+        bound.listen(64)
+    except OSError as error:
+        bound.close()
+        raise EnvironmentFault(
+            f"cannot serve the board on {place.host}:{place.port}: {error.strerror}; choose another --port"
+        ) from None
+    return bound
+
+
+def address(place: Place, bound: socket.socket) -> str:
+    """What to open in a browser."""
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/" + (f"?token={place.token}" if place.token else "")
+
+
+class Activity:
+    """When somebody last asked for something, and how many pages are open."""
+
+    def __init__(self) -> None:
+        self._asked_at = time.monotonic()
+        self._open = 0
+
+    def begins(self, *, is_page: bool) -> None:
+        self._asked_at = time.monotonic()
+        self._open += is_page
+
+    def ends(self, *, is_page: bool) -> None:
+        self._asked_at = time.monotonic()
+        self._open -= is_page
+
+    def idle_s(self) -> float:
+        """Seconds without a request or an open page."""
+        return 0.0 if self._open else time.monotonic() - self._asked_at
+
+
+class Guard:
+    """ASGI middleware: the token, or on loopback the Host and Origin headers; and who is here."""
+
+    def __init__(self, app: _App, token: str, activity: Activity) -> None:
+        self.activity = activity
+        self.app, self._token = app, token  # NiceGUI looks for its own application behind `app`
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] not in {"http", "websocket"}:
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = self._refusal(scope, headers)
+        if refusal:
+            await _refuse(scope, receive, send, refusal)
+            return
+        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        if self._token and given:
+            send = _with_cookie(send, self._token)
+        is_page = scope["type"] == "websocket"
+        self.activity.begins(is_page=is_page)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.activity.ends(is_page=is_page)
+
+    def _refusal(self, scope: _Scope, headers: dict[str, str]) -> str:
+        host = headers.get("host", "")
+        origin = headers.get("origin", "")
+        if scope["type"] == "websocket" and origin and origin.split("//", 1)[-1] != host:
+            return "this page belongs to another site"
+        if not self._token:
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            return "" if name in _LOCAL_NAMES else "this board is for this machine only"
+        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        offered = (given, morsel.value if morsel else "", bearer)
+        if any(hmac.compare_digest(word.encode(), self._token.encode()) for word in offered):
+            return ""
+        return "the token is missing or wrong; open the address that the board printed"
+
+
+async def _refuse(scope: _Scope, receive: _Receive, send: _Send, words: str) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 4403})
+        return
+    text = words.encode()
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+def _with_cookie(send: _Send, token: str) -> _Send:
+    cookie = f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict".encode()
+
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), (b"set-cookie", cookie)]
+        await send(message)
+
+    return sending
+
+
+def make_app(model: Model) -> FastAPI:
+    """The board's application. NiceGUI keeps one application per process, so call it once."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        ticking = asyncio.create_task(keep_ticking(model), name="tick")
+        yield
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+
+    app = FastAPI(title="p2p-co2", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+
+    @app.get("/api/swarm")
+    async def swarm() -> Response:
+        return Response(model.facts().model_dump_json(), media_type="application/json")
+
+    @app.get("/api/swarm/schema")
+    async def schema() -> Response:
+        return Response(json.dumps(swarm_schema()), media_type="application/schema+json")
+
+    add_pages(model)
+    ui.run_with(
+        app, title="p2p-co2", favicon="◐", dark=None, tailwind=False, show_welcome_message=False,
+        binding_refresh_interval=None, reconnect_timeout=10.0,
+    )  # fmt: skip
+    return app
+
+
+def add_pages(model: Model) -> None:
+    @ui.page("/")
+    def swarm_page() -> None:
+        Frame(model, "/", SwarmPage)
+
+    @ui.page("/staleness")
+    def staleness_page() -> None:
+        Frame(model, "/staleness", StalenessPage)
+
+    @ui.page("/bandwidth")
+    def bandwidth_page() -> None:
+        Frame(model, "/bandwidth", BandwidthPage)
+
+    @ui.page("/peers")
+    def peers_page() -> None:
+        Frame(model, "/peers", PeersPage)
+
+    @ui.page("/peer/{peer}")
+    def peer_page(peer: str) -> None:
+        Frame(model, "/peers", lambda frame: PeerPage(frame, peer))
+
+    @ui.page("/events")
+    def events_page() -> None:
+        Frame(model, "/events", EventsPage)
+
+    @ui.page("/round/{fragment}/{number}")
+    def round_page(fragment: int, number: int) -> None:
+        Frame(model, "/events", lambda frame: RoundPage(frame, fragment, number))
+
+
+def swarm_schema() -> dict[str, Any]:
+    """The JSON schema of ``GET /api/swarm``."""
+    return SwarmFacts.model_json_schema()
+
+
+async def keep_ticking(model: Model) -> None:
+    """Fold what is new once a second, write history in a thread."""
+    while True:
+        started_at = time.monotonic()
+        model.step(time.time())
+        batch = model.batch(time.time())
+        if batch is not None:
+            try:
+                await asyncio.to_thread(model.history.write, batch)
+            except EnvironmentFault as error:
+                model.wrote(batch, str(error))
+            else:
+                model.wrote(batch, "")
+        await asyncio.sleep(max(0.05, TICK_S - (time.monotonic() - started_at)))
+
+
+async def _until(stop: asyncio.Event, is_over: Callable[[], bool]) -> None:
+    while not stop.is_set() and not is_over():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await stop.wait()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the caller."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    model: Model,
+    place: Place,
+    bound: socket.socket,
+    stop: asyncio.Event,
+    is_over: Callable[[Activity], bool] = lambda activity: False,
+) -> None:
+    """Serve until ``stop`` is set or ``is_over`` says so. ``bound`` is closed at the end."""
+    activity = Activity()
+    app = Guard(make_app(model), place.token, activity)
+    config = uvicorn.Config(
+        app, log_level="warning", lifespan="on", ws="websockets-sansio", timeout_graceful_shutdown=2,
+        access_log=False,
+    )  # fmt: skip
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[bound]), name="serve")
+    stopping = asyncio.create_task(_until(stop, lambda: is_over(activity)), name="stop")
+    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=5.0)
+    stopping.cancel()
+    serving.cancel()
+    await asyncio.gather(serving, stopping, return_exceptions=True)
+    bound.close()

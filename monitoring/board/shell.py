@@ -1,0 +1,262 @@
+"""What all pages share: the frame with its navigation, tiles, cards, and the states of having nothing to
+show.
+
+Law: every text that may come from a peer goes through ``ui.label``'s text, which the browser never reads as
+markup; an element is sent again only when what it shows has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from nicegui import ui
+from nicegui.element import Element
+
+from monitoring.charts import DARK, LIGHT, Options, Palette
+from monitoring.facts import SwarmFacts
+from monitoring.model import Model
+from monitoring.words import UNKNOWN, clock, plain
+
+PAGES = (
+    ("/", "Swarm"),
+    ("/staleness", "Staleness"),
+    ("/bandwidth", "Bandwidth"),
+    ("/peers", "Peers"),
+    ("/events", "Events"),
+)
+REFRESH_S = 1.0
+CHARTS_EVERY_S = 2.0
+"""Charts over time change with the history's finest samples, so no faster than those."""
+STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+_STATES = {"connected": "live", "connecting": "connecting", "lost": "connection lost", "ended": "run is over"}
+
+
+class Page(Protocol):
+    """A page's body. ``build`` once there is something to show; ``refresh`` once a second after that;
+    ``redraw`` when charts are due, or the colours changed."""
+
+    def build(self) -> None: ...
+    def refresh(self, facts: SwarmFacts) -> None: ...
+    def redraw(self, facts: SwarmFacts) -> None: ...
+
+
+class Text:
+    """A label that is sent only when it changes."""
+
+    def __init__(self, classes: str, test_id: str = "") -> None:
+        self.label = ui.label("").classes(classes)
+        if test_id:
+            self.label.props(f"data-testid={test_id}")
+
+    def set(self, text: str) -> None:
+        if self.label.text != text:
+            self.label.set_text(text)
+
+
+class Tile:
+    """A figure with caption, unit and a line below."""
+
+    def __init__(self, caption: str, test_id: str) -> None:
+        with ui.element("div").classes("b-tile"):
+            ui.label(caption).classes("b-cap")
+            with ui.element("div").classes("b-num"):
+                self._number = ui.element("span").props(f"data-testid={test_id}")
+                with self._number:
+                    self._number_text = ui.label("-").style("display:inline")
+                self._unit = ui.label("").classes("b-unit").style("display:inline")
+            self._sub = Text("b-sub", f"{test_id}-sub")
+
+    def set(self, number: str, unit: str = "", sub: str = "") -> None:
+        if self._number_text.text != number:
+            self._number_text.set_text(number)
+        if self._unit.text != unit:
+            self._unit.set_text(unit)
+        self._sub.set(sub)
+
+
+class Chart:
+    """An ECharts chart whose options are replaced as a whole, and only when they differ."""
+
+    def __init__(self, test_id: str, kind: str = "", on_click: Callable[[Any], None] | None = None) -> None:
+        self._made: Options = {}
+        self._chart = ui.echart({}, on_point_click=on_click).classes(f"b-chart {kind}")
+        self._chart.props(f"data-testid={test_id}")
+
+    def set(self, options: Options) -> None:
+        if options != self._made:
+            self._made = options
+            self._chart.options.clear()
+            self._chart.options.update(options)
+
+    def clear(self) -> None:
+        """Forget what was drawn, so that other colours are sent."""
+        self._made = {}
+
+
+def card(title: str, hint: str = "") -> Element:
+    """A titled panel; use as a context."""
+    panel = ui.element("div").classes("b-card")
+    with panel, ui.element("div").classes("b-head"):
+        ui.label(title).classes("b-title")
+        if hint:
+            ui.label(hint).classes("b-hint")
+    return panel
+
+
+class Frame:
+    """One browser's view: header, banner, and the page's body or what stands in its place."""
+
+    def __init__(self, model: Model, here: str, make: Callable[[Frame], Page]) -> None:
+        self.model = model
+        self.palette: Palette = LIGHT
+        self.range_s: float | None = None
+        self._make, self._here = make, here
+        self._page: Page | None = None
+        self._drawn_at = 0.0
+        ui.add_css(STYLE)
+        self._dark = ui.dark_mode(None)
+        self._header()
+        with ui.element("main").classes("b-page"):
+            self._banner = Text("b-banner", "banner")
+            self._body = ui.element("div").style("display:contents")
+        self._instead = ""
+        self.tick()
+        ui.timer(REFRESH_S, self.tick)
+        ui.timer(0.1, self._learn_colours, once=True)
+
+    def tick(self) -> None:
+        """Bring the page up to date."""
+        self.model.feed.watched(time.monotonic())
+        facts = self.model.facts()
+        self._set_header(facts)
+        if not self._may_show(facts):
+            return
+        if self._page is None:
+            self._body.clear()
+            with self._body:
+                self._page = self._make(self)
+                self._page.build()
+            self._drawn_at = 0.0
+        self._page.refresh(facts)
+        if time.monotonic() - self._drawn_at >= CHARTS_EVERY_S:
+            self._drawn_at = time.monotonic()
+            self._page.redraw(facts)
+
+    def redraw_soon(self) -> None:
+        """Charts are drawn again at the next tick."""
+        self._drawn_at = 0.0
+
+    def span(self, facts: SwarmFacts) -> tuple[float, float]:
+        """From when to when charts over time reach, unix seconds."""
+        first, last = self.model.history.span()
+        until = max(last, facts.at if facts.connection != "ended" else last)
+        since = first if self.range_s is None else max(first, until - self.range_s)
+        return since, until
+
+    def range_choice(self) -> None:
+        """Buttons for how far back charts over time reach."""
+
+        def choose(choice: Any) -> None:
+            self.range_s = {"10 min": 600.0, "1 h": 3600.0, "1 day": 86400.0}.get(str(choice.value))
+            self.redraw_soon()
+
+        ui.toggle(["10 min", "1 h", "1 day", "all"], value="all", on_change=choose).props(
+            "dense unelevated no-caps size=sm toggle-color=primary"
+        )
+
+    # ---- the frame itself
+
+    def _header(self) -> None:
+        with ui.element("header").classes("b-top"):
+            with ui.element("div").classes("b-bar"):
+                ui.label("p2p-co2").classes("b-name")
+                self._run = Text("b-run", "run")
+                ui.element("div").classes("b-grow")
+                with ui.element("div").classes("b-state"):
+                    self._dot = ui.element("span").classes("b-dot")
+                    self._state = Text("", "state")
+                toggle = ui.button(icon="contrast", on_click=self._toggle_dark).props(
+                    "flat dense round size=sm"
+                )
+                toggle.props('aria-label="light or dark" data-testid=dark')
+            with ui.element("nav").classes("b-nav"):
+                for path, name in PAGES:
+                    ui.link(name, path).classes("here" if path == self._here else "")
+        self._phase = ""
+
+    def _set_header(self, facts: SwarmFacts) -> None:
+        where = f"{plain(facts.run, 64)}  ·  " if facts.run else ""
+        self._run.set(f"{where}{plain(facts.place, 120)}")
+        self._state.set(_STATES.get(facts.connection, facts.connection))
+        if facts.connection != self._phase:
+            self._dot.classes(remove=self._phase, add=facts.connection)
+            self._phase = facts.connection
+        text = ""
+        if facts.connection == "lost" and facts.peers_known:
+            newest = max((peer.last_seen_at or 0.0 for peer in facts.peers), default=facts.at)
+            ago = clock(max(0.0, facts.at - newest))
+            text = (
+                f"The swarm is out of reach, what is shown is {ago} old. {plain(facts.connection_words, 300)}"
+            )
+        elif self.model.trouble_with_history:
+            text = plain(self.model.trouble_with_history, 300)
+        self._banner.set(text)
+        self._banner.label.set_visibility(bool(text))
+
+    def _may_show(self, facts: SwarmFacts) -> bool:
+        """Whether there is a swarm to show; else say what is instead."""
+        if facts.peers_known:
+            self._instead = ""
+            return True
+        kind = "empty" if facts.connection == "connected" else facts.connection
+        if self._instead != kind + facts.connection_words:
+            self._instead = kind + facts.connection_words
+            self._page = None
+            self._body.clear()
+            with self._body:
+                nothing(kind, facts.connection_words)
+        return False
+
+    def _toggle_dark(self) -> None:
+        self._dark.value = self.palette is not DARK
+        self._use(bool(self._dark.value))
+
+    async def _learn_colours(self) -> None:
+        """Ask the browser whether it is dark: charts are drawn, so they have to be told."""
+        await ui.context.client.connected()
+        self._use(bool(await ui.run_javascript("Quasar.Dark.isActive")))
+
+    def _use(self, dark: bool) -> None:
+        self.palette = DARK if dark else LIGHT
+        self.redraw_soon()
+        self.tick()
+
+
+def nothing(kind: str, words: str) -> None:
+    """The page while there is no peer to show; ``kind``: connecting, empty, lost or ended."""
+    big, small = {
+        "connecting": ("Looking for the swarm", "This takes some seconds, longer from behind NAT."),
+        "empty": (
+            "Nobody is training right now",
+            "The run exists. As soon as a peer joins, it appears here.",
+        ),
+        "lost": (
+            "The swarm is out of reach",
+            "It is tried again every few seconds; nothing needs to be done here.",
+        ),
+        "ended": ("Nothing was written", "The journals of this folder hold no event."),
+    }.get(kind, ("Nothing to show", ""))
+    with ui.element("div").classes("b-empty").props(f"data-testid=nothing-{kind}"):
+        ui.element("div").classes("b-pulse" if kind == "connecting" else "b-ring")
+        ui.label(big).classes("b-big")
+        ui.label(small).classes("b-sub")
+        ui.label(plain(words, 400)).classes("b-sub").style("margin-top:10px")
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """("12", "kB") of "12 kB"."""
+    number, _, unit = text.partition(" ")
+    return number, unit if number != UNKNOWN else ""

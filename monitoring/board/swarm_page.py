@@ -1,0 +1,102 @@
+"""Swarm: is it learning, who is here, how fast, and what is wrong now."""
+
+from __future__ import annotations
+
+from nicegui import ui
+
+from monitoring import charts
+from monitoring.board.shell import Chart, Frame, Tile, card, split_unit
+from monitoring.facts import SwarmFacts, Trouble
+from monitoring.history import SWARM
+from monitoring.words import clock, figure, percent, plain, size
+
+
+class SwarmPage:
+    def __init__(self, frame: Frame) -> None:
+        self._frame, self._model = frame, frame.model
+        self._shown: tuple[Trouble, ...] | None = None
+
+    def build(self) -> None:
+        with ui.element("div").classes("b-tiles four"):
+            self._tiles = {
+                name: Tile(caption, name)
+                for name, caption in (
+                    ("loss", "Loss"), ("peers-online", "Peers online"), ("round", "Current round"),
+                    ("tokens", "Tokens trained"), ("tokens-per-s", "Tokens per second"),
+                    ("utilisation", "Compute utilisation"), ("bytes-per-s", "Sent per second"),
+                    ("rounds", "Rounds committed"),
+                )
+            }  # fmt: skip
+        with card("What is wrong now"):
+            self._troubles = ui.element("div").props("data-testid=troubles")
+        with card("Loss of the agreed parameters", "nats per token") as panel:
+            with panel.default_slot.children[0]:
+                self._axis = ui.toggle(
+                    ["over time", "over tokens"], value="over time", on_change=self._frame.redraw_soon
+                )
+                self._axis.props("dense unelevated no-caps size=sm toggle-color=primary")
+                ui.element("div").classes("b-grow")
+                self._frame.range_choice()
+            self._loss = Chart("chart-loss")
+        with ui.element("div").classes("b-three"):
+            with card("Tokens per second", "all peers together"):
+                self._speed = Chart("chart-tokens", "low")
+            with card("Compute utilisation", "%, mean of the peers"):
+                self._used = Chart("chart-utilisation", "low")
+            with card("Traffic", "kB/s, all peers together"):
+                self._traffic = Chart("chart-traffic", "low")
+        ui.label(
+            "What peers say of themselves is their own word, in reports they signed; work is counted from "
+            "the group's signed decisions."
+        ).classes("b-foot")
+
+    def refresh(self, facts: SwarmFacts) -> None:
+        tiles = self._tiles
+        measured = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
+        kind = "held-out, agreed parameters" if facts.loss_agreed is not None else "training, mean of peers"
+        tiles["loss"].set(figure(measured, 3), "nats/token", kind)
+        tiles["peers-online"].set(figure(facts.peers_online), "", f"of {facts.peers_known} known")
+        total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
+        every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
+        tiles["round"].set(figure(facts.position, 1), "", f"{total}{every}")
+        counted = f"{figure(facts.tokens_counted)} counted by the group"
+        tiles["tokens"].set(figure(facts.tokens), "", counted)
+        tiles["tokens-per-s"].set(figure(facts.tokens_per_s), "tokens/s", "sum of the peers")
+        tiles["utilisation"].set(*split_unit(percent(facts.utilisation)), "of the time is training")
+        tiles["bytes-per-s"].set(
+            *split_unit(f"{size(facts.up_bytes_per_s)}/s"), f"{size(facts.up_bytes)} so far"
+        )
+        tiles["rounds"].set(
+            figure(facts.rounds_committed),
+            "",
+            f"{facts.rounds_aborted} aborted, {facts.rounds_counted} checked",
+        )
+        if facts.troubles != self._shown:
+            self._shown = facts.troubles
+            self._show_troubles(facts)
+
+    def _show_troubles(self, facts: SwarmFacts) -> None:
+        self._troubles.clear()
+        with self._troubles:
+            if not facts.troubles:
+                ui.label("Nothing: every peer is heard, and rounds commit.").classes("b-fine")
+            for trouble in facts.troubles:
+                with ui.element("div").classes(f"b-row {trouble.severity}"):
+                    ui.label("Wrong" if trouble.severity == "bad" else "Note").classes("b-mark")
+                    ui.label(plain(trouble.words, 400)).classes("b-words")
+                    ui.label(f"{clock(max(0.0, facts.at - trouble.since_at))} ago").classes("b-when")
+
+    def redraw(self, facts: SwarmFacts) -> None:
+        since, until = self._frame.span(facts)
+        palette, rows = self._frame.palette, self._model.history.series(SWARM, since, until)
+        agreed = [row for row in self._model.history.agreed() if row[0] >= since - 900]
+        over_tokens = self._axis.value == "over tokens"
+        self._loss.set(charts.loss(palette, rows, agreed, over_tokens=over_tokens))
+        self._speed.set(charts.over_time(palette, rows, {"tokens/s": ("tokens_per_s", charts.GREEN, 1.0)}))
+        used = {"utilisation": ("utilisation", charts.BLUE, 100.0)}
+        self._used.set(charts.over_time(palette, rows, used, share=True))
+        traffic = {
+            "sent": ("up_bytes_per_s", charts.ORANGE, 1e-3),
+            "received": ("down_bytes_per_s", charts.SKY, 1e-3),
+        }
+        self._traffic.set(charts.over_time(palette, rows, traffic))

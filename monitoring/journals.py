@@ -1,0 +1,87 @@
+"""A feed from journals on this disk: a demo while it runs, or any run that is over.
+
+``place`` is a run's folder (``events.jsonl`` of each peer below ``peers/``, or one merged file), or one
+peer's. Law: files are only read, and followed while they grow. Price: each look stats every journal.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.telemetry.events import PeerFinished, PeerStarted
+from p2p_co2.telemetry.feed import FeedState, News, Sighting
+from p2p_co2.telemetry.journal import Tail
+
+MAX_JOURNALS = 1024
+MAX_EVENTS_AT_ONCE = 20_000
+QUIET_S = 15.0
+"""A run whose journals do not grow for this long, and whose peers have finished, is over."""
+_LOOK_FOR_NEW_S = 2.0
+
+
+class JournalFeed:
+    """See ``telemetry.feed.Feed``. Raises ``EnvironmentFault`` if there is no such folder, ``ConfigError``
+    for a ``run.toml`` that is none."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise EnvironmentFault(f"there is no folder {folder}; name a run's folder, or a ticket")
+        self._folder = folder
+        run_file = folder / "run.toml"
+        self._run = read_run_config(run_file) if run_file.exists() else None
+        self._tails: dict[Path, Tail] = {}
+        self._looked_at = -1e9
+        self._grew_at = time.monotonic()
+        self._open: set[str] = set()
+        self._seen: set[str] = set()
+
+    @property
+    def run(self) -> RunConfig | None:
+        return self._run
+
+    @property
+    def place(self) -> str:
+        return f"journals in {self._folder}"
+
+    @property
+    def state(self) -> FeedState:
+        if not self._seen:
+            return FeedState("connected", "no peer has written an event yet")
+        if not self._open and time.monotonic() - self._grew_at > QUIET_S:
+            return FeedState("ended", "the run is over: every peer has finished")
+        return FeedState("connected", f"{len(self._open)} of {len(self._seen)} peers are writing")
+
+    def take(self) -> News:
+        now = time.monotonic()
+        if now - self._looked_at > _LOOK_FOR_NEW_S:
+            self._looked_at = now
+            self._find()
+        news = News()
+        for tail in self._tails.values():
+            news.events += tail.new_events()
+        for event in news.events:
+            if event.peer not in self._seen:
+                self._seen.add(event.peer)
+                news.sightings.append(Sighting(event.peer, "answering", event.at))
+            if isinstance(event, PeerStarted):
+                self._open.add(event.peer)
+            elif isinstance(event, PeerFinished):
+                self._open.discard(event.peer)
+        if news.events:
+            self._grew_at = now
+        return news
+
+    def watched(self, now: float) -> None:
+        return  # nobody else is asked for anything
+
+    def close(self) -> None:
+        return  # journals are opened for each look only
+
+    def _find(self) -> None:
+        single = sorted(self._folder.glob("peers/*/events.jsonl")) or [self._folder / "events.jsonl"]
+        for path in single[:MAX_JOURNALS]:
+            if path not in self._tails and path.exists():
+                self._tails[path] = Tail(path)

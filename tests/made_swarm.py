@@ -1,0 +1,191 @@
+"""A made-up swarm as a feed, of any size and length: for benchmarks and for states that a real one rarely has.
+
+Deterministic: ``at(t)`` gives the events of second ``t`` since the start. Training falls like a power of the
+tokens, a link has a rate and a round trip, one peer is slow, one dies, one comes late.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.feed import FeedState, News, Sighting
+from p2p_co2.wire.identity import PeerId, peer_id_of
+
+TOKENS_PER_S = 2400
+PAYLOAD_BYTES = 170_000
+
+
+@cache
+def peer_id(number: int) -> PeerId:
+    """A well-formed peer id that nobody holds the key of."""
+    return peer_id_of(number.to_bytes(32, "big"))
+
+
+class MadeSwarm:
+    """``peers`` of them, ``fragments`` each with a round every ``round_s`` seconds, from ``start_at`` on
+    (unix seconds). ``dead``: number of the peer that falls silent half-way, ``late`` of the one that comes
+    then; -1 for none. ``length_s``: when that half-way is, times two."""
+
+    def __init__(
+        self, peers: int, *, fragments: int = 4, round_s: float = 5.0, start_at: float = 0.0,
+        length_s: float = 120.0, dead: int = -1, late: int = -1,
+    ) -> None:  # fmt: skip
+        self.peers, self.fragments, self.start_at = peers, fragments, start_at
+        self.round_s, self.half_s, self.dead, self.late = round_s, length_s / 2, dead, late
+        self.run_config = RunConfig(
+            name="made-up", fragments=fragments, clock=ClockConfig(mode="time", round_s=round_s, rounds=400)
+        )
+        self._random = random.Random(1)
+
+    def present(self, number: int, t: float) -> bool:
+        if number == self.dead:
+            return t < self.half_s
+        return number != self.late or t >= self.half_s
+
+    def at(self, t: int) -> list[ev.Event]:
+        """All events of second ``t``."""
+        now, found = self.start_at + t, list[ev.Event]()
+        for number in range(self.peers):
+            if not self.present(number, t):
+                continue
+            if not self.present(number, t - 1) or t == 0:
+                found += self._started(number, now)
+            found.append(self._progress(number, t, now))
+            if t % 10 == number % 10:
+                found += self._links(number, t, now)
+        for fragment in range(self.fragments):
+            due_s = fragment * self.round_s / self.fragments
+            number = int((t - due_s) // self.round_s) + 1
+            if number > 0 and int((t - 1 - due_s) // self.round_s) + 1 != number:
+                found += self._round(fragment, number, t, now)
+        if self.dead >= 0 and t == int(self.half_s) + 7:
+            found += [
+                ev.PeerLeft(at=now, peer=peer_id(other), other=peer_id(self.dead), reason="silent for 6 s")
+                for other in range(self.peers)
+                if self.present(other, t)
+            ]
+        return sorted(found, key=lambda event: event.at)
+
+    def _started(self, number: int, now: float) -> list[ev.Event]:
+        return [
+            ev.PeerStarted(
+                at=now, peer=peer_id(number), name=f"peer-{number + 1}", pid=1000 + number,
+                software="p2p-co2 0.1.0", device="cuda" if number % 3 == 1 else "cpu", parameters=1_300_000,
+                fragments=self.fragments, run=self.run_config.digest().hex(),
+                upload_cap_bytes_per_s=60_000.0 if number == 1 else 0.0,
+            )
+        ]  # fmt: skip
+
+    def _progress(self, number: int, t: int, now: float) -> ev.Progress:
+        since = self.half_s if number == self.late else 0.0
+        own_s = t - since
+        tokens = int(TOKENS_PER_S * own_s * (0.6 + 0.1 * (number % 5)))
+        exposed_s = own_s * (0.07 if number == 2 else 0.008)
+        per_s = 2 * (1 - 1 / self.peers) * PAYLOAD_BYTES * self.fragments / self.round_s
+        return ev.Progress(
+            at=now + 0.001 * number % 0.5, peer=peer_id(number), phase="training", position=t / self.round_s,
+            inner_steps=tokens // 512, tokens=tokens, tokens_per_s=TOKENS_PER_S * (0.6 + 0.1 * (number % 5)),
+            loss=1.4 + 4.0 / (1 + t / 20) ** 0.6 + 0.05 * self._random.random(), train_s=own_s - exposed_s,
+            exposed_s=exposed_s, wall_s=max(own_s, 0.001), up_bytes=int(per_s * own_s),
+            down_bytes=int(per_s * own_s * 1.02), versions=(int(t // self.round_s),) * self.fragments,
+        )  # fmt: skip
+
+    def _links(self, number: int, t: int, now: float) -> list[ev.Event]:
+        """Links to at most 16 others, so that a large swarm does not drown in them."""
+        others = [other for other in range(self.peers) if other != number and self.present(other, t)][:16]
+        return [
+            ev.LinkMeasured(
+                at=now, peer=peer_id(number), other=peer_id(other),
+                carrier="libp2p" if (number + other) % 4 == 0 else "grpc", relayed=(number + other) % 8 == 0,
+                round_trip_s=0.004 + 0.013 * ((number * 7 + other * 3) % 9),
+                bytes_per_s=4e5 * (1 + (number * 5 + other) % 7), sent_bytes=PAYLOAD_BYTES * (t + 1),
+            )
+            for other in others
+        ]  # fmt: skip
+
+    def _round(self, fragment: int, number: int, t: int, now: float) -> list[ev.Event]:
+        group = [peer for peer in range(self.peers) if self.present(peer, t)][:32]
+        names = tuple(sorted(peer_id(peer) for peer in group))
+        coordinator = names[(fragment * 31 + number) % len(names)]
+        found: list[ev.Event] = [
+            ev.RoundBegan(at=now, peer=coordinator, fragment=fragment, round=number, group=names,
+                          waited_s=0.2, deadline_s=2.0)
+        ]  # fmt: skip
+        if self.dead >= 0 and 0 <= t - self.half_s < 5 and fragment % 2 == 0:
+            reason = "the owner of part 2 fell silent"
+            return found + [
+                ev.RoundAborted(at=now + 0.9, peer=name, fragment=fragment, round=number, reason=reason)
+                for name in names
+            ]
+        partial = int(number % 7 == 3)
+        for place, name in enumerate(names):
+            spread = 0.02 * place % 0.3
+            found.append(
+                ev.RoundCommitted(
+                    at=now + 0.7 + spread, peer=name, fragment=fragment, round=number,
+                    coordinator=coordinator, group_size=len(names), contributors=len(names) - partial,
+                    partial=partial, duration_s=0.7 + spread, begun_s=0.22, parts_s=0.45, means_s=0.6 + spread,
+                )
+            )  # fmt: skip
+            found.append(
+                ev.FragmentSent(
+                    at=now + 0.001, peer=name, fragment=fragment, round=number, payload_bytes=PAYLOAD_BYTES,
+                    weight=2000.0, relative_error=0.014,
+                )
+            )  # fmt: skip
+            stale = int((number + place) % 11 == 5)
+            found.append(
+                ev.FragmentApplied(
+                    at=now + 0.75 + spread, peer=name, fragment=fragment, version=number, contributed=True,
+                    staleness=stale, sync_delay_steps=4 + 3 * stale + place % 3, sync_delay_s=0.75 + spread,
+                    gap=1.0 + 0.05 * stale + 0.01 * (number % 3), gradient_norm=0.4, clipped_share=0.0,
+                    momentum_norm=0.5 + 1.0 / (1 + number / 10) + 0.05 * fragment,
+                )
+            )  # fmt: skip
+        weights = {name: 1800.0 + 100 * place for place, name in enumerate(names)}
+        found.append(
+            ev.RoundCounted(
+                at=now + 0.7, peer=coordinator, fragment=fragment, round=number, decided_by=coordinator,
+                weights=weights,
+            )
+        )  # fmt: skip
+        if fragment == 0 and number % 4 == 1:
+            loss = 1.45 + 4.0 / (1 + t / 20) ** 0.6
+            found.append(
+                ev.AgreedMeasured(
+                    at=now + 0.8, peer=coordinator, loss=loss, position=t / self.round_s, tokens=0,
+                    duration_s=0.2,
+                )
+            )  # fmt: skip
+        return found
+
+
+class MadeFeed:
+    """A ``Feed`` over a made-up swarm; ``advance`` moves its time, or ``clock`` does (unix seconds)."""
+
+    def __init__(self, swarm: MadeSwarm, state: FeedState | None = None) -> None:
+        self.swarm = swarm
+        self.run: RunConfig | None = swarm.run_config
+        self.place = "a made-up swarm"
+        self.state = state or FeedState("connected", "made up")
+        self._next = 0
+        self._news = News(sightings=[Sighting(peer_id(n), "answering") for n in range(swarm.peers)])
+
+    def advance(self, until: int) -> None:
+        """Let seconds pass, up to ``until`` since the start."""
+        for t in range(self._next, until):
+            self._news.events += self.swarm.at(t)
+        self._next = max(self._next, until)
+
+    def take(self) -> News:
+        news, self._news = self._news, News()
+        return news
+
+    def watched(self, now: float) -> None:
+        return
+
+    def close(self) -> None:
+        return
