@@ -51,6 +51,7 @@ FLOORS = {
     "demo_watch": 9,
     "rehearsal_watch": 9,
     "cli_checks": 9,
+    "cli_views": 9,
     "cli": 9,
 }
 TENSOR_WING = {"codec", "outer", "fragments", "averaging", "checkpoint", "recipes"}
