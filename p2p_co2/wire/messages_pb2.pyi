@@ -556,3 +556,29 @@ class ProbeAnswer(_message.Message):
     bytes: int
     duration_s: float
     def __init__(self, refusal: _Optional[str] = ..., observed: _Optional[str] = ..., clock: _Optional[float] = ..., reached: _Optional[bool] = ..., bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
+
+class CircuitHop(_message.Message):
+    __slots__ = ("type", "place", "limit", "status")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    type: int
+    place: CircuitPlace
+    limit: CircuitLimit
+    status: int
+    def __init__(self, type: _Optional[int] = ..., place: _Optional[_Union[CircuitPlace, _Mapping]] = ..., limit: _Optional[_Union[CircuitLimit, _Mapping]] = ..., status: _Optional[int] = ...) -> None: ...
+
+class CircuitPlace(_message.Message):
+    __slots__ = ("expires_at",)
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    expires_at: int
+    def __init__(self, expires_at: _Optional[int] = ...) -> None: ...
+
+class CircuitLimit(_message.Message):
+    __slots__ = ("duration_s", "data_bytes")
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    DATA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    duration_s: int
+    data_bytes: int
+    def __init__(self, duration_s: _Optional[int] = ..., data_bytes: _Optional[int] = ...) -> None: ...
