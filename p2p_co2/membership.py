@@ -1,6 +1,6 @@
 """Who is alive, how far away, and where they are in the run: a machine without I/O or clock.
 
-Each peer pings each other every ``HEARTBEAT_S``; pings and pongs carry the sender's ``Status``. A peer is
+Each peer pings each other every ``heartbeat_s``; pings and pongs carry the sender's ``Status``. A peer is
 live from its first ping or pong until it says goodbye, its link breaks and cannot be opened again, or it is
 silent for longer than its own habit explains. There is no fixed timeout to guess: the silence that we accept
 grows with the gaps that were seen.
@@ -8,7 +8,11 @@ grows with the gaps that were seen.
 Law: ``live`` holds only peers that were heard directly; a peer that only the DHT knows is not live. Time is
 compared with this machine's clock alone; other clocks are only measured (``clock_offset_s``), never trusted.
 
-Price: n - 1 small messages per heartbeat and peer, so it serves groups of up to a few hundred, not thousands.
+A pair needs one of the two pings: who was pinged within the last heartbeat answers and asks nothing itself,
+but for a round trip of its own every ``MEASURE_EVERY_S``. Among many the heart beats more slowly, so that a
+peer pings at most ``PINGS_PER_S`` others a second, down to one beat in ``SLOWEST_HEARTBEAT_S``.
+
+Price: each peer still hears from each other one, so this serves groups of up to a few hundred, not thousands.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_PEERS, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
 HEARTBEAT_S = 1.0
+PINGS_PER_S = 16.0
+SLOWEST_HEARTBEAT_S = 5.0
+"""Silence must stand out from the beat: ``SILENCE_CAP_S`` is six of these."""
+MEASURE_EVERY_S = 10.0
 SILENCE_FLOOR_S = 6.0
 """A peer is never declared silent sooner: a busy laptop may starve a thread for seconds."""
 SILENCE_CAP_S = 30.0
@@ -61,13 +69,22 @@ class PeerInfo:
     status: Status
     heard_at: float
     status_at: float
+    versions: tuple[int, ...] = ()
+    digests: tuple[bytes, ...] = ()
+    view: object = None
+    """What the shell made of the newest status; forgotten when there is news."""
+    pinged_us_at: float = -math.inf
+    answered_us_at: float = -math.inf
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
     round_trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=OFFSETS_KEPT))
     offsets_s: deque[float] = field(default_factory=lambda: deque(maxlen=OFFSETS_KEPT))
 
-    @property
-    def round_trip_s(self) -> float:
-        return min(self.round_trips_s, default=0.2)
+    round_trip_s: float = 0.2
+
+    def measured(self, round_trip_s: float, offset_s: float) -> None:
+        self.round_trips_s.append(round_trip_s)
+        self.offsets_s.append(offset_s)
+        self.round_trip_s = min(self.round_trips_s)
 
     @property
     def clock_offset_s(self) -> float:
@@ -93,6 +110,8 @@ class Membership:
         self._one_way_until: dict[PeerId, float] = {}
         self._next_heartbeat_at: float | None = None
         self._nonce = 0
+        self.revision = 0
+        """Grows with everything that is news of the others, but not with their positions and counters."""
         self._outgoing: list[tuple[PeerId, Ping | Pong | Leave]] = []
         self._events: deque[MembershipEvent] = deque()
 
@@ -100,6 +119,11 @@ class Membership:
     def live(self) -> Mapping[PeerId, PeerInfo]:
         """Live peers other than this one."""
         return self._live
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between this peer's heartbeats."""
+        return min(SLOWEST_HEARTBEAT_S, max(HEARTBEAT_S, len(self._live) / PINGS_PER_S))
 
     @property
     def unheard(self) -> int:
@@ -130,24 +154,22 @@ class Membership:
         if self._one_way_until.get(sender, 0.0) > now:
             return
         self._heard(sender, message.status, now)
+        info = self._live.get(sender)
         if isinstance(message, Ping):
-            self._outgoing.append(
-                (
-                    sender,
-                    Pong(
-                        nonce=message.nonce, ping_sent_at=message.sent_at, answered_at=now, status=self.status
-                    ),
-                )
+            pong = Pong(
+                nonce=message.nonce, ping_sent_at=message.sent_at, answered_at=now, status=self.status
             )
+            self._outgoing.append((sender, pong))
+            if info is not None:
+                info.pinged_us_at = now
             return
         round_trip_s = now - message.ping_sent_at
         if not (0 <= round_trip_s < SILENCE_CAP_S and math.isfinite(message.answered_at)):
             return
-        info = self._live.get(sender)
         if info is None:
             return  # as many peers as we take are live already
-        info.round_trips_s.append(round_trip_s)
-        info.offsets_s.append(message.answered_at - (message.ping_sent_at + round_trip_s / 2))
+        info.answered_us_at = now
+        info.measured(round_trip_s, message.answered_at - (message.ping_sent_at + round_trip_s / 2))
 
     def unreachable(self, peer: PeerId, reason: str, now: float) -> None:
         """No carrier can open a link to ``peer``: it is gone until the DHT lists it again."""
@@ -158,8 +180,7 @@ class Membership:
 
     def announce(self, now: float) -> None:
         """Tell every live peer this peer's status now, instead of at the next heartbeat."""
-        for peer in self._live:
-            self._ping(peer, now)
+        self._ping(self._live, now)
 
     def say_goodbye(self, reason: str) -> None:
         """Tell every live peer that this one leaves."""
@@ -168,14 +189,17 @@ class Membership:
     def handle_timer(self, now: float) -> None:
         if self._next_heartbeat_at is None or now < self._next_heartbeat_at:
             return
-        self._next_heartbeat_at = now + HEARTBEAT_S
+        beat_s = self.heartbeat_s
+        self._next_heartbeat_at = now + beat_s
+        due: list[PeerId] = []
         for peer, info in list(self._live.items()):
             silent_s = now - info.heard_at
-            if silent_s > info.silence_limit_s:
+            if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * beat_s):
                 self._drop(peer, f"silent for {silent_s:.0f} s")
                 self._candidates[peer] = now + REVISIT_S
-            else:
-                self._ping(peer, now)
+            elif now - info.pinged_us_at > beat_s or now - info.answered_us_at > MEASURE_EVERY_S:
+                due.append(peer)
+        self._ping(due, now)
         self._greet(now)
 
     def get_timer(self) -> float | None:
@@ -187,6 +211,14 @@ class Membership:
 
     def next_event(self) -> MembershipEvent | None:
         return self._events.popleft() if self._events else None
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What strangers can make grow: (now, at most) by the name of the bound."""
+        return {
+            "MAX_PEERS live": (len(self._live), MAX_PEERS),
+            "MAX_PEERS candidates": (len(self._candidates), MAX_PEERS),
+            "MAX_PEERS one way": (len(self._one_way_until), MAX_PEERS),
+        }
 
     def positions(self, now: float, rounds_per_s: float) -> list[float]:
         """Where the training peers are now on the swarm clock, in rounds, from their last status."""
@@ -206,7 +238,9 @@ class Membership:
         if info is None:
             if len(self._live) >= MAX_PEERS:
                 return
-            self._live[peer] = PeerInfo(status=status, heard_at=now, status_at=now)
+            info = self._live[peer] = PeerInfo(status=status, heard_at=now, status_at=now)
+            info.versions, info.digests = tuple(status.versions), tuple(status.digests)
+            self.revision += 1
             self._candidates.pop(peer, None)
             self._events.append(Joined(peer))
             if self._next_heartbeat_at is None:
@@ -214,29 +248,42 @@ class Membership:
             return
         info.gaps_s.append(now - info.heard_at)
         info.heard_at = info.status_at = now
-        info.status = status
+        known, info.status = info.status, status
+        versions, digests = tuple(status.versions), tuple(status.digests)
+        if (
+            (versions, digests) != (info.versions, info.digests)
+            or known.phase != status.phase
+            or known.upload_bytes_per_s != status.upload_bytes_per_s
+            or known.download_bytes_per_s != status.download_bytes_per_s
+        ):
+            info.versions, info.digests, info.view = versions, digests, None
+            self.revision += 1
 
     def _greet(self, now: float) -> None:
-        for peer, at in self._candidates.items():
-            if at <= now:
-                self._candidates[peer] = now + REVISIT_S
-                self._ping(peer, now)
+        due = [peer for peer, at in self._candidates.items() if at <= now]
+        for peer in due:
+            self._candidates[peer] = now + REVISIT_S
+        self._ping(due, now)
 
-    def _ping(self, peer: PeerId, now: float) -> None:
+    def _ping(self, peers: Iterable[PeerId], now: float) -> None:
+        """The same ping to all of them: it is serialised once."""
         self._nonce += 1
-        self._outgoing.append((peer, Ping(nonce=self._nonce, sent_at=now, status=self.status)))
+        ping = Ping(nonce=self._nonce, sent_at=now, status=self.status)
+        self._outgoing.extend((peer, ping) for peer in peers)
 
     def _drop(self, peer: PeerId, reason: str) -> None:
         if self._live.pop(peer, None) is not None:
+            self.revision += 1
             self._events.append(Left(peer, reason))
 
 
 def check_status(status: Status) -> None:
     """Raise ``RemoteProtocolError`` for a status that cannot be true."""
-    numbers = (status.position, status.upload_bytes_per_s, status.download_bytes_per_s)
-    if not all(math.isfinite(number) and 0 <= number < 1e18 for number in numbers):
-        raise RemoteProtocolError("bad status", f"position or rate out of range: {numbers}")
-    if len(status.versions) > MAX_FRAGMENTS or len(status.digests) not in (0, len(status.versions)):
+    for number in (status.position, status.upload_bytes_per_s, status.download_bytes_per_s):
+        if not 0 <= number < 1e18:  # NaN fails every comparison
+            raise RemoteProtocolError("bad status", f"position or rate out of range: {number}")
+    digests = status.digests
+    if len(status.versions) > MAX_FRAGMENTS or len(digests) not in (0, len(status.versions)):
         raise RemoteProtocolError("bad status", "versions and digests do not belong together")
-    if any(len(digest) != 32 for digest in status.digests) or len(status.software) > MAX_STRING:
+    if not {32}.issuperset(map(len, digests)) or len(status.software) > MAX_STRING:
         raise RemoteProtocolError("bad status", "a digest has the wrong length")

@@ -9,7 +9,18 @@ import pytest
 
 from p2p_co2 import membership
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.membership import HEARTBEAT_S, ONE_WAY_S, REVISIT_S, SILENCE_FLOOR_S, Joined, Left, Membership
+from p2p_co2.membership import (
+    HEARTBEAT_S,
+    MEASURE_EVERY_S,
+    ONE_WAY_S,
+    PINGS_PER_S,
+    REVISIT_S,
+    SILENCE_FLOOR_S,
+    SLOWEST_HEARTBEAT_S,
+    Joined,
+    Left,
+    Membership,
+)
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
@@ -88,6 +99,56 @@ def test_heartbeats_keep_a_peer_live_and_silence_ends_it_with_a_reason() -> None
     assert isinstance(left, Left)
     assert left.peer == B
     assert "silent" in left.reason
+
+
+def test_a_pair_needs_one_ping_a_heartbeat_and_both_measure_the_way() -> None:
+    machines = pair(100.0)
+    pings = 0
+    for beat in range(1, 101):
+        now = 100.0 + beat * HEARTBEAT_S
+        for name, machine in machines.items():
+            machine.handle_timer(now)
+            sent = machine.messages_to_send()
+            pings += sum(isinstance(message, Ping) for _, message in sent)
+            other = machines[B if name == A else A]
+            for _, message in sent:
+                other.receive(message, name, now + 0.03)
+            for _, answer in other.messages_to_send():
+                machine.receive(answer, other.me, now + 0.06)
+    assert 100 <= pings <= 100 * (1 + 2 * HEARTBEAT_S / MEASURE_EVERY_S)
+    for machine in machines.values():
+        (info,) = machine.live.values()
+        assert info.round_trip_s == pytest.approx(0.06)
+
+
+def test_among_many_the_heart_beats_more_slowly_down_to_a_bound() -> None:
+    machine = Membership(A)
+    status = Status(phase=Status.TRAINING)
+    names = [PeerId(f"peer {index}") for index in range(400)]
+    for count, expected_s in ((8, HEARTBEAT_S), (48, 48 / PINGS_PER_S), (400, SLOWEST_HEARTBEAT_S)):
+        for peer in names[:count]:
+            machine.receive(Ping(nonce=1, status=status), peer, 100.0)
+        assert machine.heartbeat_s == pytest.approx(expected_s)
+
+
+def test_what_is_news_is_counted_and_a_position_is_none() -> None:
+    machine = Membership(A)
+    digest = bytes(32)
+    machine.receive(Ping(nonce=1, status=Status(versions=[1], digests=[digest])), B, 100.0)
+    known = machine.revision
+    machine.receive(Ping(nonce=2, status=Status(versions=[1], digests=[digest], position=3.0)), B, 101.0)
+    assert machine.revision == known
+    for status in (
+        Status(versions=[2], digests=[digest]),
+        Status(versions=[2], digests=[b"d" * 32]),
+        Status(versions=[2], digests=[b"d" * 32], phase=Status.DRAINING),
+        Status(versions=[2], digests=[b"d" * 32], phase=Status.DRAINING, upload_bytes_per_s=5.0),
+    ):
+        machine.receive(Ping(nonce=3, status=status), B, 102.0)
+        assert machine.revision == known + 1
+        known = machine.revision
+    machine.unreachable(B, "gone", 103.0)
+    assert machine.revision == known + 1
 
 
 def test_goodbye_and_unreachable_end_a_peer_at_once() -> None:

@@ -48,6 +48,7 @@ class Catching:
         self._node = node
         self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
         self._noticed_at: dict[int, float] = {}
+        self._looked_at: object = None
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
@@ -72,6 +73,11 @@ class Catching:
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
+        joining = self._node.standing.progress.phase == Status.JOINING
+        seen = (self._node.membership.revision, tuple(self._node.agreed), joining)
+        if seen == self._looked_at and not self._noticed_at:
+            return
+        self._looked_at = seen
         for fragment, agreed in enumerate(self._node.agreed):
             newest = self.swarm_version(fragment)
             contradicted = self._majority(fragment, agreed.version) not in (None, agreed.digest)
@@ -79,7 +85,6 @@ class Catching:
                 self._noticed_at.pop(fragment, None)
                 continue
             since = self._noticed_at.setdefault(fragment, now)
-            joining = self._node.standing.progress.phase == Status.JOINING
             if fragment in self._targets:
                 donors = self._donors(fragment, self._targets[fragment][0])
                 self._node.catchup.add_donors(fragment, donors, now)
@@ -250,9 +255,9 @@ class Catching:
 
     def _votes(self, fragment: int) -> list[tuple[int, bytes]]:
         return [
-            (info.status.versions[fragment], info.status.digests[fragment])
+            (info.versions[fragment], info.digests[fragment])
             for info in self._node.membership.live.values()
-            if fragment < len(info.status.digests)
+            if fragment < len(info.digests)
         ]
 
     def _majority(self, fragment: int, version: int) -> bytes | None:
@@ -271,6 +276,6 @@ class Catching:
         peers = sorted(
             peer
             for peer, info in self._node.membership.live.items()
-            if fragment < len(info.status.versions) and info.status.versions[fragment] >= version
+            if fragment < len(info.versions) and info.versions[fragment] >= version
         )
         return split_donors(peers, fragment)

@@ -11,6 +11,7 @@ decided.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.catchup import CatchUp, Shape
 from p2p_co2.errors import LocalProtocolError, TransportError
-from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
+from p2p_co2.membership import Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedVersion, Ledger
@@ -36,8 +37,6 @@ FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
 QUICK_FINDS = 10
 ALONE_BEFORE_REBOOTSTRAP_S = 20.0
 NEWS_UNDER_WAY_S = 0.002
-CONCLUDE_S = 0.05
-"""While training, conclusions for other threads are drawn at most this often."""
 REFRESH_S = 0.25
 """The machines hear of statuses at most this often, but for changes of their own making."""
 
@@ -78,7 +77,9 @@ class Node:
         self.standing = Standing(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0)
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
-        self._beat_at = self._conclude_at = 0.0
+        self._beat_at = self._sleeps_until = 0.0
+        self._told: object = None
+        """What the rounds machine was last told of this peer and the others."""
         self.receiving = Receiving(self, network.config.limits.download_bytes_per_s)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -196,7 +197,9 @@ class Node:
         for _ in range(1000):
             if not self._send_all() and not self._handle_all():
                 break
-        self._wake.set()
+        # The timers' task costs more than a message: it is woken for an earlier timer, or to conclude.
+        if self._next_timer_at() < self._sleeps_until or self.standing.progress.phase != Status.TRAINING:
+            self._wake.set()
 
     def _send_all(self) -> bool:
         sent = False
@@ -244,24 +247,29 @@ class Node:
             self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
             self.pump()
-            if now >= self._conclude_at or self.standing.progress.phase != Status.TRAINING:
-                self._conclude_at = now + CONCLUDE_S
-                self.standing.conclude(self.now())
+            self.standing.conclude(self.now())
             self._wake.clear()
-            timers = (self.membership.get_timer(), self.rounds.get_timer(), self.catchup.get_timer())
-            next_at = min((at for at in timers if at is not None), default=now + HEARTBEAT_S)
-            wait_s = min(HEARTBEAT_S, max(0.001, next_at - self.now()))
+            self._sleeps_until = min(self._next_timer_at(), self._beat_at)
+            wait_s = max(0.001, self._sleeps_until - self.now())
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
+    def _next_timer_at(self) -> float:
+        timers = (self.membership.get_timer(), self.rounds.get_timer(), self.catchup.get_timer())
+        return min((at for at in timers if at is not None), default=math.inf)
+
     def refresh(self) -> None:
         """Tell the machines where this peer and the others stand."""
         now = self.now()
         self._beat_at = now + REFRESH_S
         self.membership.status = self.standing.status()
+        news = (self.membership.revision, tuple(self.agreed), self.upload_bytes_per_s())
+        if news == self._told:
+            return
+        self._told = news
         self.rounds.set_peers(self.standing.views(), now)
         if self._links is not None:
             self._links.set_paces(self.standing.paces())

@@ -6,15 +6,20 @@ heartbeats of live peers alone, and the position on their lower median: of three
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from p2p_co2.membership import PeerInfo
 from p2p_co2.rounds import PeerView
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
+
+PLACED_EVERY_S = 0.2
+"""The swarm's position is worked out at most this often; in between the clock carries it on."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +48,41 @@ class Standing:
         self.progress = LocalProgress()
         self.settled = self.abreast = False
         self.swarm_position: tuple[float, float] | None = None
+        self._status = Status()
+        self._status_of: object = None
+        self._placed_at = -math.inf
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
-        progress, agreed = self.progress, self._node.agreed
-        return Status(
-            phase=progress.phase,
-            position=self.position(),
-            inner_steps=progress.inner_steps,
-            tokens=progress.tokens,
-            loss=progress.loss,
-            versions=[version.version for version in agreed],
-            digests=[version.digest for version in agreed],
-            upload_bytes_per_s=self._node.upload_bytes_per_s(),
-            download_bytes_per_s=self._node.download_bytes_per_s,
-            software=self._node.software,
-        )
+        progress, agreed, upload = self.progress, self._node.agreed, self._node.upload_bytes_per_s()
+        content = (progress, tuple(agreed), upload)
+        if content != self._status_of:
+            self._status_of = content
+            self._status = Status(
+                phase=progress.phase,
+                inner_steps=progress.inner_steps,
+                tokens=progress.tokens,
+                loss=progress.loss,
+                versions=[version.version for version in agreed],
+                digests=[version.digest for version in agreed],
+                upload_bytes_per_s=upload,
+                download_bytes_per_s=self._node.download_bytes_per_s,
+                software=self._node.software,
+            )
+        self._status.position = self.position()
+        return self._status  # the messages that carry it hold copies
+
+    def _view(self, info: PeerInfo) -> PeerView:
+        """Made once for each news of a peer: there are many peers and few news."""
+        if info.view is None:
+            info.view = PeerView(
+                upload_bytes_per_s=info.status.upload_bytes_per_s,
+                training=info.status.phase == Status.TRAINING,
+                versions=info.versions,
+                download_bytes_per_s=info.status.download_bytes_per_s,
+            )
+        assert isinstance(info.view, PeerView)
+        return info.view
 
     def position(self) -> float:
         """This peer's position now: what the training thread last said, carried on by the clock."""
@@ -69,15 +93,7 @@ class Standing:
 
     def views(self) -> dict[PeerId, PeerView]:
         """The live peers, this one among them, as the rounds machine wants to know them."""
-        views = {
-            peer: PeerView(
-                upload_bytes_per_s=info.status.upload_bytes_per_s,
-                training=info.status.phase == Status.TRAINING,
-                versions=tuple(info.status.versions),
-                download_bytes_per_s=info.status.download_bytes_per_s,
-            )
-            for peer, info in self._node.membership.live.items()
-        }
+        views = {peer: self._view(info) for peer, info in self._node.membership.live.items()}
         versions = tuple(version.version for version in self._node.agreed)
         views[self._node.me] = PeerView(self._node.upload_bytes_per_s(), training=True, versions=versions)
         return views
@@ -94,19 +110,24 @@ class Standing:
         }
 
     def conclude(self, now: float) -> None:
-        """Compare this peer with the others."""
+        """Compare this peer with the others; while it trains nobody asks for more than the position."""
+        if now - self._placed_at >= PLACED_EVERY_S or self.swarm_position is None:
+            self._placed_at = now
+            at = self._node.clock.monotonic() - (self._node.now() - now)
+            positions = sorted(self._node.membership.positions(now, self._rounds_per_s))
+            self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None
+        if self.progress.phase == Status.TRAINING:
+            self.settled = False
+            return
         mine = [(version.version, version.digest) for version in self._node.agreed]
-        statuses = [info.status for info in self._node.membership.live.values()]
-        theirs = [list(zip(status.versions, status.digests, strict=False)) for status in statuses]
+        here = tuple(version for version, _ in mine), tuple(digest for _, digest in mine)
         idle = not self._node.catching.busy()
         self.settled = idle and all(
-            status.phase == Status.JOINING or (status.phase == Status.DRAINING and state == mine)
-            for status, state in zip(statuses, theirs, strict=True)
+            info.status.phase == Status.JOINING
+            or (info.status.phase == Status.DRAINING and (info.versions, info.digests) == here)
+            for info in self._node.membership.live.values()
         )
         ahead = [self._node.catching.swarm_version(f) - version for f, (version, _) in enumerate(mine)]
         self.abreast = idle and all(
             rounds <= (1 if version else 0) for rounds, (version, _) in zip(ahead, mine, strict=True)
         )
-        at = self._node.clock.monotonic() - (self._node.now() - now)
-        positions = sorted(self._node.membership.positions(now, self._rounds_per_s))
-        self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None

@@ -233,6 +233,16 @@ class Coordination:
         for peer in sorted(audience):
             self._outlet.send(peer, decision)
 
+    def held(self) -> dict[str, tuple[int, int]]:
+        """As ``Rounds.held``. One sender occupies one gathering per fragment; a round that has begun is
+        decided by its timer before this peer coordinates more of them than it has fragments and peers."""
+        most = len(self._history) * len(self._swarm.live)
+        return {
+            "GATHERINGS": (len(self._gatherings), most),
+            "BEGUN": (len(self._begun), most),
+            "TALLIES": (len(self._tallies), most + len(self._history)),
+        }
+
     # ---- time and the swarm
 
     def peers_changed(self, now: float) -> None:

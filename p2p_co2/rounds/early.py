@@ -41,5 +41,12 @@ class EarlyPieces:
         self.clear()
         return held
 
+    def held(self) -> dict[str, tuple[int, int]]:
+        """As ``Rounds.held``."""
+        return {
+            "EARLY_MESSAGES": (len(self._held), bounds.EARLY_MESSAGES),
+            "EARLY_BYTES": (sum(self._bytes.values()), self._limit_bytes),
+        }
+
     def clear(self) -> None:
         self._held, self._bytes = [], {}

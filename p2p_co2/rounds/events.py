@@ -69,6 +69,14 @@ class Offer:
             )
 
 
+class OpenOffer(NamedTuple):
+    """An offer that waits: since when, and when it is looked at again at the latest."""
+
+    fragment: int
+    offered_at: float
+    timer_at: float
+
+
 class Slice(NamedTuple):
     peer: PeerId
     weight: float

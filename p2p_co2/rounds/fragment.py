@@ -110,6 +110,15 @@ class FragmentRounds:
         self._abort(reason, now)
         return True
 
+    def waiting(self) -> tuple[float, float] | None:
+        """Since when our offer waits and when its next timer is; None if there is none."""
+        timer_at = self.get_timer()
+        return None if timer_at is None else (self._offered_at, timer_at)
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """As ``Rounds.held``."""
+        return {**self.verdicts.held(), **self._early.held()}
+
     # ---- time and the swarm
 
     def peers_changed(self, now: float) -> None:

@@ -29,7 +29,7 @@ from p2p_co2.memory import Buffer
 from p2p_co2.rounds.attempt import check_place, read_key
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.decision import open_decision
-from p2p_co2.rounds.events import Offer, PayloadShape, PeerView, ReduceJob, Refused, RoundsEvent
+from p2p_co2.rounds.events import Offer, OpenOffer, PayloadShape, PeerView, ReduceJob, Refused, RoundsEvent
 from p2p_co2.rounds.fragment import FragmentRounds
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Outlet, Swarm
@@ -56,6 +56,8 @@ class Rounds:
             for fragment in range(len(shape.blocks))
         ]
         self._now = 0.0
+        self._timer_is_stale = True
+        self._timer_at: float | None = None
 
     # ---- what the node tells us
 
@@ -72,6 +74,7 @@ class Rounds:
         """The agreed state that we hold now. An open offer that does not start from it ends in
         ``Aborted``."""
         self._swarm.my_versions[fragment] = version
+        self._timer_is_stale = True
         self._fragments[fragment].set_state(version, digest, self._now)
 
     def offer(self, offer: Offer, now: float) -> None:
@@ -128,8 +131,11 @@ class Rounds:
 
     def get_timer(self) -> float | None:
         """When ``handle_timer`` wants to be called next."""
-        times = [self._coordination.get_timer(), *(fragment.get_timer() for fragment in self._fragments)]
-        return min((at for at in times if at is not None), default=None)
+        if self._timer_is_stale:
+            self._timer_is_stale = False
+            times = [self._coordination.get_timer(), *(fragment.get_timer() for fragment in self._fragments)]
+            self._timer_at = min((at for at in times if at is not None), default=None)
+        return self._timer_at
 
     def handle_timer(self, now: float) -> None:
         """Do what is due. Coordinators decide before members lose patience with them."""
@@ -148,9 +154,25 @@ class Rounds:
     def next_event(self) -> RoundsEvent | None:
         return self._outlet.events.popleft() if self._outlet.events else None
 
+    # ---- what there is to see
+
+    def open_offers(self) -> list[OpenOffer]:
+        """Our offers that wait for their end."""
+        offers = ((index, fragment.waiting()) for index, fragment in enumerate(self._fragments))
+        return [OpenOffer(index, *waiting) for index, waiting in offers if waiting is not None]
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
+        of the fragment that holds most."""
+        most = self._coordination.held()
+        for fragment in self._fragments:
+            for name, (count, bound) in fragment.held().items():
+                most[name] = (max(count, most.get(name, (0, 0))[0]), bound)
+        return most
+
     def _settle(self, now: float) -> None:
         """Deliver what we sent to ourselves and end what has failed, until nothing moves."""
-        self._now = now
+        self._now, self._timer_is_stale = now, True
         while True:
             if self._outlet.loop:
                 message = self._outlet.loop.popleft()

@@ -47,11 +47,13 @@ class _PartState:
         self.contributors: Contributors | None = None
         self.mean: memoryview | None = None
         self.digest = b""
+        self.listed: list[Contributor] = []
 
     def hold(self, contributors: Contributors) -> None:
         """The mean is in its place."""
         self.mean, self.contributors = self.place, contributors
         self.digest = digest(self.place)
+        self.listed = [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
 
 
 class Member:
@@ -251,11 +253,9 @@ class Member:
     def _part_outcome(self, part: int) -> PartOutcome:
         """A part that we do not hold has an empty digest; its generation is told all the same."""
         state, (start, stop) = self._parts[part], self.attempt.ranges[part]
-        known = state.contributors or () if state.digest else ()
-        contributors = [Contributor(peer=peer, weight=weight) for peer, weight in known]
         return PartOutcome(
             start_block=start, stop_block=stop, generation=state.generation,
-            digest=state.digest, contributors=contributors,
+            digest=state.digest, contributors=state.listed,
         )  # fmt: skip
 
     def _tell(self, news: Result, now: float) -> None:

@@ -29,7 +29,11 @@ from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt, check_digest, read_contributors
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named, short
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import Outcome, PartOutcome, Reassign, Result
+
+MAX_SOUND = 4 * MAX_MEMBERS
+"""Checked parts that are remembered; honest votes need one for each part."""
 
 
 class Tally:
@@ -50,6 +54,10 @@ class Tally:
         self._is_held = [False] * len(attempt.ranges)
         """Whether the part's present owner was chosen because it holds the mean."""
         self._votes: dict[PeerId, Result] = {}
+        self._contents: dict[PeerId, bytes] = {}
+        """Of the complete votes: what each says."""
+        self._sound: set[bytes] = set()
+        """Parts of votes that were checked: all members say the same, and checking costs."""
         self._heard: set[PeerId] = set()
         self._reassigned = False
         """Whether we gave parts away ourselves: older votes are void from then on."""
@@ -94,6 +102,9 @@ class Tally:
         known = self._votes.get(sender)
         if known is None or _rank(message) >= _rank(known):
             self._votes[sender] = message
+            self._contents.pop(sender, None)
+            if _is_complete(message):
+                self._contents[sender] = _content(message)
         self._evaluate(now)
 
     def _check(self, message: Result) -> None:
@@ -111,7 +122,11 @@ class Tally:
                 if index in lost:
                     raise RemoteProtocolError("wrong parts", "a part both held and lost")
                 check_digest(part.digest)
-                read_contributors(part.contributors, self.attempt.shares)
+                content = part.SerializeToString(deterministic=True)
+                if content not in self._sound:
+                    read_contributors(part.contributors, self.attempt.shares)
+                    if len(self._sound) < MAX_SOUND:
+                        self._sound.add(content)
 
     # ---- the verdict
 
@@ -145,9 +160,8 @@ class Tally:
     def _best(self) -> tuple[list[PeerId], list[PartOutcome]]:
         """The largest set of equal complete votes."""
         camps: dict[bytes, list[PeerId]] = {}
-        for peer in sorted(self._votes):
-            if _is_complete(self._votes[peer]):
-                camps.setdefault(_content(self._votes[peer]), []).append(peer)
+        for peer in sorted(self._contents):
+            camps.setdefault(self._contents[peer], []).append(peer)
         if not camps:
             return [], []
         best = max(camps, key=lambda content: (len(camps[content]), content))
@@ -176,6 +190,7 @@ class Tally:
             self._generations[part] = generation
             self._is_held[part] = bool(living)
         self._votes.clear()
+        self._contents.clear()
         self._reassigned = True
         self._decide_at = now + self.attempt.result_within_s
         for part in parts:
