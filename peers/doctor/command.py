@@ -48,19 +48,18 @@ def _diagnosed(
     ticket: Ticket | None, config: PeerConfig, findings: list[Finding], tell: Callable[[Finding], None]
 ) -> Diagnosis:
     is_reachable, link = None, MeasuredLink()
-    if ticket is None:
-        advice = "give a ticket: p2p-co2 doctor TICKET"
-        for name in ("seeds", "clock", "nat", "reachability", "upload", "download", "round trips"):
-            tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask", advice))
-    elif not any(
+    if not any(
         finding.name in {"torch", "platform"} and finding.state == State.CANNOT for finding in findings
     ):
         from peers.doctor.needs import look_at_needs
-        from peers.doctor.network import look_at_network
+        from peers.doctor.network import look_at_network, look_without_ticket
 
-        outcome = asyncio.run(look_at_network(ticket, config, tell))
-        is_reachable, link = outcome.is_reachable, outcome.link
-        if outcome.run is not None:
-            for finding in look_at_needs(outcome.run, config, outcome.peers, link):
-                tell(finding)
+        if ticket is None:
+            asyncio.run(look_without_ticket(config, tell))
+        else:
+            outcome = asyncio.run(look_at_network(ticket, config, tell))
+            is_reachable, link = outcome.is_reachable, outcome.link
+            if outcome.run is not None:
+                for finding in look_at_needs(outcome.run, config, outcome.peers, link):
+                    tell(finding)
     return Diagnosis(findings=tuple(findings), is_reachable=is_reachable, asked=ticket is not None, link=link)

@@ -57,6 +57,15 @@ class Outcome:
     link: MeasuredLink = field(default_factory=MeasuredLink)
 
 
+async def look_without_ticket(config: PeerConfig, tell: Callable[[Finding], None]) -> None:
+    """What can be said of the network with nobody to ask."""
+    tell(check_route())
+    async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
+        await _daemon(config, (), tell, stack)
+    for name in ("names (dns)", "seeds", *AFTER_SEEDS):
+        tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask", "give a ticket: p2p-co2 doctor TICKET"))
+
+
 async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Callable[[Finding], None]) -> Outcome:
     """All stages; findings go to ``tell`` as they come. Never raises for what the network does."""
     outcome = Outcome()
@@ -78,16 +87,10 @@ async def _stages(
 ) -> None:
     tell(check_route())
     tell(await check_names(ticket.seeds, config.announce_host))
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2p-co2-doctor-")))
-    began_at = time.monotonic()
-    try:
-        identity = Identity.load_or_create(folder / "identity")
-        p2p = await _start(folder / "identity", config, ticket.seeds)
-    except (EnvironmentFault, ConfigError) as error:
-        tell(Finding("libp2p daemon", State.CANNOT, "does not start", str(error)))
+    started = await _daemon(config, ticket.seeds, tell, stack)
+    if started is None:
         return
-    stack.push_async_callback(stop_p2p, p2p)
-    tell(Finding("libp2p daemon", State.OK, f"starts in {time.monotonic() - began_at:.1f} s"))
+    p2p, identity = started
     targets = seeds_of(ticket)
     await asyncio.gather(*(_look(ticket, p2p, target) for target in targets))
     discovery = Discovery(p2p, identity, ticket.run, _ignore)
@@ -109,16 +112,33 @@ async def _stages(
     tell(round_trips_finding({target.name: target.round_trip_s for target in swarm.answering}, outcome.peers))
 
 
+async def _daemon(
+    config: PeerConfig, relays: Sequence[str], tell: Callable[[Finding], None], stack: AsyncExitStack
+) -> tuple[P2P, Identity] | None:
+    """Start the daemon with an identity that lives as long as ``stack``; None if it does not start."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2p-co2-doctor-")))
+    began_at = time.monotonic()
+    try:
+        identity = Identity.load_or_create(folder / "identity")
+        p2p = await _start(folder / "identity", config, relays)
+    except (EnvironmentFault, ConfigError) as error:
+        tell(Finding("libp2p daemon", State.CANNOT, "does not start", str(error)))
+        return None
+    stack.push_async_callback(stop_p2p, p2p)
+    tell(Finding("libp2p daemon", State.OK, f"starts in {time.monotonic() - began_at:.1f} s"))
+    return p2p, identity
+
+
 async def _start(identity_path: Path, config: PeerConfig, relays: Sequence[str]) -> P2P:
     """The daemon, on the peer's own port if that is free: that one is to be dialled."""
     try:
         return await start_p2p(
-            identity_path, config.host, config.libp2p_port, relays=relays, startup_timeout_s=STARTUP_S
+            identity_path, config.host, config.libp2p_port, startup_timeout_s=STARTUP_S
         )
     except EnvironmentFault:
         if not config.libp2p_port:
             raise
-    return await start_p2p(identity_path, config.host, relays=relays, startup_timeout_s=STARTUP_S)
+    return await start_p2p(identity_path, config.host, startup_timeout_s=STARTUP_S)
 
 
 def seeds_of(ticket: Ticket) -> list[Target]:

@@ -1,0 +1,349 @@
+"""peers.doctor, this machine's part: each check in each outcome; faults are real where a process can have
+them (limits of files, a full disk, an occupied port), figures elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.recipes import load_recipe
+from peers.doctor import machine, needs
+from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, Role, State, line_of
+from peers.doctor.nat import NatKind, Sight, connections, nat_finding, nat_kind
+
+ROOT = Path(__file__).resolve().parent.parent
+OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
+
+
+def doctor(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "p2p_co2.cli", "doctor", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=90, check=False, **settings,  # type: ignore[call-overload]
+    )  # fmt: skip
+
+
+def findings_of(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    return {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+
+
+# ---- what findings mean
+
+
+@pytest.mark.parametrize(
+    ("states", "is_reachable", "asked", "status", "role"),
+    [
+        ([OK, OK], True, True, 0, Role.DIRECT),
+        ([OK], False, True, 1, Role.DIAL_OUT),
+        ([OK, LIMITED], True, True, 1, Role.DIRECT),
+        ([OK, UNKNOWN], True, True, 1, Role.DIRECT),
+        ([OK, UNKNOWN], None, True, 1, Role.DIAL_OUT),
+        ([OK, UNKNOWN], None, False, 0, Role.UNKNOWN),
+        ([LIMITED, UNKNOWN], None, False, 1, Role.UNKNOWN),
+        ([OK, CANNOT, LIMITED], True, True, 2, Role.NONE),
+    ],
+)
+def test_status_and_role_follow_from_the_findings(
+    states: list[State], is_reachable: bool | None, asked: bool, status: int, role: Role
+) -> None:
+    found = tuple(Finding(str(number), state, "x", "y") for number, state in enumerate(states))
+    diagnosis = Diagnosis(findings=found, is_reachable=is_reachable, asked=asked)
+    assert (diagnosis.exit_status, diagnosis.role) == (status, role)
+    assert diagnosis.table()["exit_status"] == status
+
+
+def test_a_finding_is_a_line_and_its_advice_another() -> None:
+    assert line_of(Finding("disk", OK, "9 GB")).count("\n") == 0
+    shown = line_of(Finding("disk", LIMITED, "1 MB \x1b[2J", "free\nsome"))
+    assert "\x1b" not in shown
+    assert shown.count("\n") == 1
+    assert shown.endswith("-> free?some")
+
+
+# ---- python, platform, torch, device
+
+
+@pytest.mark.parametrize(("version", "state"), [((3, 11, 0), OK), ((3, 14, 1), OK), ((3, 10, 9), CANNOT)])
+def test_python(version: tuple[int, ...], state: State) -> None:
+    assert machine.check_python(version).state == state
+    assert machine.check_python().state == OK
+
+
+def test_platform() -> None:
+    assert machine.check_platform().state == OK
+    refused = machine.check_platform("darwin", "arm64")
+    assert refused.state == CANNOT
+    assert "container" in refused.advice
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [("2.13.0+cpu", OK), ("2.6.0", OK), ("10.0", OK), ("2.5.1", CANNOT), ("", CANNOT)]
+)
+def test_torch_by_version(version: str, state: State) -> None:
+    assert machine.check_torch(lambda name: SimpleNamespace(__version__=version)).state == state
+    assert machine.check_torch().state == OK
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("no torch"), OSError("libcudart.so: cannot open\nmore"), RuntimeError()]
+)
+def test_a_torch_that_cannot_be_imported(error: Exception) -> None:
+    def load(name: str) -> object:
+        raise error
+
+    found = machine.check_torch(load)
+    assert found.state == CANNOT
+    assert "force-reinstall" in found.advice
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.check_device("cpu").state == OK
+    assert machine.check_device("abacus").state == CANNOT
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machine.check_device("cuda").state == CANNOT
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    assert machine.check_device("cuda:1").state == CANNOT
+    for free, state in ((9e9, OK), (2e9, LIMITED)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10e9))
+        found = machine.check_device("cuda:0")
+        assert found.state == state
+        assert "of 10 GB free" in found.measured
+
+
+# ---- threads, memory, disk, files, proxy, ports
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cores", "quota", "state", "words"),
+    [
+        (0, 8, float("inf"), OK, "nothing"),
+        (4, 8, float("inf"), OK, "nothing"),
+        (9, 8, float("inf"), LIMITED, "--threads 8"),
+        (0, 1, float("inf"), LIMITED, "one core"),
+        (0, 8, 2.0, LIMITED, "--threads 2"),
+        (2, 8, 2.0, OK, "nothing"),
+    ],
+)  # fmt: skip
+def test_threads(wanted: int, cores: int, quota: float, state: State, words: str) -> None:
+    found = machine.check_threads(wanted, cores, quota)
+    assert found.state == state
+    assert words in found.advice
+
+
+@pytest.mark.parametrize(("available", "state"), [(3e9, OK), (1.2e9, LIMITED), (0.9e9, CANNOT)])
+def test_memory(available: float, state: State) -> None:
+    assert machine.check_memory(available, 1e9).state == state
+
+
+def test_memory_is_read_from_the_kernel_and_the_control_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    whole = machine.available_memory_bytes()
+    assert whole > 1e8
+    assert machine.cpu_quota() == float("inf")
+    (tmp_path / "memory.max").write_text("50000000\n")
+    (tmp_path / "memory.current").write_text("20000000\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert machine.available_memory_bytes() == 30e6
+    assert machine.cpu_quota() == 1.5
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.available_memory_bytes() > 30e6
+    assert machine.cpu_quota() == float("inf")
+
+
+def test_disk_room_and_rights(tmp_path: Path) -> None:
+    assert machine.check_disk(tmp_path / "not" / "there", 1.0).state == OK
+    assert not (tmp_path / "not").exists()
+    assert not list(tmp_path.iterdir())
+    assert machine.check_disk(tmp_path, 1e18).state == LIMITED
+    (tmp_path / "file").write_text("")
+    assert machine.check_disk(tmp_path / "file" / "under", 1.0).state == CANNOT
+    assert machine.check_disk(Path("/proc/no-such-folder"), 1.0).state == CANNOT
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        assert machine.check_disk(tmp_path, 1e3).state == OK
+        with pytest.raises(OSError, match="space"):
+            (tmp_path / "all of it").write_bytes(bytes(2 << 20))
+        found = machine.check_disk(tmp_path, 1e3)
+        assert found.state == CANNOT
+        assert "No space left" in found.measured
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("soft", "state"),
+    [(1024, OK), (resource.RLIM_INFINITY, OK), (1023, LIMITED), (128, LIMITED), (127, CANNOT)],
+)
+def test_open_files(soft: int, state: State) -> None:
+    assert machine.check_files(soft).state == state
+
+
+@pytest.mark.parametrize(
+    ("environment", "state"),
+    [
+        ({}, OK),
+        ({"HTTPS_PROXY": "http://proxy:3128"}, LIMITED),
+        ({"all_proxy": ""}, OK),
+        ({"no_proxy": "x"}, OK),
+    ],
+)
+def test_proxies(environment: dict[str, str], state: State) -> None:
+    assert machine.check_proxy(environment).state == state
+
+
+def test_ports(tmp_path: Path) -> None:
+    assert machine.check_ports(PeerConfig()).state == OK
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        found = machine.check_ports(PeerConfig(grpc_port=taken))
+        assert (found.state, "--grpc-port" in found.advice) == (CANNOT, True)
+        assert machine.check_ports(PeerConfig(libp2p_port=taken)).state == CANNOT
+        assert machine.check_ports(PeerConfig(grpc_port=taken, carrier="libp2p")).state == OK
+    assert machine.check_ports(PeerConfig(grpc_port=taken)).state == OK
+    assert "another --host" in machine.check_ports(PeerConfig(host="192.0.2.1")).advice
+
+
+# ---- nat
+
+OURS, SEEN = ("10.0.0.2", 4001), ("203.0.113.7", 4001)
+
+
+@pytest.mark.parametrize(
+    ("sights", "kind"),
+    [
+        ([Sight(SEEN, SEEN)], NatKind.NONE),
+        ([Sight(None, ("127.0.0.1", 9))], NatKind.NONE),
+        ([Sight(OURS, ("203.0.113.7", 9)), Sight(OURS, ("203.0.113.7", 9))], NatKind.CONE),
+        ([Sight(OURS, SEEN)], NatKind.CONE),
+        ([Sight(OURS, ("203.0.113.7", 9)), Sight(OURS, ("203.0.113.7", 10))], NatKind.SYMMETRIC),
+        ([Sight(OURS, ("203.0.113.7", 9))], NatKind.SOME),
+        ([Sight(OURS, ("203.0.113.7", 9)), Sight(("10.0.0.2", 2), ("203.0.113.7", 10))], NatKind.SOME),
+        ([Sight(OURS, None)], NatKind.UNKNOWN),
+        ([], NatKind.UNKNOWN),
+    ],
+)  # fmt: skip
+def test_nat_kinds(sights: list[Sight], kind: NatKind) -> None:
+    assert nat_kind(sights) == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (NatKind.NONE, OK), (NatKind.CONE, LIMITED), (NatKind.SYMMETRIC, LIMITED), (NatKind.SOME, LIMITED),
+        (NatKind.UNKNOWN, UNKNOWN),
+    ],
+)  # fmt: skip
+def test_nat_findings(kind: NatKind, state: State) -> None:
+    assert nat_finding(kind, SEEN, "ports 1 and 2").state == state
+
+
+def test_our_own_ends_of_connections_are_found() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+    ):
+        assert connections()[listener.getsockname()] == ours.getsockname()
+    assert listener not in connections(tables=(Path("/proc/no-such-table"),))
+
+
+def test_addresses_of_the_kernels_tables(tmp_path: Path) -> None:
+    table = tmp_path / "tcp6"
+    table.write_text(
+        "head\n"
+        " 0: 0000000000000000FFFF00000100007F:1F90 0000000000000000FFFF0000077100CB:01BB 01 0\n"
+        " 1: B80D0120000000000000000001000000:0001 B80D0120000000000000000002000000:0002 01 0\n"
+        " 2: 0100007F:1F90 00000000:0000 0A 0\n"
+    )
+    assert connections((table,)) == {
+        ("203.0.113.7", 443): ("127.0.0.1", 8080),
+        ("2001:db8::2", 2): ("2001:db8::1", 1),
+    }
+
+
+# ---- what a run needs
+
+
+def test_the_built_in_model_is_counted_without_making_it() -> None:
+    run = RunConfig(recipe_options={"layers": 2, "width": 32, "batch": 3})
+    model = load_recipe("byte-gpt", run.recipe_options, 0).model
+    assert needs.parameters_of(run) == sum(parameter.numel() for parameter in model.parameters())
+    assert needs.parameters_of(RunConfig(recipe="file.py:make")) is None
+
+
+def test_a_runs_needs_in_each_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config, link = PeerConfig(folder=tmp_path), MeasuredLink(up_bytes_per_s=1e6, down_bytes_per_s=1e6)
+    for run, available, states in (
+        (RunConfig(), 1e12, {"run's memory": OK, "run's disk": OK, "run's link": OK}),
+        (RunConfig(), 1e8, {"run's memory": CANNOT}),
+        (RunConfig(clock={"round_s": 0.1}), 1e12, {"run's link": LIMITED}),  # type: ignore[arg-type]
+        (RunConfig(recipe="file.py:make"), 1e12, {"this run": UNKNOWN}),
+    ):
+        monkeypatch.setattr(needs, "available_memory_bytes", lambda available=available: available)
+        found = {f.name: f.state for f in needs.look_at_needs(run, config, 3, link)}
+        assert states.items() <= found.items()
+    assert "run's link" not in {f.name for f in needs.look_at_needs(RunConfig(), config, 3, MeasuredLink())}
+
+
+@pytest.mark.parametrize(("floor_s", "state"), [(10.0, OK), (55.0, LIMITED), (70.0, LIMITED)])
+def test_a_link_against_the_round(floor_s: float, state: State) -> None:
+    assert needs.check_link(floor_s, 60.0).state == state
+
+
+# ---- the command
+
+
+def test_a_machine_alone_is_looked_at_as_a_whole() -> None:
+    result = doctor(
+        "--json", "--threads", "1", env={k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
+    )
+    found = findings_of(result)
+    for name in (
+        "python", "platform", "torch", "device", "threads", "memory", "disk", "open files", "proxy", "ports",
+        "route", "libp2p daemon",
+    ):  # fmt: skip
+        assert found[name]["state"] in {"ok", "limited"}, found[name]
+        assert found[name]["measured"]
+        assert found[name]["advice"]
+    for name in ("names (dns)", "seeds", "clock", "nat", "reachability", "upload", "download", "round trips"):
+        assert found[name]["state"] == "unknown"
+    assert json.loads(result.stdout)["role"] == "unknown"
+    limited = any(finding["state"] == "limited" for finding in found.values())
+    assert result.returncode == int(limited)
+
+
+def test_too_few_files_and_a_taken_port_are_found_for_real() -> None:
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        result = doctor("--json", "--libp2p-port", port, "--threads", "1", preexec_fn=few_files)
+    found = findings_of(result)
+    assert (found["open files"]["state"], found["open files"]["measured"]) == ("cannot", "limit 100")
+    assert found["ports"]["state"] == "cannot"
+    assert found["libp2p daemon"]["state"] == "ok"  # on another port
+    assert (result.returncode, json.loads(result.stdout)["role"]) == (2, "none")
+
+
+def test_a_wrong_ticket_is_refused_before_anything_is_looked_at() -> None:
+    result = doctor("p2pco2-AAAA")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")

@@ -1,0 +1,317 @@
+"""peers.doctor, the way to the swarm: against real daemons of this machine, lying and capped ones among them,
+and from behind real routers where network namespaces are allowed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swarms import swarm
+
+from bootstrap import netns
+from bootstrap.internet import Internet
+from bootstrap.local_swarm import LocalSwarm, environment, program
+from bootstrap.plan.links import GivenLink, read_links
+from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.discovery import Discovery
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.profiles import LinkProfile
+from p2p_co2.ticket import Ticket
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.transport.probe import ProbeServer
+from p2p_co2.transport.probing import Passed
+from p2p_co2.wire.identity import Identity, PeerId
+from peers.doctor import names
+from peers.doctor.findings import State
+from peers.doctor.network import Outcome, clock_finding, look_at_network, round_trips_finding
+from peers.doctor.seen import rate_finding, together
+
+RUN = RunConfig(recipe_digest="00" * 32)
+OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
+
+
+# ---- by hand
+
+
+@pytest.mark.parametrize(
+    ("offsets_s", "state"),
+    [
+        ([0.1], OK), ([-4.9, 1.0], OK), ([20.0], LIMITED), ([-20.0, -21.0], LIMITED), ([60.0], CANNOT),
+        ([0.0, 0.1, 3600.0], OK),  # one liar among three
+        ([0.0, 3600.0], UNKNOWN),  # of two nobody knows which
+        ([61.0, 60.0, 0.0], CANNOT),
+    ],
+)  # fmt: skip
+def test_clocks(offsets_s: list[float], state: State) -> None:
+    assert clock_finding(offsets_s).state == state
+
+
+def test_rates_of_several_are_what_passed_together() -> None:
+    slow, quick = Passed(100_000, 1.0), Passed(300_000, 0.5)
+    assert together([slow, quick]) == 400_000
+    assert together([]) is None
+    assert rate_finding("upload", {"a": slow, "b": quick}, []).state == OK
+    assert rate_finding("upload", {"a": slow}, []).state == LIMITED
+    assert rate_finding("upload", {}, ["seed 1: refused: busy"]).state == UNKNOWN
+
+
+def test_round_trips() -> None:
+    assert round_trips_finding({"seed 1": 0.05}, 3).state == OK
+    assert round_trips_finding({"seed 1": 0.05, "peer x": 0.6}, 3).state == LIMITED
+
+
+@pytest.mark.parametrize(
+    ("lines", "state"),
+    [
+        ("Iface\tDestination\tGateway\n", LIMITED),
+        ("head\neth0\t00000000\t0100A8C0\t0003\t0\t0\t100\t00000000\t0\t0\t0\n", OK),
+        ("head\neth0\t0000A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0\n", LIMITED),
+    ],
+)
+def test_routes(tmp_path: Path, lines: str, state: State) -> None:
+    (tmp_path / "route").write_text(lines)
+    assert names.check_route((tmp_path / "route", tmp_path / "none")).state == state
+
+
+async def test_names_that_are_there_and_that_are_not() -> None:
+    by_name = ("/dns/localhost/tcp/1/p2p/12D3KooW",)
+    assert (await names.check_names(("/ip4/192.0.2.1/tcp/1/p2p/12D3KooW",), "")).state == OK
+    assert (await names.check_names(by_name, "127.0.0.1")).state == OK
+
+    async def lost(name: str) -> object:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    assert (await names.check_names(by_name, "", lost)).state == CANNOT
+    assert (await names.check_names((*by_name, "/ip4/192.0.2.1/tcp/1/p2p/x"), "", lost)).state == LIMITED
+    announced = await names.check_names((), "my.host.example", lost)
+    assert (announced.state, "--announce-host" in announced.advice) == (CANNOT, True)
+
+
+# ---- against real daemons
+
+
+class Host:
+    """A seed in this process: its ticket, and how it misbehaves."""
+
+    def __init__(self, ticket: Ticket, probes: ProbeServer) -> None:
+        self.ticket, self.probes = ticket, probes
+
+
+@asynccontextmanager
+async def seed(folder: Path, *, ahead_s: float = 0.0, cap: float = 0.0) -> AsyncIterator[Host]:
+    """``ahead_s``: how wrong its clock is. ``cap``: on what it sends."""
+    identity = Identity.load_or_create(folder / "identity")
+    async with AsyncExitStack() as stack:
+        p2p = await start_p2p(folder / "identity")
+        stack.push_async_callback(stop_p2p, p2p)
+        discovery = Discovery(p2p, identity, RUN.digest(), lambda peer, error: None)
+        stack.push_async_callback(discovery.close)
+        await discovery.start(())
+        await discovery.publish_manifest(RUN.canonical_bytes(), bytes(32))
+        probes = ProbeServer(p2p, RUN.digest(), cap, lambda: time.time() + ahead_s)
+        stack.push_async_callback(probes.close)
+        await probes.start()
+        maddrs = tuple(str(maddr) for maddr in await p2p.get_visible_maddrs())
+        yield Host(Ticket(RUN.digest(), PeerId(identity.peer_id), maddrs), probes)
+
+
+async def looked(ticket: Ticket, **config: object) -> tuple[dict[str, State], dict[str, str], Outcome]:
+    """States and words of the findings by name, and the outcome."""
+    found = []
+    outcome = await look_at_network(ticket, PeerConfig(**config), found.append)  # type: ignore[arg-type]
+    assert len({finding.name for finding in found}) == len(found)
+    states = {finding.name: finding.state for finding in found}
+    return states, {f.name: f"{f.measured} -> {f.advice}" for f in found}, outcome
+
+
+async def test_a_swarm_in_good_order(tmp_path: Path) -> None:
+    async with seed(tmp_path) as host:
+        states, words, outcome = await looked(host.ticket)
+    assert set(states) - {"route"} == {
+        "names (dns)", "libp2p daemon", "seeds", "clock", "nat", "reachability", "upload", "download",
+        "round trips",
+    }  # fmt: skip
+    assert {state for name, state in states.items() if name != "route"} == {OK}, words
+    assert outcome.is_reachable
+    assert outcome.run == RUN
+    link = outcome.link
+    assert link.up_bytes_per_s
+    assert link.down_bytes_per_s
+    assert link.round_trip_s
+    assert min(link.up_bytes_per_s, link.down_bytes_per_s) > 1e6
+    assert 0 < link.round_trip_s < 1
+
+
+async def test_a_seed_with_a_wrong_clock_and_a_thin_link(tmp_path: Path) -> None:
+    async with seed(tmp_path, ahead_s=3600.0, cap=50_000.0) as host:
+        states, words, _ = await looked(host.ticket)
+        assert (states["clock"], states["download"], states["upload"]) == (CANNOT, LIMITED, OK), words
+        assert "-3600" in words["clock"]
+        host.probes._limits.bulk_running = True  # busy with somebody else
+        states, words, outcome = await looked(host.ticket)
+        assert (states["upload"], states["download"]) == (UNKNOWN, UNKNOWN)
+        assert "somebody else" in words["upload"]
+        assert (outcome.link.up_bytes_per_s, outcome.link.down_bytes_per_s) == (None, None)
+
+
+async def test_a_peer_that_nobody_can_dial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cannot(self: ProbeServer, probe: object, observed: str) -> bool:
+        return False
+
+    async with seed(tmp_path) as host:
+        with monkeypatch.context() as patch:  # the real one stands behind the router of the last test
+            patch.setattr(ProbeServer, "_dial_back", cannot)
+            states, words, outcome = await looked(host.ticket)
+        assert (states["reachability"], outcome.is_reachable) == (LIMITED, False), words
+        assert words["reachability"].count("not reached") == 2
+        assert "--host 0.0.0.0" in words["reachability"]
+        states, words, _ = await looked(host.ticket, announce_host="192.0.2.1")
+        assert states["reachability"] == UNKNOWN
+        assert "correct --announce-host" in words["reachability"]
+
+
+async def test_a_run_that_is_gone(tmp_path: Path) -> None:
+    async with seed(tmp_path) as host:
+        ticket = host.ticket
+    states, words, outcome = await looked(ticket)
+    assert states["seeds"] == CANNOT
+    assert "ask the organiser" in words["seeds"]
+    assert {states[name] for name in ("clock", "nat", "reachability", "upload")} == {UNKNOWN}
+    assert (outcome.run, outcome.is_reachable) == (None, None)
+
+
+async def test_one_seed_of_two_is_gone(tmp_path: Path) -> None:
+    async with seed(tmp_path / "here") as host:
+        async with seed(tmp_path / "gone") as other:
+            lost = other.ticket.seeds
+        both = Ticket(host.ticket.run, host.ticket.run_key, (*host.ticket.seeds, *lost))
+        states, words, outcome = await looked(both)
+    assert states["seeds"] == LIMITED
+    assert "1 of 2 answer" in words["seeds"]
+    assert outcome.is_reachable
+
+
+async def test_a_daemon_that_cannot_start(tmp_path: Path) -> None:
+    async with seed(tmp_path) as host:
+        states, words, _ = await looked(host.ticket, host="192.0.2.1")
+    assert states["libp2p daemon"] == CANNOT
+    assert "another one to listen on" in words["libp2p daemon"]
+    assert "seeds" not in states
+
+
+# ---- the command, against a real swarm and from behind routers
+
+
+def test_the_command_against_a_seed_process_feeds_the_planner(tmp_path: Path) -> None:
+    with swarm(tmp_path, RunConfig(recipe_options={"layers": 1, "width": 16, "heads": 2})) as running:
+        command = [sys.executable, "-m", "p2p_co2.cli", "doctor", running.ticket, "--json", "--threads", "1"]
+        command += ["--host", "0.0.0.0", "--folder", str(tmp_path / "peer")]
+        process = running.start("doctor", command)
+        status = process.wait(90)
+    table = json.loads(running.log("doctor"))
+    states = {finding["name"]: finding["state"] for finding in table["findings"]}
+    assert table["role"] == "direct", table
+    assert status == table["exit_status"] == int("limited" in states.values())
+    assert states["run's memory"] == states["run's disk"] == states["run's link"] == "ok"
+    (tmp_path / "link.json").write_text(running.log("doctor"))
+    (link,), _ = read_links(GivenLink(file=tmp_path / "link.json"), 1, 0)
+    assert link.up_bytes_per_s == table["link"]["up_bytes_per_s"]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> netns.Kernel:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    try:
+        return netns.examine()
+    except EnvironmentFault as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+def line(nat: str, up_bits_per_s: int = 20_000_000) -> LinkProfile:
+    return LinkProfile("test", up_bits_per_s, 50_000_000, 10.0, 0.0, 0.0, nat)  # type: ignore[arg-type]
+
+
+def test_without_a_route_nothing_is_said_to_be_well(tmp_path: Path, kernel: netns.Kernel) -> None:
+    identity = Identity.load_or_create(tmp_path / "identity")
+    ticket = str(
+        Ticket(bytes(32), PeerId(identity.peer_id), (f"/ip4/192.0.2.1/tcp/9/p2p/{identity.peer_id}",))
+    )
+    namespace = netns.add("alone")
+    try:
+        netns.ip(namespace, "link set lo up")
+        table = examined(namespace, ticket, tmp_path)
+    finally:
+        netns.remove(namespace)
+    states = {finding["name"]: finding["state"] for finding in table["findings"]}
+    assert (states["route"], states["seeds"]) == ("limited", "cannot")
+    assert {states[name] for name in ("clock", "nat", "reachability", "upload", "download")} == {"unknown"}
+    assert (table["role"], table["exit_status"]) == ("none", 2)
+
+
+def examined(namespace: str, ticket: str, folder: Path, *options: str) -> dict[str, Any]:
+    """What doctor says inside a namespace."""
+    command = [sys.executable, "-m", "p2p_co2.cli", "doctor", ticket, "--json", "--threads", "1", *options]
+    result = subprocess.run(
+        netns.inside(namespace, command), cwd=Path(__file__).resolve().parent.parent, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.stdout, result.stderr
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def test_what_stands_between_is_told_from_behind_it(tmp_path: Path, kernel: netns.Kernel) -> None:
+    """Two seeds on public machines; the doctor on a public one, and behind two kinds of router."""
+    expected = {
+        "open": ("none", "direct", "reached"),
+        "cone": ("one mapping for all", "dial_out", "not reached"),
+        "symmetric": ("a mapping of its own", "dial_out", "not reached"),
+    }
+    run_file = tmp_path / "run.toml"
+    run_file.write_text("recipe_digest = '" + "00" * 32 + "'")
+    with Internet(kernel, tmp_path, 0) as internet, LocalSwarm(tmp_path) as children:
+        places = {name: internet.add(name, line("open")) for name in ("seed1", "seed2")}
+        places |= {nat: internet.add(nat, line(nat)) for nat in expected}
+        internet.start()
+        ticket = ""
+        for name in ("seed1", "seed2"):
+            place = places[name]
+            arguments = ["--host", "0.0.0.0", "--port", "4001", "--announce-host", place.address]
+            arguments += [
+                "--folder",
+                str(tmp_path / name),
+                *(["--also", ticket] if ticket else [str(run_file)]),
+            ]
+            child = children.start(
+                name, place.command(program("bootstrap", "seed", *arguments)), environment()
+            )
+            ticket = children.wait_for_line(child, "ticket:", 60.0)
+        with ThreadPoolExecutor() as pool:
+            options = ("--host", "0.0.0.0", "--libp2p-port", "4002", "--grpc-port", "4003")
+            jobs = {
+                nat: pool.submit(examined, places[nat].namespace, ticket, tmp_path, *options)
+                for nat in expected
+            }
+            tables = {nat: job.result() for nat, job in jobs.items()}
+    for nat, (kind, role, reached) in expected.items():
+        words = {finding["name"]: finding["measured"] for finding in tables[nat]["findings"]}
+        assert words["nat"].startswith(kind), (nat, words)
+        assert places[nat].public_address in words["nat"]
+        assert tables[nat]["role"] == role, words
+        assert words["reachability"].endswith(f"grpc port 4003 {reached}"), words
+        assert words["seeds"].startswith("2 of 2 answer")
+        # The line is 20 Mbit/s up, 50 down, 20 ms there and back to the seeds.
+        link = tables[nat]["link"]
+        assert 0.5 * 2.5e6 < link["up_bytes_per_s"] < 1.1 * 2.5e6, words
+        assert 0.5 * 6.25e6 < link["down_bytes_per_s"] < 1.1 * 6.25e6, words
+        assert 0.018 < link["round_trip_s"] < 0.1, words
