@@ -43,6 +43,7 @@ FLOORS = {
     "run_recipe": 5,
     "trained": 5,
     "node": 6,
+    "simnet": 6,
     "observer": 7,
     "trainer": 7,
     "peers": 8,
@@ -65,6 +66,7 @@ MESSAGE_WING = {
     "transport",
     "discovery",
     "node",
+    "simnet",
     "observer",
 }
 MACHINES = {"membership", "rounds", "catchup", "reports", "governor"}

@@ -1,0 +1,165 @@
+"""What goes wrong in a simulation, and when: a plan drawn from the seed before anything runs.
+
+``Storm`` is every fault at once, for campaigns: processes that crash, lose their power, stall, leave; that
+come back with or without their disk; coordinators and owners that die in the middle of a round; a net that
+splits, pairs that cannot reach each other; messages lost, doubled, late; seeds that die. ``Churn`` is what a
+run of volunteers sees: peers that go and come back at a rate.
+
+Law: after ``calm_at`` nothing goes wrong any more and everybody is back. A fault that meets a process that is
+not there does nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from p2p_co2.simnet.internet import Noise
+from p2p_co2.telemetry.events import Event, RoundBegan
+
+if TYPE_CHECKING:
+    from p2p_co2.simnet.swarm import Swarm
+
+LEAVES, CRASHES = 0.5, 0.35
+"""Of peers that go: the share that leaves with a word, and that whose process dies; the rest lose power."""
+KEEPS_DISK = 0.7
+STORM_NOISE = Noise(lost=0.01, doubled=0.01, reordered=0.02)
+AWAY_MEAN_S = 600.0
+"""How long a volunteer of ``Churn`` stays away, on average."""
+
+
+@dataclass(frozen=True)
+class Churn:
+    """``per_h``: times an hour that each peer goes; nobody goes after ``calm_at`` seconds."""
+
+    per_h: float
+    calm_at: float
+
+    def plan(self, swarm: Swarm) -> None:
+        """Put the faults into the swarm's time."""
+        for index in range(len(swarm.volunteers)):
+            rng = random.Random(f"{swarm.seed}/churn/{index}")
+            at = 0.0
+            while self.per_h > 0:
+                at += rng.expovariate(self.per_h / 3600)
+                away_s = rng.expovariate(1 / AWAY_MEAN_S)
+                if at + away_s >= self.calm_at:
+                    break
+                how, with_disk = rng.random(), rng.random() < KEEPS_DISK
+                swarm.world.call_at(at, _go, swarm, index, how)
+                at += away_s
+                swarm.world.call_at(at, swarm.start, index, with_disk)
+
+
+def _go(swarm: Swarm, index: int, how: float) -> None:
+    process = swarm.processes.get(index)
+    if process is None:
+        return
+    if how < LEAVES:
+        process.ask_to_leave()
+    else:
+        swarm.views_differ()
+        process.die(host_up=how < LEAVES + CRASHES)
+
+
+@dataclass(frozen=True)
+class Storm:
+    """Everything at once between ``from_s`` and ``calm_at``. Shares are of all peers."""
+
+    from_s: float
+    calm_at: float
+    crashing: float = 0.25
+    stalling: float = 0.15
+    leaving: float = 0.06
+    powerless: float = 0.06
+    assassinations: int = 3
+    splits: int = 1
+    cut_pairs: int = 6
+    noise: Noise = STORM_NOISE
+
+    def plan(self, swarm: Swarm) -> None:
+        """Put the faults into the swarm's time."""
+        rng = random.Random(f"{swarm.seed}/storm")
+        peers = len(swarm.volunteers)
+        for index in _some(rng, peers, self.crashing):
+            self._away(swarm, rng, index, host_up=True)
+        for index in _some(rng, peers, self.powerless):
+            self._away(swarm, rng, index, host_up=False)
+        for index in _some(rng, peers, self.leaving):
+            at, back_at = self._times(rng)
+            swarm.world.call_at(at, _go, swarm, index, 0.0)
+            swarm.world.call_at(back_at, swarm.start, index, rng.random() < KEEPS_DISK)
+        for index in _some(rng, peers, self.stalling):
+            at, until = self._times(rng)
+            swarm.world.call_at(at, swarm.stall, index, until)
+        for number in range(self.assassinations):
+            swarm.log.readers.append(
+                _Assassin(swarm, rng.uniform(self.from_s, self.calm_at - 4), self.calm_at, number)
+            )
+        for _ in range(self.splits):
+            self._split(swarm, rng)
+        self._disturb(swarm, rng)
+
+    def _times(self, rng: random.Random) -> tuple[float, float]:
+        """When something begins, and when it is over."""
+        at = rng.uniform(self.from_s, self.calm_at - 3)
+        return at, min(self.calm_at, at + rng.choice((1.0, 4.0, 12.0)) * rng.uniform(0.5, 1.5))
+
+    def _away(self, swarm: Swarm, rng: random.Random, index: int, host_up: bool) -> None:
+        at, back_at = self._times(rng)
+        swarm.world.call_at(at, swarm.kill, index, host_up)
+        swarm.world.call_at(back_at, swarm.start, index, rng.random() < KEEPS_DISK)
+
+    def _split(self, swarm: Swarm, rng: random.Random) -> None:
+        at, until = self._times(rng)
+        share = rng.choice((0.05, 0.3, 0.5))
+        sides = {peer: int(rng.random() < share) for peer in swarm.peer_ids()}
+        for seed in swarm.rendezvous.seeds:
+            seed.side = rng.randrange(2)
+        swarm.world.call_at(at, swarm.split, sides)
+        swarm.world.call_at(until, swarm.heal)
+
+    def _disturb(self, swarm: Swarm, rng: random.Random) -> None:
+        at, until = self._times(rng)
+        swarm.world.call_at(at, swarm.set_noise, self.noise)
+        swarm.world.call_at(self.calm_at, swarm.set_noise, Noise())
+        peers = swarm.peer_ids()
+        for _ in range(self.cut_pairs if len(peers) > 1 else 0):
+            swarm.world.call_at(at, swarm.cut_pair, *rng.sample(peers, 2))
+        swarm.world.call_at(self.calm_at, swarm.heal)
+        for seed in swarm.rendezvous.seeds:
+            at, until = self._times(rng)
+            swarm.world.call_at(at, swarm.set_seed, seed, False)
+            swarm.world.call_at(until, swarm.set_seed, seed, True)
+
+
+def _some(rng: random.Random, peers: int, share: float) -> Sequence[int]:
+    """At least one in expectation terms: ``share`` of the peers, rounded by chance."""
+    count = int(share * peers + rng.random())
+    return rng.sample(range(peers), min(count, peers))
+
+
+class _Assassin:
+    """Kills the coordinator or another member of the first round that begins after ``at``, in its
+    middle."""
+
+    def __init__(self, swarm: Swarm, at: float, calm_at: float, number: int) -> None:
+        self._swarm, self._at, self._calm_at = swarm, at, calm_at
+        self._rng = random.Random(f"{swarm.seed}/assassin/{number}")
+
+    def __call__(self, event: Event) -> None:
+        now = self._swarm.world.now
+        if not isinstance(event, RoundBegan) or not self._at <= now < self._calm_at - 2:
+            return
+        self._at = self._calm_at
+        victim = event.peer if self._rng.random() < 0.6 else self._rng.choice(sorted(event.group))
+        index = self._swarm.index_of(victim)
+        at = now + self._rng.choice((0.0, 0.02, 0.1, 0.4)) * self._rng.random()
+        self._swarm.world.call_at(at, self._swarm.kill, index, True)
+        back_at = min(self._calm_at, at + self._rng.uniform(1, 8))
+        self._swarm.world.call_at(back_at, self._swarm.start, index, self._rng.random() < KEEPS_DISK)
+
+
+Plan = Callable[["Swarm"], None]

@@ -1,0 +1,260 @@
+"""The internet between simulated processes: lines with two rates, delay, jitter and loss; NAT; cuts.
+
+A message takes its turn on the sender's uplink (bulk waits behind bulk; control messages are small and pass),
+travels, and, if it is bulk, takes its turn on the receiver's downlink. As over TCP, a lost packet costs time
+and not the message, and one connection over a long lossy path is slower than its line (Mathis et al., 1997,
+``MATHIS``). What TCP never does (lose, double or reorder a message of an open link) happens only when
+``Noise`` says so: the protocol promises to bear it.
+
+Law: everything is drawn from one random source in the order of the calls. Price: bulk of one peer shares the
+uplink in the order in which it was posted, not packet by packet.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import types
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.profiles import LinkProfile
+from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime
+from p2p_co2.wire.identity import PeerId
+
+PACKET_BYTES = 1400
+MATHIS = 1.22
+"""Bytes in flight of one TCP connection at loss p: 1.22 * packet / sqrt(p)."""
+RETRANSMIT_S = 0.2
+"""A lost last packet is noticed after this at the earliest (TCP's minimum retransmission time)."""
+LINK_GIVEN_UP_S = 20.0
+"""Silence after which a carrier takes a link for dead: gRPC's keepalive and its patience together."""
+CONNECT_PATIENCE_S = 10.0
+PUNCHED_SHARE = 0.85
+"""How often hole punching works between two cone NATs; the rest talk through a relay."""
+RELAY_BYTES_PER_S = 1e6
+"""What a relay lets one link have."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What happens to one message in so many, beyond what the lines do. ``reordered`` ones come up to
+    ``late_s`` later than they should."""
+
+    lost: float = 0.0
+    doubled: float = 0.0
+    reordered: float = 0.0
+    late_s: float = 2.0
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.doubled or self.reordered)
+
+
+@dataclass(frozen=True)
+class Path:
+    """How one peer reaches another. ``carrier`` and ``reason`` as ``node.links`` would report them."""
+
+    carrier: str
+    reason: str
+    delay_s: float
+    jitter_s: float
+    loss: float
+    bytes_per_s: float
+
+
+@dataclass
+class Endpoint:
+    """One process on its line. ``is_up``: the process listens; ``host_up``: the machine answers at all (a
+    dead process on a live machine refuses a connection at once, a machine without power does not)."""
+
+    peer: PeerId
+    profile: LinkProfile
+    loop: ProcessLoop
+    on_message: Callable[[PeerId, bytes], Awaitable[None]] | None = None
+    on_gone: dict[PeerId, Callable[[str], None]] = field(default_factory=dict)
+    """Who has an open link to us, and how it hears that the link broke."""
+    is_up: bool = True
+    host_up: bool = True
+    died_at: float = math.inf
+    up_free_at: float = 0.0
+    down_free_at: float = 0.0
+    down_bytes: int = 0
+    _waiting: deque[tuple[PeerId, bytes]] = field(default_factory=deque)
+    _is_busy: bool = False
+
+    def receive(self, sender: PeerId, data: bytes) -> None:
+        """Hand a message to the process, the next one only when it is done with this one."""
+        if self.on_message is None:
+            return
+        if self._is_busy:
+            self._waiting.append((sender, data))
+            return
+        work = self.on_message(sender, data)
+        assert isinstance(work, Coroutine)
+        try:
+            waits_for = work.send(None)
+        except StopIteration:
+            return
+        except RemoteProtocolError as error:
+            self._drop(sender, error)
+            return
+        self._is_busy = True
+        self.loop.create_task(self._finish(sender, work, waits_for))
+
+    async def _finish(self, sender: PeerId, work: Coroutine[Any, Any, None], waits_for: Any) -> None:
+        try:
+            await _rest(work, waits_for)
+        except RemoteProtocolError as error:
+            self._drop(sender, error)
+        self._is_busy = False
+        while self._waiting and not self._is_busy:
+            self.receive(*self._waiting.popleft())
+
+    def _drop(self, sender: PeerId, error: RemoteProtocolError) -> None:
+        """End the link of a sender that is not heard any more."""
+        hear = self.on_gone.pop(sender, None)
+        if hear is not None:
+            hear(f"dropped by the other end: {error}")
+
+
+@types.coroutine
+def _rest(work: Coroutine[Any, Any, None], waits_for: Any) -> Any:
+    """A coroutine that has run to its first wait, from there on."""
+    try:
+        while True:
+            yield waits_for
+            waits_for = work.send(None)
+    except StopIteration:
+        return
+
+
+class Internet:
+    """All endpoints and what lies between them. ``scale``: real bytes of bulk data for each simulated
+    byte."""
+
+    def __init__(self, world: VirtualTime, rng: random.Random, scale: float = 1.0) -> None:
+        self.world, self.rng, self.scale = world, rng, scale
+        self.noise = Noise()
+        self.endpoints: dict[PeerId, Endpoint] = {}
+        self.relays_up: Callable[[PeerId], bool] = lambda peer: True
+        self._sides: dict[PeerId, int] = {}
+        self._cut_pairs: set[tuple[PeerId, PeerId]] = set()
+        self._held: list[tuple[PeerId, PeerId, Callable[[], None]]] = []
+        """What was sent into a cut: TCP sends it again when the way is free."""
+
+    # ---- cuts
+
+    def split(self, sides: dict[PeerId, int]) -> None:
+        """Cut the net into ``sides``; peers that are not named are on side 0."""
+        self._sides = sides
+        self._watch_cut_links()
+
+    def cut_pair(self, first: PeerId, second: PeerId) -> None:
+        """No way between these two, in neither direction."""
+        self._cut_pairs |= {(first, second), (second, first)}
+        self._watch_cut_links()
+
+    def heal(self) -> None:
+        """All ways are free again; what TCP held back comes after its next retransmission."""
+        self._sides, self._cut_pairs = {}, set()
+        held, self._held = self._held, []
+        for _, _, send in held:
+            self.world.call_at(self.world.now + self.rng.uniform(RETRANSMIT_S, 3.0), send)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._sides and not self._cut_pairs
+
+    def side_of(self, peer: PeerId) -> int:
+        return self._sides.get(peer, 0)
+
+    def is_cut(self, first: PeerId, second: PeerId) -> bool:
+        if not self._sides and not self._cut_pairs:
+            return False
+        return self._sides.get(first, 0) != self._sides.get(second, 0) or (first, second) in self._cut_pairs
+
+    def _watch_cut_links(self) -> None:
+        self.world.call_at(self.world.now + LINK_GIVEN_UP_S, self._drop_cut_links)
+
+    def _drop_cut_links(self) -> None:
+        for endpoint in list(self.endpoints.values()):
+            for other in [peer for peer in endpoint.on_gone if self.is_cut(endpoint.peer, peer)]:
+                self.held_messages_lost(other, endpoint.peer)
+                endpoint.on_gone.pop(other)("no answer to keepalive")
+
+    def held_messages_lost(self, sender: PeerId, receiver: PeerId) -> None:
+        self._held = [held for held in self._held if held[:2] != (sender, receiver)]
+
+    # ---- ends
+
+    def died(self, endpoint: Endpoint, host_up: bool) -> None:
+        """The process is gone. On a live machine its links break at once; a machine without power is missed
+        only when its silence is noticed, or when it is back and knows of nothing."""
+        endpoint.is_up, endpoint.host_up, endpoint.died_at = False, host_up, self.world.now
+        if host_up:
+            self.break_links(endpoint, "connection reset")
+        else:
+            later = self.world.now + LINK_GIVEN_UP_S
+            self.world.call_at(later, self.break_links, endpoint, "no answer to keepalive")
+
+    def break_links(self, endpoint: Endpoint, reason: str) -> None:
+        """All who have a link to this end hear that it broke; who is cut off hears it when that is
+        noticed."""
+        for other, hear in list(endpoint.on_gone.items()):
+            if not self.is_cut(endpoint.peer, other):
+                del endpoint.on_gone[other]
+                hear(reason)
+
+    # ---- ways
+
+    def path(self, sender: Endpoint, receiver: Endpoint) -> Path | str:
+        """The way from one to the other, or why there is none."""
+        first, second = sender.profile, receiver.profile
+        carrier, reason, relayed = "grpc", "", False
+        if second.nat != "open":
+            carrier = "libp2p"
+            reason = "grpc: no route to host (behind NAT)"
+            both_cone = first.nat == second.nat == "cone"
+            lucky = random.Random("/".join(sorted((sender.peer, receiver.peer)))).random() < PUNCHED_SHARE
+            relayed = not (first.nat == "open" or (both_cone and lucky))
+        if relayed and not self.relays_up(sender.peer):
+            return "grpc: no route to host (behind NAT); libp2p: no relay answers"
+        times = 2.0 if relayed else 1.0
+        delay_s = times * (first.latency_ms + second.latency_ms) / 2000
+        loss = min(0.5, times * (first.loss + second.loss) / 2)
+        rate = min(first.up_bits_per_s, second.down_bits_per_s) / 8
+        if loss > 0:
+            rate = min(rate, MATHIS * PACKET_BYTES / (2 * delay_s * math.sqrt(loss)))
+        if relayed:
+            rate = min(rate, RELAY_BYTES_PER_S)
+        jitter_s = times * (first.jitter_ms + second.jitter_ms) / 2000
+        return Path(carrier, reason, delay_s, jitter_s, loss, rate)
+
+    # ---- messages
+
+    def travel_s(self, path: Path, size_bytes: float) -> float:
+        """Delay of one message, without its turns on the lines: jitter, and a retransmission if a packet of
+        it is lost."""
+        random_ = self.rng.random
+        travel = path.delay_s + path.jitter_s * math.sqrt(12) * (random_() - 0.5)
+        if path.loss > 0.0:
+            packets = 1 + int(size_bytes / PACKET_BYTES)
+            if random_() > (1.0 - path.loss) ** packets:
+                travel += max(RETRANSMIT_S, 2 * path.delay_s) if packets < 4 else 2 * path.delay_s
+        return max(travel, path.delay_s / 4)
+
+    def deliver(
+        self, sender: Endpoint, receiver: Endpoint, departs_at: float, data: bytes, size_bytes: float
+    ) -> None:
+        """A message is at its receiver's door; ``departs_at``: when its last byte left the sender;
+        ``size_bytes``: what it stands for."""
+        if sender.died_at >= departs_at and receiver.is_up:
+            receiver.down_bytes += int(size_bytes)
+            receiver.receive(sender.peer, data)
+
+    def hold(self, sender: PeerId, receiver: PeerId, send: Callable[[], None]) -> None:
+        """Keep what is sent into a cut until it heals or the link is given up."""
+        self._held.append((sender, receiver, send))

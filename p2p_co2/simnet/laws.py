@@ -1,0 +1,244 @@
+"""The laws of a run (ALGORITHMS.md, section 6), checked at every step of every simulated peer.
+
+The audit knows what no peer can know: every unit of work that was ever done, every offer that was ever made
+and every outcome that was ever signed. From that it computes what a commit must have made of a state, and
+compares. It follows each history by its digests: a split view can make two states of one version, and what is
+counted in one of them is not counted in the other.
+
+conservation   a commit adds exactly the offers of the contributors that it names; no unit of work is in a
+               history twice; a unit that is neither counted nor with its peer has a written-off reason
+agreed state   whoever is at a version got there by commits or a donor's state, from the common start
+signed         nobody applies a mean that no signed outcome names piece by piece
+forks          two states of one version exist only after peers' views could differ, and not for long
+deadlines      an open offer has a timer that is not overdue, and ends within its bounds
+memory         what a machine holds stays within the bound that it names
+
+Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+
+from p2p_co2.digest import digest
+from p2p_co2.node.ledger import AgreedMean, PartWeights
+from p2p_co2.rounds import DECISION_CONTEXT
+from p2p_co2.simnet.ledger import Offered, State
+from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
+from p2p_co2.wire.messages_pb2 import Outcome
+
+OFFERS_KEPT = 64
+"""Rounds of a fragment whose offers are kept: far more than anybody replays."""
+MAX_GUESSES = 64
+"""Combinations of offers with equal names that are tried to explain one part."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A law that was broken: when (virtual seconds), by whom, how."""
+
+    at: float
+    peer: str
+    law: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.at:.3f} s, peer {self.peer[-6:] or '-'}: {self.law}: {self.text}"
+
+
+@dataclass
+class History:
+    """One state that somebody reached. ``counted``: per peer, the last unit that is in it, block by
+    block."""
+
+    state: State
+    parent: bytes
+    counted: Mapping[str, tuple[int, ...]]
+
+
+class Books:
+    """What the audits of all peers share. ``now`` gives virtual seconds."""
+
+    def __init__(self, blocks: Sequence[int], now: Callable[[], float]) -> None:
+        self.now = now
+        self.works: dict[str, Work] = {}
+        self.violations: list[Violation] = []
+        self.written_off: Counter[str] = Counter()
+        """Units of work that came to nothing, summed over blocks, by cause."""
+        self.histories: list[dict[bytes, History]] = []
+        self.offers: list[dict[int, dict[tuple[str, float], list[Offered]]]] = [{} for _ in blocks]
+        self.excused: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+        self.checked: set[tuple[bytes, bytes]] = set()
+        self._signed: dict[tuple[int, int], list[Outcome]] = {}
+        self._blocks = tuple(blocks)
+        for fragment, count in enumerate(blocks):
+            start = State.of(fragment, 0, [0] * (2 * count))
+            self.histories.append({start.digest: History(start, b"", {})})
+
+    def broken(self, peer: str, law: str, text: str) -> None:
+        self.violations.append(Violation(self.now(), peer, law, text))
+
+    def sign(self, context: bytes, content: bytes) -> None:
+        """Somebody signed something: kept if it is a committed outcome."""
+        if context == DECISION_CONTEXT:
+            outcome = Outcome.FromString(content)
+            if outcome.committed:
+                self._signed.setdefault((outcome.key.fragment, outcome.key.round), []).append(outcome)
+
+    def is_signed(self, mean: AgreedMean, before: State) -> bool:
+        outcomes = self._signed.get((mean.fragment, mean.round), [])
+        return any(outcome.state_digest == before.digest and _names(outcome, mean) for outcome in outcomes)
+
+
+class Auditor:
+    """The audit of one peer; implements ``ledger.Audit``."""
+
+    def __init__(self, books: Books, peer: str) -> None:
+        self._books, self._peer = books, peer
+        self._work = books.works[peer]
+
+    # ---- ledger.Audit
+
+    def offered(self, fragment: int, base: State, merged_version: int, offer: Offered) -> None:
+        books = self._books
+        if merged_version != base.version:
+            self._broken(
+                "conservation",
+                f"fragment {fragment}: live parameters that had met version {merged_version} were measured "
+                f"against version {base.version}",
+            )
+        lanes: list[int] = []
+        for block, start in enumerate(offer.counted):
+            lanes += self._work.stretch(fragment, block, start, max(start, offer.units))
+        if offer.payload != pack(lanes):
+            self._broken("conservation", f"fragment {fragment}: an offer is not the work that it claims")
+        self._compare(fragment, base, offer.counted, "an offer")
+        rounds = books.offers[fragment]
+        rounds.setdefault(offer.round, {}).setdefault((self._peer, offer.weight), []).append(offer)
+        while len(rounds) > OFFERS_KEPT:
+            del rounds[min(rounds)]
+
+    def committed(self, mean: AgreedMean, before: State, after: State) -> None:
+        books = self._books
+        content = digest(mean.mean, repr(mean.parts).encode())
+        if (before.digest, content) in books.checked:
+            return  # the same mean upon the same state was checked before
+        place = f"fragment {mean.fragment} round {mean.round}"
+        if not books.is_signed(mean, before):
+            self._broken("signed", f"{place}: applied a mean that nobody has committed")
+        history = books.histories[mean.fragment].get(before.digest)
+        if history is None:
+            self._broken("agreed state", f"{place}: a commit upon a state that nobody agreed on")
+            return
+        if tuple(add(before.sums, unpack(mean.mean))) != after.sums:
+            self._broken("conservation", f"{place}: the new state is not the old one and the mean")
+        counted = dict(history.counted)
+        for part in mean.parts:
+            self._check_part(mean, part, counted, place)
+        books.histories[mean.fragment].setdefault(after.digest, History(after, before.digest, counted))
+        books.checked.add((before.digest, content))
+
+    def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None:
+        self._compare(fragment, after, counted, "a commit")
+
+    def adopted(self, fragment: int, after: State, counted: Sequence[int]) -> None:
+        history = self._books.histories[fragment].get(after.digest)
+        if history is None:
+            return  # ``_compare`` says so
+        for block, (mine, theirs) in enumerate(zip(counted, self._counted_in(history), strict=False)):
+            if mine > theirs:
+                self.written_off(fragment, block, theirs, mine, "counted in a history that was given up")
+        self._compare(fragment, after, counted, "a state that was adopted")
+
+    def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None:
+        """Work that comes to nothing, with a reason."""
+        self._books.written_off[why] += self._work.count(start, stop)
+        self._books.excused.setdefault((self._peer, fragment, block), []).append((start, stop))
+
+    # ---- what should be
+
+    def _broken(self, law: str, text: str) -> None:
+        self._books.broken(self._peer, law, text)
+
+    def _counted_in(self, history: History) -> tuple[int, ...]:
+        none = (0,) * (len(history.state.sums) // 2)
+        return history.counted.get(self._peer, none)
+
+    def _compare(self, fragment: int, state: State, counted: Sequence[int], after: str) -> None:
+        """What a peer takes for counted must be what is counted in its history, or be written off."""
+        history = self._books.histories[fragment].get(state.digest)
+        if history is None:
+            self._broken("agreed state", f"fragment {fragment}: {after} of a state that nobody agreed on")
+            return
+        for block, (mine, theirs) in enumerate(zip(counted, self._counted_in(history), strict=True)):
+            if mine > theirs:
+                missing = self._work.count(theirs, mine) - self._excused(fragment, block, theirs, mine)
+                if missing > 0:
+                    self._broken("conservation", f"fragment {fragment}: {missing} units lost before {after}")
+                    return
+            elif mine < theirs and self._work.count(mine, theirs) > 0:
+                twice = self._work.count(mine, theirs)
+                self._broken(
+                    "conservation", f"fragment {fragment}: {twice} counted units kept for more after {after}"
+                )
+                return
+
+    def _excused(self, fragment: int, block: int, start: int, stop: int) -> int:
+        """Units of (start, stop] that were written off."""
+        total, reached = 0, start
+        for first, last in sorted(self._books.excused.get((self._peer, fragment, block), [])):
+            begin, end = max(first, reached), min(last, stop)
+            if begin < end:
+                total += self._work.count(begin, end)
+                reached = end
+        return total
+
+    def _check_part(
+        self, mean: AgreedMean, part: PartWeights, counted: dict[str, tuple[int, ...]], place: str
+    ) -> None:
+        offers = self._books.offers[mean.fragment].get(mean.round, {})
+        names = sorted(part.weights.items())
+        at = slice(part.start_block * BLOCK_BYTES, part.stop_block * BLOCK_BYTES)
+        choices = [offers.get(name, []) for name in names]
+        if not all(choices):
+            absent = [name[-6:] for (name, _), known in zip(names, choices, strict=True) if not known]
+            self._broken("conservation", f"{place}: counted, but never offered so: {', '.join(absent)}")
+            return
+        for guess in islice(product(*(reversed(known) for known in choices)), MAX_GUESSES):
+            if mean_of([(offer.weight, offer.payload[at]) for offer in guess]) == mean.mean[at]:
+                self._count(mean.fragment, part, counted, zip(names, guess, strict=True), place)
+                return
+        self._broken("conservation", f"{place}: the mean is not the sum of its contributors' offers")
+
+    def _count(
+        self,
+        fragment: int,
+        part: PartWeights,
+        counted: dict[str, tuple[int, ...]],
+        offers: Iterable[tuple[tuple[str, float], Offered]],
+        place: str,
+    ) -> None:
+        for (peer, _), offer in offers:
+            known = list(counted.get(peer, (0,) * len(offer.counted)))
+            for block in range(part.start_block, part.stop_block):
+                start, reached = offer.counted[block], known[block]
+                if start < reached and (twice := self._books.works[peer].count(start, reached)) > 0:
+                    self._broken("conservation", f"{place}: {twice} units of {peer[-6:]} are counted twice")
+                known[block] = max(reached, offer.units)
+            counted[peer] = tuple(known)
+
+
+def _names(outcome: Outcome, mean: AgreedMean) -> bool:
+    """Whether an outcome is about exactly this mean, piece by piece, with these contributors."""
+    if len(outcome.parts) != len(mean.parts):
+        return False
+    for told, part in zip(outcome.parts, mean.parts, strict=True):
+        piece = mean.mean[part.start_block * BLOCK_BYTES : part.stop_block * BLOCK_BYTES]
+        if digest(piece) != told.digest:
+            return False
+        if {c.peer: c.weight for c in told.contributors} != dict(part.weights):
+            return False
+    return True

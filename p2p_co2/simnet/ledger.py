@@ -1,0 +1,259 @@
+"""The tensor side of a simulated peer: ``trainer.fragment_ledger`` and ``trainer.ledger`` in whole numbers.
+
+The same steps in the same order under the same rule (``keep``): an offer is what is not counted yet, a commit
+moves the agreed state and counts this peer's offer part by part, an abort changes nothing, a state that is
+adopted takes the place of the old one. One worker does it all in the order in which it was asked, and takes
+its time. Every step is told to an ``Audit``, which knows what should have come out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from p2p_co2.digest import digest
+from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
+from p2p_co2.memory import Buffer
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion
+from p2p_co2.simnet.virtual_time import ProcessLoop
+from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
+
+TENSOR_BYTES_PER_S = 1e9
+"""How fast the worker goes through payloads."""
+WORKER_FLOOR_S = 0.001
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class State:
+    """A fragment's agreed state. ``sums``: two lanes per block."""
+
+    version: int
+    sums: tuple[int, ...]
+    digest: bytes = b""
+
+    @classmethod
+    def of(cls, fragment: int, version: int, sums: Sequence[int]) -> State:
+        content = f"{fragment}/{version}/".encode() + pack(sums)
+        return cls(version, tuple(sums), digest(content))
+
+
+@dataclass(frozen=True)
+class Offered:
+    """An outer gradient on its way. ``counted``: per block, the unit after which it begins; ``units``: the
+    last one in it."""
+
+    round: int
+    weight: float
+    units: int
+    counted: tuple[int, ...]
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """News for the training thread, as ``trainer.ledger.Outcome``."""
+
+    fragment: int
+    version: int
+    stepped: bool = False
+    contributed: bool = False
+    ends_offer: bool = True
+
+
+class Audit(Protocol):
+    """Who checks every step; it must not change anything."""
+
+    def offered(self, fragment: int, base: State, merged_version: int, offer: Offered) -> None: ...
+    def committed(self, mean: AgreedMean, before: State, after: State) -> None: ...
+    def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None: ...
+    def adopted(self, fragment: int, after: State, counted: Sequence[int]) -> None: ...
+    def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None: ...
+
+
+@dataclass
+class _Fragment:
+    state: State
+    counted: list[int]
+    """Per block: the last unit of this peer that is in the agreed state, as far as it knows."""
+    in_flight: Offered | None = None
+    withdrawn: Offered | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds of one fragment."""
+
+    state: State
+    counted: tuple[int, ...]
+
+
+class CountingLedger:
+    """Implements ``node.ledger.Ledger``. ``blocks`` per fragment; ``state_bytes``: size of a serialised
+    state; ``scale``: real bytes for each of ours."""
+
+    def __init__(
+        self, peer: str, blocks: Sequence[int], state_bytes: Sequence[int], scale: float,
+        *, work: Work, audit: Audit, loop: ProcessLoop,
+    ) -> None:  # fmt: skip
+        self.peer, self.work, self.audit = peer, work, audit
+        self.outcomes: deque[Outcome] = deque()
+        self.fragments = [
+            _Fragment(State.of(f, 0, [0] * (2 * count)), [work.units] * count)
+            for f, count in enumerate(blocks)
+        ]
+        self._state_bytes, self._scale, self._loop = state_bytes, scale, loop
+        self._free_at = 0.0
+
+    def restore(self, saved: Sequence[Saved]) -> None:
+        """Go on from a checkpoint, before the node runs."""
+        for fragment, kept in zip(self.fragments, saved, strict=True):
+            fragment.state, fragment.counted = kept.state, list(kept.counted)
+
+    def save(self) -> list[Saved]:
+        return [Saved(fragment.state, tuple(fragment.counted)) for fragment in self.fragments]
+
+    def agreed(self) -> list[AgreedVersion]:
+        return [AgreedVersion(f.state.version, f.state.digest) for f in self.fragments]
+
+    # ---- what the training thread asks
+
+    def submit_offer(
+        self,
+        fragment: int,
+        merged_version: int,
+        weight: float,
+        done: Callable[[int, Offered, AgreedVersion], None],
+    ) -> None:
+        """Encode what was learned up to now; ``merged_version``: the version that the live parameters have
+        met."""
+        units = self.work.units
+
+        def encode() -> None:
+            mine = self.fragments[fragment]
+            offer = self._offer(fragment, units, weight)
+            self.audit.offered(fragment, mine.state, merged_version, offer)
+            done(fragment, offer, AgreedVersion(mine.state.version, mine.state.digest))
+
+        at = self._turn(len(self.fragments[fragment].counted) * BLOCK_BYTES)
+        self._loop.call_at(at, encode)
+
+    def _offer(self, fragment: int, units: int, weight: float) -> Offered:
+        mine = self.fragments[fragment]
+        if mine.in_flight is not None:
+            raise LocalProtocolError(f"round {mine.in_flight.round} is still in flight")
+        lanes: list[int] = []
+        for block, counted in enumerate(mine.counted):
+            lanes += self.work.stretch(fragment, block, counted, max(units, counted))
+        mine.in_flight = Offered(mine.state.version + 1, weight, units, tuple(mine.counted), pack(lanes))
+        return mine.in_flight
+
+    # ---- the Ledger protocol
+
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> bytes:
+        size = sum(len(data) for _, _, data in slices)
+        return await self._ask(size, lambda: mean_of([(weight, data) for _, weight, data in slices]))
+
+    async def commit(self, mean: AgreedMean) -> AgreedVersion:
+        return await self._ask(len(mean.mean), lambda: self._commit(mean))
+
+    async def abort(self, fragment: int, round_: int) -> None:
+        await self._ask(0, lambda: self._abort(fragment, round_))
+
+    async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
+        def work() -> tuple[AgreedVersion, bytes]:
+            state = self.fragments[fragment].state
+            data = pack((state.version, *state.sums)).ljust(self._state_bytes[fragment], b"\0")
+            return AgreedVersion(state.version, state.digest), data
+
+        return await self._ask(self._state_bytes[fragment], work)
+
+    async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> AgreedVersion:
+        return await self._ask(len(data), lambda: self._adopt(fragment, data, agreed))
+
+    # ---- the steps
+
+    def _commit(self, mean: AgreedMean) -> AgreedVersion:
+        mine = self.fragments[mean.fragment]
+        before = mine.state
+        if before.version + 1 != mean.round:
+            return AgreedVersion(before.version, before.digest)
+        after = State.of(mean.fragment, mean.round, add(before.sums, unpack(mean.mean)))
+        self.audit.committed(mean, before, after)
+        offer, is_foreign = self._mine(mine, mean)
+        everywhere = offer is not None
+        for part in mean.parts:
+            is_in = self.peer in part.weights
+            everywhere &= is_in
+            if is_in and offer is not None:
+                for block in range(part.start_block, part.stop_block):
+                    mine.counted[block] = max(mine.counted[block], offer.units)
+        if is_foreign:
+            self._write_off(mean.fragment, "an offer from before the restart was counted")
+        mine.state, mine.in_flight, mine.withdrawn = after, None, None
+        self.audit.counted(mean.fragment, after, mine.counted)
+        self.outcomes.append(Outcome(mean.fragment, mean.round, stepped=True, contributed=everywhere))
+        return AgreedVersion(after.version, after.digest)
+
+    def _mine(self, mine: _Fragment, mean: AgreedMean) -> tuple[Offered | None, bool]:
+        """Which of this peer's offers the mean holds, and whether it holds one that it no longer knows."""
+        known = [offer for offer in (mine.in_flight, mine.withdrawn) if offer and offer.round == mean.round]
+        weights = {part.weights[self.peer] for part in mean.parts if self.peer in part.weights}
+        if not weights:
+            return None, False
+        offer = next((offer for offer in known if weights == {offer.weight}), None)
+        return offer, offer is None
+
+    def _abort(self, fragment: int, round_: int) -> None:
+        mine = self.fragments[fragment]
+        if mine.in_flight is None or mine.in_flight.round != round_:
+            return
+        mine.in_flight, mine.withdrawn = None, mine.in_flight
+        self.outcomes.append(Outcome(fragment, mine.state.version))
+
+    def _adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> AgreedVersion:
+        mine, before = self.fragments[fragment], self.fragments[fragment].state
+        lanes = unpack(bytes(data[: 8 * (1 + len(before.sums))]))
+        after = State.of(fragment, lanes[0], lanes[1:])
+        if after.version != agreed.version or after.version < before.version:
+            raise RemoteProtocolError("bad state", f"version {after.version}, not {agreed.version}")
+        if after.digest != agreed.digest:
+            raise DigestMismatch("the state does not have the digest its donor promised")
+        mine.state, mine.in_flight, mine.withdrawn = after, None, None
+        self.audit.adopted(fragment, after, mine.counted)
+        self.outcomes.append(Outcome(fragment, after.version))
+        return AgreedVersion(after.version, after.digest)
+
+    def _write_off(self, fragment: int, why: str) -> None:
+        """All work that is not counted yet comes to nothing."""
+        mine = self.fragments[fragment]
+        for block, counted in enumerate(mine.counted):
+            self.audit.written_off(fragment, block, counted, self.work.units, why)
+            mine.counted[block] = self.work.units
+
+    # ---- the worker
+
+    def _turn(self, size_bytes: int) -> float:
+        """When work on this many bytes, asked for now, is done."""
+        took_s = WORKER_FLOOR_S + size_bytes * self._scale / TENSOR_BYTES_PER_S
+        self._free_at = max(self._free_at, self._loop.time()) + took_s
+        return self._free_at
+
+    async def _ask(self, size_bytes: int, work: Callable[[], _T]) -> _T:
+        future: asyncio.Future[_T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except (DigestMismatch, RemoteProtocolError) as error:
+                if not future.done():
+                    future.set_exception(error)
+                return
+            if not future.done():
+                future.set_result(result)
+
+        self._loop.call_at(self._turn(size_bytes), run)
+        return await future

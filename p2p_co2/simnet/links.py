@@ -1,0 +1,239 @@
+"""A simulated process's links to others: what ``node.links.Links`` is in a real one, over ``Internet``.
+
+The same promises: ``post`` never blocks, control overtakes bulk, bulk is bounded by the same named bounds,
+what cannot be delivered is dropped, a link that breaks is opened again, and a peer that no carrier reaches is
+reported. A link needs two round trips before the first message travels, and may not be opened at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from p2p_co2.node.links import MAX_LANES, MAX_QUEUED_BYTES, MAX_QUEUED_CONTROL, MAX_SERVED_BYTES, LinkObserver
+from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
+from p2p_co2.simnet.virtual_time import Handle
+from p2p_co2.wire.identity import PeerId
+
+MEASURED_AFTER_BYTES = 256 << 10
+"""Real bytes of bulk after which a peer knows what its uplink carries (``node.meter``)."""
+LOOK_UP_S = 0.3
+"""To find the record of a peer that is not known yet."""
+
+
+@dataclass
+class _Lane:
+    path: Path | None = None
+    receiver: Endpoint | None = None
+    is_opening: bool = False
+    control: list[bytes] = field(default_factory=list)
+    bulk: list[bytes] = field(default_factory=list)
+    bulk_bytes: int = 0
+    """Bulk that is queued or on its way up."""
+    free_at: float = 0.0
+    last_control_at: float = 0.0
+    last_bulk_at: float = 0.0
+
+
+class VirtualLinks:
+    """Implements ``node.surroundings.Outgoing``."""
+
+    def __init__(self, internet: Internet, me: Endpoint, observer: LinkObserver) -> None:
+        self._internet, self._me, self._observer = internet, me, observer
+        self._world = internet.world
+        self._lanes: dict[PeerId, _Lane] = {}
+        self._used: dict[str, str] = {}
+        self._queued_bytes = 0
+        self._going_up: deque[tuple[float, _Lane, int]] = deque()
+        """Bulk on the uplink: when it will have left, whose it is, how much."""
+        self._measured_bytes = 0.0
+        self._is_closed = False
+        self.up_bytes = 0
+        self._up_bytes_per_s = me.profile.up_bits_per_s / 8 / internet.scale
+
+    @property
+    def upload_bytes_per_s(self) -> float:
+        return self._up_bytes_per_s if self._measured_bytes >= MEASURED_AFTER_BYTES else 0.0
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bulk that waits for all peers together."""
+        self._count_gone()
+        return self._queued_bytes
+
+    @property
+    def queued_control(self) -> int:
+        """Control messages that wait for the peer that has most of them."""
+        return max((len(lane.control) for lane in self._lanes.values()), default=0)
+
+    def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
+        """As ``Links.set_paces``; lines here are paced by themselves."""
+
+    def post(self, peer: PeerId, data: bytes, bulk: bool, served: bool = False) -> bool:
+        lane = self._lanes.get(peer)
+        if lane is None:
+            if len(self._lanes) >= MAX_LANES or self._is_closed:
+                return False
+            lane = self._lanes[peer] = _Lane()
+        if bulk:
+            self._count_gone()
+            full = self._queued_bytes + len(data) > MAX_QUEUED_BYTES
+            if full or (served and lane.bulk_bytes + len(data) > MAX_SERVED_BYTES):
+                return False
+            lane.bulk_bytes += len(data)
+            self._queued_bytes += len(data)
+        elif len(lane.control) >= MAX_QUEUED_CONTROL:
+            return False
+        if lane.path is not None:
+            self._send(lane, data, bulk)
+        else:
+            (lane.bulk if bulk else lane.control).append(data)
+            self._open(peer, lane)
+        return True
+
+    def carriers_used(self) -> dict[str, str]:
+        return dict(self._used)
+
+    async def drain(self, timeout_s: float) -> None:
+        ends_at = self._world.now + timeout_s
+        while self._world.now < ends_at:
+            self._count_gone()
+            if not any(lane.control or lane.bulk_bytes for lane in self._lanes.values()):
+                return
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for peer in list(self._lanes):
+            self._forget(peer)
+
+    # ---- opening and losing
+
+    def _open(self, peer: PeerId, lane: _Lane) -> None:
+        if lane.is_opening:
+            return
+        lane.is_opening = True
+        after_s, outcome = self._dial(peer)
+        self._me.loop.call_later(after_s, self._opened, peer, lane, outcome)
+
+    def _dial(self, peer: PeerId) -> tuple[float, Path | str]:
+        receiver = self._internet.endpoints.get(peer)
+        if receiver is None:
+            return LOOK_UP_S, "no record of this peer is known"
+        path = self._internet.path(self._me, receiver)
+        if isinstance(path, str):
+            return CONNECT_PATIENCE_S, path
+        if self._internet.is_cut(self._me.peer, peer) or not receiver.host_up:
+            return CONNECT_PATIENCE_S, f"{path.carrier}: no answer within {CONNECT_PATIENCE_S:.0f} s"
+        if not receiver.is_up:
+            return 2 * path.delay_s, f"{path.carrier}: connection refused"
+        return 4 * path.delay_s, path
+
+    def _opened(self, peer: PeerId, lane: _Lane, outcome: Path | str) -> None:
+        lane.is_opening = False
+        receiver = self._internet.endpoints.get(peer)
+        if isinstance(outcome, Path) and (receiver is None or not receiver.is_up):
+            outcome = f"{outcome.carrier}: connection reset"
+        if isinstance(outcome, str) or receiver is None:
+            if self._lanes.get(peer) is lane:
+                self._forget(peer)
+                self._observer.unreachable(peer, str(outcome))
+            return
+        lane.path, lane.receiver = outcome, receiver
+        receiver.on_gone[self._me.peer] = lambda reason: self._hear_of_loss(peer, lane, reason)
+        self._used[peer] = outcome.carrier
+        self._observer.opened(peer, outcome.carrier, outcome.reason)
+        control, bulk, lane.control, lane.bulk = lane.control, lane.bulk, [], []
+        for data in control:
+            self._send(lane, data, bulk=False)
+        for data in bulk:
+            self._send(lane, data, bulk=True)
+
+    def _hear_of_loss(self, peer: PeerId, lane: _Lane, reason: str) -> None:
+        """The other end is gone; the news travels as long as anything."""
+        if not self._me.loop.dead:
+            delay_s = lane.path.delay_s if lane.path is not None else 0.0
+            self._me.loop.call_later(delay_s, self._lost, peer, lane, reason)
+
+    def _lost(self, peer: PeerId, lane: _Lane, reason: str) -> None:
+        if self._lanes.get(peer) is not lane or lane.path is None:
+            return
+        carrier, lane.path, lane.receiver = lane.path.carrier, None, None
+        self._observer.lost(peer, carrier, reason)
+        self._open(peer, lane)
+
+    def _forget(self, peer: PeerId) -> None:
+        lane = self._lanes.pop(peer)
+        self._queued_bytes -= lane.bulk_bytes
+        lane.bulk_bytes = 0
+        lane.control.clear()
+        lane.bulk.clear()
+        if lane.receiver is not None:
+            lane.receiver.on_gone.pop(self._me.peer, None)
+        lane.path = lane.receiver = None
+
+    # ---- sending
+
+    def _send(self, lane: _Lane, data: bytes, bulk: bool) -> None:
+        assert lane.path is not None
+        assert lane.receiver is not None
+        internet, receiver = self._internet, lane.receiver
+        if internet.is_cut(self._me.peer, receiver.peer):
+            if bulk:
+                self._gone_up(lane, len(data))
+            internet.hold(self._me.peer, receiver.peer, lambda: self._send_again(lane, data, bulk))
+            return
+        noise = internet.noise
+        if noise:
+            draw = internet.rng.random()
+            if draw < noise.lost:
+                if bulk:
+                    self._gone_up(lane, len(data))
+                return
+            if draw < noise.lost + noise.doubled:
+                self._transmit(lane, receiver, data, bulk, counts=False)
+        self._transmit(lane, receiver, data, bulk, counts=True)
+
+    def _send_again(self, lane: _Lane, data: bytes, bulk: bool) -> None:
+        if lane.path is not None and lane.receiver is not None and not self._me.loop.dead:
+            self._transmit(lane, lane.receiver, data, bulk, counts=False)
+
+    def _transmit(self, lane: _Lane, receiver: Endpoint, data: bytes, bulk: bool, counts: bool) -> None:
+        """``counts``: whether the bulk bytes leave the queue with it; a copy was never in it."""
+        internet, world, path = self._internet, self._world, lane.path
+        assert path is not None
+        size = len(data) * internet.scale if bulk else float(len(data))
+        self.up_bytes += int(size)
+        uplink = self._me.profile.up_bits_per_s / 8
+        if not bulk:
+            departs_at = world.now + size / uplink
+            arrives_at = departs_at + internet.travel_s(path, size)
+            arrives_at = lane.last_control_at = max(arrives_at, lane.last_control_at)
+        else:
+            self._measured_bytes += size
+            departs_at = self._me.up_free_at = max(world.now, self._me.up_free_at) + size / uplink
+            lane.free_at = max(departs_at, lane.free_at + size / path.bytes_per_s)
+            if counts:
+                self._going_up.append((departs_at, lane, len(data)))
+            arrives_at = lane.free_at + internet.travel_s(path, size)
+            arrives_at = max(arrives_at, lane.last_bulk_at, receiver.down_free_at)
+            arrives_at = lane.last_bulk_at = receiver.down_free_at = arrives_at + 8 * size / (
+                receiver.profile.down_bits_per_s
+            )
+        noise = internet.noise
+        if noise.reordered and internet.rng.random() < noise.reordered:
+            arrives_at += internet.rng.random() * noise.late_s
+        arguments = (self._me, receiver, departs_at, data, size)
+        world.at(arrives_at, Handle(internet.deliver, arguments, receiver.loop))
+
+    def _count_gone(self) -> None:
+        while self._going_up and self._going_up[0][0] <= self._world.now:
+            _, lane, size_bytes = self._going_up.popleft()
+            self._gone_up(lane, size_bytes)
+
+    def _gone_up(self, lane: _Lane, size_bytes: int) -> None:
+        if lane.bulk_bytes >= size_bytes:
+            lane.bulk_bytes -= size_bytes
+            self._queued_bytes -= size_bytes

@@ -1,0 +1,295 @@
+"""A whole simulated swarm: volunteers, their processes, the net between them, faults, and the laws.
+
+``simulate`` runs one to its end and says what came of it. The same settings and the same seed give the same
+events, byte by byte, in any process on any machine: everything is drawn from the seed, every queue is
+ordered, and no real clock is read.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from p2p_co2 import __version__
+from p2p_co2.config import RunConfig
+from p2p_co2.node.node import Node
+from p2p_co2.profiles import profile_of
+from p2p_co2.rounds import PayloadShape
+from p2p_co2.simnet.eventlog import EventLog
+from p2p_co2.simnet.faults import Churn, Storm
+from p2p_co2.simnet.inspection import Inspector
+from p2p_co2.simnet.internet import Internet, Noise
+from p2p_co2.simnet.laws import Books, Violation
+from p2p_co2.simnet.ledger import CountingLedger
+from p2p_co2.simnet.process import Process, Volunteer
+from p2p_co2.simnet.rendezvous import Rendezvous, Seed
+from p2p_co2.simnet.training import Pace
+from p2p_co2.simnet.virtual_time import VirtualTime
+from p2p_co2.simnet.work import BLOCK_BYTES, Work
+from p2p_co2.wire.identity import Identity, PeerId
+
+OUTLAST_S = 120.0
+"""A run that is over is given this long for its last flushes."""
+MAX_STATE_FACTOR = 64
+"""Most times that a serialised state is larger than an encoded gradient."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is simulated. ``blocks``: simulated blocks per fragment, 16 bytes each; each stands for
+    ``real_bytes_per_block`` bytes of an encoded gradient and ``state_factor`` times as many of a state.
+    ``step_s``: the typical peer's inner step, others are up to ``speed_spread`` times slower or faster.
+    ``parameters`` is only reported. ``ends_at``: seconds after which the simulation is cut off, 0: when the
+    run is over."""
+
+    run: RunConfig
+    peers: int
+    seed: int
+    profile: str = "home-mix"
+    faults: Churn | Storm | None = None
+    blocks: tuple[int, ...] = (8, 8)
+    real_bytes_per_block: float = 16.0
+    state_factor: int = 2
+    parameters: int = 0
+    step_s: float = 0.5
+    speed_spread: float = 2.0
+    tokens_per_step: int = 1000
+    seeds: int = 2
+    min_peers: int = 1
+    start_spread_s: float = 2.0
+    checkpoint_every_s: float = 60.0
+    largest_skew_s: float = 60.0
+    largest_drift: float = 1e-4
+
+
+@dataclass
+class Result:
+    """What came of a simulation. ``digest``: sha256 of all events. ``virtual_s``: how long it was;
+    ``turns``: callbacks it took. ``digests``: the agreed states of the peers that finished, hex, by peer."""
+
+    digest: str
+    virtual_s: float
+    turns: int
+    violations: list[Violation]
+    digests: dict[str, str]
+    written_off: dict[str, int]
+    units: int
+    recoveries_s: list[float]
+    first_contributions_s: list[float]
+    forks: int
+    longest_fork_s: float
+    longest_offer_s: float
+    held: dict[str, tuple[int, int]]
+    counts: dict[str, int]
+    versions: list[int] = field(default_factory=list)
+
+
+class _Witness(Identity):
+    """An identity whose signatures the audit sees."""
+
+    def __init__(self, key: Ed25519PrivateKey, books: Books) -> None:
+        super().__init__(key)
+        self._books = books
+
+    def sign(self, context: bytes, content: bytes) -> bytes:
+        self._books.sign(context, content)
+        return super().sign(context, content)
+
+
+class Swarm:
+    """See the module. ``make_node`` and ``make_ledger`` are what a test plants its bugs in, and the door for
+    another node."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        log: EventLog,
+        make_node: Callable[..., Node] = Node,
+        make_ledger: Callable[..., CountingLedger] = CountingLedger,
+    ) -> None:
+        self.settings, self.log, self.seed = settings, log, settings.seed
+        self.make_node, self.make_ledger = make_node, make_ledger
+        self.run_config, self.min_peers = settings.run, settings.min_peers
+        self.checkpoint_every_s, self.parameters = settings.checkpoint_every_s, settings.parameters
+        self.software = f"p2p-co2 {__version__}"
+        self.world = VirtualTime()
+        self.rng = random.Random(f"{self.seed}/net")
+        self.internet = Internet(self.world, self.rng, settings.real_bytes_per_block / BLOCK_BYTES)
+        seeds = [Seed(side=index % 2) for index in range(settings.seeds)]
+        self.rendezvous = Rendezvous(self.internet, random.Random(f"{self.seed}/dht"), seeds)
+        self.internet.relays_up = self.rendezvous.seed_answers
+        self.shape = PayloadShape(BLOCK_BYTES, settings.blocks)
+        factor = min(MAX_STATE_FACTOR, max(2, settings.state_factor))
+        self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
+        self.books = Books(settings.blocks, lambda: self.world.now)
+        self.volunteers = [self._volunteer(index) for index in range(settings.peers)]
+        self._index = {v.identity.peer_id: v.index for v in self.volunteers}
+        self.processes: dict[int, Process] = {}
+        self.ended: list[Process] = []
+        self.views_differed_at: float | None = None
+        self.inspector = Inspector(self)
+        self._bug: BaseException | None = None
+        self._last_start_at = settings.start_spread_s
+        """Nobody starts after this."""
+
+    def _volunteer(self, index: int) -> Volunteer:
+        settings = self.settings
+        rng = random.Random(f"{self.seed}/volunteer/{index}")
+        key = hashlib.sha256(f"{self.seed}/identity/{index}".encode()).digest()
+        identity = _Witness(Ed25519PrivateKey.from_private_bytes(key), self.books)
+        spread = settings.speed_spread ** rng.uniform(-1, 1)
+        work = self.books.works[identity.peer_id] = Work(f"{self.seed}/{index}")
+        return Volunteer(
+            name=f"peer-{index}",
+            index=index,
+            identity=identity,
+            profile=profile_of(settings.profile, self.seed, index),
+            pace=Pace(settings.step_s * spread, settings.tokens_per_step),
+            skew_s=rng.uniform(-1, 1) * settings.largest_skew_s,
+            drift=rng.uniform(-1, 1) * settings.largest_drift,
+            work=work,
+        )
+
+    def peer_ids(self) -> list[PeerId]:
+        return [volunteer.identity.peer_id for volunteer in self.volunteers]
+
+    def index_of(self, peer: str) -> int:
+        return self._index[PeerId(peer)]
+
+    # ---- the run
+
+    def run(self) -> Result:
+        """Start everybody and let time pass until all have ended."""
+        rng = random.Random(f"{self.seed}/start")
+        for volunteer in self.volunteers:
+            at = rng.uniform(0, self.settings.start_spread_s)
+            self.world.call_at(at, self.start, volunteer.index, False)
+        if self.settings.faults is not None:
+            self.settings.faults.plan(self)
+            self._last_start_at = max(self._last_start_at, self.settings.faults.calm_at)
+        self.inspector.begin()
+        clock = self.run_config.clock
+        limit_s = clock.rounds * clock.round_s + OUTLAST_S
+        before = gc.get_threshold()
+        gc.set_threshold(200_000, 20, 50)  # tasks and futures are many and short-lived
+        try:
+            self.world.run(limit_s)
+        finally:
+            gc.set_threshold(*before)
+            self._close()
+        if self._bug is not None:
+            raise self._bug
+        return self.inspector.result()
+
+    def _close(self) -> None:
+        for process in list(self.processes.values()):
+            process.die(host_up=True)
+        for text in self.world.errors:
+            self.books.broken("", "bug", text)
+
+    def bug(self, process: Process, error: BaseException) -> None:
+        """A simulated process ended with an error that is ours: the simulation ends with it."""
+        self._bug = self._bug or error
+        self.world.stop()
+
+    # ---- what happens to peers
+
+    def start(self, index: int, with_disk: bool) -> None:
+        """Start a volunteer's next process, if none runs."""
+        if index in self.processes:
+            return
+        volunteer = self.volunteers[index]
+        if not with_disk:
+            volunteer.disk = None
+        work = volunteer.work
+        saved = volunteer.disk.units if volunteer.disk is not None else 0
+        if work.units > saved:
+            self._write_off(volunteer, saved)
+            work.lose(saved, work.units)
+        old = self.internet.endpoints.get(volunteer.identity.peer_id)
+        if old is not None:
+            self.internet.break_links(old, "connection reset")
+        self.processes[index] = Process(self, volunteer)
+
+    def _write_off(self, volunteer: Volunteer, saved: int) -> None:
+        """Count the units that went down with the last process and are in no agreed state that it knew."""
+        work = volunteer.work
+        lost = [
+            work.count(max(saved, reached), work.units)
+            for counted in volunteer.counted
+            for reached in counted
+        ]
+        self.books.written_off["went down with a process"] += sum(lost)
+
+    def process_ended(self, process: Process) -> None:
+        index = process.volunteer.index
+        process.volunteer.counted = [tuple(fragment.counted) for fragment in process.ledger.fragments]
+        if self.processes.get(index) is process:
+            del self.processes[index]
+        self.ended.append(process)
+        self.inspector.saw_end(process)
+        if not self.processes and self.world.now > self._last_start_at:
+            self.world.stop()
+
+    def kill(self, index: int, host_up: bool) -> None:
+        process = self.processes.get(index)
+        if process is not None:
+            self.views_differ()
+            process.die(host_up)
+
+    def stall(self, index: int, until: float) -> None:
+        """SIGSTOP until then."""
+        process = self.processes.get(index)
+        if process is None or process.stalled_until > self.world.now:
+            return
+        self.views_differ()
+        process.stalled_until = until
+        process.loop.stall()
+        self.world.call_at(until, self._go_on, process)
+
+    def _go_on(self, process: Process) -> None:
+        self.views_differ()
+        if process.alive:
+            process.loop.go_on()
+
+    # ---- what happens to the net
+
+    def views_differ(self) -> None:
+        """From now on, and for a while, peers may see different swarms."""
+        self.views_differed_at = self.world.now
+
+    def split(self, sides: dict[PeerId, int]) -> None:
+        self.views_differ()
+        self.internet.split(sides)
+        self.rendezvous.net_changed()
+
+    def cut_pair(self, first: PeerId, second: PeerId) -> None:
+        self.views_differ()
+        self.internet.cut_pair(first, second)
+        self.rendezvous.net_changed()
+
+    def heal(self) -> None:
+        self.views_differ()
+        self.internet.heal()
+        self.rendezvous.net_changed()
+
+    def set_noise(self, noise: Noise) -> None:
+        self.views_differ()
+        self.internet.noise = noise
+
+    def set_seed(self, seed: Seed, is_up: bool) -> None:
+        seed.is_up = is_up
+
+
+def simulate(settings: Settings, log: EventLog | None = None) -> Result:
+    """Run one simulation to its end. Raises what a bug of ours raised in it."""
+    log = log or EventLog()
+    try:
+        return Swarm(settings, log).run()
+    finally:
+        log.close()

@@ -1,0 +1,286 @@
+"""The training thread of a simulated peer: what ``trainer.synchroniser`` does, without tensors.
+
+It steps at its own speed, passes the same schedule points, offers at them, merges outcomes at step
+boundaries, waits (bounded) in the first rounds, and ends a run with the same flush. Law: it talks to the node
+as ``trainer.network_thread`` does and reads only what that publishes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from p2p_co2.config import RunConfig
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.node import Node
+from p2p_co2.node.standing import LocalProgress
+from p2p_co2.rounds import Offer
+from p2p_co2.schedule import SwarmClock, due, points_passed
+from p2p_co2.simnet.ledger import CountingLedger, Offered, Outcome
+from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.messages_pb2 import Status
+
+FIRST_ROUND_BOUND_S, FLUSH_BOUND_S, LEAVE_BOUND_S, SETTLE_BOUND_S = 15.0, 20.0, 3.0, 45.0
+"""As ``trainer.synchroniser`` has them; what follows is as in ``trainer.connection``."""
+LISTEN_S, GATHER_BOUND_S, CATCH_UP_BOUND_S = 3.0, 120.0, 600.0
+REPORT_EVERY_S = 1.0
+LOOK_EVERY_S = 0.05
+"""How often a waiting training thread looks for news."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a peer trains: seconds and tokens per inner step."""
+
+    step_s: float
+    tokens: int
+
+
+@dataclass
+class Sent:
+    """A fragment in flight, as the training thread knows it."""
+
+    inner_steps: int
+    at: float
+    points: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """Where a peer goes on; also what its checkpoint says of it."""
+
+    position: float = 0.0
+    inner_steps: int = 0
+    tokens: int = 0
+
+
+class Training:
+    """One per process. ``traffic``: real bytes (up, down) so far. ``jitter()``: factor on the next step's
+    duration."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        node: Node,
+        ledger: CountingLedger,
+        pace: Pace,
+        start: Progressed,
+        *,
+        min_peers: int,
+        jitter: Callable[[], float],
+        traffic: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._run, self._node, self._ledger, self._pace = run, node, ledger, pace
+        self._min_peers, self._jitter, self._traffic = min_peers, jitter, traffic
+        self._now = node.clock.monotonic
+        self._count = len(ledger.fragments)
+        self.clock = SwarmClock(run.clock)
+        self.position, self._advanced_at = start.position, self._now()
+        self.inner_steps, self.tokens = start.inner_steps, start.tokens
+        self._contributed_tokens = [start.tokens] * self._count
+        self.sent: dict[int, Sent] = {}
+        self.versions = [agreed.version for agreed in ledger.agreed()]
+        self.train_s = self.exposed_s = 0.0
+        self._first_step_at: float | None = None
+        self._reported_at, self._reported_tokens = self._now(), start.tokens
+        self.phase: Status.Phase = Status.JOINING
+        self.asked_to_leave = False
+        self.contributions = 0
+
+    @property
+    def over(self) -> bool:
+        rounds = self._run.clock.rounds
+        return rounds > 0 and self.position >= rounds
+
+    def progressed(self) -> Progressed:
+        return Progressed(self.position, self.inner_steps, self.tokens)
+
+    # ---- before the first step
+
+    async def catch_up(self) -> bool:
+        """Wait for ``min_peers``, then until this peer is where the swarm is or is sure to be alone; False
+        if that takes too long."""
+        started_at = self._now()
+        while self._node.live_peers() < self._min_peers - 1:
+            if self._now() - started_at > GATHER_BOUND_S:
+                return False
+            await asyncio.sleep(LOOK_EVERY_S)
+        started_at = self._now()
+        while True:
+            waited_s, heard = self._now() - started_at, self._node.live_peers() > 0
+            alone = not heard and waited_s > LISTEN_S
+            if alone or (heard and waited_s > 0.2 and self._node.standing.abreast):
+                break
+            if waited_s > CATCH_UP_BOUND_S:
+                return False
+            await asyncio.sleep(LOOK_EVERY_S)
+        others, pace = self._node.standing.swarm_position, self._run.clock
+        if others is not None:
+            moved = (self._now() - others[1]) / pace.round_s if pace.mode == "time" else 0.0
+            self.position = max(others[0] + moved, self.position)
+        self.clock.start(self.position, self._now(), self.inner_steps)
+        self._advanced_at = self._now()
+        self.phase = Status.TRAINING
+        self._take_outcomes()
+        self.report()
+        return True
+
+    # ---- steps
+
+    async def train(self) -> None:
+        """Until the run is over or this peer is asked to leave."""
+        while not (self.asked_to_leave or self.over):
+            began_at = self._now()
+            await asyncio.sleep(self._pace.step_s * self._jitter())
+            if self._first_step_at is None:
+                self._first_step_at = began_at
+            self.train_s += self._now() - began_at
+            await self._after_step()
+
+    async def _after_step(self) -> None:
+        entered_at = self._now()
+        self._ledger.work.units += 1
+        self.inner_steps += 1
+        self.tokens += self._pace.tokens
+        self._take_outcomes()
+        last, self.position = self.position, self._advance(entered_at)
+        for fragment in due(self._count, last, self.position):
+            await self._send(fragment)
+        self.exposed_s += self._now() - entered_at
+        if self._now() - self._reported_at >= REPORT_EVERY_S:
+            self.report()
+
+    def _advance(self, now: float) -> float:
+        others = self._node.standing.swarm_position
+        if others is not None:
+            position, at = others
+            self.clock.observe(position + (now - at) / self._run.clock.round_s, now)
+        self._advanced_at = now
+        return self.clock.position(now, self.inner_steps)
+
+    async def _send(self, fragment: int) -> None:
+        if fragment in self.sent:
+            reason = "the fragment's previous round is still in flight"
+            self._node.report(ev.SendSkipped, fragment=fragment, reason=reason)
+            return
+        self._offer(fragment)
+        if self.versions[fragment] < self._run.outer.blocking_rounds:
+            await self._wait(lambda: fragment not in self.sent, FIRST_ROUND_BOUND_S)
+
+    def _offer(self, fragment: int) -> None:
+        points = points_passed(fragment, self._count, self.position)
+        self.sent[fragment] = Sent(self.inner_steps, self._now(), points, self.tokens)
+        weight = float(max(1, self.tokens - self._contributed_tokens[fragment]))
+        self._ledger.submit_offer(fragment, self.versions[fragment], weight, self._encoded)
+
+    def _encoded(self, fragment: int, offer: Offered, agreed: AgreedVersion) -> None:
+        base = offer.round - 1
+        self._node.offer(Offer(fragment, offer.round, base, agreed.digest, offer.payload, offer.weight))
+        self._node.report(
+            ev.FragmentSent,
+            fragment=fragment,
+            round=offer.round,
+            payload_bytes=len(offer.payload),
+            weight=offer.weight,
+            relative_error=0.0,
+        )
+
+    # ---- outcomes
+
+    def _take_outcomes(self) -> None:
+        while self._ledger.outcomes:
+            self._apply(self._ledger.outcomes.popleft())
+
+    def _apply(self, outcome: Outcome) -> None:
+        fragment = outcome.fragment
+        self.versions[fragment] = max(self.versions[fragment], outcome.version)
+        sent = self.sent.pop(fragment, None) if outcome.ends_offer else self.sent.get(fragment)
+        if not outcome.stepped:
+            return
+        if outcome.contributed and sent is not None:
+            self._contributed_tokens[fragment] = sent.tokens
+            self.contributions += 1
+        passed = points_passed(fragment, self._count, self.position)
+        self._node.report(
+            ev.FragmentApplied,
+            fragment=fragment,
+            version=outcome.version,
+            contributed=outcome.contributed,
+            staleness=0 if sent is None else max(0, passed - sent.points),
+            sync_delay_steps=0 if sent is None else self.inner_steps - sent.inner_steps,
+            sync_delay_s=0.0 if sent is None else self._now() - sent.at,
+            gap=1.0,
+            gradient_norm=0.0,
+            momentum_norm=0.0,
+            clipped_share=0.0,
+        )
+
+    async def _wait(self, done: Callable[[], bool], bound_s: float) -> bool:
+        ends_at = self._now() + bound_s
+        self._take_outcomes()
+        while not done():
+            if self._now() >= ends_at:
+                return False
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._take_outcomes()
+        return True
+
+    # ---- the end
+
+    async def flush(self) -> None:
+        """As ``Synchroniser.flush``: await what is in flight; if the run is over, offer the rest and wait
+        until all agree."""
+        entered_at = self._now()
+        if not self.over:
+            await self._wait(lambda: not self.sent, LEAVE_BOUND_S)
+        else:
+            await self._offer_the_rest(entered_at + FLUSH_BOUND_S)
+            self.phase = Status.DRAINING
+            self.report()
+            await self._wait(self._settled, SETTLE_BOUND_S)
+        self.exposed_s += self._now() - entered_at
+        self.report()
+
+    def _settled(self) -> bool:
+        known = [agreed.version for agreed in self._node.agreed]
+        return known == self.versions and self._node.standing.settled
+
+    async def _offer_the_rest(self, ends_at: float) -> None:
+        unsent = {f for f in range(self._count) if self._contributed_tokens[f] < self.tokens}
+        while unsent and self._now() < ends_at:
+            for fragment in sorted(unsent):
+                if fragment not in self.sent:
+                    self._offer(fragment)
+            await self._wait(lambda: not self.sent, max(0.0, ends_at - self._now()))
+            unsent = {f for f in unsent if self._contributed_tokens[f] < self.tokens}
+
+    # ---- figures
+
+    def report(self) -> None:
+        now = self._now()
+        elapsed_s = now - self._reported_at
+        rate = (self.tokens - self._reported_tokens) / elapsed_s if elapsed_s > 0 else 0.0
+        self._reported_at, self._reported_tokens = now, self.tokens
+        self._node.show(
+            LocalProgress(self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, 0.0)
+        )
+        up_bytes, down_bytes = self._traffic()
+        fields: dict[str, Any] = {
+            "phase": Status.Phase.Name(self.phase).lower(),
+            "position": self.position,
+            "inner_steps": self.inner_steps,
+            "tokens": self.tokens,
+            "tokens_per_s": rate,
+            "loss": math.nan,
+            "train_s": self.train_s,
+            "exposed_s": self.exposed_s,
+            "wall_s": 0.0 if self._first_step_at is None else now - self._first_step_at,
+            "up_bytes": up_bytes,
+            "down_bytes": down_bytes,
+            "versions": tuple(self.versions),
+        }
+        self._node.report(ev.Progress, **fields)

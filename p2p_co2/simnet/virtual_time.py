@@ -1,0 +1,229 @@
+"""Virtual time: one clock and one queue for a whole swarm, and an asyncio loop for each process in it.
+
+The clock jumps to the next timer, so an hour in which nothing happens costs nothing. Each simulated process
+has a loop of its own over the common queue, because processes fail one by one: a stalled one (SIGSTOP) keeps
+its callbacks until it goes on, a dead one loses them.
+
+Laws: callbacks run in the order of their times, equal times in the order in which they were asked for, and
+nothing here reads a real clock, a thread or a socket: the same calls give the same order. A callback that
+raises ends the simulation with its traceback.
+
+Price: callbacks run in no ``contextvars`` context of their own; nothing in the library needs one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from typing import Any, TypeVar
+
+from p2p_co2.errors import LocalProtocolError
+
+_T = TypeVar("_T")
+UNWIND_TURNS = 100
+"""Times that a dying process's tasks are cancelled before we call it a bug."""
+
+
+class Handle:
+    """A callback that waits for its turn; what asyncio needs of its own class of this name."""
+
+    __slots__ = ("args", "callback", "loop")
+
+    def __init__(
+        self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop | None
+    ) -> None:
+        self.callback: Callable[..., object] | None = callback
+        self.args, self.loop = args, loop
+
+    def cancel(self) -> None:
+        self.callback, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        return self.callback is None
+
+
+class VirtualTime:
+    """The clock and the queue. ``now`` in seconds since the simulation began; ``turns``: callbacks run so
+    far."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.turns = 0
+        self.errors: list[str] = []
+        """What a loop's exception handler was told: tasks that failed with nobody looking."""
+        self._heap: list[tuple[float, int, Handle]] = []
+        self._ready: deque[Handle] = deque()
+        self._asked = 0
+        self._stopped = False
+
+    def loop(self) -> ProcessLoop:
+        """The loop of a new process."""
+        return ProcessLoop(self)  # type: ignore[abstract]  # what nobody asks of a loop is left out
+
+    def soon(self, handle: Handle) -> Handle:
+        self._ready.append(handle)
+        return handle
+
+    def at(self, when: float, handle: Handle) -> Handle:
+        """Run ``handle`` at ``when``, or now if that has passed."""
+        self._asked += 1
+        heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked, handle))
+        return handle
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Handle:
+        """Something that happens to the world, not in a process."""
+        return self.at(when, Handle(callback, args, None))
+
+    def stop(self) -> None:
+        """Let ``run`` return after the callback that is running now."""
+        self._stopped = True
+
+    def run(self, until: float) -> None:
+        """Run callbacks up to and at ``until``, or until ``stop``, or until nothing is left to do."""
+        ready, heap = self._ready, self._heap
+        before, current = events._get_running_loop(), None
+        self._stopped = False
+        events._set_running_loop(None)
+        try:
+            while not self._stopped:
+                if ready:
+                    handle = ready.popleft()
+                elif heap and heap[0][0] <= until:
+                    self.now, _, handle = heapq.heappop(heap)
+                else:
+                    break
+                callback, loop = handle.callback, handle.loop
+                if callback is None or (loop is not None and not loop.admits(handle)):
+                    continue
+                if loop is not current:
+                    events._set_running_loop(loop)
+                    current = loop
+                self.turns += 1
+                callback(*handle.args)
+        finally:
+            events._set_running_loop(before)
+        if not self._stopped:
+            self.now = max(self.now, until)
+
+    def end(self, loop: ProcessLoop, tasks: list[asyncio.Task[Any]]) -> None:
+        """A process dies now: its tasks are cancelled and unwound here and now, and nothing of it runs
+        again.
+
+        The caller has cut it off before: what its ``finally`` blocks send and say must not leave it.
+        """
+        mine = deque(handle for handle in self._ready if handle.loop is loop)
+        others = [handle for handle in self._ready if handle.loop is not loop]
+        self._ready.clear()
+        self._ready.extend(others)
+        loop.unwind(tasks, mine)
+
+
+class ProcessLoop(asyncio.AbstractEventLoop):
+    """The asyncio loop of one simulated process: what tasks, futures, ``sleep`` and ``timeout`` ask of
+    one."""
+
+    def __init__(self, world: VirtualTime) -> None:
+        self._world = world
+        self._held: list[Handle] | None = None
+        """Callbacks that became due while the process was stalled."""
+        self._dying: deque[Handle] | None = None
+        self.dead = False
+
+    def admits(self, handle: Handle) -> bool:
+        """Whether a due callback may run now."""
+        if self.dead:
+            return False
+        if self._held is not None:
+            self._held.append(handle)
+            return False
+        return True
+
+    def stall(self) -> None:
+        """Stand still, as after SIGSTOP."""
+        if self._held is None:
+            self._held = []
+
+    def go_on(self) -> None:
+        """SIGCONT: everything that became due meanwhile runs now, in order."""
+        held, self._held = self._held or [], None
+        for handle in held:
+            self._world.soon(handle)
+
+    def unwind(self, tasks: list[asyncio.Task[Any]], due: deque[Handle]) -> None:
+        """See ``VirtualTime.end``."""
+        self._dying = due
+        due.extend(self._held or ())
+        self._held = None
+        before = events._get_running_loop()
+        events._set_running_loop(None)
+        events._set_running_loop(self)
+        try:
+            for _ in range(UNWIND_TURNS):
+                for task in tasks:
+                    task.cancel()  # again, should one have answered the first time by waiting for another
+                if not due:
+                    break
+                while due:
+                    handle = due.popleft()
+                    if handle.callback is not None:
+                        handle.callback(*handle.args)
+            else:
+                raise LocalProtocolError("a simulated process does not end when its tasks are cancelled")
+        finally:
+            events._set_running_loop(None)
+            events._set_running_loop(before)
+        self.dead, self._dying = True, None
+
+    # ---- asyncio's side
+
+    def time(self) -> float:
+        return self._world.now
+
+    def call_soon(  # type: ignore[override]  # asyncio's handles have more than anybody asks for
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Handle:
+        handle = Handle(callback, args, self)
+        if self._dying is not None:
+            self._dying.append(handle)
+            return handle
+        return self._world.soon(handle)
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Handle:
+        return self._world.at(when, Handle(callback, args, self))
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Handle:
+        return self._world.at(self._world.now + delay, Handle(callback, args, self))
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[_T]:
+        return asyncio.Task(coro, loop=self, name=name)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return not self.dead
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self._world.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
