@@ -19,6 +19,7 @@ MAX_JOURNALS = 1024
 MAX_EVENTS_AT_ONCE = 20_000
 QUIET_S = 15.0
 """A run whose journals do not grow for this long, and whose peers have finished, is over."""
+FORSAKEN_S = 300.0
 _LOOK_FOR_NEW_S = 2.0
 
 
@@ -34,7 +35,8 @@ class JournalFeed:
         self._run = read_run_config(run_file) if run_file.exists() else None
         self._tails: dict[Path, Tail] = {}
         self._looked_at = -1e9
-        self._grew_at = time.monotonic()
+        self._grew_at = 0.0
+        """When the youngest journal grew, unix seconds."""
         self._open: set[str] = set()
         self._seen: set[str] = set()
 
@@ -50,9 +52,20 @@ class JournalFeed:
     def state(self) -> FeedState:
         if not self._seen:
             return FeedState("connected", "no peer has written an event yet")
-        if not self._open and time.monotonic() - self._grew_at > QUIET_S:
+        quiet_s = time.time() - self._grew_at
+        if not self._open and quiet_s > QUIET_S:
             return FeedState("ended", "the run is over: every peer has finished")
+        if quiet_s > FORSAKEN_S:
+            return FeedState("ended", "the journals have not grown for long: whoever wrote them is gone")
         return FeedState("connected", f"{len(self._open)} of {len(self._seen)} peers are writing")
+
+    @property
+    def is_whole(self) -> bool:
+        return True
+
+    @property
+    def me(self) -> str:
+        return ""
 
     def take(self) -> News:
         now = time.monotonic()
@@ -70,8 +83,8 @@ class JournalFeed:
                 self._open.add(event.peer)
             elif isinstance(event, PeerFinished):
                 self._open.discard(event.peer)
-        if news.events:
-            self._grew_at = now
+        for path in self._tails if news.events else ():
+            self._grew_at = max(self._grew_at, path.stat().st_mtime)
         return news
 
     def watched(self, now: float) -> None:

@@ -36,6 +36,8 @@ ROUNDS_KEPT = 4096
 SAME_NEWS_S = 30.0
 """Members tell the same news within this."""
 MAX_SAID = 4096
+REPLAY_FROM_S = 10.0
+REPLAY_STEPS = 600
 
 
 class Model:
@@ -78,13 +80,33 @@ class Model:
     def step(self, now: float) -> None:
         """Take in what is new."""
         news = self.feed.take()
-        self.now = max(now, self.now) if self.state.phase != "ended" else (self.view.last_at or now)
-        self._labels = self.view.labels()
-        for event in news.events:
-            self._add(event)
-        self._labels = self.view.labels()
         for sighting in news.sightings:
             self.sightings[sighting.peer] = sighting
+        self._labels = self.view.labels()
+        if self.feed.is_whole and _span_s(news.events) > REPLAY_FROM_S:
+            self._replay(news.events)
+        else:
+            for event in news.events:
+                self._add(event)
+        self.now = max(now, self.now) if self.state.phase != "ended" else (self.view.last_at or now)
+        self._settle()
+
+    def _replay(self, events: list[Event]) -> None:
+        """Take in a run's past in its own time, so that there are samples of it."""
+        step_s = max(TIERS[0][0], _span_s(events) / REPLAY_STEPS)
+        ordered = sorted(events, key=lambda event: event.at)
+        until = ordered[0].at + step_s
+        for event in ordered:
+            if event.at >= until:
+                self.now = until
+                self._settle()
+                self.history.write(self._made_batch(over=False))
+                until = max(until + step_s, event.at)
+            self._add(event)
+
+    def _settle(self) -> None:
+        """What follows from the events taken in, at ``now``."""
+        self._labels = self.view.labels()
         for peer in self.view.peers.values():
             if peer.last_seen_at is not None:
                 pace = self._paces.setdefault(peer.peer, Pace())
@@ -132,9 +154,13 @@ class Model:
         if now - self._written_at < TIERS[0][0]:
             return None
         self._written_at = now
+        over = self.state.phase == "ended" and self.history.span()[1] > 0
+        return self._made_batch(over=over)
+
+    def _made_batch(self, *, over: bool) -> Batch:
+        """All that is new; without samples if the run is ``over``."""
         facts = self.facts()
         rounds = [self.view.rounds[key] for key in self._changed_rounds if key in self.view.rounds]
-        over = self.state.phase == "ended" and self.history.span()[1] > 0
         made = Batch(
             at=self.now or 1.0,
             samples={} if over else self._samples(facts),
@@ -205,6 +231,11 @@ class Model:
             facts.fragment, facts.round, facts.at, facts.outcome, facts.group_size, facts.contributors,
             facts.staleness, facts.duration_s, int(facts.counted), facts.reason,
         )  # fmt: skip
+
+
+def _span_s(events: list[Event]) -> float:
+    """From the first to the last, seconds."""
+    return max((event.at for event in events), default=0.0) - min((event.at for event in events), default=0.0)
 
 
 def time_line(view: RoundView) -> dict[str, dict[str, float]]:

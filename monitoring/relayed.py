@@ -58,6 +58,10 @@ class RelayedFeed:
         return self._state
 
     @property
+    def is_whole(self) -> bool:
+        return False
+
+    @property
     def me(self) -> str:
         """The peer that this board belongs to; "" until it is known."""
         return self._me

@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -225,6 +226,7 @@ def demo(
     kill_one: Annotated[
         bool, typer.Option("--kill-one", help="Kill a peer half-way; another joins late.")
     ] = False,
+    board: Annotated[bool, typer.Option(help="Serve the board meanwhile, at a printed address.")] = True,
     seed: Annotated[int, typer.Option(help="Of the first parameters.")] = 0,
 ) -> None:
     """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
@@ -235,7 +237,7 @@ def demo(
         peers=peers, seconds=seconds, round_s=round_s, rule=rule, codec=codec, carrier=carrier, folder=folder,
         text=text, recipe=recipe, kill_one=kill_one, seed=seed,
     )  # fmt: skip
-    raise typer.Exit(run_demo(options, DemoWatch))
+    raise typer.Exit(run_demo(options, partial(DemoWatch, board=board)))
 
 
 @app.command()

@@ -16,21 +16,29 @@ from rich.console import Console
 
 from bootstrap.demo import DemoEnd
 from monitoring.picture import draw_run
+from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
 from p2p_co2.config import RunConfig
+from p2p_co2.gate import Gate
 from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.view import SwarmView
 
 
 class DemoWatch:
-    """A ``bootstrap.demo.Watch``: the live table, and at the end the summary, the picture and the verdict."""
+    """A ``bootstrap.demo.Watch``: the live table, and at the end the summary, the picture, the report and the
+    verdict. ``board``: serve the board at a printed address meanwhile; idle until somebody looks."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, board: bool = True) -> None:
         self._view = SwarmView()
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
         self._console = Console(width=None if sys.stdout.isatty() else 150)
         self._folder = folder
+        self._gate: Gate | None = None
+        if board:
+            command = [sys.executable, "-P", "-m", "monitoring", str(folder.resolve())]
+            self._gate = Gate("127.0.0.1", 0, command)
+            print(f"board: {self._gate.address}", flush=True)
         expected_s = config.clock.rounds * config.clock.round_s
         self._terminal: LiveTerminal | None = LiveTerminal(
             f"p2p-co2 demo in {folder}", expected_s, console=self._console
@@ -44,8 +52,8 @@ class DemoWatch:
             self._terminal.show(self._view)
 
     def finish(self, end: DemoEnd) -> list[str]:
-        """Write ``summary.json`` and ``loss.png``, print the summary; why the run was no success, if it was
-        none."""
+        """Write ``summary.json``, ``loss.png`` and ``report.html``, print the summary; why the run was no
+        success, if it was none."""
         self.close()
         facts = RunFacts(
             config=end.config,
@@ -64,12 +72,20 @@ class DemoWatch:
             loss_start=end.loss_start,
             loss_end=end.loss_end,
         )
+        ends = (
+            (self._view.started_at, 0, end.loss_start),
+            (self._view.last_at, summary["tokens"], end.loss_end),
+        )
+        agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
+        write_report(end.folder, end.folder / "report.html", agreed)
         print_summary(summary, self._console)
         self._console.print(f"written to {end.folder}", markup=False, highlight=False)
         return [*end.deaths, *verdict(_without(summary, end.killed))]
 
     def close(self) -> None:
-        """Give the terminal back; may be called twice."""
+        """Give the terminal and the board's port back; may be called twice."""
+        if self._gate is not None:
+            self._gate.close()
         if self._terminal:
             self._terminal.__exit__(None, None, None)
             self._terminal = None

@@ -35,7 +35,8 @@ HEADER_BYTES = 4
 MAX_FRAME_BYTES = 1 << 20
 MAX_ASKED = 64
 SEND_TIMEOUT_S = 5.0
-END_S = 3.0
+END_S = 1.0
+"""Between asking the program to end and ending it; its history survives both."""
 AGAIN_S = 2.0
 """A program that ends at once is not started again sooner."""
 NICENESS = 10
@@ -52,18 +53,15 @@ class Gate:
     def __init__(self, host: str, port: int, command: Sequence[str], ask: Ask | None = None) -> None:
         self._command, self._ask = list(command), ask
         self._listener = _listening(host, port)
+        port = self._listener.getsockname()[1]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        """What to open in a browser."""
         self._waker, self._woken = socket.socketpair()
         self._answers: queue.SimpleQueue[Relayed] = queue.SimpleQueue()
         self._closing = False
         self._program: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="p2p-co2 gate", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """What to open in a browser."""
-        host, port = self._listener.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     def close(self) -> None:
         """End the program and the thread. May be called twice."""
@@ -190,7 +188,7 @@ def _send(end: socket.socket, message: Relayed) -> None:
 def _receive(end: socket.socket) -> Relayed | None:
     """The next message; None at the end, or for one that breaks the rules."""
     length = int.from_bytes(_exactly(end, HEADER_BYTES))
-    if not 0 < length <= MAX_FRAME_BYTES:
+    if length > MAX_FRAME_BYTES:
         return None
     message = Relayed()
     try:

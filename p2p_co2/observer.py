@@ -66,6 +66,14 @@ class Observer:
     def state(self) -> FeedState:
         return self._state
 
+    @property
+    def is_whole(self) -> bool:
+        return False
+
+    @property
+    def me(self) -> str:
+        return ""
+
     def take(self) -> News:
         with self._lock:
             return self._poller.take()

@@ -24,6 +24,7 @@ from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity
+from peers.measuring import AgreedLoss
 from peers.status import StatusLines
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def _train(
     peer = connection.start(model, optimizer, recipe.learning_rate, resume=options.resume)
     running.peer = peer
     sequences = options.config.batch or recipe.default_batch
+    measuring = AgreedLoss(recipe.held_out, peer.peer_id)
     with peer:
         for batch in recipe.batches(_data_seed(connection.run, options.config, peer.inner_steps), sequences):
             optimizer.zero_grad(set_to_none=True)
@@ -135,6 +137,7 @@ def _train(
             optimizer.step()
             if not peer.step(recipe.tokens(batch), loss):
                 break
+            measuring.after_step(peer)
 
 
 def _data_seed(run: RunConfig, config: PeerConfig, inner_steps: int) -> int:

@@ -1,4 +1,5 @@
-"""A made-up swarm as a feed, of any size and length: for benchmarks and for states that a real one rarely has.
+"""A made-up swarm as a feed, of any size and length: for benchmarks and for states that a real one rarely
+has.
 
 Deterministic: ``at(t)`` gives the events of second ``t`` since the start. Training falls like a power of the
 tokens, a link has a rate and a round trip, one peer is slow, one dies, one comes late.
@@ -127,7 +128,8 @@ class MadeSwarm:
                 ev.RoundCommitted(
                     at=now + 0.7 + spread, peer=name, fragment=fragment, round=number,
                     coordinator=coordinator, group_size=len(names), contributors=len(names) - partial,
-                    partial=partial, duration_s=0.7 + spread, begun_s=0.22, parts_s=0.45, means_s=0.6 + spread,
+                    partial=partial, duration_s=0.7 + spread, begun_s=0.22, parts_s=0.45,
+                    means_s=0.6 + spread,
                 )
             )  # fmt: skip
             found.append(
@@ -170,6 +172,8 @@ class MadeFeed:
         self.swarm = swarm
         self.run: RunConfig | None = swarm.run_config
         self.place = "a made-up swarm"
+        self.me = ""
+        self.is_whole = True
         self.state = state or FeedState("connected", "made up")
         self._next = 0
         self._news = News(sightings=[Sighting(peer_id(n), "answering") for n in range(swarm.peers)])

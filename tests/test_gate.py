@@ -1,113 +1,132 @@
-"""How senders are held back: by hand, what honest peers may do, what floods come to, and what is held."""
+"""gate: nothing runs until somebody knocks, and nothing is left when it closes."""
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import Future
+from pathlib import Path
+
 import pytest
 
-from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node import gate as room
-from p2p_co2.node.gate import (
-    ALLOWANCE,
-    PATIENCE_S,
-    REFILL_PER_S,
-    SHUT_OUT_CAP_S,
-    SHUT_OUT_S,
-    Gate,
-    control_units,
-    refused_units,
-    useless_units,
-)
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.errors import EnvironmentFault, TransportError
+from p2p_co2.gate import Gate
+from p2p_co2.process import processes_below
+from p2p_co2.wire.messages_pb2 import Relayed
 
-A, B = PeerId("a"), PeerId("b")
-
-
-def flood(gate: Gate, units: float, seconds: float, started_at: float = 100.0) -> tuple[int, float]:
-    """A sends as fast as it is read: (messages read, when it was shut out)."""
-    now, count = started_at, 0
-    while now < started_at + seconds:
-        try:
-            gate.check(A, now)
-            count += 1
-            now += gate.charge(A, units, now) + 1e-4  # what reading one takes
-        except RemoteProtocolError:
-            return count, now
-    return count, float("inf")
+PROGRAM = """
+import sys, socket
+from p2p_co2.gate import take_over, send_relayed, receive_relayed
+from p2p_co2.wire.messages_pb2 import Relayed
+listener, relay = take_over(int(sys.argv[-2]), int(sys.argv[-1]))
+while True:
+    client, _ = listener.accept()
+    client.recv(4096)
+    send_relayed(relay, Relayed(id=3, peer="who"))
+    answer = receive_relayed(relay)
+    text = (answer.trouble or answer.answer.decode()).encode()
+    client.sendall(b"HTTP/1.0 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(text) + text)
+    client.close()
+    if sys.argv[1] == "once":
+        break
+"""
 
 
-def test_an_allowance_is_spent_and_comes_back() -> None:
-    gate = Gate(0.0)
-    assert gate.charge(A, ALLOWANCE, 10.0) == 0.0
-    assert gate.charge(A, REFILL_PER_S, 10.0) == 1.0
-    assert gate.charge(B, 1.0, 10.0) == 0.0  # another sender's own
-    assert gate.charge(A, REFILL_PER_S, 12.0) == 0.0
-    assert gate.charge(A, ALLOWANCE, 1000.0) == 0.0
+def get(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        return answer.read().decode()
 
 
-@pytest.mark.parametrize(
-    ("units", "most"),
-    [
-        (control_units(300), 5000),
-        (useless_units(MAX_DATA_BYTES), 1700),
-        (refused_units("unknown round", MAX_DATA_BYTES), 700),
-        (refused_units("wrong signature", 300), 250),
-    ],
-)
-def test_a_flood_is_read_slowly_and_then_shut_out(units: float, most: int) -> None:
-    gate = Gate(0.0)
-    count, out_at = flood(gate, units, 60.0)
-    assert count <= most
-    assert out_at - 100.0 <= 3 * PATIENCE_S + ALLOWANCE / REFILL_PER_S
-    gate.charge(B, 1.0, out_at)
-    gate.check(B, out_at)
-    with pytest.raises(RemoteProtocolError, match="shut out"):
-        gate.check(A, out_at + SHUT_OUT_S - 1)
-    gate.check(A, out_at + SHUT_OUT_S + 1)
+def answers(text: bytes) -> Future[Relayed]:
+    done: Future[Relayed] = Future()
+    done.set_result(Relayed(answer=text))
+    return done
 
 
-def test_who_comes_back_to_flood_is_shut_out_for_longer() -> None:
-    gate, now = Gate(0.0), 100.0
-    for times in range(9):
-        _, out_at = flood(gate, 50.0, 60.0, now)
-        until = min(SHUT_OUT_CAP_S, SHUT_OUT_S * 2**times)
-        with pytest.raises(RemoteProtocolError):
-            gate.check(A, out_at + until - 1)
-        gate.check(A, now := out_at + until + 1)
+def command(tmp_path: Path, how: str = "stay") -> list[str]:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return [sys.executable, str(path), how]
 
 
-@pytest.mark.parametrize(
-    ("per_s", "units", "seconds"),
-    [
-        (100, control_units(300), 3600),  # short rounds of many fragments
-        (3, control_units(300 << 10), 3600),  # votes of a large group
-        (5, useless_units(MAX_DATA_BYTES), 3600),  # 20 Mbit/s of payload that is always late
-    ],
-)
-def test_an_honest_peer_is_never_held_back(per_s: int, units: float, seconds: int) -> None:
-    gate = Gate(0.0)
-    assert {gate.charge(A, units, n / per_s) for n in range(per_s * seconds)} == {0.0}
+def test_nothing_runs_until_somebody_knocks(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def ask(message: Relayed) -> Future[Relayed]:
+        asked.append(message.peer)
+        return answers(b"hello")
+
+    before = set(processes_below(os.getpid()))
+    gate = Gate("127.0.0.1", 0, command(tmp_path), ask)
+    try:
+        assert set(processes_below(os.getpid())) == before
+        assert get(gate.address) == "hello"
+        assert get(gate.address) == "hello"
+        assert len(set(processes_below(os.getpid())) - before) == 1
+    finally:
+        gate.close()
+    assert asked == ["who", "who"]
+    assert set(processes_below(os.getpid())) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "p2p-co2 gate"]
+    with pytest.raises(urllib.error.URLError):
+        get(gate.address)
 
 
-def test_a_peer_that_wakes_up_with_a_payload_that_nobody_wants_stays() -> None:
-    gate = Gate(0.0)
-    for _ in range(512):  # 256 MiB at once
-        gate.charge(A, useless_units(MAX_DATA_BYTES), 50.0)
-    for _ in range(60):  # and pieces for a member that was restarted
-        gate.charge(A, refused_units("unknown round", MAX_DATA_BYTES), 60.0)
-    gate.check(A, 61.0)
+def test_a_program_that_went_is_started_again(tmp_path: Path) -> None:
+    gate = Gate("127.0.0.1", 0, command(tmp_path, "once"), lambda message: answers(b"again"))
+    try:
+        assert [get(gate.address), get(gate.address)] == ["again", "again"]
+    finally:
+        gate.close()
 
 
-def test_the_download_cap_is_one_for_all_senders() -> None:
-    gate = Gate(1000.0)
-    assert [gate.read(500, 10.0) for _ in range(3)] == [0.5, 1.0, 1.5]
-    assert gate.read(500, 20.0) == 0.5
-    assert Gate(0.0).read(1 << 20, 5.0) == 0.0
+def test_what_cannot_be_answered_is_told_in_words(tmp_path: Path) -> None:
+    def ask(message: Relayed) -> Future[Relayed]:
+        failed: Future[Relayed] = Future()
+        failed.set_exception(TransportError("nobody there"))
+        return failed
+
+    gate = Gate("127.0.0.1", 0, command(tmp_path), ask)
+    try:
+        assert get(gate.address) == "nobody there"
+    finally:
+        gate.close()
 
 
-def test_no_more_senders_than_the_bound_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MAX_SENDERS", 8)
-    gate = Gate(0.0)
-    for number in range(100):
-        gate.charge(PeerId(str(number)), 1.0, float(number))
-        assert len(gate._senders) <= 8
+def test_a_program_that_breaks_the_rules_is_ended_and_the_port_lives_on(tmp_path: Path) -> None:
+    path = tmp_path / "rude.py"
+    path.write_text(
+        "import sys, socket, time\n"
+        "relay = socket.socket(fileno=int(sys.argv[-1]))\n"
+        "relay.sendall(b'\\xff' * 8)\n"
+        "time.sleep(60)\n"
+    )
+    gate = Gate("127.0.0.1", 0, [sys.executable, str(path)])
+    try:
+        host, _, port = gate.address.removeprefix("http://").rstrip("/").partition(":")
+        with socket.create_connection((host, int(port))):
+            ends_at = time.monotonic() + 20
+            started = False
+            while time.monotonic() < ends_at:
+                running = gate._program is not None
+                started |= running
+                if started and not running:
+                    break
+                time.sleep(0.01)
+            assert started
+            assert not running
+    finally:
+        gate.close()
+
+
+def test_a_port_in_use_is_told_with_its_fix() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(EnvironmentFault, match="choose another port"):
+            Gate("127.0.0.1", taken.getsockname()[1], ["true"])

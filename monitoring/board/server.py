@@ -36,6 +36,7 @@ from monitoring.board.shell import Frame
 from monitoring.board.staleness_page import StalenessPage
 from monitoring.board.swarm_page import SwarmPage
 from monitoring.facts import SwarmFacts
+from monitoring.metrics import CONTENT_TYPE, FactsCollector, exposition
 from monitoring.model import Model
 from p2p_co2.errors import EnvironmentFault
 
@@ -196,6 +197,12 @@ def make_app(model: Model) -> FastAPI:
     @app.get("/api/swarm/schema")
     async def schema() -> Response:
         return Response(json.dumps(swarm_schema()), media_type="application/schema+json")
+
+    collector = FactsCollector(model.facts, lambda: model.feed.me)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(collector), media_type=CONTENT_TYPE)
 
     add_pages(model)
     ui.run_with(

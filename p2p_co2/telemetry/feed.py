@@ -62,6 +62,14 @@ class Feed(Protocol):
     def place(self) -> str: ...
     @property
     def state(self) -> FeedState: ...
+    @property
+    def is_whole(self) -> bool:
+        """Whether the first ``take`` gives a run's whole past, to be told in its own time."""
+
+    @property
+    def me(self) -> str:
+        """The one peer that this reader belongs to; "" if it belongs to none."""
+
     def take(self) -> News:
         """Everything new; called once or twice a second."""
 

@@ -108,6 +108,36 @@ class Peer:
                 at = stop
         return {name: values.view(shapes[name]) for name, values in flat.items()}
 
+    @property
+    def peer_id(self) -> str:
+        """Who this peer is to the others."""
+        return self._thread.network.identity.peer_id
+
+    def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:
+        """Report the agreed parameters' ``held_out`` loss (nats per token) as an event; how long it took,
+        seconds.
+
+        They take the live ones' place in the model meanwhile: one more copy of them for that time. Counted as
+        a pause, neither training nor communication.
+        """
+        started_at = time.monotonic()
+        parameters = dict(self._plan.model.named_parameters())
+        live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        try:
+            with torch.no_grad():
+                for name, values in self.agreed_parameters().items():
+                    parameters[name].copy_(values)
+            loss = float(held_out(self._plan.model))
+        finally:
+            with torch.no_grad():
+                for name, values in live.items():
+                    parameters[name].copy_(values)
+        duration_s = time.monotonic() - started_at
+        self._sync.pause(duration_s)
+        fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.tokens}
+        self._thread.report(ev.AgreedMeasured, {**fields, "duration_s": duration_s})
+        return duration_s
+
     def save(self) -> None:
         """Write a checkpoint now. Raises ``EnvironmentFault`` if the disk refuses; the previous one stays."""
         started_at = time.monotonic()

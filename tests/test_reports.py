@@ -1,0 +1,307 @@
+"""reports: what a peer tells observers, and what of it an observer believes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import zlib
+from itertools import pairwise
+
+import pytest
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.reports import REPORT_CONTEXT, Desk, Poller, open_report
+from p2p_co2.reports.desk import MAX_EVENTS_KEPT
+from p2p_co2.rounds import DECISION_CONTEXT
+from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.view import SwarmView, fold
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
+
+RUN = bytes(range(32))
+A, B, C = (Identity.generate() for _ in range(3))
+ASKER = Identity.generate().peer_id
+NOW = 1_800_000_000.0
+
+
+def progress(number: int, who: Identity = A, **changes: object) -> ev.Progress:
+    fields: dict[str, object] = {
+        "at": NOW + number, "peer": who.peer_id, "phase": "training", "position": number / 5,
+        "tokens": 100 * number,
+        "inner_steps": number, "tokens_per_s": 100.0, "loss": 3.0, "train_s": 0.9 * number, "exposed_s": 0.0,
+        "wall_s": float(number), "up_bytes": 10 * number, "down_bytes": 9 * number,
+        "versions": (number // 5,),
+    }  # fmt: skip
+    return ev.Progress(**(fields | changes))  # type: ignore[arg-type]
+
+
+def applied(number: int, who: Identity = A) -> ev.FragmentApplied:
+    return ev.FragmentApplied(
+        at=NOW + number, peer=who.peer_id, fragment=0, version=number, contributed=True, staleness=number % 3,
+        sync_delay_steps=number % 5, sync_delay_s=0.5, gap=1.0, gradient_norm=1.0, momentum_norm=1.0,
+        clipped_share=0.0,
+    )  # fmt: skip
+
+
+def committed(number: int, who: Identity, coordinator: Identity) -> ev.RoundCommitted:
+    return ev.RoundCommitted(
+        at=NOW + number, peer=who.peer_id, fragment=0, round=number, coordinator=coordinator.peer_id,
+        group_size=2, contributors=2, partial=0, duration_s=1.0,
+    )  # fmt: skip
+
+
+def decision(number: int, signer: Identity, members: dict[str, float], run: bytes = RUN) -> Decision:
+    outcome = Outcome(run=run, committed=True, decided_by=signer.peer_id, state_digest=bytes(32))
+    outcome.key.fragment, outcome.key.round, outcome.key.attempt = 0, number, bytes(16)
+    for peer, weight in sorted(members.items()):
+        outcome.members.add(peer=peer, weight=weight)
+    part = outcome.parts.add(start_block=0, stop_block=10, digest=bytes(32))
+    for peer, weight in sorted(members.items()):
+        part.contributors.add(peer=peer, weight=weight)
+    content = outcome.SerializeToString()
+    return Decision(outcome=content, signature=signer.sign(DECISION_CONTEXT, content))
+
+
+def desk(who: Identity = A, process: int = 7) -> Desk:
+    return Desk(who, RUN, process)
+
+
+class Talk:
+    """A poller that asks desks, second by second."""
+
+    def __init__(self, *desks: tuple[Identity, Desk]) -> None:
+        self.desks = {who.peer_id: table for who, table in desks}
+        self.poller = Poller(RUN)
+        self.poller.listed(self.desks, 0.0, NOW)
+        self.now = 0.0
+
+    def turn(self, offset_s: float = 0.0) -> list[ev.Event]:
+        """Ask everybody once; the events that came."""
+        self.now += 1.0
+        for peer, question in self.poller.due(self.now):
+            answer = self.desks[peer].answer(question, ASKER, self.now, NOW + self.now + offset_s)
+            self.poller.answered(peer, answer, self.now, NOW + self.now)
+        return self.poller.take().events
+
+
+def sealed(report: Report, who: Identity = A) -> bytes:
+    return who.seal(REPORT_CONTEXT, report.SerializeToString())
+
+
+def lines(*records: object) -> bytes:
+    return zlib.compress(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+
+
+# ---- by hand
+
+
+def test_an_observer_hears_what_happened_and_then_only_what_is_new() -> None:
+    table = desk()
+    for number in range(3):
+        table.see(progress(number))
+    talk = Talk((A, table))
+    assert talk.turn() == [progress(number) for number in range(3)]
+    assert talk.turn() == []
+    table.see(progress(3))
+    assert talk.turn() == [progress(3)]
+
+
+def test_a_late_observer_learns_what_an_early_one_knows() -> None:
+    """What fell out of the ring is told as one event, and comes to the same."""
+    table, everything = desk(), []
+    for number in range(1, MAX_EVENTS_KEPT + 500):
+        event = progress(number) if number % 4 else applied(number)
+        everything.append(event)
+        table.see(event)
+    talk, told = Talk((A, table)), []
+    while news := talk.turn():
+        told += news
+    assert isinstance(told[0], ev.Recalled)
+    late, early = fold(told).peers[A.peer_id], fold(everything).peers[A.peer_id]
+    for name in ("totals", "staleness", "fragment_staleness", "versions", "position", "phase", "loss",
+                 "applied_at", "sync_delay_steps"):  # fmt: skip
+        assert getattr(late, name) == getattr(early, name), name
+
+
+def test_a_restarted_peer_is_heard_from_its_beginning() -> None:
+    first = desk(process=1)
+    for number in range(5):
+        first.see(progress(number))
+    talk = Talk((A, first))
+    assert len(talk.turn()) == 5
+    second = desk(process=2)
+    second.see(progress(9))
+    talk.desks[A.peer_id] = second
+    assert talk.turn() == [progress(9)]
+
+
+def test_times_of_a_peer_with_a_wrong_clock_are_brought_to_ours() -> None:
+    table = desk()
+    table.see(progress(1, at=NOW + 500.0))
+    (event,) = Talk((A, table)).turn(offset_s=500.0)
+    assert event.at == pytest.approx(NOW, abs=2.0)
+
+
+# ---- what is counted
+
+
+def weights_told(*tables: tuple[Identity, Desk]) -> list[dict[str, float]]:
+    talk = Talk(*tables)
+    told = [event for _ in range(4) for event in talk.turn()]
+    return [event.weights for event in told if isinstance(event, ev.RoundCounted)]
+
+
+def test_a_signed_decision_with_a_witness_counts_once() -> None:
+    members = {A.peer_id: 300.0, B.peer_id: 100.0}
+    tables = ((A, desk(A)), (B, desk(B)))
+    for who, table in tables:
+        table.see(committed(1, who, coordinator=A))
+        table.remember(0, 1, decision(1, A, members))
+    assert weights_told(*tables) == [members]
+
+
+def test_a_coordinator_without_a_witness_counts_nothing() -> None:
+    table = desk(A)
+    table.see(committed(1, A, coordinator=A))
+    table.remember(0, 1, decision(1, A, {A.peer_id: 1e9, C.peer_id: 1.0}))
+    assert weights_told((A, table), (B, desk(B))) == []
+
+
+def test_a_decision_of_another_run_or_with_a_wrong_signature_counts_nothing() -> None:
+    members = {A.peer_id: 300.0, B.peer_id: 100.0}
+    forged = decision(1, A, members)
+    forged.signature = bytes(64)
+    for bad in (forged, decision(1, A, members, run=bytes(32))):
+        tables = ((A, desk(A)), (B, desk(B)))
+        for who, table in tables:
+            table.see(committed(1, who, coordinator=A))
+            table.remember(0, 1, bad)
+        assert weights_told(*tables) == []
+
+
+def test_a_peers_own_word_of_a_count_is_refused() -> None:
+    counted = ev.RoundCounted(
+        at=NOW, peer=A.peer_id, fragment=0, round=1, decided_by=A.peer_id, weights={A.peer_id: 9e9}
+    )
+    table = desk()
+    table.see(counted)
+    assert Talk((A, table)).turn() == []
+    report = Report(run=RUN, peer=A.peer_id, process=1, first=1, last=1, newest=1, sent_at=NOW)
+    report.events = lines(counted.to_json())
+    opened = open_report(sealed(report), A.peer_id, RUN)
+    assert opened.events == []
+    assert opened.refused.total() == 1
+
+
+# ---- hostile
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"tokens": -1}, {"tokens": 2**60}, {"tokens_per_s": None}, {"tokens_per_s": 1e300}, {"up_bytes": -5},
+        {"wall_s": -1.0}, {"phase": "x" * 5000}, {"versions": [1] * 5000}, {"at": 0.0}, {"at": 1e18},
+        {"peer": B.peer_id}, {"loss": 1e30}, {"versions": [-3]},
+    ],
+)  # fmt: skip
+def test_nonsense_is_counted_and_goes_no_further(nonsense: dict[str, object]) -> None:
+    record = {**progress(1).to_json(), **nonsense}
+    report = Report(run=RUN, peer=A.peer_id, process=1, first=1, last=2, newest=2, sent_at=NOW)
+    report.events = lines(record, progress(2).to_json())
+    opened = open_report(sealed(report), A.peer_id, RUN)
+    assert opened.events == [progress(2)]
+    assert opened.refused.total() == 1
+
+
+def test_a_peer_that_cannot_be_is_not_let_into_the_view() -> None:
+    link = ev.LinkOpened(at=NOW, peer=A.peer_id, other="<script>alert(1)</script>", carrier="grpc")
+    report = Report(run=RUN, peer=A.peer_id, process=1, first=1, last=1, newest=1, sent_at=NOW)
+    report.events = lines(link.to_json())
+    assert open_report(sealed(report), A.peer_id, RUN).events == []
+
+
+def test_a_report_that_unpacks_to_too_much_is_refused() -> None:
+    report = Report(run=RUN, peer=A.peer_id, process=1, first=1, last=1, newest=1, sent_at=NOW)
+    report.events = zlib.compress(b"0" * (1 << 24))
+    with pytest.raises(RemoteProtocolError, match="too large"):
+        open_report(sealed(report), A.peer_id, RUN)
+
+
+def test_a_report_of_somebody_else_or_damaged_is_refused() -> None:
+    report = Report(run=RUN, peer=A.peer_id, process=1, newest=0, sent_at=NOW)
+    for data in (sealed(report, B), sealed(report)[:-3], b"", b"\0" * 70):
+        with pytest.raises(RemoteProtocolError):
+            open_report(data, A.peer_id, RUN)
+    for field, value in (("sent_at", math.nan), ("again_in_s", -1.0), ("newest", 2**62)):
+        bad = Report()
+        bad.CopyFrom(report)
+        setattr(bad, field, value)
+        with pytest.raises(RemoteProtocolError):
+            open_report(sealed(bad), A.peer_id, RUN)
+
+
+def test_nonsense_is_told_with_the_peer_that_sent_it() -> None:
+    talk = Talk((A, desk(A)))
+    for peer, _ in talk.poller.due(1.0):
+        talk.poller.answered(peer, b"garbage", 1.0, NOW)
+    (sighting,) = [seen for seen in talk.poller.take().sightings if seen.refused]
+    assert sighting.peer == A.peer_id
+    assert "no" in sighting.reason or "report" in sighting.reason
+
+
+def test_a_desk_refuses_requests_that_break_the_rules() -> None:
+    for question in (b"\xff" * 10, b"x" * 9000, ReportRequest(run=bytes(32)).SerializeToString()):
+        with pytest.raises(RemoteProtocolError):
+            desk().answer(question, PeerId(ASKER), 0.0, NOW)
+
+
+# ---- bounds
+
+
+def test_askers_cannot_make_a_peer_work_without_bound() -> None:
+    table = desk()
+    table.see(progress(1))
+    question = ReportRequest(run=RUN).SerializeToString()
+    askers = [Identity.generate().peer_id for _ in range(60)]
+    answers = [open_report(table.answer(question, asker, 0.0, NOW), A.peer_id, RUN) for asker in askers]
+    served = sum(bool(answer.events) for answer in answers)
+    assert served <= 20
+    assert all(answer.again_in_s > 0 for answer in answers[served:])
+
+
+def test_an_up_to_date_asker_that_hurries_is_told_to_wait() -> None:
+    table = desk()
+    question = ReportRequest(run=RUN, process=7, after=0).SerializeToString()
+    table.answer(question, ASKER, 10.0, NOW)
+    assert open_report(table.answer(question, ASKER, 10.1, NOW), A.peer_id, RUN).again_in_s > 0
+    assert open_report(table.answer(question, ASKER, 10.5, NOW), A.peer_id, RUN).again_in_s == 0
+
+
+def test_a_peer_that_cannot_be_reached_is_asked_ever_more_rarely() -> None:
+    poller, asked_at = Poller(RUN), []
+    poller.listed([A.peer_id], 0.0, NOW)
+    for tick in range(1200):
+        for peer, _ in poller.due(tick / 10):
+            asked_at.append(tick / 10)
+            poller.failed(peer, "refused", tick / 10, NOW)
+    gaps = [later - earlier for earlier, later in pairwise(asked_at)]
+    assert gaps == sorted(gaps)
+    assert max(gaps) <= 31.0
+
+
+def test_the_view_of_rounds_is_bounded_and_its_totals_are_not() -> None:
+    view = SwarmView(rounds_kept=10)
+    for number in range(1, 101):
+        view.add(committed(number, A, A))
+    assert len(view.rounds) == 10
+    assert view.committed == 100
+
+
+def test_events_are_told_as_they_were_written() -> None:
+    table = desk()
+    event = dataclasses.replace(progress(1), loss=math.nan)
+    table.see(event)
+    (told,) = Talk((A, table)).turn()
+    assert isinstance(told, ev.Progress)
+    assert math.isnan(told.loss)
