@@ -23,6 +23,7 @@ MAX_BULK_BYTES_PER_ADDRESS, MAX_BULK_BYTES_OF_ALL = 24 << 20, 96 << 20
 MAX_ADDRESSES = 1024
 MAX_EXPECT_BYTES = 32
 MAX_HOST_CHARACTERS = 253
+BUSY = "measuring with somebody else; try again in a moment"
 
 
 @dataclass
@@ -56,7 +57,7 @@ class ProbeLimits:
         if not 0 < size_bytes <= MAX_BULK_BYTES:
             raise RemoteProtocolError("too large", f"{size_bytes} bytes; at most {MAX_BULK_BYTES}")
         if self.bulk_running:
-            raise RemoteProtocolError("busy", "measuring with somebody else; try again in a moment")
+            raise RemoteProtocolError("busy", BUSY)
         if (
             _used(spent.bulk, now) + size_bytes > MAX_BULK_BYTES_PER_ADDRESS
             or _used(self._all.bulk, now) + size_bytes > MAX_BULK_BYTES_OF_ALL

@@ -26,13 +26,17 @@ from p2p_co2.transport.probe import (
     take_bulk,
     write_frame,
 )
-from p2p_co2.transport.probe_limits import address_of
+from p2p_co2.transport.probe_limits import BUSY, address_of
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import DialBackProbe, LookProbe, Probe, ProbeAnswer
 
 ANSWER_S = 8.0
 """Bound on one answer; a connection back takes the other end up to three bounds of its own."""
 LEAST_MEASURED_S = 0.005
+
+
+class ProberBusy(TransportError):
+    """It measures with somebody else just now: asking again in a moment may do."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ class Prober:
             answer.ParseFromString(data)
         except DecodeError:
             raise TransportError("answers nonsense: not a ProbeAnswer") from None
+        if answer.refusal == BUSY:
+            raise ProberBusy(f"refused: {BUSY}")
         if answer.refusal:
             raise TransportError(
                 "refused: " + "".join(c if c.isprintable() else "?" for c in answer.refusal[:200])

@@ -61,7 +61,7 @@ async def look_without_ticket(config: PeerConfig, tell: Callable[[Finding], None
     """What can be said of the network with nobody to ask."""
     tell(check_route())
     async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
-        await _daemon(config, (), tell, stack)
+        await _daemon(config, tell, stack)
     for name in ("names (dns)", "seeds", *AFTER_SEEDS):
         tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask", "give a ticket: p2p-co2 doctor TICKET"))
 
@@ -87,7 +87,7 @@ async def _stages(
 ) -> None:
     tell(check_route())
     tell(await check_names(ticket.seeds, config.announce_host))
-    started = await _daemon(config, ticket.seeds, tell, stack)
+    started = await _daemon(config, tell, stack)
     if started is None:
         return
     p2p, identity = started
@@ -113,14 +113,14 @@ async def _stages(
 
 
 async def _daemon(
-    config: PeerConfig, relays: Sequence[str], tell: Callable[[Finding], None], stack: AsyncExitStack
+    config: PeerConfig, tell: Callable[[Finding], None], stack: AsyncExitStack
 ) -> tuple[P2P, Identity] | None:
     """Start the daemon with an identity that lives as long as ``stack``; None if it does not start."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2p-co2-doctor-")))
     began_at = time.monotonic()
     try:
         identity = Identity.load_or_create(folder / "identity")
-        p2p = await _start(folder / "identity", config, relays)
+        p2p = await _start(folder / "identity", config)
     except (EnvironmentFault, ConfigError) as error:
         tell(Finding("libp2p daemon", State.CANNOT, "does not start", str(error)))
         return None
@@ -129,12 +129,10 @@ async def _daemon(
     return p2p, identity
 
 
-async def _start(identity_path: Path, config: PeerConfig, relays: Sequence[str]) -> P2P:
+async def _start(identity_path: Path, config: PeerConfig) -> P2P:
     """The daemon, on the peer's own port if that is free: that one is to be dialled."""
     try:
-        return await start_p2p(
-            identity_path, config.host, config.libp2p_port, startup_timeout_s=STARTUP_S
-        )
+        return await start_p2p(identity_path, config.host, config.libp2p_port, startup_timeout_s=STARTUP_S)
     except EnvironmentFault:
         if not config.libp2p_port:
             raise

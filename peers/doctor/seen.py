@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -20,7 +21,7 @@ from p2p_co2.transport.hivemind_quiet import P2P
 from p2p_co2.transport.libp2p_control import daemon_errors, own_maddrs
 from p2p_co2.transport.probe import GREETING
 from p2p_co2.transport.probe_limits import address_of
-from p2p_co2.transport.probing import Look, Passed, Prober, open_prober
+from p2p_co2.transport.probing import Look, Passed, Prober, ProberBusy, open_prober
 from p2p_co2.wire.identity import PeerId
 from peers.doctor.findings import Finding, MeasuredLink, State
 from peers.doctor.nat import Place, Sight, connections, nat_finding, nat_kind
@@ -30,6 +31,7 @@ MAX_MEASURED = 3
 FIRST_BYTES, SECOND_BYTES = 128 << 10, 2 << 20
 """A rate is measured on the first; on the second where that took less than ``QUICK_S``."""
 QUICK_S = 0.5
+BUSY_TRIES, BUSY_S = 4, 0.4
 SLOW_BYTES_PER_S = 125_000.0
 
 
@@ -191,11 +193,19 @@ async def _passed(
     swarm: Swarm, target: Target, measure: Callable[[Prober, int], Awaitable[Passed]], size: int
 ) -> Passed | str:
     """What came through, or why there is no figure."""
-    try:
-        async with swarm.prober(target) as prober:
-            return await measure(prober, size)
-    except TransportError as error:
-        return f"{target.name}: {error}"
+    trouble = ""
+    for _ in range(BUSY_TRIES):
+        try:
+            async with swarm.prober(target) as prober:
+                return await measure(prober, size)
+        except ProberBusy as error:
+            trouble = str(error)
+            await asyncio.sleep(
+                BUSY_S * random.uniform(0.5, 1.5)
+            )  # two that ask at once must not stay in step
+        except TransportError as error:
+            return f"{target.name}: {error}"
+    return f"{target.name}: {trouble}"
 
 
 def together(passed: Iterable[Passed]) -> float | None:
