@@ -322,12 +322,9 @@ class History:
         )
         return [Happening(*row) for row in found]
 
-    def newest_happening_at(self) -> dict[str, float]:
-        """When the newest kept happening of each peer was."""
-        found = self._reader.execute(
-            "SELECT peers.peer, max(at) FROM happenings JOIN peers ON peers.id = happenings.peer GROUP BY 1"
-        )
-        return {str(peer): float(at) for peer, at in found}
+    def newest_happening_at(self) -> float:
+        """When the newest kept happening was, unix seconds; 0 if there is none."""
+        return float(self._reader.execute("SELECT max(at) FROM happenings").fetchone()[0] or 0.0)
 
     def counted(self) -> dict[str, float]:
         """Work by peer as it was last kept."""

@@ -58,7 +58,9 @@ class Model:
         self._changed_rounds: set[tuple[int, int]] = set()
         self._written_at = 0.0
         self._known_until = history.newest_happening_at()
-        """Happenings up to then are in the history already: a feed tells old ones again after a restart."""
+        """Happenings up to then (unix seconds) are kept already: a feed tells old ones again after a
+        restart."""
+        self._kept_rounds = {(line.kind, line.fragment, line.round) for line in history.happenings(500)}
         self._counted_before = set(history.counted_rounds())
         self.view.counted.update(history.counted())
         self.view.counted_rounds = len(self._counted_before)
@@ -137,13 +139,15 @@ class Model:
     def _happened(self, event: Event) -> None:
         """Note what is worth a line; what several members tell is noted once."""
         key, words = describe(event, self._labels)
-        if not words or event.at <= self._known_until.get(event.peer, 0.0):
+        if not words or event.at <= self._known_until:
+            return
+        fragment, round_ = getattr(event, "fragment", -1), getattr(event, "round", -1)
+        if round_ >= 0 and (event.kind, fragment, round_) in self._kept_rounds:
             return
         if event.at - self._said_at.get(key, -1e9) > SAME_NEWS_S:
             self._said_at[key] = event.at
             if len(self._said_at) > MAX_SAID:
                 self._said_at.pop(next(iter(self._said_at)))
-            fragment, round_ = getattr(event, "fragment", -1), getattr(event, "round", -1)
             self._happenings.append(Happening(event.at, event.kind, event.peer, fragment, round_, words))
 
     # ---- what is kept
@@ -227,9 +231,10 @@ class Model:
 
     def _row(self, view: RoundView) -> RoundRow:
         facts = round_facts(self._known(), view)
+        counted = facts.counted or (facts.fragment, facts.round) in self._counted_before
         return RoundRow(
             facts.fragment, facts.round, facts.at, facts.outcome, facts.group_size, facts.contributors,
-            facts.staleness, facts.duration_s, int(facts.counted), facts.reason,
+            facts.staleness, facts.duration_s, int(counted), facts.reason,
         )  # fmt: skip
 
 

@@ -127,15 +127,26 @@ def _troubles(facts: SwarmFacts) -> RenderableType:
 
 def _peers(facts: SwarmFacts, width: int, most: int) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    wide = width >= 100
-    headings = ["peer", "state", "tokens", "share*", "tok/s", "loss", "stale", "used"]
-    headings += ["sent", "links", "device"] if wide else []
+    headings = [
+        "peer",
+        "state",
+        "loss",
+        "share*",
+        "tokens",
+        "tok/s",
+        "stale",
+        "used",
+        "sent",
+        "links",
+        "device",
+    ]
+    headings = headings[: 4 if width < 70 else 8 if width < 100 else len(headings)]
     for number, heading in enumerate(headings):
         text = number < 2 or heading in {"links", "device"}
         table.add_column(heading, justify="left" if text else "right", no_wrap=True)
     order = sorted(facts.peers, key=lambda peer: (peer.state not in ONLINE, peer.label))
     for peer in order[:most]:
-        table.add_row(*_row(peer, wide))
+        table.add_row(*_row(peer)[: len(headings)])
     if len(order) > most:
         table.add_row(Text(f"and {len(order) - most} more", style="dim"))
     table.caption = Text("* counted by the group; the rest is each peer's own word", style="dim")
@@ -143,18 +154,16 @@ def _peers(facts: SwarmFacts, width: int, most: int) -> Table:
     return table
 
 
-def _row(peer: PeerFacts, wide: bool) -> list[Text]:
-    share = percent(peer.share_counted)
-    cells = [
+def _row(peer: PeerFacts) -> list[Text]:
+    links = ", ".join(f"{count} {carrier}" for carrier, count in peer.carriers.items())
+    return [
         Text(plain(peer.label, 18), style="bold"),
-        Text(peer.state, style=_STATE_STYLES.get(peer.state, "yellow")),
-        Text(figure(peer.tokens)), Text(share), Text(figure(peer.tokens_per_s)), Text(figure(peer.loss, 3)),
-        Text(figure(peer.staleness_mean, 2)), Text(percent(peer.utilisation)),
+        Text(plain(peer.state, 12), style=_STATE_STYLES.get(peer.state, "yellow")),
+        Text(figure(peer.loss, 3)), Text(percent(peer.share_counted)), Text(figure(peer.tokens)),
+        Text(figure(peer.tokens_per_s)), Text(figure(peer.staleness_mean, 2)),
+        Text(percent(peer.utilisation)), Text(size(peer.up_bytes)), Text(plain(links, 20) or UNKNOWN),
+        Text(plain(peer.device, 10)),
     ]  # fmt: skip
-    if wide:
-        links = ", ".join(f"{count} {carrier}" for carrier, count in peer.carriers.items())
-        cells += [Text(size(peer.up_bytes)), Text(plain(links, 20) or UNKNOWN), Text(plain(peer.device, 10))]
-    return cells
 
 
 def _staleness(facts: SwarmFacts, width: int) -> RenderableType:

@@ -144,7 +144,7 @@ class Poller:
             return
         if opened.last < opened.newest:
             asked.next_at = now  # more than fits into one answer
-        self._take_events(asked, opened, offset_s)
+        self._take_events(asked, opened, unix_now)
         self._take_decisions(asked, opened, unix_now)
 
     def failed(self, peer: PeerId, reason: str, now: float, unix_now: float) -> None:
@@ -170,14 +170,15 @@ class Poller:
         asked.sighting = dataclasses.replace(old, **changes)  # type: ignore[arg-type]
         self._news.sightings.append(asked.sighting)
 
-    def _take_events(self, asked: _Asked, opened: Opened, offset_s: float) -> None:
+    def _take_events(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
+        offset_s = opened.sent_at - unix_now
         fresh = opened.process == asked.process and opened.first == asked.after + 1
         restarts = any(isinstance(event, Recalled) for event in opened.events[:1])
         if not fresh and not restarts and opened.first != 1:
             return  # neither what follows nor a new start: the next question says again where we are
         asked.process, asked.after = opened.process, max(opened.last, opened.first - 1)
         for event in opened.events:
-            self._news.events.append(in_our_time(event, offset_s))
+            self._news.events.append(in_our_time(event, offset_s, unix_now))
             if isinstance(event, RoundCommitted):
                 self._told(event, asked.sighting.peer)
 
@@ -221,11 +222,12 @@ class Poller:
                 self._count(wanted)
 
 
-def in_our_time(event: Event, offset_s: float) -> Event:
-    """``event`` with its times by our clock; ``offset_s``: the writer's minus ours."""
-    if abs(offset_s) <= OFFSET_MATTERS_S:
+def in_our_time(event: Event, offset_s: float, unix_now: float) -> Event:
+    """``event`` with its times by our clock, none of them ahead of it; ``offset_s``: the writer's minus
+    ours."""
+    if abs(offset_s) <= OFFSET_MATTERS_S and event.at <= unix_now:
         return event
-    changes: dict[str, object] = {"at": event.at - offset_s}
+    changes: dict[str, object] = {"at": min(event.at - offset_s, unix_now)}
     if isinstance(event, Recalled):
         changes["first_seen_at"] = event.first_seen_at - offset_s
         changes["applied_at"] = {key: at - offset_s for key, at in event.applied_at.items()}

@@ -48,7 +48,7 @@ MAX_COUNT = 2**53
 """Most that a counter may say: past it a float (and a browser) counts no more."""
 MAX_REAL = 1e15
 MAX_ROUND = 2**40
-OLDEST_S, NEWEST_S = 400 * 86400.0, 86400.0
+OLDEST_S, NEWEST_S = 400 * 86400.0, 60.0
 """How far an event's time may lie before and after the moment in which its sender reports it."""
 MAX_ITEMS = {"loss_at": 1024, "loss_position": 1024, "loss_value": 1024, "group": MAX_MEMBERS}
 
