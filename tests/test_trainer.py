@@ -142,6 +142,34 @@ def test_staleness_counts_the_points_between_send_and_apply(bench: Bench) -> Non
     assert (late["staleness"], late["sync_delay_steps"]) == (1, 5)
 
 
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_an_offer_that_crosses_a_replayed_round_is_not_made_and_the_work_stays(rule: str) -> None:
+    """A peer that missed a round replays it; its commit may come between the snapshot and the encoding."""
+    bench = Bench(rule=rule, lr=1.0, momentum=0.0, gap_penalty=False)
+    submit = bench.ledger.submit_offer
+    size = bench.ledger.states()[1].params.numel()
+
+    def replay_first(*arguments: Any) -> Any:
+        bench.ledger.submit_offer = submit  # type: ignore[method-assign]
+        mean = torch.full((size,), -100.0).numpy().tobytes()  # the others moved by +100
+        parts = (PartWeights(0, len(mean) // 512, {"other": 1.0}),)
+        asyncio.run(bench.ledger.commit(AgreedMean(1, 1, 0, mean, parts)))
+        return submit(*arguments)
+
+    bench.ledger.submit_offer = replay_first  # type: ignore[method-assign]
+    bench.step(2)  # fragment 1 is due
+    assert bench.wire.offers == []
+    bench.step(4)  # and due again, after fragment 0
+    offers = [offer for offer in bench.wire.offers if offer.fragment == 1]
+    assert [(offer.round, offer.weight) for offer in offers] == [(2, 60.0)]
+    if rule == "keep":
+        gradient = torch.frombuffer(bytearray(offers[0].payload), dtype=torch.float32)[:size]
+        assert torch.equal(gradient, torch.full((size,), -6.0))  # its own six steps, and nothing of theirs
+    bench.step(6)
+    assert [fields["fragment"] for fields in bench.wire.seen(ev.SendSkipped)] == [0, 1, 0]  # still in flight
+    bench.ledger.close()
+
+
 def test_sync_delay_steps_holds_a_mean_back() -> None:
     made = Bench(sync_delay_steps=3)
     made.step(2)

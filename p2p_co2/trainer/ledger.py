@@ -54,6 +54,8 @@ class TensorLedger:
         self._fragments = list(fragments)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._told = [0] * len(self._fragments)
+        """Outcomes of each fragment so far."""
         self.failure: BaseException | None = None
         """A bug in work that nobody awaits; the training thread raises it."""
         self._digests = [state_digest(fragment.state) for fragment in self._fragments]
@@ -103,27 +105,40 @@ class TensorLedger:
         fragment: int,
         snapshot: Tensor,
         weight: float,
+        outcomes_taken: int,
         done: Callable[[int, EncodedOffer, AgreedVersion], None],
     ) -> Future[None]:
-        """Encode an offer; ``done(fragment, offer, agreed)`` is called on the worker. Does not block."""
+        """Encode an offer; ``done(fragment, offer, agreed)`` is called on the worker. Does not block.
+
+        ``outcomes_taken``: how many of the fragment's outcomes ``snapshot`` has met. If another one is on its
+        way, the agreed state is not the one that the snapshot set out from: measured from it, the gradient
+        would take the swarm's last step back. Then nothing is offered and the work stays for the next point.
+        """
 
         def encode() -> None:
             ledger = self._fragments[fragment]
+            if outcomes_taken != self._told[fragment]:
+                self._tell(Outcome(fragment, ledger.state.version, None))
+                return
             agreed = AgreedVersion(ledger.state.version, self._digests[fragment])
             try:
                 offer = ledger.offer(snapshot, weight)
             except ValueError:
                 # NaN or Inf: this peer's own training has diverged. It starts again from the agreed state.
                 trouble = "this peer's parameters were not finite; took over the agreed ones"
-                self.outcomes.put(Outcome(fragment, agreed.version, ledger.reset(), trouble=trouble))
+                self._tell(Outcome(fragment, agreed.version, ledger.reset(), trouble=trouble))
                 return
             if offer.merge is not None:
-                self.outcomes.put(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
+                self._tell(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
             done(fragment, offer, agreed)
 
         future = self._worker.submit(encode)
         future.add_done_callback(self._note_failure)
         return future
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._told[outcome.fragment] += 1
+        self.outcomes.put(outcome)
 
     def _note_failure(self, future: Future[None]) -> None:
         if not future.cancelled() and future.exception() is not None:
@@ -166,7 +181,7 @@ class TensorLedger:
             ledger = self._fragments[fragment]
             ended, merge = ledger.abort(round_)
             if ended:
-                self.outcomes.put(Outcome(fragment, ledger.state.version, merge))
+                self._tell(Outcome(fragment, ledger.state.version, merge))
 
         await self._ask(work)
 
@@ -194,7 +209,7 @@ class TensorLedger:
 
     def _moved(self, fragment: int, outcome: Callable[[], Outcome]) -> AgreedVersion:
         # The training thread need not wait for the digest: its next offer queues up behind this work.
-        self.outcomes.put(outcome())
+        self._tell(outcome())
         state = self._fragments[fragment].state
         self._digests[fragment] = state_digest(state)
         return AgreedVersion(state.version, self._digests[fragment])

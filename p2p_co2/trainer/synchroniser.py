@@ -95,6 +95,8 @@ class Synchroniser:
         self.inner_steps, self.tokens = start.inner_steps, start.tokens
         self._contributed_tokens = [start.tokens] * self._count
         self._sent: dict[int, _Sent] = {}
+        self._taken = [0] * self._count
+        """Outcomes of each fragment that the live parameters have met."""
         self._held: deque[tuple[int, Outcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
         self.versions = [agreed.version for agreed in ledger.agreed()]
@@ -173,7 +175,8 @@ class Synchroniser:
                 relative_error=offer.relative_error,
             )
 
-        self._ledger.submit_offer(fragment, self.live.snapshot(fragment), weight, encoded)
+        snapshot, taken = self.live.snapshot(fragment), self._taken[fragment]
+        self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded)
 
     # ---- outcomes
 
@@ -215,6 +218,7 @@ class Synchroniser:
 
     def _apply(self, outcome: Outcome) -> None:
         fragment = outcome.fragment
+        self._taken[fragment] += 1
         if outcome.merge is not None:
             if outcome.merge.keep == 0.0:
                 self.live.load_(fragment, outcome.merge.addend)
