@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -52,6 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.out or Path(tempfile.mkdtemp(prefix="p2p-co2-long-"))
     folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process outlives us
     with Campaign(folder) as swarm:
         answer = _run(swarm, options.minutes * 60)
     print(json.dumps(answer, indent=2))

@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,6 +71,25 @@ class Campaign(LocalSwarm):
         """Freeze a process and all below it (SIGSTOP), or wake them (``back``)."""
         for pid in (child.pid, *processes_below(child.pid)):
             os.kill(pid, signal.SIGCONT if back else signal.SIGSTOP)
+
+    def wait_for_coordinator(self, children: Sequence[Child], bound_s: float) -> Child | None:
+        """The first of ``children`` that writes that it began a round, at that moment: it is in the middle of
+        it. None if nobody did."""
+        journals = [(child, self.folder / child.name / "events.jsonl") for child in children]
+        opened = [(child, path.open("rb")) for child, path in journals if path.exists()]
+        try:
+            for _, file in opened:
+                file.seek(0, os.SEEK_END)
+            ends_at = time.monotonic() + bound_s
+            while time.monotonic() < ends_at:
+                for child, file in opened:
+                    if b'"round_began"' in file.read():
+                        return child
+                time.sleep(0.002)
+            return None
+        finally:
+            for _, file in opened:
+                file.close()
 
     # ---- what they say
 
