@@ -4,6 +4,8 @@
 #   make check             ruff and mypy
 #   make install           only sets up .venv                 (PIP_ARGS="--index-url ..." for another torch build)
 #   make proto             wire schema to Python
+#   make docs              docs/events.md from the event types
+#   make screenshots       every page of the board, light, dark and phone, into runs/screenshots (needs Chromium)
 #   make clean             removes .venv and caches
 
 SHELL := /bin/bash
@@ -18,8 +20,9 @@ STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
 PIP_ARGS ?=
+SCREENSHOT_ARGS ?=
 
-.PHONY: help install demo test check format proto clean
+.PHONY: help install demo test check format proto docs screenshots clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -55,6 +58,12 @@ format: $(STAMP)
 
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/wire/messages.proto
+
+docs: $(STAMP)
+	$(BIN)/python -m monitoring.event_docs > docs/events.md
+
+screenshots: $(STAMP)
+	$(BIN)/python -m tests.screenshots $(SCREENSHOT_ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,143 @@
+"""Every page of the board as pictures: ``make screenshots`` (or ``python -m tests.screenshots [FOLDER]``).
+
+A real demo runs (five peers, one killed, one late) while a browser looks at its board, light, dark and phone
+width; the states of having nothing to show come from made-up feeds. Two of the pictures go into ``docs/``
+with ``--docs``.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+
+from tests.browser import browser, missing, wait_for, whole_page
+from tests.swarms import ENVIRONMENT, ROOT
+
+SECONDS = 120
+PAGES = {
+    "swarm": "",
+    "staleness": "staleness",
+    "bandwidth": "bandwidth",
+    "peers": "peers",
+    "events": "events",
+}
+MODES = {"light": {}, "dark": {"dark": True}, "phone": {"phone": True}}
+READY = {
+    "swarm": "tokens",
+    "staleness": "staleness-mean",
+    "bandwidth": "sent",
+    "peers": "peers-count",
+    "events": "events",
+}
+DOCS = {"swarm-light": "board.png", "staleness-dark": "board-staleness.png"}
+
+
+def main() -> int:
+    if missing():
+        print(f"error: {missing()}", file=sys.stderr)
+        return 2
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    folder = Path(arguments[0] if arguments else "runs/screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    run = folder / time.strftime("run-%H%M%S")
+    log = (folder / "demo.log").open("w+b")
+    command = [sys.executable, "-u", "-m", "p2p_co2.cli", "demo", "--kill-one", "--seconds", str(SECONDS)]
+    demo = subprocess.Popen(
+        [*command, "--folder", str(run)], stdout=log, stderr=log, env=ENVIRONMENT, cwd=ROOT
+    )
+    try:
+        address = _address(folder / "demo.log", demo)
+        print(f"looking at {address}", flush=True)
+        with browser() as driver:
+            _wait_for_the_late_one(driver, address)
+        for mode, options in MODES.items():
+            with browser(**options) as driver:
+                for name, path in PAGES.items():
+                    _picture(
+                        driver, address + path, READY[name], folder / f"{name}-{mode}.png", mode == "phone"
+                    )
+                if mode != "phone":
+                    _deeper(driver, address, folder, mode)
+    finally:
+        demo.send_signal(signal.SIGINT)
+        demo.wait(60)
+        log.close()
+    _states(folder)
+    if "--docs" in sys.argv:
+        for source, target in DOCS.items():
+            (ROOT / "docs" / target).write_bytes((folder / f"{source}.png").read_bytes())
+    print(f"written to {folder}")
+    return 0
+
+
+def _address(log: Path, demo: subprocess.Popen[bytes]) -> str:
+    ends_at = time.monotonic() + 120
+    while time.monotonic() < ends_at and demo.poll() is None:
+        found = re.search(r"board: (\S+)", log.read_text(errors="replace"))
+        if found:
+            return found[1]
+        time.sleep(0.1)
+    raise SystemExit(f"the demo printed no address: {log.read_text(errors='replace')[-800:]}")
+
+
+def _wait_for_the_late_one(driver: WebDriver, address: str) -> None:
+    """Until a peer has been killed and another has come, so that there is something to see."""
+    driver.get(address)
+    ends_at = time.monotonic() + SECONDS + 60
+    while time.monotonic() < ends_at:
+        if "of 5 known" in wait_for(driver, "peers-online-sub", 120):
+            time.sleep(12)
+            return
+        time.sleep(1)
+
+
+def _picture(driver: WebDriver, address: str, ready: str, path: Path, phone: bool) -> None:
+    driver.get(address)
+    wait_for(driver, ready)
+    time.sleep(2.5)  # charts are drawn, then sized
+    whole_page(driver, path, phone=phone)
+
+
+def _deeper(driver: WebDriver, address: str, folder: Path, mode: str) -> None:
+    """A peer's page and a round's."""
+    driver.get(f"{address}events")
+    wait_for(driver, "events")
+    links = [
+        link.get_attribute("href") or ""
+        for link in driver.find_elements(By.CSS_SELECTOR, "a[href*='/round/']")
+    ]
+    if links:
+        _picture(driver, links[min(8, len(links) - 1)], "round-outcome", folder / f"round-{mode}.png", False)
+    driver.get(f"{address}peers")
+    wait_for(driver, "peers-count")
+    driver.find_elements(By.CSS_SELECTOR, '[data-testid="peers-table"] tbody tr')[0].click()
+    wait_for(driver, "peer-state")
+    time.sleep(2.5)
+    whole_page(driver, folder / f"peer-{mode}.png", phone=False)
+
+
+def _states(folder: Path) -> None:
+    for kind, ready in (("connecting", "nothing-connecting"), ("empty", "nothing-empty"), ("lost", "banner")):
+        command = [sys.executable, "-m", "tests.board_server", kind]
+        board = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
+        try:
+            assert board.stdout is not None
+            address = board.stdout.readline().removeprefix("board: ").strip()
+            with browser() as driver:
+                _picture(driver, address, ready, folder / f"state-{kind}.png", False)
+        finally:
+            board.send_signal(signal.SIGINT)
+            board.wait(15)
+            if board.stdout is not None:
+                board.stdout.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""The board in a real browser: against a real swarm in which a peer is killed and one comes late, and against
+states and texts that a swarm rarely has."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+
+from monitoring.summary import RunFacts, summarise
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.recipes import recipe_digest
+from p2p_co2.telemetry.events import Progress, RoundCommitted
+from p2p_co2.telemetry.view import fold
+from tests.board_server import EVIL
+from tests.browser import browser, errors, missing, text_of, wait_for
+from tests.swarms import ENVIRONMENT, ROOT, Swarm, swarm
+
+pytestmark = [pytest.mark.swarm, pytest.mark.skipif(bool(missing()), reason=missing())]
+RUN = RunConfig(
+    name="looked-at",
+    recipe="own-loop",
+    recipe_digest=recipe_digest("own-loop", {}),
+    fragments=3,
+    clock=ClockConfig(mode="time", round_s=1.0, rounds=28),
+)
+PAGES = ("", "staleness", "bandwidth", "peers", "events")
+
+
+def number(text: str) -> float:
+    return float(re.sub(r"[^\d.]", "", text))
+
+
+@contextmanager
+def made_board(kind: str) -> Iterator[str]:
+    """A board over a made-up swarm; its address."""
+    command = [sys.executable, "-m", "tests.board_server", kind]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("board: "), first
+        yield first.removeprefix("board: ").strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(15)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def board_of(running: Swarm) -> str:
+    """Start ``p2p-co2 board TICKET`` beside a swarm; its address."""
+    folder = str(running.folder / "board")
+    command = [sys.executable, "-u", "-m", "p2p_co2.cli", "board", running.ticket, "--folder", folder]
+    running.start("board", command)
+    ends_at = time.monotonic() + 60
+    while time.monotonic() < ends_at:
+        found = re.search(r"board: (\S+)", running.log("board"))
+        if found:
+            return found[1]
+        assert running.processes["board"].poll() is None, running.log("board")
+        time.sleep(0.05)
+    raise AssertionError(running.log("board"))
+
+
+def peer_rows(driver: WebDriver) -> dict[str, list[str]]:
+    """Cells of the table of peers by the first one."""
+    rows = driver.find_elements(By.CSS_SELECTOR, '[data-testid="peers-table"] tbody tr')
+    cells = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in rows]
+    return {row[0]: row[1:] for row in cells if row}
+
+
+def summary_of(running: Swarm, names: tuple[str, ...]) -> dict[str, Any]:
+    """``summary.json`` of the swarm, as a demo writes it."""
+    view = fold(itertools.chain(*(running.events(name) for name in names)))
+    summary = summarise(view, RunFacts(config=running.run))
+    (running.folder / "summary.json").write_text(json.dumps(summary))
+    written: dict[str, Any] = json.loads((running.folder / "summary.json").read_text())
+    return written
+
+
+def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
+    names = ("a", "b", "c", "d", "late")
+    with swarm(tmp_path, RUN) as running, browser() as driver:
+        for place, name in enumerate(names[:4]):
+            running.start_peer(name, "--min-peers", "4", "--seed", str(place))
+        address = board_of(running)
+        driver.get(address)
+        assert wait_for(driver, "nothing-connecting", 20) or text_of(driver, "nothing-empty")
+        running.wait_for("a", RoundCommitted, 12)
+        assert wait_for(driver, "peers-online") == "4"
+        first = number(wait_for(driver, "tokens"))
+        killed = running.events("d")[0].peer
+        running.processes["d"].kill()
+        running.start_peer("late", "--seed", "9")
+        running.wait_for("late", Progress, 3)
+        assert number(text_of(driver, "tokens")) > first, "the page does not move by itself"
+        wait_until(driver, "troubles", f"~{killed[-6:]}")
+        assert "is gone" in text_of(driver, "troubles") or "aborted" in text_of(driver, "troubles")
+        running.wait("a", "b", "c", "late", bound_s=120)
+        summary = summary_of(running, names)
+        time.sleep(3.0)  # the board asks once a second
+        check_swarm_page(driver, summary, killed)
+        driver.get(f"{address}peers")
+        wait_for(driver, "peers-count")
+        check_peers(peer_rows(driver), summary, killed)
+        driver.get(f"{address}staleness")
+        wait_for(driver, "staleness-mean")
+        assert number(text_of(driver, "staleness-mean")) == pytest.approx(
+            summary["staleness"]["mean"], abs=0.03
+        )
+        driver.get(f"{address}events")
+        assert "committed" in wait_for(driver, "events")
+        assert errors(driver) == []
+
+
+def wait_until(driver: WebDriver, test_id: str, part: str, bound_s: float = 25.0) -> None:
+    ends_at = time.monotonic() + bound_s
+    while part not in text_of(driver, test_id):
+        assert time.monotonic() < ends_at, f"{part!r} not in {text_of(driver, test_id)!r}"
+        time.sleep(0.1)
+
+
+def lost_of(summary: dict[str, Any], killed: str) -> float:
+    """What the killed peer did after it was last asked is lost with it: at most three seconds of its work."""
+    (peer,) = [peer for peer in summary["peer_table"].values() if peer["peer"] == killed]
+    return 3.0 * float(peer["tokens_per_s"])
+
+
+def check_swarm_page(driver: WebDriver, summary: dict[str, Any], killed: str) -> None:
+    tokens = number(text_of(driver, "tokens"))
+    assert summary["tokens"] - lost_of(summary, killed) <= tokens <= summary["tokens"]
+    assert number(text_of(driver, "rounds")) == summary["rounds"]["committed"]
+    assert "of 5 known" in text_of(driver, "peers-online-sub")
+    assert text_of(driver, "peers-online") == "0"
+
+
+def check_peers(rows: dict[str, list[str]], summary: dict[str, Any], killed: str) -> None:
+    table = summary["peer_table"]
+    assert set(rows) == set(table)
+    shares = 0.0
+    for label, peer in table.items():
+        state, _, tokens, share, *_ = rows[label]
+        shares += number(share)
+        if peer["peer"] == killed:
+            assert state == "gone"
+            assert peer["tokens"] - lost_of(summary, killed) <= number(tokens) <= peer["tokens"]
+            assert (
+                "silent" in rows[label][-1]
+                or "unreachable" in rows[label][-1]
+                or "others say" in rows[label][-1]
+            )
+        else:
+            assert state == "finished"
+            assert number(tokens) == peer["tokens"]
+    assert shares == pytest.approx(100.0, abs=0.1)
+
+
+def test_a_hostile_peer_is_shown_as_text_and_breaks_no_page() -> None:
+    with made_board("evil") as address, browser() as driver:
+        for page in (*PAGES, "round/3/12", "peer/" + "x" * 60, "round/0/999999"):
+            driver.get(address + page)
+            time.sleep(2.5)
+            assert driver.title == "p2p-co2"
+            assert not driver.find_elements(By.CSS_SELECTOR, "img[src='x']")
+            assert errors(driver) == [], page
+        driver.get(f"{address}peers")
+        wait_for(driver, "peers-count")
+        assert any(EVIL[:20] in label for label in peer_rows(driver))
+        driver.get(address)
+        wait_until(driver, "troubles", "publishes nonsense")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("connecting", "Looking for the swarm"), ("empty", "Nobody is training right now")],
+)
+def test_having_nothing_to_show_is_designed(kind: str, words: str) -> None:
+    with made_board(kind) as address, browser(phone=True) as driver:
+        for page in PAGES[:2]:
+            driver.get(address + page)
+            assert words in wait_for(driver, f"nothing-{kind}")
+        assert errors(driver) == []
+
+
+def test_a_lost_swarm_is_shown_as_it_was_with_its_age() -> None:
+    with made_board("lost") as address, browser(dark=True) as driver:
+        driver.get(address)
+        assert "out of reach" in wait_for(driver, "banner")
+        assert text_of(driver, "state") == "connection lost"
+        assert number(wait_for(driver, "tokens")) > 0
+
+
+def test_a_page_fits_a_phone() -> None:
+    with made_board("6") as address, browser(phone=True) as driver:
+        for page in PAGES:
+            driver.get(address + page)
+            time.sleep(2.0)
+            wider = driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
+            assert wider <= 0, page
