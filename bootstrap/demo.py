@@ -108,10 +108,18 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
             "--seconds",
             f"at least one round of {options.round_s:g} s (got {options.seconds:g}); see --round-s",
         )
+    trained_s = config.clock.rounds * options.round_s
+    if trained_s != options.seconds:
+        rounds = f"{config.clock.rounds} rounds of {options.round_s:g} s"
+        print(f"--seconds {options.seconds:g} is made whole: {rounds}, {trained_s:g} s", flush=True)
     before = signal.signal(signal.SIGTERM, _interrupted)
     try:
         folder = _new_folder(options)
-        config, loss_start = _prepared(options, config, folder)
+        try:
+            config, loss_start = _prepared(options, config, folder)
+        except BaseException:
+            _remove_empty(folder)
+            raise
         with LocalSwarm(folder / "logs") as swarm:
             demo = _Demo(options, config, folder, swarm)
             watch = watch_with(config, folder)
@@ -147,6 +155,15 @@ def _new_folder(options: DemoOptions) -> Path:
             f"cannot make {folder}: {error.strerror}; choose another with --folder"
         ) from None
     return folder
+
+
+def _remove_empty(folder: Path) -> None:
+    """Take back the folders of a run that did not begin, as far as nothing is in them."""
+    for empty in (folder / "logs", folder, folder.parent):
+        try:
+            empty.rmdir()
+        except OSError:
+            return  # something is in it, and so in those above
 
 
 def run_config(options: DemoOptions, recipe_digest: str = "") -> RunConfig:
@@ -244,10 +261,14 @@ class _Demo:
             "--host", "127.0.0.1", "--min-peers", str(1 if self.killed else self.options.peers),
         ]  # fmt: skip
         arguments += _WITH_US
-        if ":" in self.config.recipe:
-            arguments += ["--recipe", self.config.recipe]
+        if own := self._own_recipe():
+            arguments += ["--recipe", own]
         self.peers[name] = self.swarm.start(name, program("peers", self.ticket, *arguments), environment())
         self.tails[name] = Tail(folder / "events.jsonl")
+
+    def _own_recipe(self) -> str:
+        """Where the recipe lies, "" for the built-in one."""
+        return self.config.recipe if ":" in self.config.recipe else ""
 
     def _look(self, watch: Watch) -> None:
         events: list[Event] = []
@@ -301,7 +322,7 @@ class _Demo:
             source = self.folder / "peers" / name / "checkpoint"
             if source.is_dir():
                 shutil.copytree(source, self.folder / "checkpoint")
-                trained = Trained.load(self.folder / "checkpoint", self.config.recipe)
+                trained = Trained.load(self.folder / "checkpoint", self._own_recipe())
                 text = ""
                 if trained.recipe.generate:
                     text = trained.sample(_SAMPLE_PROMPT, _SAMPLE_TOKENS, self.config.seed)

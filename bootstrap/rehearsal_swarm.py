@@ -198,6 +198,8 @@ class RehearsalSwarm:
             source = self._folder_of(name) / "checkpoint"
             if source.is_dir():
                 shutil.copytree(source, self.folder / "checkpoint")
-                trained = Trained.load(self.folder / "checkpoint", self._recipe)
+                trained = Trained.load(
+                    self.folder / "checkpoint", self._recipe if ":" in self._recipe else ""
+                )
                 return trained.held_out_loss() if trained.recipe.held_out is not None else None
         return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2p_co2.config import RunConfig, read_run_config
-from p2p_co2.errors import EnvironmentFault, RemoteProtocolError, TicketError, TransportError
+from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
@@ -73,6 +73,10 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
     (the run of ``also`` cannot be reached).
     """
     given = Ticket.parse(options.also) if options.also else None
+    if not 0 <= options.port < 65536:
+        raise ConfigError(
+            "command line", "--port", f"from 1 to 65535, or 0 for any free one (got {options.port})"
+        )
     run = None if given and options.run_file is None else _run_of(options, say)
     if given and run and run.digest() != given.run:
         raise TicketError(
@@ -99,8 +103,12 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
     run = read_run_config(options.run_file) if options.run_file else RunConfig()
     if not run.recipe_digest:
         say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
-        from p2p_co2.recipes import recipe_digest
+        from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
 
+        if run.recipe == BYTE_GPT:
+            files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))
+            if note := check_data(*files):
+                say(f"note: {note}")
         digest = recipe_digest(run.recipe, run.recipe_options)
         run = run.model_copy(update={"recipe_digest": digest})
     return run

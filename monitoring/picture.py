@@ -37,17 +37,18 @@ def draw_run(
     title: str = "",
     loss_start: float | None = None,
     loss_end: float | None = None,
+    loss_unit: str = "",
 ) -> None:
     """Write the picture (PNG, 1400 x 560) to ``path``.
 
-    ``loss_start``, ``loss_end``: held-out loss of the agreed parameters, nats per token. Raises
+    ``loss_start``, ``loss_end``: held-out loss of the agreed parameters, in ``loss_unit``. Raises
     ``EnvironmentFault`` if the file cannot be written.
     """
     figure = Figure(figsize=(WIDTH_PIXELS / DOTS_PER_INCH, HEIGHT_PIXELS / DOTS_PER_INCH), dpi=DOTS_PER_INCH)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     grid = figure.add_gridspec(2, 2, width_ratios=(1.75, 1))
-    _draw_loss(figure.add_subplot(grid[:, 0]), view, loss_start, loss_end)
+    _draw_loss(figure.add_subplot(grid[:, 0]), view, loss_start, loss_end, loss_unit)
     _draw_histogram(
         figure.add_subplot(grid[0, 1]), view.staleness, "Staleness", "outer steps behind", PEER_COLOURS[2]
     )
@@ -66,7 +67,9 @@ def draw_run(
         raise EnvironmentFault(f"cannot write the picture {path}: {error.strerror}") from None
 
 
-def _draw_loss(axes: Any, view: SwarmView, loss_start: float | None, loss_end: float | None) -> None:
+def _draw_loss(
+    axes: Any, view: SwarmView, loss_start: float | None, loss_end: float | None, loss_unit: str
+) -> None:
     started_at = view.started_at or 0.0
     labels = view.labels()
     peers = [peer for peer in view.started_peers if peer.history.points]
@@ -91,7 +94,7 @@ def _draw_loss(axes: Any, view: SwarmView, loss_start: float | None, loss_end: f
         loc="left",
     )
     axes.set_xlabel(f"wall time ({unit})", fontsize=_FONT)
-    axes.set_ylabel("loss (nats per token)", fontsize=_FONT)
+    axes.set_ylabel(f"loss ({loss_unit})" if loss_unit else "loss", fontsize=_FONT)
     _dress(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=_FONT - 1, frameon=False, loc="upper right")
@@ -156,7 +159,7 @@ def _draw_histogram(axes: Any, histogram: Counter[int], title: str, unit: str, c
     beside = mean < (edges[0] + edges[-1]) / 2
     axes.annotate(
         f"mean {mean:.2f}, max {high}",
-        (0.97 if beside else 0.03, 0.9),
+        (0.97 if beside else 0.03, 0.98),
         xycoords="axes fraction",
         fontsize=_FONT,
         ha="right" if beside else "left",
@@ -164,7 +167,7 @@ def _draw_histogram(axes: Any, histogram: Counter[int], title: str, unit: str, c
     )
     # One lonely value would fill the whole width: leave room for its neighbours.
     axes.set_xlim(edges[0] - 0.25 * width, max(edges[-1] + 0.25 * width, low + 3.75))
-    axes.set_ylim(0, 1.12 * shares.max())
+    axes.set_ylim(0, 1.3 * shares.max())  # the words stand above the highest bar
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
 
 

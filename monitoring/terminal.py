@@ -285,7 +285,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
     for name, value in (
         (
             "held-out loss, agreed parameters",
-            f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} nats per token",
+            f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} {loss['unit']}".strip(),
         ),
         ("same digest of the agreed state", equal),
         ("peers, parameters", f"{summary['peers']} peers, {figure(summary['parameters'])} parameters"),

@@ -30,6 +30,12 @@ from p2p_co2.telemetry.events import (
 from p2p_co2.telemetry.view import SwarmView
 
 UNKNOWN = "-"
+NATS = "nats per token"
+
+
+def loss_unit(recipe: str) -> str:
+    """The unit of a run's losses: known for the built-in recipe, the author's affair ("") for others."""
+    return NATS if recipe == "byte-gpt" else ""
 
 
 def plain(text: str, limit: int = 120) -> str:

@@ -8,18 +8,22 @@ status 2 (this machine or the network at fault: 1), never a traceback. A traceba
 
 from __future__ import annotations
 
+import p2p_co2.ctrl_c  # noqa: F401 (before all that takes time to import)
+
+# isort: split
 import math
 import re
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from p2p_co2 import cli_checks, cli_views
 from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error, TicketError
+from p2p_co2.peer_options import peer_config
 
 app = typer.Typer(
     name="p2p-co2",
@@ -186,26 +190,6 @@ def _rate(option: str, text: str | None) -> float | None:
     return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
-def peer_config(path: Path | None, given: dict[str, Any]) -> Any:
-    """The peer's settings: defaults, then the file, then what the command line gives. Raises
-    ``ConfigError``."""
-    from pydantic import ValidationError
-
-    from p2p_co2.config import PeerConfig, read_peer_config
-
-    table = (read_peer_config(path) if path else PeerConfig()).model_dump()
-    for key, value in given.items():
-        if value is not None:
-            section, _, field = key.rpartition(".")
-            (table[section] if section else table)[field] = value
-    try:
-        return PeerConfig.model_validate(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s")
-        raise ConfigError("command line", option, f"{first['msg']} (got {first['input']!r})") from None
-
-
 @app.command()
 def demo(
     peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
@@ -312,7 +296,7 @@ def evaluate(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
     recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
 ) -> None:
-    """Held-out loss of a checkpoint, in nats per token."""
+    """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
     from p2p_co2.trained import Trained
 
     print(f"{Trained.load(checkpoint, recipe).held_out_loss():.4f}")

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from p2p_co2.peer_options import peer_config
+
 
 def add_to(app: typer.Typer) -> None:
     """Make the commands part of ``app``."""
@@ -35,7 +37,6 @@ def doctor(
 ) -> None:
     """Look whether this machine can take part, and how, before anything is downloaded; give it join's
     options. Exit status 0: all well; 1: works with limits; 2: cannot work."""
-    from p2p_co2.cli import peer_config
     from peers.doctor import DoctorOptions, run_doctor
 
     config = peer_config(

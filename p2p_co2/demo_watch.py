@@ -71,6 +71,7 @@ class DemoWatch:
             title=f"{summary['peers']} peers, {end.config.codec.name}, rule {end.config.outer.rule}",
             loss_start=end.loss_start,
             loss_end=end.loss_end,
+            loss_unit=summary["loss"]["unit"],
         )
         ends = (
             (self._view.started_at, 0, end.loss_start),

@@ -79,6 +79,7 @@ class RehearsalTerminal:
             title=f"{summary['peers']} peers over {profiles}",
             loss_start=end.loss_start,
             loss_end=end.loss_end,
+            loss_unit=summary["loss"]["unit"],
         )
         print_summary(summary, self._console)
         self._console.print(used_table(summary))

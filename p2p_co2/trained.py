@@ -17,7 +17,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.recipes import Recipe
-from p2p_co2.run_recipe import is_own, load_run_recipe
+from p2p_co2.run_recipe import load_run_recipe
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Trained:
         Raises ``ConfigError`` if there is no whole checkpoint or its recipe is not the one here.
         """
         agreed = load_agreed(checkpoint)
-        recipe = load_run_recipe(agreed.run, own_recipe if is_own(agreed.run.recipe) else "")
+        recipe = load_run_recipe(agreed.run, own_recipe)
         plan = plan_fragments(recipe.model, agreed.run.fragments)
         if plan.digest != agreed.plan_digest:
             raise ConfigError(str(checkpoint), "", "is of another model than the recipe makes here")

@@ -6,6 +6,7 @@ the journal has the rest.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -96,7 +97,7 @@ class StatusLines:
             f"{now.phase}",
             f"round {now.position:.2f}",
             f"step {now.inner_steps}",
-            f"loss {now.loss:.3f}",
+            f"loss {now.loss:.3f}" if math.isfinite(now.loss) else "loss -",
             f"{now.tokens_per_s:,.0f} tokens/s",
             f"links: {carriers}",
             f"{self._committed} committed, {self._aborted} aborted",

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "errors": 0,
+    "ctrl_c": 0,
     "memory": 1,
     "digest": 2,
     "config": 1,
@@ -40,6 +41,7 @@ FLOORS = {
     "transport": 5,
     "discovery": 5,
     "planning": 5,
+    "peer_options": 5,
     "run_recipe": 5,
     "trained": 5,
     "node": 6,

@@ -109,6 +109,13 @@ def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
         Trained.load(tmp_path)
 
 
+def test_a_recipe_that_the_run_does_not_use_is_not_ignored(tmp_path: Path) -> None:
+    saved, _ = checkpoint_of(run_of("byte-gpt", TINY))
+    save(tmp_path, saved)
+    with pytest.raises(ConfigError, match="built-in recipe 'byte-gpt'; leave it out"):
+        Trained.load(tmp_path, "mine.py:make")
+
+
 def test_no_checkpoint_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint there"):
         Trained.load(tmp_path)

@@ -128,7 +128,7 @@ def load(folder: Path) -> Checkpoint:
             **parts,
         )
 
-    return _newest(folder, build)
+    return _newest(folder, build, ", or start without resuming")
 
 
 def load_agreed(folder: Path) -> Agreed:
@@ -170,7 +170,8 @@ def _of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _newest(folder: Path, build: Callable[[Path, tuple[str, ...]], _Loaded]) -> _Loaded:
+def _newest(folder: Path, build: Callable[[Path, tuple[str, ...]], _Loaded], otherwise: str = "") -> _Loaded:
+    """The newest whole checkpoint; ``otherwise``: what else there is to do, in the words of the error."""
     passed_over: list[str] = []
     for path in _candidates(folder):
         try:
@@ -183,9 +184,7 @@ def _newest(folder: Path, build: Callable[[Path, tuple[str, ...]], _Loaded]) -> 
     problem = "no checkpoint there"
     if passed_over:
         problem = "no whole checkpoint there: " + "; ".join(passed_over)
-    raise ConfigError(
-        str(folder), "", f"{problem}; give a folder that a peer wrote, or start without resuming"
-    )
+    raise ConfigError(str(folder), "", f"{problem}; give a folder that a peer wrote{otherwise}")
 
 
 def _candidates(folder: Path) -> Iterator[Path]:

@@ -3,6 +3,7 @@ function returns."""
 
 from __future__ import annotations
 
+from p2p_co2.recipes.corpus import check_data
 from p2p_co2.recipes.recipe import BYTE_GPT, Recipe, load_recipe, recipe_digest
 
-__all__ = ["BYTE_GPT", "Recipe", "load_recipe", "recipe_digest"]
+__all__ = ["BYTE_GPT", "Recipe", "check_data", "load_recipe", "recipe_digest"]

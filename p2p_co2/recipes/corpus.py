@@ -24,6 +24,8 @@ from p2p_co2.errors import ConfigError
 
 CAP_BYTES = 12_000_000
 HELD_OUT_SHARE = 0.05
+CHECKED_BYTES = 64_000_000
+"""A quick look at a text ends after the file in which it passes this."""
 # Tests and packages are not the library; the encodings are tables of character names, not text.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
@@ -64,14 +66,7 @@ def text_corpus(path: Path) -> Corpus:
     names choose none or all of them, the last 5 % of everything). Raises ``ConfigError`` for a path that does
     not exist, cannot be read, is not UTF-8 or is empty.
     """
-    if path.is_dir():
-        files = sorted(
-            file for file in path.rglob("*") if file.suffix in {".txt", ".md", ".py"} and file.is_file()
-        )
-        if not files:
-            raise _text_error(f"{path} holds no .txt, .md or .py file")
-    else:
-        files = [path]
+    files = _text_files(path)
     train, held_out = bytearray(), bytearray()
     for file in files:
         name = file.relative_to(path).as_posix()
@@ -79,6 +74,41 @@ def text_corpus(path: Path) -> Corpus:
     if not train or not held_out:
         return split_tail(_bytes_tensor(train or held_out), str(path))
     return Corpus(_bytes_tensor(train), _bytes_tensor(held_out))
+
+
+def check_data(text: str, tokens: str) -> str:
+    """Whether these files can be trained on, as far as a quick look tells; a note if they are not on this
+    machine at all, "" else. Raises ``ConfigError`` as ``text_corpus`` and ``token_corpus`` do."""
+    path = Path(text or tokens)
+    if not (text or tokens):
+        return ""
+    if not path.exists():
+        return f"{path} is not on this machine: every peer needs it there, or names its own"
+    left_bytes = CHECKED_BYTES
+    for file in _text_files(path) if text else ():
+        left_bytes -= len(_read_text(file))
+        if left_bytes < 0:
+            break
+    if tokens:
+        try:
+            with path.open("rb") as opened:
+                is_empty = not opened.read(1)
+        except OSError as error:
+            raise _tokens_error(f"cannot read {path}: {error.strerror}") from None
+        if is_empty:
+            raise _tokens_error(f"{path} is empty")
+    return ""
+
+
+def _text_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(
+        file for file in path.rglob("*") if file.suffix in {".txt", ".md", ".py"} and file.is_file()
+    )
+    if not files:
+        raise _text_error(f"{path} holds no .txt, .md or .py file")
+    return files
 
 
 def token_corpus(path: Path, vocab_size: int) -> Corpus:

@@ -218,6 +218,9 @@ class Peer:
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
         try:
             self.save()
+        except EnvironmentFault:
+            reason += ", without a last checkpoint"
+            raise
         finally:
             self._ledger.close()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

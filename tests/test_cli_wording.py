@@ -1,0 +1,137 @@
+"""cli and what it starts, in their words: units, dashes for what is not known, options by their own name, and
+nothing left behind by what did not begin."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bootstrap.demo import DemoOptions, run_demo
+from bootstrap.seed import SeedOptions, serve_run
+from monitoring.words import loss_unit
+from p2p_co2.checkpoint import load, load_agreed
+from p2p_co2.errors import ConfigError
+from p2p_co2.recipes import check_data
+from p2p_co2.telemetry.events import Progress
+from peers.status import StatusLines
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def progress(loss: float) -> Progress:
+    return Progress(
+        at=1.0, peer="12D3", phase="training", position=0.5, inner_steps=3, tokens=9, tokens_per_s=4.0,
+        loss=loss, train_s=1.0, exposed_s=0.0, wall_s=1.0, up_bytes=0, down_bytes=0, versions=(0,),
+    )  # fmt: skip
+
+
+def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:
+    said: list[str] = []
+    lines = StatusLines(said.append, every_s=0.0)
+    lines.see(progress(float("nan")))
+    lines.see(progress(2.5))
+    assert "loss - |" in said[0]
+    assert "loss 2.500 |" in said[1]
+
+
+def test_only_the_built_in_recipe_counts_in_nats() -> None:
+    assert loss_unit("byte-gpt") == "nats per token"
+    assert loss_unit("mine.py:make") == ""
+
+
+def test_only_who_resumes_is_told_to_start_without_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="or start without resuming"):
+        load(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_agreed(tmp_path)
+    assert "resuming" not in str(caught.value)
+    assert "give a folder that a peer wrote" in str(caught.value)
+
+
+def test_a_seed_names_its_own_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--port: from 1 to 65535"):
+        serve_run(SeedOptions(port=99999, folder=tmp_path / "seed"))
+    assert not (tmp_path / "seed").exists()
+
+
+def test_text_that_cannot_be_trained_on_is_refused_and_one_that_is_elsewhere_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("é" * 5000)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 50)
+    (tmp_path / "empty.bin").write_bytes(b"")
+    (tmp_path / "none").mkdir()
+    assert check_data("", "") == ""
+    assert check_data(str(tmp_path / "text.txt"), "") == ""
+    assert check_data("", str(tmp_path / "text.txt")) == ""
+    assert "is not on this machine" in check_data(str(tmp_path / "absent.txt"), "")
+    for text, tokens, words in (
+        ("binary.txt", "", "not UTF-8"),
+        ("none", "", "holds no .txt"),
+        ("", "empty.bin", "is empty"),
+        ("", "none", "cannot read"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_data(str(tmp_path / text) if text else "", str(tmp_path / tokens) if tokens else "")
+
+
+def test_a_seed_refuses_a_text_that_nobody_could_read(tmp_path: Path) -> None:
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 50)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(f'[recipe_options]\ntext = "{tmp_path / "binary.txt"}"\n')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        serve_run(SeedOptions(run_file=run_file, folder=tmp_path / "seed"))
+
+
+def test_a_demo_that_did_not_begin_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = DemoOptions(
+        folder=tmp_path / "runs" / "demo", text=tmp_path / "absent.txt", seconds=12.0, round_s=5.0
+    )
+    with pytest.raises(ConfigError, match=r"absent\.txt"):
+        run_demo(options, lambda config, folder: pytest.fail("nothing to watch"))
+    assert not (tmp_path / "runs").exists()
+    assert "2 rounds of 5 s, 10 s" in capsys.readouterr().out
+
+
+def test_a_ctrl_c_while_the_program_starts_gives_no_traceback() -> None:
+    script = "import p2p_co2.ctrl_c, os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (result.returncode, result.stderr) == (-signal.SIGINT, "stopped\n")
+
+
+def test_the_program_takes_that_over_before_it_imports_anything_slow() -> None:
+    script = "import sys\nimport p2p_co2.ctrl_c\nprint('typer' in sys.modules)\nimport p2p_co2.cli"
+    text = (ROOT / "p2p_co2" / "cli.py").read_text()
+    assert text.index("import p2p_co2.ctrl_c") < text.index("import typer") < text.index("from p2p_co2")
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize("command", [["seed", "--host", "127.0.0.1", "--folder"], ["demo", "--folder"]])
+def test_a_ctrl_c_has_one_status_per_kind_of_command(tmp_path: Path, command: list[str]) -> None:
+    """What runs until it is stopped has done its work (0); what would have ended by itself has not (130)."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "p2p_co2.cli", *command, str(tmp_path / "it")],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    awaited = "ticket:" if command[0] == "seed" else "preparing"
+    for line in process.stdout:
+        if awaited in line:
+            break
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == (0 if command[0] == "seed" else 130), rest
+    assert "Traceback" not in rest
