@@ -6,9 +6,10 @@ Law: whatever a peer said, no fact is negative, infinite or unbounded, and none 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from monitoring.facts import LinkFacts, PeerFacts, RoundFacts, SwarmFacts
 from monitoring.standing import ONLINE, OVER, standing
@@ -21,6 +22,7 @@ from p2p_co2.telemetry.view import RoundView, SwarmView, mean_of
 
 ROUNDS_SHOWN = 240
 RATE_OVER_S = 10.0
+MAX_FRAGMENTS = 256
 ASKS_PER_S = 64.0
 """As in ``reports.poller``: with more peers each is asked less often, and silence means less."""
 LATE_RULES = frozenset({"co2", "eager"})
@@ -65,6 +67,24 @@ class Known:
     place: str
     now: float
 
+    @cached_property
+    def fragments(self) -> int:
+        """As the peers cut the model, which may be in more pieces than asked for; at most what a run may."""
+        told = Counter(
+            peer.fragments for peer in self.view.peers.values() if 0 < peer.fragments <= MAX_FRAGMENTS
+        )
+        return told.most_common(1)[0][0] if told else (self.run.fragments if self.run else 0)
+
+    @cached_property
+    def members(self) -> int:
+        """Peers that were heard themselves."""
+        return sum(peer.started for peer in self.view.peers.values())
+
+    @cached_property
+    def counted(self) -> float:
+        """All work that was counted, summed over fragments."""
+        return sum(self.view.counted.values())
+
 
 def swarm_facts(known: Known) -> SwarmFacts:
     """The swarm at ``known.now``."""
@@ -81,7 +101,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
     staleness = view.staleness
     used = [peer.utilisation for peer in online if peer.utilisation is not None]
     losses = [peer.loss for peer in online or peers if peer.loss is not None]
-    fragments = _fragments(known)
+    fragments = known.fragments
     return SwarmFacts(
         at=known.now,
         run=run.name if run else "",
@@ -100,7 +120,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
         loss_agreed_at=agreed[0] if agreed else None,
         loss_training=sum(losses) / len(losses) if losses else None,
         tokens=sum(peer.tokens for peer in peers),
-        tokens_counted=sum(view.counted.values()) / fragments if fragments else 0.0,
+        tokens_counted=known.counted / fragments if fragments else 0.0,
         tokens_per_s=sum(peer.tokens_per_s for peer in online),
         utilisation=sum(used) / len(used) if used else None,
         up_bytes=sum(peer.up_bytes for peer in peers),
@@ -130,10 +150,9 @@ def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
     state, reason = standing(peer, sighting, known.now, answer_every_s)
     over = state in OVER
     up, down = known.paces[peer.peer].rates(known.now) if peer.peer in known.paces else (None, None)
-    totals, fragments = peer.totals, _fragments(known)
+    totals, fragments = peer.totals, known.fragments
     counted = known.view.counted.get(peer.peer)
-    everything = sum(known.view.counted.values())
-    return PeerFacts(
+    return PeerFacts.model_construct(
         peer=peer.peer,
         label=label or f"~{peer.peer[-6:]}",
         name=peer.name,
@@ -147,7 +166,7 @@ def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
         answer_s=sighting.round_trip_s if sighting else None,
         tokens=totals.tokens,
         tokens_counted=counted / fragments if counted is not None and fragments else None,
-        share_counted=(counted or 0.0) / everything if everything else None,
+        share_counted=(counted or 0.0) / known.counted if known.counted else None,
         tokens_per_s=0.0 if over or state not in ONLINE else peer.tokens_per_s,
         loss=peer.loss,
         inner_steps=totals.inner_steps,
@@ -210,12 +229,6 @@ def round_facts(known: Known, view: RoundView) -> RoundFacts:
     )
 
 
-def _fragments(known: Known) -> int:
-    """As the peers cut the model, which may be in more pieces than asked for; at most what a run may."""
-    told = [peer.fragments for peer in known.view.peers.values() if 0 < peer.fragments <= 256]
-    return max(set(told), key=told.count) if told else (known.run.fragments if known.run else 0)
-
-
 def round_s(known: Known) -> float | None:
     if known.run is None or known.run.clock.mode != "time":
         return None
@@ -230,7 +243,7 @@ def _committed(known: Known) -> int:
 
 
 def _needed_bytes_per_s(known: Known, peer: PeerView) -> float | None:
-    seconds, members = round_s(known), sum(1 for other in known.view.peers.values() if other.started)
+    seconds, members = round_s(known), known.members
     if not seconds or not peer.payload_bytes or members < 2:
         return None
     return 2 * (1 - 1 / members) * sum(peer.payload_bytes.values()) / seconds
@@ -245,7 +258,7 @@ def _open_links(peer: PeerView) -> dict[str, int]:
 
 
 def _link(link: LinkMeasured) -> LinkFacts:
-    return LinkFacts(
+    return LinkFacts.model_construct(
         other=link.other,
         carrier=link.carrier[:16],
         relayed=link.relayed,

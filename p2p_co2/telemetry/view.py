@@ -223,7 +223,10 @@ class SwarmView:
             self._note(event)
 
     def _peer(self, peer: str) -> PeerView:
-        return self.peers.setdefault(peer, PeerView(peer))
+        known = self.peers.get(peer)
+        if known is None:
+            known = self.peers[peer] = PeerView(peer)
+        return known
 
     def _round(self, fragment: int, number: int) -> RoundView:
         known = self.rounds.get((fragment, number))
