@@ -13,11 +13,14 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import torch
 
-from p2p_co2 import PeerConfig, join
+from p2p_co2 import PeerConfig
+from p2p_co2.trainer import connect
+from peers.daemon import open_board
 from tests.swarm_peer import WIDTH, make_model
 
 
@@ -46,19 +49,39 @@ def open_links() -> list[str]:
 
 
 def cycle(ticket: str, folder: Path) -> None:
+    """Join, train, have this peer's own board looked at in the middle, leave."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with join(ticket, model, optimizer, PeerConfig(folder=folder)) as peer:
-        for _ in range(40):
-            inputs = torch.randn(8, WIDTH)
-            loss = model(inputs).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            time.sleep(0.05)
-            if not peer.step(tokens=8, loss=loss):
-                break
-        peer.stop()
+    config = PeerConfig(folder=folder)
+    connection = connect(ticket, config, lambda event: None)
+    gate = open_board(config, connection)
+    try:
+        with connection.start(model, optimizer) as peer:
+            for step in range(40):
+                loss = model(torch.randn(8, WIDTH)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                time.sleep(0.05)
+                if step == 30:
+                    look(gate.address)
+                if not peer.step(tokens=8, loss=loss):
+                    break
+            peer.stop()
+    finally:
+        gate.close()
+        connection.close()
+
+
+def look(address: str) -> None:
+    """What a scraper reads must be this peer's own tokens."""
+    ends_at = time.monotonic() + 30
+    while time.monotonic() < ends_at:
+        with urllib.request.urlopen(f"{address}metrics", timeout=30) as answer:
+            if b"p2p_co2_peer_tokens_total{" in answer.read():
+                return
+        time.sleep(0.2)
+    raise AssertionError("the peer's own page knows no tokens")
 
 
 STARTED_AT = time.time()
