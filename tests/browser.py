@@ -59,8 +59,8 @@ def browser(*, phone: bool = False, dark: bool = False) -> Iterator[WebDriver]:
 
 def text_of(driver: WebDriver, test_id: str) -> str:
     """The text of an element by its test id, "" if it is not there."""
-    found = driver.find_elements(By.CSS_SELECTOR, f'[data-testid="{test_id}"]')
-    return found[0].text if found else ""
+    script = "const found = document.querySelector(arguments[0]); return found ? found.innerText : ''"
+    return str(driver.execute_script(script, f'[data-testid="{test_id}"]'))  # in one go: pages change
 
 
 def wait_for(driver: WebDriver, test_id: str, bound_s: float = 30.0) -> str:

@@ -77,8 +77,11 @@ def board_of(running: Swarm) -> str:
 
 def peer_rows(driver: WebDriver) -> dict[str, list[str]]:
     """Cells of the table of peers by the first one."""
-    rows = driver.find_elements(By.CSS_SELECTOR, '[data-testid="peers-table"] tbody tr')
-    cells = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in rows]
+    script = """
+        const rows = document.querySelectorAll('[data-testid="peers-table"] tbody tr');
+        return [...rows].map(row => [...row.querySelectorAll('td')].map(cell => cell.innerText));
+    """
+    cells = driver.execute_script(script)  # in one go: the table changes every second
     return {row[0]: row[1:] for row in cells if row}
 
 
@@ -98,7 +101,6 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
             running.start_peer(name, "--min-peers", "4", "--seed", str(place))
         address = board_of(running)
         driver.get(address)
-        assert wait_for(driver, "nothing-connecting", 20) or text_of(driver, "nothing-empty")
         running.wait_for("a", RoundCommitted, 12)
         assert wait_for(driver, "peers-online") == "4"
         first = number(wait_for(driver, "tokens"))
