@@ -49,7 +49,7 @@ class PeerFacts(_Frozen):
     )
     share_counted: float | None = Field(description="Its part of all counted work, 0 to 1. Counted.")
     tokens_per_s: float = Field(description="Own word.")
-    loss: float | None = Field(description="Training loss of late, nats per token. Own word.")
+    loss: float | None = Field(description="Training loss of late, in loss_unit. Own word.")
     inner_steps: int = Field(description="Own word.")
     position: float = Field(description="Where it is, in rounds. Own word.")
     versions: tuple[int, ...] = Field(description="Outer version by fragment. Own word.")
@@ -121,10 +121,11 @@ class SwarmFacts(_Frozen):
     peers_online: int
     peers_known: int
     loss_agreed: float | None = Field(
-        description="Newest held-out loss of the agreed parameters, nats per token."
+        description="Newest held-out loss of the agreed parameters, in loss_unit."
     )
     loss_agreed_at: float | None
-    loss_training: float | None = Field(description="Mean of the peers' training losses, nats per token.")
+    loss_training: float | None = Field(description="Mean of the peers' training losses, in loss_unit.")
+    loss_unit: str = Field(description="Known for the built-in recipe; empty where only its author knows.")
     tokens: int = Field(description="Sum of the peers' own words.")
     tokens_counted: float = Field(description="By signed decisions.")
     tokens_per_s: float

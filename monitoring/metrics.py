@@ -68,7 +68,7 @@ _PEER_COUNTERS: tuple[tuple[str, str, Callable[[PeerFacts], float | None]], ...]
 _PEER_GAUGES: tuple[tuple[str, str, Callable[[PeerFacts], float | None]], ...] = (
     ("peer_up", "1 if the peer is online.", lambda peer: float(peer.state in ONLINE)),
     ("peer_tokens_per_second", "Tokens per second of late; own word.", lambda peer: peer.tokens_per_s),
-    ("peer_training_loss_nats", "Training loss, nats per token; own word.", lambda peer: peer.loss),
+    ("peer_training_loss", "Training loss, in the recipe's unit; own word.", lambda peer: peer.loss),
     (
         "peer_utilisation_ratio",
         "Time in inner steps over wall time; own word.",
@@ -109,11 +109,11 @@ _SWARM_GAUGES: tuple[tuple[str, str, Callable[[SwarmFacts], float | None]], ...]
     ),
     ("swarm_tokens_per_second", "Tokens per second, all peers.", lambda facts: facts.tokens_per_s),
     (
-        "swarm_agreed_loss_nats",
-        "Held-out loss of the agreed parameters, nats per token.",
+        "swarm_agreed_loss",
+        "Held-out loss of the agreed parameters, in the recipe's unit.",
         lambda facts: facts.loss_agreed,
     ),
-    ("swarm_training_loss_nats", "Mean training loss, nats per token.", lambda facts: facts.loss_training),
+    ("swarm_training_loss", "Mean training loss, in the recipe's unit.", lambda facts: facts.loss_training),
     ("swarm_utilisation_ratio", "Mean compute utilisation.", lambda facts: facts.utilisation),
     ("swarm_position_rounds", "Median position of the peers that train.", lambda facts: facts.position),
     (

@@ -14,6 +14,7 @@ from functools import cached_property
 from monitoring.facts import LinkFacts, PeerFacts, RoundFacts, SwarmFacts
 from monitoring.standing import ONLINE, OVER, standing
 from monitoring.troubles import median_position, troubles
+from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry.events import LinkMeasured
 from p2p_co2.telemetry.feed import FeedState, Sighting
@@ -119,6 +120,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
         loss_agreed=agreed[2] if agreed else None,
         loss_agreed_at=agreed[0] if agreed else None,
         loss_training=sum(losses) / len(losses) if losses else None,
+        loss_unit=loss_unit(run.recipe) if run else "",
         tokens=sum(peer.tokens for peer in peers),
         tokens_counted=known.counted / fragments if fragments else 0.0,
         tokens_per_s=sum(peer.tokens_per_s for peer in online),

@@ -60,7 +60,7 @@ def _page(model: Model) -> str:
             '</div><div style="height:10px"></div></header><main class="b-page">',
             _tiles(facts),
             _troubles(facts),
-            _charts(options),
+            _charts(options, facts.loss_unit),
             _peer_table(facts.peers),
             _happenings(model),
             '<div class="b-foot">What peers say of themselves is their own word; work is counted from the '
@@ -128,7 +128,7 @@ def _options(model: Model, facts: SwarmFacts) -> dict[str, dict[str, Any]]:
 
 
 _CARDS = (
-    ("loss", "Loss over time", "nats per token", ""), ("tokens", "Loss over tokens", "nats per token", ""),
+    ("loss", "Loss over time", "UNIT", ""), ("tokens", "Loss over tokens", "UNIT", ""),
     ("rounds", "Rounds", "group size inside, why on hover", "wide"),
     ("staleness", "Staleness", "outer steps", ""), ("speed", "Tokens per second", "all peers together", ""),
     ("links", "Links", "row sends to column: Mbit/s, round trip", ""),
@@ -137,10 +137,10 @@ _CARDS = (
 )  # fmt: skip
 
 
-def _charts(options: dict[str, dict[str, Any]]) -> str:
+def _charts(options: dict[str, dict[str, Any]], unit: str) -> str:
     cards = [
         f'<div class="b-card" style="{"grid-column:1/-1" if wide else ""}"><div class="b-head">'
-        f'<span class="b-title">{title}</span><span class="b-hint">{hint}</span></div>'
+        f'<span class="b-title">{title}</span><span class="b-hint">{hint.replace("UNIT", unit)}</span></div>'
         f'<div class="b-chart" data-chart="{name}"></div></div>'
         for name, title, hint, wide in _CARDS
         if name in options["light"]
@@ -152,7 +152,7 @@ def _tiles(facts: SwarmFacts) -> str:
     measured = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
     kind = "held-out, agreed parameters" if facts.loss_agreed is not None else "training, mean of peers"
     tiles = (
-        ("Loss", figure(measured, 3), "nats/token", kind),
+        ("Loss", figure(measured, 3), facts.loss_unit.replace(" per ", "/"), kind),
         ("Peers", figure(facts.peers_known), "", f"{facts.peers_online} online at the end"),
         ("Rounds committed", figure(facts.rounds_committed), "", f"{facts.rounds_aborted} aborted"),
         ("Tokens trained", figure(facts.tokens), "", f"{figure(facts.tokens_counted)} counted by the group"),

@@ -101,7 +101,7 @@ def _head(facts: SwarmFacts) -> RenderableType:
         (facts.connection, "green" if facts.connection == "connected" else "red"),
     )  # fmt: skip
     first = Text.assemble(
-        "loss ", (figure(loss, 3), "bold"), f" nats/token ({kind})   peers ",
+        "loss ", (figure(loss, 3), "bold"), f" {facts.loss_unit} ({kind})   peers ",
         (f"{facts.peers_online} of {facts.peers_known}", "bold"), "   round ",
         (f"{figure(facts.position, 1)}{of}", "bold"), "   utilisation ", (percent(facts.utilisation), "bold"),
     )  # fmt: skip

@@ -159,7 +159,8 @@ class PeerPage:
         skipped = f"{peer.skipped_sends} sends skipped"
         tiles["staleness"].set(figure(peer.staleness_mean, 2), "outer steps", skipped)
         tiles["used"].set(percent(peer.utilisation).removesuffix(" %"), "%", "own word")
-        tiles["loss"].set(figure(peer.loss, 3), "nats/token", "own word")
+        unit = self._frame.model.facts().loss_unit.replace(" per ", "/")
+        tiles["loss"].set(figure(peer.loss, 3), unit, "own word")
         tiles["sent"].set(*split_unit(size(peer.up_bytes)), f"{size(peer.down_bytes)} received")
         hidden = f"{figure(peer.hidden_s, 1)} s hidden"
         tiles["exposed"].set(figure(peer.exposed_s, 1), "s", hidden)
@@ -188,7 +189,7 @@ class PeerPage:
         rows = self._frame.model.history.series(self._peer, since, until)
         for chart, lines, unit in (
             (self._speed, {"tokens/s": ("tokens_per_s", charts.GREEN, 1.0)}, "tokens/s"),
-            (self._loss, {"training loss": ("loss", charts.ORANGE, 1.0)}, "training loss, nats per token"),
+            (self._loss, {"training loss": ("loss", charts.ORANGE, 1.0)}, "training loss"),
             (self._used, {"utilisation": ("utilisation", charts.BLUE, 100.0)}, "utilisation, %"),
         ):
             options = charts.over_time(palette, rows, lines)

@@ -29,7 +29,7 @@ class SwarmPage:
             }  # fmt: skip
         with card("What is wrong now"):
             self._troubles = ui.element("div").props("data-testid=troubles")
-        with card("Loss of the agreed parameters", "nats per token") as panel:
+        with card("Loss of the agreed parameters", self._model.facts().loss_unit) as panel:
             with panel.default_slot.children[0]:
                 self._axis = ui.toggle(
                     ["over time", "over tokens"], value="over time", on_change=self._frame.redraw_soon
@@ -54,7 +54,7 @@ class SwarmPage:
         tiles = self._tiles
         measured = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
         kind = "held-out, agreed parameters" if facts.loss_agreed is not None else "training, mean of peers"
-        tiles["loss"].set(figure(measured, 3), "nats/token", kind)
+        tiles["loss"].set(figure(measured, 3), facts.loss_unit.replace(" per ", "/"), kind)
         tiles["peers-online"].set(figure(facts.peers_online), "", f"of {facts.peers_known} known")
         total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
         every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
