@@ -176,7 +176,7 @@ def test_wrong_sizes_are_refused(name: CodecName) -> None:
 def test_values_that_are_not_finite_are_refused(name: CodecName) -> None:
     codec, payload = get_codec(name), bytearray(encoded(name, gaussians(256, 0)))
     bad = struct.pack("<f", math.nan)[2:] * 2  # a NaN as one fp32, fp16 or bf16
-    payload[codec.block_bytes : codec.block_bytes + 4] = bad
+    payload[-4:] = bad  # a scale, or the last values
     for buffer in (payload, bytes(payload)):
         with pytest.raises(RemoteProtocolError) as refusal:
             admit(codec, buffer, 2)

@@ -23,7 +23,8 @@ from p2p_co2.config import CodecName
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 
 NAMES: tuple[CodecName, ...] = get_args(CodecName)
-SCALED: tuple[CodecName, ...] = ("int8", "fp4", "nf4", "int4", "e3m0")
+SCALED: tuple[CodecName, ...] = ("int8", "fp4", "nf4", "e3m0")
+"""Those with fp32 scales; ``int4`` has fp16 ones, and its range is that of ``fp16``."""
 PLAIN: tuple[CodecName, ...] = ("fp32", "fp16", "bf16")
 HUGE = 3.4028234663852886e38  # the largest fp32
 
@@ -37,15 +38,20 @@ def block(*values: float) -> Tensor:
     return torch.tensor(list(values) + [0.0] * (128 - len(values)))
 
 
-def scale_of(payload: Tensor) -> float:
-    return float(struct.unpack("<f", bytes(payload[:4].tolist()))[0])
+def scale_of(codec: Codec, payload: Tensor) -> float:
+    """Of the first block, whose last four bytes it is."""
+    field = bytes(payload[codec.block_bytes - 4 : codec.block_bytes].tolist())
+    if codec.name == "int4":
+        scale, bias = struct.unpack("<ee", field)
+        assert bias == -8.0 * scale
+        return float(scale)
+    return float(struct.unpack("<f", field)[0])
 
 
-def hostile(codec: Codec, first_bytes: bytes, blocks: int = 3) -> Tensor:
-    """A good payload whose last block starts with these bytes."""
+def hostile(codec: Codec, last_bytes: bytes, blocks: int = 3) -> Tensor:
+    """A good payload whose last block ends with these bytes."""
     payload = codec.encode(gaussians(128 * blocks))
-    start = (blocks - 1) * codec.block_bytes
-    payload[start : start + len(first_bytes)] = torch.tensor(list(first_bytes), dtype=torch.uint8)
+    payload[-len(last_bytes) :] = torch.tensor(list(last_bytes), dtype=torch.uint8)
     return payload
 
 
@@ -55,9 +61,10 @@ def hostile(codec: Codec, first_bytes: bytes, blocks: int = 3) -> Tensor:
 def test_int4_block_by_hand() -> None:
     codec = get_codec("int4")
     payload = codec.encode(block(7.0, -7.0, 1.4, -1.6, 0.5, 1.5))
-    assert scale_of(payload) == 1.0
-    # 7 and -7 are 7 and 9 in two's complement nibbles, the first value low; halves go to the even neighbour.
-    assert payload[4:8].tolist() == [0x97, 0xE1, 0x20, 0x00]
+    assert scale_of(codec, payload) == 1.0
+    # A code is the value plus 8, the first one low; halves go to the even neighbour.
+    assert payload[:4].tolist() == [0x1F, 0x69, 0xA8, 0x88]
+    assert payload[64:].tolist() == [0x00, 0x3C, 0x00, 0xC8]  # 1 and -8 in fp16
     assert codec.decode(payload)[:6].tolist() == [7.0, -7.0, 1.0, -2.0, 0.0, 2.0]
     assert codec.block_bytes == 68
 
@@ -66,8 +73,8 @@ def test_e3m0_block_by_hand() -> None:
     codec = get_codec("e3m0")
     values = block(-16.0, 11.9, 12.1, 0.12, 0.13, 0.37, 0.38, -0.74, 0.76, 1.49, 1.51, 5.9, -6.1)
     payload = codec.encode(values)
-    assert scale_of(payload) == 1.0
-    assert payload[4:6].tolist() == [0x6F, 0x07]
+    assert scale_of(codec, payload) == 1.0
+    assert payload[:2].tolist() == [0x6F, 0x07]
     expected = [-16.0, 8.0, 16.0, 0.0, 0.25, 0.25, 0.5, -0.5, 1.0, 1.0, 2.0, 4.0, -8.0]
     assert codec.decode(payload)[:13].tolist() == expected
 
@@ -75,21 +82,21 @@ def test_e3m0_block_by_hand() -> None:
 def test_int8_block_by_hand() -> None:
     codec = get_codec("int8")
     payload = codec.encode(block(-127.0, 127.0, 1.2, 0.0, -63.9))
-    assert scale_of(payload) == 1.0
-    assert payload[4:9].tolist() == [0, 254, 128, 127, 63]
+    assert scale_of(codec, payload) == 1.0
+    assert payload[:5].tolist() == [0, 254, 128, 127, 63]
     assert codec.decode(payload)[:5].tolist() == [-127.0, 127.0, 1.0, 0.0, -64.0]
 
 
 def test_four_bit_tables_of_bitsandbytes_by_hand() -> None:
     fp4 = get_codec("fp4")
     payload = fp4.encode(block(12.0, -8.0, 0.07, 0.0, 2.1))
-    assert scale_of(payload) == 12.0
-    assert payload[4:6].tolist()[0] == 0x3A  # first value in the high nibble
+    assert scale_of(fp4, payload) == 12.0
+    assert payload[0].item() == 0x3A  # first value in the high nibble
     expected = [12.0, -8.0, 0.0625, 0.0, 2.0]
     assert fp4.decode(payload)[:5].tolist() == pytest.approx(expected, rel=1e-6)
     nf4 = get_codec("nf4")
     payload = nf4.encode(block(-1.0, 1.0, 0.0, 0.45))
-    assert payload[4:6].tolist() == [0x0F, 0x7C]
+    assert payload[:2].tolist() == [0x0F, 0x7C]
     assert nf4.decode(payload)[:4].tolist() == pytest.approx([-1.0, 1.0, 0.0, 0.44070983], rel=1e-7)
 
 
@@ -132,15 +139,15 @@ def test_relative_error_of_a_million_gaussians(name: CodecName, expected: float)
     assert error == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["int4", "e3m0"])
-@pytest.mark.parametrize("spread", [1.0, 20.0])
+@pytest.mark.parametrize(("name", "spread"), [("int4", 0.1), ("int4", 2.0), ("e3m0", 1.0), ("e3m0", 20.0)])
 def test_nearest_code_by_exhaustive_search(name: CodecName, spread: float) -> None:
     codec = get_codec(name)
     assert isinstance(codec, FourBitCodec)
     values = gaussians(128 * 300) * torch.exp(spread * gaussians(128 * 300, seed=1))
     payload = codec.encode(values)
-    scales = payload.view(-1, codec.block_bytes)[:, :4].contiguous().view(torch.float32).double()
-    candidates = scales.view(-1, 1, 1) * torch.tensor(codec.values_of_codes).double()
+    scales = codec._scales(payload.view(-1, codec.block_bytes)).double()
+    steps = [step for step in codec.steps_of_codes if step != -8]  # which int4 never writes
+    candidates = scales.view(-1, 1, 1) * codec.unit * torch.tensor(steps).double()
     distance = (values.double().view(-1, 128, 1) - candidates).abs()
     taken = (values.double() - codec.decode(payload).double()).abs().view(-1, 128)
     # Where two codes are equally near but for the rounding of one division, either may be taken.
@@ -171,7 +178,7 @@ def test_int8_agrees_with_bitsandbytes_within_one_code() -> None:
     codec = get_codec("int8")
     payload = codec.encode(values)
     rows = payload.view(-1, codec.block_bytes)
-    apart = (rows[:, 4:].int() - codes.view(-1, 128).int()).abs()
+    apart = (rows[:, :128].int() - codes.view(-1, 128).int()).abs()
     assert int(apart.max()) <= 1
     assert int(apart.sum()) <= values.numel() // 500  # values about half-way between two entries
     ours = codec.decode(payload)
@@ -179,6 +186,34 @@ def test_int8_agrees_with_bitsandbytes_within_one_code() -> None:
     torch.testing.assert_close(ours[same], theirs[same], rtol=1e-6, atol=0.0)
     assert relative_error(values, ours) <= 4.2e-5
     assert relative_error(values, ours) == pytest.approx(relative_error(values, theirs), rel=1e-3)
+
+
+def int4_rows_of_every_scale() -> Tensor:
+    """Rows with every scale that ``check`` admits and random codes, all 16 of them: uint8 [28672, 68]."""
+    half = torch.arange(0x7000, dtype=torch.int16).view(torch.float16).view(-1, 1)
+    assert half[-1].item() == 8188.0
+    field = torch.cat([half, half * -8.0], dim=1).view(torch.uint8)
+    codes = torch.randint(256, (len(half), 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.cat([codes, field], dim=1)
+
+
+def test_the_fused_kernel_and_the_table_give_the_same_bits() -> None:
+    """Accelerators decode by the table: so do peers whose torch lacks the kernel."""
+    codec, rows = get_codec("int4"), int4_rows_of_every_scale()
+    assert isinstance(codec, FourBitCodec)
+    codec.check(rows.view(-1))
+    by_table = torch.empty(len(rows), 128)
+    FourBitCodec._decode_blocks(codec, rows, by_table)
+    expected = by_table.add_(0.0).view(torch.int32).view(-1)
+    assert torch.equal(codec.decode(rows.view(-1)).view(torch.int32), expected)
+    given = torch.empty(rows.numel() // 68 * 128)
+    assert torch.equal(codec.decode(rows.view(-1), given).view(torch.int32), expected)
+
+
+def test_every_scale_of_int4_settles() -> None:
+    codec, rows = get_codec("int4"), int4_rows_of_every_scale()
+    payload = codec.encode(codec.decode(rows.view(-1)).clamp(-57316.0, 57316.0))
+    assert torch.equal(codec.encode(codec.decode(payload)), payload)
 
 
 @pytest.mark.parametrize("levels", [7.0, 127.0])
@@ -273,8 +308,8 @@ class TestConformance:
         codec.check(payload)
         decoded = codec.decode(payload)
         assert bool(torch.isfinite(decoded).all())
-        if name != "fp16":
-            assert decoded[:2].tolist() == pytest.approx([HUGE, -HUGE], rel=0.004)
+        most = {"fp16": 65504.0, "int4": 7 * 8188.0}.get(name, HUGE)
+        assert decoded[:2].tolist() == pytest.approx([most, -most], rel=0.004)
 
     def test_residual_is_what_was_lost(self, name: CodecName) -> None:
         codec = get_codec(name)
@@ -344,6 +379,17 @@ def test_small_blocks_are_zero_and_never_subnormal(name: CodecName) -> None:
     assert bool((taken >= torch.finfo(torch.float32).tiny).all())
 
 
+def test_int4_has_the_resolution_of_fp16() -> None:
+    codec, unit = get_codec("int4"), 2.0**-24
+    tiny = torch.cat([block(7 * unit, -3 * unit, unit), block(6.6 * unit, -2.9 * unit), block(0.49 * unit)])
+    decoded = codec.decode(codec.encode(tiny)) / unit
+    assert decoded[:3].tolist() == [7.0, -3.0, 1.0]
+    assert decoded[128:130].tolist() == [7.0, -3.0]
+    assert not decoded[256:].any()
+    small = gaussians(1 << 16) * 1e-5
+    assert relative_error(small, codec.decode(codec.encode(small))) == pytest.approx(0.014, rel=0.05)
+
+
 def test_error_feedback_delivers_everything_in_the_end() -> None:
     codec, values = get_codec("e3m0"), gaussians(1024)
     sent, residual = torch.zeros(1024), None
@@ -375,9 +421,28 @@ def test_the_largest_admitted_scale_never_overflows(name: CodecName) -> None:
     limit = getattr(codec, "scale_limit")  # noqa: B009
     payload = hostile(codec, struct.pack("<f", limit), blocks=1)
     for byte in range(256):
-        payload[4:] = byte
+        payload[:-4] = byte
         codec.check(payload)
         assert bool(torch.isfinite(codec.decode(payload)).all())
+
+
+@pytest.mark.parametrize(
+    ("scale", "bias"),
+    [
+        (math.nan, math.nan),
+        (math.inf, -math.inf),
+        (-1.0, 8.0),
+        (8192.0, -65504.0),
+        (1.0, -8.01),
+        (0.0, 0.0),
+        (-0.0, 0.0),
+    ],
+)
+def test_hostile_int4_scales_are_refused(scale: float, bias: float) -> None:
+    codec = get_codec("int4")
+    with pytest.raises(RemoteProtocolError) as refusal:
+        codec.check(hostile(codec, struct.pack("<ee", scale, bias)))
+    assert refusal.value.reason == "not finite"
 
 
 @pytest.mark.parametrize("name", PLAIN)

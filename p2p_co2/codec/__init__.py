@@ -17,7 +17,8 @@ import torch
 from p2p_co2.codec.base import Codec
 from p2p_co2.codec.bitsandbytes_blocks import BitsAndBytesFourBit, Int8
 from p2p_co2.codec.feedback import encode_with_residual, relative_error
-from p2p_co2.codec.fourbit import E3M0, Int4
+from p2p_co2.codec.fourbit import E3M0
+from p2p_co2.codec.int4 import Int4
 from p2p_co2.codec.plain import PlainCodec
 from p2p_co2.config import CodecName
 from p2p_co2.errors import LocalProtocolError

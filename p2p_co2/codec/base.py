@@ -1,10 +1,10 @@
 """What every codec is: fp32 values to bytes and back, block after block.
 
-Laws: the payload is whole blocks of ``block_values`` values, each block self-contained (its fp32 scale
-first if it has one, then its codes, all little-endian), so a slice at block boundaries is contiguous bytes
-and decodes alone to the same values as within the whole. Decoding is one table look-up and one fp32
-multiplication, which rounds once and alike on every IEEE machine: the same bits on CPU and GPU. Encoding of
-finite values never gives NaN or Inf. Codecs hold no state, so one instance serves all threads.
+Laws: the payload is whole blocks of ``block_values`` values, each block self-contained (its codes, then its
+scale if it has one, all little-endian), so a slice at block boundaries is contiguous bytes and decodes alone
+to the same values as within the whole. A decoded value is a table's entry times the scale in fp32, which
+rounds once and alike on every IEEE machine: the same bits on CPU and GPU. Encoding of finite values never
+gives NaN or Inf. Codecs hold no state, so one instance serves all threads.
 
 Price: a payload is padded with zeros to whole blocks, and a scale costs 32 bits for each 128 values (a
 quarter of a bit per value). Blocks whose largest magnitude is below ``SMALLEST`` are sent as zeros, so that
@@ -134,7 +134,7 @@ class Codec(ABC):
 
 
 class ScaledCodec(Codec):
-    """A codec whose blocks start with an fp32 scale; ``code_bits`` per value follow.
+    """A codec whose blocks are ``code_bits`` per value and then a scale in fp32.
 
     ``largest_code`` is the largest magnitude in the decoding table: a scale may be at most ``LARGEST /
     largest_code``, which keeps every decoded value finite, whatever the codes.
@@ -153,17 +153,20 @@ class ScaledCodec(Codec):
 
     def _finite(self, rows: Tensor) -> bool:
         # As integers, non-negative finite floats keep their order, and everything else is outside of it.
-        bits = rows[:, :SCALE_BYTES].contiguous().view(torch.int32)
-        least, most = torch.aminmax(bits)
+        least, most = torch.aminmax(self._scales(rows).view(torch.int32))
         return int(least) >= 0 and int(most) <= self._scale_limit_bits
+
+    def _codes(self, rows: Tensor) -> Tensor:
+        """The codes of uint8 [b, block_bytes], a view of it."""
+        return rows[:, :-SCALE_BYTES]
 
     def _scales(self, rows: Tensor) -> Tensor:
         """The scales of uint8 [b, block_bytes] as fp32 [b, 1]."""
-        return rows[:, :SCALE_BYTES].contiguous().view(torch.float32)
+        return rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
 
     def _write_scales(self, rows: Tensor, scale: Tensor) -> None:
-        """Write fp32 [b, 1] as the first bytes of each row."""
-        rows[:, :SCALE_BYTES].copy_(scale.view(torch.uint8))
+        """Write fp32 [b, 1] as the last bytes of each row."""
+        rows[:, -SCALE_BYTES:].copy_(scale.view(torch.uint8))
 
 
 def absmax(values: Tensor, scratch: Tensor | None = None) -> Tensor:

@@ -22,11 +22,12 @@ so it is imported at the first encode that needs it; on some processors it then 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from p2p_co2.codec.base import SCALE_BYTES, SMALLEST, ScaledCodec, absmax
-from p2p_co2.codec.fourbit import FourBitCodec
+from p2p_co2.codec.base import SMALLEST, ScaledCodec, absmax
 from p2p_co2.config import CodecName
 
 _FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
@@ -40,13 +41,16 @@ _NF4 = (
 """Quantiles of a normal distribution, exact in fp32 (QLoRA, appendix E)."""
 
 
-class BitsAndBytesFourBit(FourBitCodec):
+class BitsAndBytesFourBit(ScaledCodec):
     """fp4 or nf4: scale = absmax; the first value of a pair is in the high nibble, as bitsandbytes packs it.
 
     fp4 has two codes for zero; which of them the encoder writes is its own business, both decode to +0.
+    ``values_of_codes``: the 16 decoded values in units of the scale. A byte is decoded by looking up the
+    fp32 values of its pair.
     """
 
-    high_first = True
+    code_bits = 4
+    largest_code = 1.0
 
     def __init__(self, name: CodecName) -> None:
         self.name = name
@@ -63,7 +67,13 @@ class BitsAndBytesFourBit(FourBitCodec):
             values.view(-1), blocksize=self.block_values, compress_statistics=False, quant_type=self.name
         )
         self._write_scales(rows, scale)
-        rows[:, SCALE_BYTES:].copy_(packed.view(len(rows), -1))
+        self._codes(rows).copy_(packed.view(len(rows), -1))
+
+    def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
+        packed = self._codes(rows)
+        codes = torch.empty(packed.shape, dtype=torch.int32, device=rows.device).copy_(packed)
+        pairs = torch.index_select(_pair_table(self.values_of_codes, rows.device), 0, codes.view(-1))
+        torch.mul(pairs.view(torch.float32).view(values.shape), self._scales(rows), out=values)
 
 
 class Int8(ScaledCodec):
@@ -81,7 +91,7 @@ class Int8(ScaledCodec):
             # The nearest entry of a linear table is a rounding; a zero scale gives the code of zero.
             inverse = torch.where(scale > 0.0, 1.0 / scale, 0.0)
             torch.mul(values, inverse, out=scratch).round_().add_(127.0).clamp_(0.0, 254.0)
-            rows[:, SCALE_BYTES:].copy_(scratch)
+            self._codes(rows).copy_(scratch)
             return
         from bitsandbytes import functional
 
@@ -90,14 +100,22 @@ class Int8(ScaledCodec):
         codes, _ = functional.quantize_blockwise(
             values.view(-1), code=table.to(values.device), blocksize=self.block_values
         )
-        rows[:, SCALE_BYTES:].copy_(codes.view(values.shape))
+        self._codes(rows).copy_(codes.view(values.shape))
 
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
         # The table of 256 integers, computed: exact in fp32.
-        integers = torch.empty_like(values).copy_(rows[:, SCALE_BYTES:]).clamp_max_(254.0)
+        integers = torch.empty_like(values).copy_(self._codes(rows)).clamp_max_(254.0)
         torch.mul(integers.sub_(127.0), self._scales(rows), out=values)
 
 
 def _flushed(most: Tensor) -> Tensor:
     # With a zero scale the block decodes to zeros, whatever codes the kernel made of such small values.
     return most.masked_fill(most < SMALLEST, 0.0)
+
+
+@cache
+def _pair_table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """For each byte the fp32 bits of its two values, in order, as one int64: [256] on ``device``."""
+    table = torch.tensor(values, dtype=torch.float32)
+    byte = torch.arange(256)
+    return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).view(torch.int64).view(256).to(device)

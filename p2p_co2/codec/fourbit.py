@@ -1,15 +1,16 @@
-"""Four bits per value in plain torch operations: int4, e3m0, and the decoding of all 4-bit codecs.
+"""Four bits per value in plain torch operations: what int4 and e3m0 share, and e3m0.
 
-``int4``: scale = absmax / 7 per block, codes -7..7. ``e3m0`` (Streaming DiLoCo, arXiv 2501.18512: sign,
-three exponent bits, no mantissa): scale = absmax / 16 per block, magnitudes 0, 1/4, 1/2, 1, 2, 4, 8, 16.
-Both round to nearest.
+``e3m0`` (Streaming DiLoCo, arXiv 2501.18512: sign, three exponent bits, no mantissa): scale = absmax / 16 per
+block, magnitudes 0, 1/4, 1/2, 1, 2, 4, 8, 16 scales, rounded to nearest. ``int4`` has a file of its own.
+
+Decoding looks two bytes up at once, in a table of 65536 times four 8-bit integers, turns those into fp32 and
+multiplies each block by its scale: exact but for the one rounding of that product, so alike on every device.
 
 Law: encoding what was decoded gives the same bytes. For e3m0 this is plain, since its scales divide by a
-power of two; for int4 it holds because 7 * (absmax / 7) in fp32, divided by 7 again, gives the same
-quotient (tested for every mantissa).
+power of two.
 
-Price: about ten passes of elementwise work over a chunk that fits the cache, instead of one fused kernel
-that would need a compiler on the volunteer's machine.
+Price: about ten passes of elementwise work over a chunk that fits the cache to encode, and four to decode,
+instead of one fused kernel that would need a compiler on the volunteer's machine. The table is 256 KiB.
 """
 
 from __future__ import annotations
@@ -19,63 +20,41 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from p2p_co2.codec.base import SCALE_BYTES, SMALLEST, ScaledCodec, absmax
-
-_ROUNDER = 1.5 * 2.0**23
-"""Added to a small fp32 value it leaves the nearest integer (ties to even), in two's complement, in the low
-bits."""
-_E3M0_MAGNITUDES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+from p2p_co2.codec.base import SMALLEST, ScaledCodec, absmax
 
 
 class FourBitCodec(ScaledCodec):
-    """Two values in each byte, decoded by looking up the byte in a table of 256 pairs of fp32 values.
+    """Two values in each byte, the first in the low nibble.
 
-    ``values_of_codes`` are the 16 decoded values before scaling. The first value of a pair is in the low
-    nibble unless ``high_first``.
+    ``steps_of_codes``: the 16 decoded values in units of ``scale * unit``, integers of 8 bits; ``unit`` is a
+    power of two.
     """
 
     code_bits = 4
-    values_of_codes: tuple[float, ...]
-    high_first = False
+    steps_of_codes: tuple[int, ...]
+    unit = 1.0
 
     def __init__(self) -> None:
-        self.largest_code = max(map(abs, self.values_of_codes))
+        self.largest_code = max(map(abs, self.steps_of_codes)) * self.unit
         super().__init__()
 
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        codes = torch.empty(len(rows), self.block_bytes - SCALE_BYTES, dtype=torch.int32, device=rows.device)
-        codes.copy_(rows[:, SCALE_BYTES:])
-        pairs = _pair_table(self.values_of_codes, self.high_first, rows.device)
-        looked_up = torch.index_select(pairs, 0, codes.view(-1)).view(torch.float32)
-        torch.mul(looked_up.view(values.shape), self._scales(rows), out=values)
+        words = rows.view(torch.uint16)[:, : self.block_values // 4]
+        quads = torch.empty(words.shape, dtype=torch.int32, device=rows.device).copy_(words)
+        table = _quad_table(self.steps_of_codes, rows.device)
+        steps = torch.index_select(table, 0, quads.view(-1)).view(torch.int8)
+        values.copy_(steps.view(values.shape)).mul_(self._scales(rows) * self.unit)
 
     def _pack(self, codes: Tensor, rows: Tensor) -> None:
         """Pack uint8 codes [b, block_values], each below 16, into ``rows``: first value in the low nibble."""
         words = codes.view(torch.int16)  # first code + 256 * second code
         packed = torch.bitwise_right_shift(words, 4).bitwise_or_(words)  # low byte: first + 16 * second
-        rows[:, SCALE_BYTES:].copy_(packed)
-
-
-class Int4(FourBitCodec):
-    """Codes -7..7 in two's complement, scale absmax / 7. The code -8 is never written; it decodes as -7."""
-
-    name = "int4"
-    values_of_codes = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -7.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0)
-
-    def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
-        scratch = torch.empty_like(values)
-        most = absmax(values, scratch)
-        scale = most.div(7.0).clamp_(max=self.scale_limit).masked_fill_(most < SMALLEST, 0.0)
-        self._write_scales(rows, scale)
-        # A block of zeros is divided by 1: below SMALLEST, every value then rounds to 0.
-        torch.div(values, scale.masked_fill(scale == 0.0, 1.0), out=scratch)
-        integers = scratch.add_(_ROUNDER).view(torch.int32)
-        codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device).copy_(integers)
-        self._pack(codes.bitwise_and_(15), rows)
+        self._codes(rows).copy_(packed)
 
 
 class E3M0(FourBitCodec):
-    """Sign (bit 3) and the magnitudes 0 and 2**-2 .. 2**4 (bits 0..2), scale absmax / 16.
+    """Sign (bit 3) and the magnitudes 0 and 2**-2 .. 2**4 (bits 0..2), scale absmax / 16. The code 8 is never
+    written; it decodes as 0.
 
     Rounding works on the bits of ``values / absmax``. Between two powers of two the arithmetic midpoint is
     1.5 times the lower one, where the top bit of the mantissa changes; so the exponent with that one bit
@@ -84,7 +63,8 @@ class E3M0(FourBitCodec):
     """
 
     name = "e3m0"
-    values_of_codes = (*_E3M0_MAGNITUDES, *(-value for value in _E3M0_MAGNITUDES))
+    steps_of_codes = (0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64)
+    unit = 0.25
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         scratch = torch.empty_like(values)
@@ -100,14 +80,15 @@ class E3M0(FourBitCodec):
         magnitudes = torch.bitwise_right_shift(steps, 1)  # right but for steps == 1, which rounds up to 1/4
         torch.maximum(magnitudes, steps.clamp_max_(1), out=magnitudes)
         signs = codes.copy_(torch.bitwise_right_shift(bits, 28, out=shifted)).bitwise_and_(8)
+        signs.mul_(magnitudes.clamp_max(1))  # zero has no sign
         self._pack(magnitudes.bitwise_or_(signs), rows)
 
 
 @cache
-def _pair_table(values: tuple[float, ...], high_first: bool, device: torch.device) -> Tensor:
-    """For each byte the fp32 bits of its two values, in order, as one int64: [256] on ``device``."""
-    table = torch.tensor(values, dtype=torch.float32)
-    byte = torch.arange(256)
-    low, high = table[byte & 15], table[byte >> 4]
-    pairs = torch.stack([high, low] if high_first else [low, high], dim=1)
-    return pairs.view(torch.int64).view(256).to(device)
+def _quad_table(steps: tuple[int, ...], device: torch.device) -> Tensor:
+    """For each two bytes, first byte low, the steps of their four values in order, as one int32: [65536] on
+    ``device``."""
+    table = torch.tensor(steps, dtype=torch.int8)
+    word = torch.arange(1 << 16)
+    quads = torch.stack([table[word >> shift & 15] for shift in (0, 4, 8, 12)], dim=1)
+    return quads.view(torch.int32).view(-1).to(device)
