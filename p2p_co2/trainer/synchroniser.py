@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import queue
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,9 @@ LEAVE_BOUND_S = 3.0
 """Waiting for rounds in flight when a person stops the peer."""
 SETTLE_BOUND_S = 45.0
 """Waiting at the end until all live peers agree: longer than a flush, since theirs may begin with our end."""
+DISTINCT = 2.0**-10
+"""Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
+must not take the offer of its last process for its own."""
 REPORT_EVERY_S = 1.0
 RATE_DECAY = 0.8
 
@@ -160,7 +164,7 @@ class Synchroniser:
             points_passed(fragment, self._count, self.position),
             self.tokens,
         )
-        weight = float(max(1, self.tokens - self._contributed_tokens[fragment]))
+        weight = max(1, self.tokens - self._contributed_tokens[fragment]) + DISTINCT * random.random()
 
         def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
             self._wire.offer(
