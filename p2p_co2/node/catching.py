@@ -213,10 +213,13 @@ class Catching:
         outcome = open_decision(event.decision, self._node.run_digest, self._node.shape)
         if not outcome.committed or (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
             raise RemoteProtocolError("bad decision", "of another round")
-        if outcome.decided_by not in {member.peer for member in outcome.members}:
-            raise RemoteProtocolError("bad decision", "signed by no member")
-        if not self._is_most({PeerId(member.peer) for member in outcome.members}):
-            raise RemoteProtocolError("bad decision", "most peers that train here are not in its group")
+        group = {PeerId(member.peer) for member in outcome.members}
+        if not self._may_decide(PeerId(outcome.decided_by), group):
+            raise RemoteProtocolError(
+                OTHER_HISTORY, "decided by somebody who is neither in its group nor here"
+            )
+        if not self._is_most(group):
+            raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
         agreed = self._node.agreed[fragment]
         if agreed.version != event.version - 1:
             return None
@@ -247,8 +250,16 @@ class Catching:
             versions = sorted((*versions, self._node.agreed[fragment].version), reverse=True)
         return versions[(len(versions) - 1) // 2]
 
+    def _may_decide(self, peer: PeerId, group: set[PeerId]) -> bool:
+        """Whether ``peer`` may have decided for ``group``: whoever is asked coordinates, also one that only
+        finishes or is behind, and is no member then."""
+        return peer in group or peer == self._node.me or peer in self._node.membership.live
+
     def _is_most(self, group: set[PeerId]) -> bool:
-        """Whether at least half of the peers that train now, as far as we hear them, are in ``group``."""
+        """Whether at least half of the peers that train now, as far as we hear them, are in ``group``, or as
+        many as a group holds."""
+        if len(group) >= self._node.group_size:
+            return True
         live = self._node.membership.live
         training = {peer for peer, info in live.items() if info.status.phase == Status.TRAINING}
         return 2 * len(training & group) >= len(training - {self._node.me})

@@ -130,7 +130,10 @@ class Deciding:
         return moved
 
     async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> None:
-        """Take over a donor's state; errors as ``Ledger.adopt``."""
+        """Take over a donor's state; errors as ``Ledger.adopt``. Our own state changes nothing: an offer that
+        is open goes on, and the tensor side must not take it for ended."""
+        if agreed == self._node.agreed[fragment]:
+            return
         self._agree(fragment, await self._ledger.adopt(fragment, data, agreed))
         self._node.pump()
 

@@ -63,7 +63,7 @@ class Node:
         self.me = network.identity.peer_id
         self.run_digest = network.run.digest()
         self._envelope_head = Envelope(version=PROTOCOL_VERSION, run=self.run_digest).SerializeToString()
-        self.shape = shape
+        self.shape, self.group_size = shape, network.run.group_size
         self.agreed = list(agreed)
         self.membership = Membership(self.me)
         self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
@@ -266,7 +266,8 @@ class Node:
         now = self.now()
         self._beat_at = now + REFRESH_S
         self.membership.status = self.standing.status()
-        news = (self.membership.revision, tuple(self.agreed), self.upload_bytes_per_s())
+        phase = self.standing.progress.phase
+        news = (self.membership.revision, tuple(self.agreed), self.upload_bytes_per_s(), phase)
         if news == self._told:
             return
         self._told = news

@@ -7,7 +7,7 @@ heartbeats of live peers alone, and the position on their lower median: of three
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from p2p_co2.membership import PeerInfo
@@ -96,6 +96,9 @@ class Standing:
         views = {peer: self._view(info) for peer, info in self._node.membership.live.items()}
         versions = tuple(version.version for version in self._node.agreed)
         views[self._node.me] = PeerView(self._node.upload_bytes_per_s(), training=True, versions=versions)
+        if self.progress.phase != Status.TRAINING:
+            # One that only finishes must not wait for itself where it coordinates the last rounds of others.
+            views[self._node.me] = replace(views[self._node.me], training=False)
         return views
 
     def paces(self) -> dict[PeerId, float]:

@@ -32,6 +32,8 @@ class Asking:
         self._give_up_at = now + bounds.READY_CAP_S
         self._sent_at = now
         self._tries = 0
+        self._trained: set[PeerId] = set()
+        """Who trained when the last one was asked."""
         self._timer_at = now
         # Built once: a coordinator takes a READY that changed for another process's.
         self._ready = Ready(
@@ -55,7 +57,10 @@ class Asking:
         self._timer_at = min(self._timer_at, now + self._receipt_s())
 
     def peers_changed(self, now: float) -> None:
-        if not self._swarm.is_live(self.asked[-1]):
+        """Another one is asked when this one is lost, or has stopped to train: the others, who offer for the
+        same round, ask among those that still do."""
+        asked = self.asked[-1]
+        if not self._swarm.is_live(asked) or (asked in self._trained and not self._swarm.is_training(asked)):
             self._ask_next(now)
 
     def get_timer(self) -> float:
@@ -79,6 +84,7 @@ class Asking:
             self.failure = f"no coordinator answered (asked {named(self.asked)})"
             return
         self.asked.append(left[0])
+        self._trained = set(self._swarm.training())
         self._tries = 0
         self._send(now)
 

@@ -62,7 +62,7 @@ class Rounds:
     # ---- what the node tells us
 
     def set_peers(self, live: Mapping[PeerId, PeerView], now: float) -> None:
-        """The live peers. This peer may be among them, for its upload rate; it is live and training in any
+        """The live peers. This peer may be among them, for what it says of itself; it is live in any
         case."""
         self._swarm.set_live(live)
         for fragment in self._fragments:

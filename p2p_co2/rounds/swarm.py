@@ -2,7 +2,8 @@
 
 Law: two peers with the same live set choose the same coordinator and the same successors (rendezvous hashing,
 Thaler and Ravishankar 1998), with no server and no election; the load spreads over peers because fragment and
-round are in the hash. This peer is always live and training in its own eyes.
+round are in the hash. This peer is always live in its own eyes, and
+training unless it is told otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from google.protobuf.message import Message
 
@@ -49,12 +49,14 @@ class Swarm:
         self.my_versions: dict[int, int] = {}
 
     def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
-        mine = live.get(self.me, PeerView())
-        self.live = {peer: live[peer] for peer in sorted(live)}
-        self.live[self.me] = replace(mine, training=True)
+        views = {self.me: PeerView(), **live}
+        self.live = {peer: views[peer] for peer in sorted(views)}
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live
+
+    def is_training(self, peer: PeerId) -> bool:
+        return peer in self.live and self.live[peer].training
 
     def training(self) -> list[PeerId]:
         return sorted(peer for peer, view in self.live.items() if view.training)

@@ -1,0 +1,99 @@
+"""What the shell makes of decisions and of states from donors; found by simulations."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from p2p_co2.catchup import Fetched, Goal
+from p2p_co2.catchup.goals import ROUND
+from p2p_co2.digest import digest
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.node.catching import OTHER_HISTORY, Catching
+from p2p_co2.node.deciding import Deciding
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.rounds import PayloadShape
+from p2p_co2.rounds.decision import sign_outcome
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Contributor, Member, Outcome, PartOutcome, RoundKey, Status
+from tests.round_network import RUN, make_identity
+
+SHAPE = PayloadShape(8, (4,))
+START, MEAN = digest(b"start"), bytes(32)
+MEMBERS = sorted(make_identity(index).peer_id for index in (1, 2))
+COORDINATOR = make_identity(3)
+
+
+class Untouched:
+    """A ledger that nobody may ask."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the tensor side was asked to {name}")
+
+
+def node_with(live: list[PeerId], group_size: int = 32) -> Any:
+    infos = {peer: SimpleNamespace(status=Status(phase=Status.TRAINING)) for peer in live}
+    return SimpleNamespace(
+        me=make_identity(0).peer_id,
+        run_digest=RUN,
+        shape=SHAPE,
+        group_size=group_size,
+        agreed=[AgreedVersion(4, START)],
+        membership=SimpleNamespace(live=infos),
+    )
+
+
+async def test_a_state_that_is_ours_already_is_not_adopted_again() -> None:
+    """It would end the open offer on the tensor side alone, and the next offer would crash the node."""
+    node = node_with([])
+    deciding = Deciding(node, cast(Any, Untouched()), cast(Any, None))
+    await deciding.adopt(0, b"", AgreedVersion(4, START))
+
+
+def round_of(members: list[PeerId]) -> Fetched:
+    """Round 5 as a donor gives it, decided by ``COORDINATOR``."""
+    outcome = Outcome(
+        key=RoundKey(fragment=0, round=5, attempt=bytes(16)),
+        run=RUN,
+        committed=True,
+        state_digest=START,
+        members=[Member(peer=peer, weight=1.0, base_version=4) for peer in members],
+        parts=[
+            PartOutcome(
+                start_block=0,
+                stop_block=4,
+                digest=digest(MEAN),
+                contributors=[Contributor(peer=peer, weight=1.0) for peer in members],
+            )
+        ],
+    )
+    decision = sign_outcome(COORDINATOR, outcome)
+    goal = Goal(ROUND, 0, 5, (members[0],))
+    return Fetched(goal, 5, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1, 0)
+
+
+def test_a_round_whose_coordinator_was_no_member_is_replayed() -> None:
+    catching = Catching(node_with([*MEMBERS, COORDINATOR.peer_id]))
+    mean = catching._checked_mean(round_of(MEMBERS))
+    assert mean is not None
+    assert mean.round == 5
+
+
+def test_a_coordinator_that_nobody_knows_is_no_fault_of_the_donor() -> None:
+    catching = Catching(node_with(MEMBERS))
+    with pytest.raises(RemoteProtocolError) as caught:
+        catching._checked_mean(round_of(MEMBERS))
+    assert caught.value.reason == OTHER_HISTORY
+
+
+@pytest.mark.parametrize(("group_size", "is_taken"), [(2, True), (32, False)])
+def test_a_full_group_of_a_larger_swarm_speaks_for_it(group_size: int, is_taken: bool) -> None:
+    others = [make_identity(index).peer_id for index in range(4, 12)]
+    catching = Catching(node_with([*MEMBERS, *others, COORDINATOR.peer_id], group_size))
+    if is_taken:
+        assert catching._checked_mean(round_of(MEMBERS)) is not None
+    else:
+        with pytest.raises(RemoteProtocolError, match="most peers"):
+            catching._checked_mean(round_of(MEMBERS))
