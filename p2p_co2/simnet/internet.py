@@ -208,6 +208,10 @@ class Internet:
                 del endpoint.on_gone[other]
                 hear(reason)
 
+    def answers_reset(self, endpoint: Endpoint) -> bool:
+        """Whether a packet for this dead end is answered: its machine lives, or lives again."""
+        return endpoint.host_up or self.endpoints.get(endpoint.peer) is not endpoint
+
     # ---- ways
 
     def path(self, sender: Endpoint, receiver: Endpoint) -> Path | str:

@@ -144,13 +144,14 @@ class Auditor:
     def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None:
         self._compare(fragment, after, counted, "a commit")
 
-    def adopted(self, fragment: int, after: State, counted: Sequence[int]) -> None:
-        history = self._books.histories[fragment].get(after.digest)
-        if history is None:
-            return  # ``_compare`` says so
-        for block, (mine, theirs) in enumerate(zip(counted, self._counted_in(history), strict=False)):
-            if mine > theirs:
-                self.written_off(fragment, block, theirs, mine, "counted in a history that was given up")
+    def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None:
+        histories = self._books.histories[fragment]
+        old, new = histories.get(before.digest), histories.get(after.digest)
+        if old is not None and new is not None and not self._follows(fragment, new, old):
+            both = zip(self._counted_in(old), self._counted_in(new), strict=True)
+            for block, (mine, theirs) in enumerate(both):
+                if mine > theirs:
+                    self.written_off(fragment, block, theirs, mine, "counted in a history that was given up")
         self._compare(fragment, after, counted, "a state that was adopted")
 
     def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None:
@@ -162,6 +163,13 @@ class Auditor:
 
     def _broken(self, law: str, text: str) -> None:
         self._books.broken(self._peer, law, text)
+
+    def _follows(self, fragment: int, later: History, earlier: History) -> bool:
+        """Whether one state came of the other by commits."""
+        histories = self._books.histories[fragment]
+        while later.state.version > earlier.state.version:
+            later = histories[later.parent]
+        return later is earlier
 
     def _counted_in(self, history: History) -> tuple[int, ...]:
         none = (0,) * (len(history.state.sums) // 2)

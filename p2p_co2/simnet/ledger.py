@@ -70,7 +70,7 @@ class Audit(Protocol):
     def offered(self, fragment: int, base: State, merged_version: int, offer: Offered) -> None: ...
     def committed(self, mean: AgreedMean, before: State, after: State) -> None: ...
     def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None: ...
-    def adopted(self, fragment: int, after: State, counted: Sequence[int]) -> None: ...
+    def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None: ...
     def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None: ...
 
 
@@ -81,6 +81,8 @@ class _Fragment:
     """Per block: the last unit of this peer that is in the agreed state, as far as it knows."""
     in_flight: Offered | None = None
     withdrawn: Offered | None = None
+    doubtful_units: int = 0
+    """Work up to this unit may have been offered by an earlier process, which nobody remembers."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class CountingLedger:
         """Go on from a checkpoint, before the node runs."""
         for fragment, kept in zip(self.fragments, saved, strict=True):
             fragment.state, fragment.counted = kept.state, list(kept.counted)
+            fragment.doubtful_units = self.work.units
 
     def save(self) -> list[Saved]:
         return [Saved(fragment.state, tuple(fragment.counted)) for fragment in self.fragments]
@@ -192,7 +195,7 @@ class CountingLedger:
                 for block in range(part.start_block, part.stop_block):
                     mine.counted[block] = max(mine.counted[block], offer.units)
         if is_foreign:
-            self._write_off(mean.fragment, "an offer from before the restart was counted")
+            self._write_off(mean.fragment, "a forgotten offer was counted", [self.work.units])
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.counted(mean.fragment, after, mine.counted)
         self.outcomes.append(Outcome(mean.fragment, mean.round, stepped=True, contributed=everywhere))
@@ -222,17 +225,21 @@ class CountingLedger:
             raise RemoteProtocolError("bad state", f"version {after.version}, not {agreed.version}")
         if after.digest != agreed.digest:
             raise DigestMismatch("the state does not have the digest its donor promised")
+        if after.version > before.version:
+            offers = [offer.units for offer in (mine.in_flight, mine.withdrawn) if offer is not None]
+            self._write_off(fragment, "may be in a state that was adopted", [*offers, mine.doubtful_units])
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
-        self.audit.adopted(fragment, after, mine.counted)
+        self.audit.adopted(fragment, before, after, mine.counted)
         self.outcomes.append(Outcome(fragment, after.version))
         return AgreedVersion(after.version, after.digest)
 
-    def _write_off(self, fragment: int, why: str) -> None:
-        """All work that is not counted yet comes to nothing."""
-        mine = self.fragments[fragment]
+    def _write_off(self, fragment: int, why: str, until: Sequence[int]) -> None:
+        """Work up to these units that is not counted yet comes to nothing."""
+        mine, until_unit = self.fragments[fragment], max(until, default=0)
         for block, counted in enumerate(mine.counted):
-            self.audit.written_off(fragment, block, counted, self.work.units, why)
-            mine.counted[block] = self.work.units
+            if counted < until_unit:
+                self.audit.written_off(fragment, block, counted, until_unit, why)
+                mine.counted[block] = until_unit
 
     # ---- the worker
 

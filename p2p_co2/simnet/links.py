@@ -185,6 +185,10 @@ class VirtualLinks:
                 self._gone_up(lane, len(data))
             internet.hold(self._me.peer, receiver.peer, lambda: self._send_again(lane, data, bulk))
             return
+        if not receiver.is_up and internet.answers_reset(receiver):
+            receiver.on_gone.pop(self._me.peer, None)
+            self._hear_of_loss(receiver.peer, lane, "connection reset")
+            return
         noise = internet.noise
         if noise:
             draw = internet.rng.random()

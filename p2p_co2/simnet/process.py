@@ -96,6 +96,10 @@ class Process:
     def alive(self) -> bool:
         return not self._is_cut
 
+    @property
+    def is_leaving(self) -> bool:
+        return self.training is not None and self.training.asked_to_leave
+
     def _new_ledger(self) -> CountingLedger:
         swarm = self.swarm
         return swarm.make_ledger(
@@ -124,10 +128,9 @@ class Process:
         )  # fmt: skip
         self._node_task = self.loop.create_task(node.run())
         self._node_task.add_done_callback(self._node_ended)
-        rng = swarm.rng
         training = self.training = Training(
             swarm.run_config, node, self.ledger, volunteer.pace, start,
-            min_peers=swarm.min_peers, jitter=lambda: 0.9 + 0.2 * rng.random(), traffic=self._traffic,
+            min_peers=swarm.min_peers, rng=swarm.rng, traffic=self._traffic,
         )  # fmt: skip
         if not await training.catch_up():
             self.say(ev.Warned, text="no peer could give this one the agreed state; try again later")

@@ -54,7 +54,7 @@ class Settings:
     faults: Churn | Storm | None = None
     blocks: tuple[int, ...] = (8, 8)
     real_bytes_per_block: float = 16.0
-    state_factor: int = 2
+    state_factor: int = 15
     parameters: int = 0
     step_s: float = 0.5
     speed_spread: float = 2.0
@@ -131,6 +131,7 @@ class Swarm:
         self._index = {v.identity.peer_id: v.index for v in self.volunteers}
         self.processes: dict[int, Process] = {}
         self.ended: list[Process] = []
+        self._starts_again: dict[int, bool] = {}
         self.views_differed_at: float | None = None
         self.inspector = Inspector(self)
         self._bug: BaseException | None = None
@@ -200,8 +201,11 @@ class Swarm:
     # ---- what happens to peers
 
     def start(self, index: int, with_disk: bool) -> None:
-        """Start a volunteer's next process, if none runs."""
-        if index in self.processes:
+        """Start a volunteer's next process; once the one that runs has left, if it is leaving."""
+        running = self.processes.get(index)
+        if running is not None:
+            if running.is_leaving:
+                self._starts_again[index] = with_disk
             return
         volunteer = self.volunteers[index]
         if not with_disk:
@@ -233,6 +237,9 @@ class Swarm:
             del self.processes[index]
         self.ended.append(process)
         self.inspector.saw_end(process)
+        if index in self._starts_again:
+            self.world.call_at(self.world.now, self.start, index, self._starts_again.pop(index))
+            return
         if not self.processes and self.world.now > self._last_start_at:
             self.world.stop()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ FIRST_ROUND_BOUND_S, FLUSH_BOUND_S, LEAVE_BOUND_S, SETTLE_BOUND_S = 15.0, 20.0, 
 """As ``trainer.synchroniser`` has them; what follows is as in ``trainer.connection``."""
 LISTEN_S, GATHER_BOUND_S, CATCH_UP_BOUND_S = 3.0, 120.0, 600.0
 REPORT_EVERY_S = 1.0
+DISTINCT = 2.0**-10
+"""Tokens at most that a weight is off, so that no two offers of a peer have the same."""
 LOOK_EVERY_S = 0.05
 """How often a waiting training thread looks for news."""
 
@@ -59,8 +62,8 @@ class Progressed:
 
 
 class Training:
-    """One per process. ``traffic``: real bytes (up, down) so far. ``jitter()``: factor on the next step's
-    duration."""
+    """One per process. ``traffic``: real bytes (up, down) so far. ``rng`` makes steps uneven and offers
+    distinct."""
 
     def __init__(
         self,
@@ -71,11 +74,11 @@ class Training:
         start: Progressed,
         *,
         min_peers: int,
-        jitter: Callable[[], float],
+        rng: random.Random,
         traffic: Callable[[], tuple[int, int]],
     ) -> None:
         self._run, self._node, self._ledger, self._pace = run, node, ledger, pace
-        self._min_peers, self._jitter, self._traffic = min_peers, jitter, traffic
+        self._min_peers, self._rng, self._traffic = min_peers, rng, traffic
         self._now = node.clock.monotonic
         self._count = len(ledger.fragments)
         self.clock = SwarmClock(run.clock)
@@ -135,7 +138,7 @@ class Training:
         """Until the run is over or this peer is asked to leave."""
         while not (self.asked_to_leave or self.over):
             began_at = self._now()
-            await asyncio.sleep(self._pace.step_s * self._jitter())
+            await asyncio.sleep(self._pace.step_s * self._rng.uniform(0.9, 1.1))
             if self._first_step_at is None:
                 self._first_step_at = began_at
             self.train_s += self._now() - began_at
@@ -174,7 +177,7 @@ class Training:
     def _offer(self, fragment: int) -> None:
         points = points_passed(fragment, self._count, self.position)
         self.sent[fragment] = Sent(self.inner_steps, self._now(), points, self.tokens)
-        weight = float(max(1, self.tokens - self._contributed_tokens[fragment]))
+        weight = max(1, self.tokens - self._contributed_tokens[fragment]) + DISTINCT * self._rng.random()
         self._ledger.submit_offer(fragment, self.versions[fragment], weight, self._encoded)
 
     def _encoded(self, fragment: int, offer: Offered, agreed: AgreedVersion) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from p2p_co2.memory import Buffer
 
 BLOCK_BYTES = 16
+WEIGHT_UNIT = 2**32
+"""Weights count in these fractions."""
 _MASK = (1 << 64) - 1
 
 
@@ -83,6 +85,7 @@ def mean_of(slices: Sequence[tuple[float, Buffer]]) -> bytes:
     total: list[int] = []
     for weight, data in slices:
         lanes = unpack(data)
-        lanes[1::2] = [int(weight) * (a + b) for a, b in zip(lanes[0::2], lanes[1::2], strict=True)]
+        fixed = int(weight * WEIGHT_UNIT)
+        lanes[1::2] = [fixed * (a + b) for a, b in zip(lanes[0::2], lanes[1::2], strict=True)]
         total = add(total, lanes) if total else [lane & _MASK for lane in lanes]
     return pack(total)
