@@ -28,6 +28,7 @@ SILENT_AFTER_S = 10.0
 GONE_AFTER_S = 3.0
 """The same, if another peer has reported it gone: shown as gone."""
 NEWS_LINES = 6
+MOST_OTHERS = 8
 _BAR_CELLS = 40
 _PHASE_STYLES = {"training": "green", "finished": "cyan", "silent": "red", "gone": "red"}
 
@@ -36,7 +37,8 @@ class LiveTerminal:
     """A live table of the swarm; a context manager.
 
     ``expected_s``: how long the run is to take, None if it has no end. ``plain_every_s``: seconds between the
-    lines that replace the table when ``console`` is no terminal. It starts no thread: it draws when ``show``
+    lines that replace the table when ``console`` is no terminal. ``own``: the view has one peer's events
+    alone, and the others are a line. It starts no thread: it draws when ``show``
     is called.
     """
 
@@ -47,7 +49,9 @@ class LiveTerminal:
         *,
         console: Console | None = None,
         plain_every_s: float = 10.0,
+        own: bool = False,
     ) -> None:
+        self._own = own
         self._title, self._expected_s, self._plain_every_s = title, expected_s, plain_every_s
         self._console = console or Console()
         self.started_at = time.time()
@@ -80,6 +84,7 @@ class LiveTerminal:
                 expected_s=self._expected_s,
                 width=self._console.width,
                 most_rows=rows,
+                own=self._own,
             )
             self._live.update(frame, refresh=True)
         elif now >= self._next_line_at:
@@ -96,11 +101,13 @@ def swarm_frame(
     expected_s: float | None,
     width: int = 120,
     most_rows: int = 24,
+    own: bool = False,
 ) -> RenderableType:
     """One frame: table of peers (at most ``most_rows`` of them, fewer columns where ``width`` is small),
-    rounds, news, progress. ``now`` in unix seconds."""
+    rounds, news, progress. ``now`` in unix seconds; ``own`` as in ``LiveTerminal``."""
     return Group(
-        _peer_table(view, title, now, width, most_rows),
+        _peer_table(view, title, now, width, most_rows, own),
+        *([_others_line(view)] if own else []),
         _rounds_line(view),
         _news_lines(view),
         _progress_line(elapsed_s, expected_s),
@@ -124,12 +131,30 @@ def plain_line(view: SwarmView, elapsed_s: float, expected_s: float | None) -> s
     )
 
 
-def _peer_table(view: SwarmView, title: str, now: float, width: int, most_rows: int) -> Table:
+def _others_line(view: SwarmView) -> Text:
+    """Whom the one peer of ``view`` reaches, and by what."""
     labels = view.labels()
-    peers = sorted(view.peers.values(), key=lambda peer: (not peer.started, labels[peer.peer]))
+    reached = [
+        f"{plain(labels.get(other, other), 18)} ({carrier})"
+        for peer in view.started_peers
+        for other, carrier in sorted(peer.carriers.items())
+        if other not in peer.lost_links
+    ]
+    shown = ", ".join(reached[:MOST_OTHERS]) + (", ..." if len(reached) > MOST_OTHERS else "")
+    return Text(
+        f"peers reached: {len(reached)}{'; ' if reached else ''}{shown}", no_wrap=True, overflow="ellipsis"
+    )
+
+
+def _peer_table(
+    view: SwarmView, title: str, now: float, width: int, most_rows: int, own: bool = False
+) -> Table:
+    labels = view.labels()
+    known = view.started_peers if own else view.peers.values()
+    peers = sorted(known, key=lambda peer: (not peer.started, labels[peer.peer]))
     rows = [_peer_row(peer, labels[peer.peer], now) for peer in peers[:most_rows]]
     if not peers:
-        rows.append([Text("waiting for the first peer", style="dim")])
+        rows.append([Text("starting" if own else "waiting for the first peer", style="dim")])
     if len(peers) > most_rows:
         rows.append([Text(f"and {len(peers) - most_rows} more", style="dim")])
     headings = [

@@ -172,7 +172,12 @@ def join(
     options = JoinOptions(
         ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, parent=parent
     )
-    raise typer.Exit(join_run(options))
+    watch = None
+    if sys.stdout.isatty():
+        from p2p_co2.join_watch import JoinWatch
+
+        watch = JoinWatch()
+    raise typer.Exit(join_run(options, watch))
 
 
 def _rate(option: str, text: str | None) -> float | None:

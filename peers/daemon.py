@@ -13,10 +13,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.gate import Gate
 from p2p_co2.process import StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.run_recipe import load_run_recipe
@@ -24,6 +24,8 @@ from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity
+from peers.doctor.findings import State
+from peers.doctor.machine import look_at_machine
 from peers.measuring import AgreedLoss
 from peers.status import StatusLines
 
@@ -46,30 +48,58 @@ class JoinOptions:
     parent: int = 0
 
 
-def join_run(options: JoinOptions, say: Callable[[str], None] = print) -> int:
-    """Train until the run is over or somebody stops us; returns the exit status.
+class Watch(Protocol):
+    """Who shows a volunteer the peer. ``see`` and ``say`` may be called from any thread; ``close`` gives the
+    terminal back and may be called twice."""
+
+    def see(self, event: Event) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def join_run(options: JoinOptions, watch: Watch | None = None) -> int:
+    """Train until the run is over or somebody stops us; returns the exit status. ``watch`` None: lines on
+    stdout.
 
     Raises ``TicketError``, ``ConfigError``, ``EnvironmentFault``, ``TransportError`` as named in those.
     """
+    watch = watch or StatusLines(print)
+    try:
+        return _join(options, watch)
+    finally:
+        watch.close()
+
+
+def _join(options: JoinOptions, watch: Watch) -> int:
     Ticket.parse(options.ticket)  # a typing mistake is told before anything slow starts
     require_supported_platform()
     end_with_parent(options.parent)
     device = _checked_device(options.config.device)
-    status = StatusLines(say)
+    _look_first(options.config, watch.say)
     running = _Running()
     with StopSignals(running.stop), Journal(options.config.folder / "events.jsonl") as journal:
 
         def on_event(event: Event) -> None:
             journal.write(event)
-            status.see(event)
+            watch.see(event)
 
         try:
-            _join_and_train(options, device, running, on_event, say)
+            _join_and_train(options, device, running, on_event, watch.say)
         except KeyboardInterrupt:
-            say("stopped before the training began")
+            watch.say("stopped before the training began")
         if journal.failed:
-            say(f"warning: {journal.failed}")
+            watch.say(f"warning: {journal.failed}")
     return 0
+
+
+def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
+    """The doctor's look at this machine: says what limits the peer. Raises ``EnvironmentFault`` for what
+    forbids it."""
+    for finding in look_at_machine(config):
+        if finding.state == State.CANNOT:
+            raise EnvironmentFault(f"{finding.name}: {finding.measured}; {finding.advice}")
+        if finding.state == State.LIMITED:
+            say(f"note: {finding.name}: {finding.measured}; {finding.advice}")
 
 
 class _Running:

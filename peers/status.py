@@ -32,10 +32,11 @@ EVERY_S = 10.0
 
 
 class StatusLines:
-    """``see`` may be called from any thread; ``say`` gets one line of text at a time."""
+    """A ``daemon.Watch`` for a log or a pipe. ``see`` may be called from any thread; ``say`` gets one line of
+    text at a time."""
 
     def __init__(self, say: Callable[[str], None], every_s: float = EVERY_S) -> None:
-        self._say, self._every_s = say, every_s
+        self.say, self._every_s = say, every_s
         self._lock = threading.Lock()
         self._next_at = 0.0
         self._carriers: dict[str, str] = {}
@@ -51,7 +52,10 @@ class StatusLines:
                 self._next_at = time.monotonic() + self._every_s
                 text = self._status(event)
         if text:
-            self._say(f"{time.strftime('%H:%M:%S')} {text}")
+            self.say(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def close(self) -> None:
+        return  # lines need no end
 
     def _count(self, event: Event) -> None:
         match event:

@@ -54,6 +54,7 @@ FLOORS = {
     "demo_watch": 9,
     "rehearsal_watch": 9,
     "cli_checks": 9,
+    "join_watch": 9,
     "cli_views": 9,
     "cli": 9,
 }

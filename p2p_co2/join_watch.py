@@ -1,0 +1,62 @@
+"""A volunteer's own peer, seen by ``monitoring``: the live table where ``join`` runs in a terminal.
+
+Stands on the floor of ``cli``, its only user; it exists so that ``peers`` and ``monitoring`` need not know
+each other. Laws: it only reads events, which come from several threads; it never raises into the thread that
+reports them. Price: a frame twice a second at most, about 5 ms of CPU each.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rich.console import Console
+
+from monitoring.terminal import LiveTerminal
+from p2p_co2.telemetry.events import Event, PeerFinished
+from p2p_co2.telemetry.view import SwarmView
+
+FRAME_S = 0.5
+
+
+class JoinWatch:
+    """A ``peers.daemon.Watch`` on ``console``, which is a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._lock = threading.Lock()
+        self._view = SwarmView()
+        self._next_at = 0.0
+        self._last_words = ""
+        self._terminal: LiveTerminal | None = LiveTerminal("", None, console=self._console, own=True)
+        self._terminal.__enter__()
+
+    def see(self, event: Event) -> None:
+        """Take in one event; any thread."""
+        with self._lock:
+            self._view.add(event)
+            if isinstance(event, PeerFinished):
+                self._last_words = f"left: {event.reason}; agreed state {event.digest[:16]}"
+            if self._terminal is not None and time.monotonic() >= self._next_at:
+                self._next_at = time.monotonic() + FRAME_S
+                self._terminal.show(self._view)
+
+    def say(self, text: str) -> None:
+        """One line above the table; any thread."""
+        with self._lock:
+            self._print(text)
+
+    def close(self) -> None:
+        """Show where it ended and give the terminal back; may be called twice."""
+        with self._lock:
+            if self._terminal is None:
+                return
+            self._terminal.show(self._view)
+            self._terminal.__exit__(None, None, None)
+            self._terminal = None
+            if self._last_words:
+                self._print(self._last_words)
+
+    def _print(self, text: str) -> None:
+        plain = "".join(char if char.isprintable() else "?" for char in text)
+        self._console.print(plain, markup=False, highlight=False)

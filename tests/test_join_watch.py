@@ -1,0 +1,54 @@
+"""join_watch: what a volunteer sees in a terminal, and that the terminal is given back."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from rich.console import Console
+from told_run import IDS, story
+
+from p2p_co2.join_watch import JoinWatch
+from p2p_co2.telemetry.events import PeerFinished
+
+
+def terminal() -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, force_terminal=True, width=120, height=40, color_system=None), text
+
+
+def shown(text: io.StringIO) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.getvalue())
+
+
+def test_one_row_for_ones_own_peer_and_a_line_for_the_others() -> None:
+    console, text = terminal()
+    watch = JoinWatch(console)
+    for event in story("ada", "bob", finish=False):
+        watch.see(event)
+    watch.say("board: http://127.0.0.1:1/\x1b[2J")
+    watch.close()
+    last = shown(text)[shown(text).rindex("inner") - 200 :]
+    assert "ada" in last
+    assert "not seen yet" not in last
+    assert "peers reached: 1" in last
+    assert "board: http://127.0.0.1:1/?[2J" in shown(text)
+
+
+def test_the_terminal_is_given_back_with_the_last_words() -> None:
+    console, text = terminal()
+    watch = JoinWatch(console)
+    watch.say("looking for the swarm ...")
+    watch.see(
+        PeerFinished(
+            at=1.0, peer=IDS["ada"], reason="stopped", digest="ab" * 32, versions=(1,), carriers={},
+            peak_memory_bytes=1,
+        )
+    )  # fmt: skip
+    watch.close()
+    watch.close()
+    assert shown(text).rstrip().endswith("left: stopped; agreed state abababababababab")
+    assert shown(text).count("left: stopped") >= 1
+    assert text.getvalue().rindex("\x1b[?25h") > text.getvalue().rindex("\x1b[?25l")  # the cursor is back
+    watch.say("after the end")
+    assert shown(text).rstrip().endswith("after the end")
