@@ -58,6 +58,7 @@ class PeerFacts(_Frozen):
     utilisation: float | None = Field(
         description="Seconds in inner steps over wall seconds, 0 to 1. Own word."
     )
+    wall_s: float = Field(description="Seconds since its first inner step. Own word.")
     exposed_s: float = Field(description="Seconds training stood still for communication. Own word.")
     hidden_s: float = Field(description="Seconds of communication behind which training went on. Own word.")
     up_bytes: int = Field(description="Sent since its process started. Own word.")
@@ -130,7 +131,10 @@ class SwarmFacts(_Frozen):
     tokens_counted: float = Field(description="By signed decisions.")
     tokens_per_s: float
     utilisation: float | None = Field(description="Mean over the peers that train, 0 to 1.")
-    up_bytes: int
+    utilisation_predicted: float | None = Field(
+        description="What the planner expects of these settings, step times and measured links, 0 to 1."
+    )
+    up_bytes: int = Field(description="Sum of the peers' own words.")
     up_bytes_per_s: float = Field(description="Sum over the peers.")
     rounds_committed: int
     rounds_aborted: int

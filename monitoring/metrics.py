@@ -114,6 +114,11 @@ _SWARM_GAUGES: tuple[tuple[str, str, Callable[[SwarmFacts], float | None]], ...]
         lambda facts: facts.loss_agreed,
     ),
     ("swarm_training_loss", "Mean training loss, in the recipe's unit.", lambda facts: facts.loss_training),
+    (
+        "swarm_predicted_utilisation_ratio",
+        "Compute utilisation that the planner expects of these links.",
+        lambda facts: facts.utilisation_predicted,
+    ),
     ("swarm_utilisation_ratio", "Mean compute utilisation.", lambda facts: facts.utilisation),
     ("swarm_position_rounds", "Median position of the peers that train.", lambda facts: facts.position),
     (

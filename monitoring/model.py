@@ -15,6 +15,7 @@ import math
 from monitoring.facts import PeerFacts, SwarmFacts
 from monitoring.history import SWARM, TIERS, Batch, Happening, History, RoundRow
 from monitoring.portrait import Known, Pace, round_facts, round_s, swarm_facts
+from monitoring.predicted import EVERY_S, predicted_utilisation
 from monitoring.standing import ONLINE
 from monitoring.words import describe
 from p2p_co2.config import RunConfig
@@ -52,6 +53,8 @@ class Model:
         self._paces: dict[str, Pace] = {}
         self._labels: dict[str, str] = {}
         self._said_at: dict[str, float] = {}
+        self._predicted: float | None = None
+        self._predicted_at = -1e9
         self._facts: SwarmFacts | None = None
         self._happenings: list[Happening] = []
         self._agreed: list[tuple[float, float, float]] = []
@@ -76,7 +79,7 @@ class Model:
     def _known(self) -> Known:
         return Known(
             self.view, self.sightings, self._paces, self._labels, self.run, self.state, self.feed.place,
-            self.now,
+            self.now, self._predicted,
         )  # fmt: skip
 
     def step(self, now: float) -> None:
@@ -118,7 +121,11 @@ class Model:
     def facts(self) -> SwarmFacts:
         """The swarm at the last step."""
         if self._facts is None:
-            self._facts = swarm_facts(self._known())
+            self._facts = facts = swarm_facts(self._known())
+            if abs(self.now - self._predicted_at) >= EVERY_S:
+                self._predicted_at = self.now
+                of = (facts.parameters, facts.fragments, facts.peers)
+                self._predicted = predicted_utilisation(self.run, *of)
         return self._facts
 
     # ---- what comes in

@@ -67,6 +67,8 @@ class Known:
     state: FeedState
     place: str
     now: float
+    predicted: float | None = None
+    """Utilisation, as ``predicted`` makes it."""
 
     @cached_property
     def fragments(self) -> int:
@@ -125,6 +127,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
         tokens_counted=known.counted / fragments if fragments else 0.0,
         tokens_per_s=sum(peer.tokens_per_s for peer in online),
         utilisation=sum(used) / len(used) if used else None,
+        utilisation_predicted=known.predicted,
         up_bytes=sum(peer.up_bytes for peer in peers),
         up_bytes_per_s=sum(peer.up_bytes_per_s or 0.0 for peer in peers),
         rounds_committed=_committed(known),
@@ -177,6 +180,7 @@ def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
         staleness_mean=mean_of(peer.staleness),
         sync_delay_steps_mean=mean_of(peer.sync_delay_steps),
         utilisation=peer.utilisation,
+        wall_s=totals.wall_s,
         exposed_s=totals.exposed_s,
         hidden_s=max(0.0, peer.in_flight_s - totals.exposed_s),
         up_bytes=totals.up_bytes,

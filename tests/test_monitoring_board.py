@@ -21,6 +21,7 @@ from monitoring.history import SWARM, History
 from monitoring.journals import JournalFeed
 from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
 from monitoring.model import Model
+from monitoring.predicted import predicted_utilisation
 from monitoring.report import write_report
 from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sinks
 from monitoring.watch import frame, line, watch_feed
@@ -84,6 +85,15 @@ def test_what_is_wrong_is_said_with_the_peer_and_the_reason(model: Model) -> Non
     assert any("was aborted: the owner of part 2 fell silent" in text for text in words)
     assert any("peer-3 spends 7.0 % of its time waiting" in text for text in words)
     assert any("peer-2 may send 60.0 kB/s" in text for text in words)
+
+
+def test_the_planner_is_held_against_what_happens(model: Model) -> None:
+    predicted = model.facts().utilisation_predicted
+    assert predicted is not None
+    assert 0.5 < predicted < 1.0  # one peer may send less than the rounds need
+    assert predicted_utilisation(None, 1000, 4, model.facts().peers) is None
+    assert predicted_utilisation(model.run, 2**53, 4, model.facts().peers) is None
+    assert predicted_utilisation(model.run, 1000, 4, model.facts().peers[:1]) is None
 
 
 def test_the_past_of_a_whole_feed_is_sampled_in_its_own_time(model: Model) -> None:

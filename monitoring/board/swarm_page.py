@@ -62,7 +62,9 @@ class SwarmPage:
         counted = f"{figure(facts.tokens_counted)} counted by the group"
         tiles["tokens"].set(figure(facts.tokens), "", counted)
         tiles["tokens-per-s"].set(figure(facts.tokens_per_s), "tokens/s", "sum of the peers")
-        tiles["utilisation"].set(*split_unit(percent(facts.utilisation)), "of the time is training")
+        expected = facts.utilisation_predicted
+        words = f"{percent(expected)} predicted" if expected is not None else "of the time is training"
+        tiles["utilisation"].set(*split_unit(percent(facts.utilisation)), words)
         tiles["bytes-per-s"].set(
             *split_unit(f"{size(facts.up_bytes_per_s)}/s"), f"{size(facts.up_bytes)} so far"
         )
