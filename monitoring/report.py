@@ -141,11 +141,19 @@ def _charts(options: dict[str, dict[str, Any]], unit: str) -> str:
     cards = [
         f'<div class="b-card" style="{"grid-column:1/-1" if wide else ""}"><div class="b-head">'
         f'<span class="b-title">{title}</span><span class="b-hint">{hint.replace("UNIT", unit)}</span></div>'
-        f'<div class="b-chart" data-chart="{name}"></div></div>'
+        f'{_legend() if name == "rounds" else ""}<div class="b-chart" data-chart="{name}"></div></div>'
         for name, title, hint, wide in _CARDS
         if name in options["light"]
     ]
     return f'<div class="b-two">{"".join(cards)}</div>'
+
+
+def _legend() -> str:
+    items = [
+        f'<span><i style="background:{colour}"></i>{charts.OUTCOME_WORDS[kind]}</span>'
+        for kind, (colour, _) in charts.OUTCOMES.items()
+    ]
+    return f'<div class="b-legend">{"".join(items)}</div>'
 
 
 def _tiles(facts: SwarmFacts) -> str:

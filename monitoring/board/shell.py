@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from nicegui import ui
 from nicegui.element import Element
 
-from monitoring.charts import DARK, LIGHT, Options, Palette
+from monitoring.charts import DARK, LIGHT, OUTCOME_WORDS, OUTCOMES, Options, Palette
 from monitoring.facts import SwarmFacts
 from monitoring.model import Model
 from monitoring.words import UNKNOWN, clock, plain
@@ -104,6 +104,15 @@ def card(title: str, hint: str = "") -> Element:
         if hint:
             ui.label(hint).classes("b-hint")
     return panel
+
+
+def outcome_legend() -> None:
+    """What the colours and letters of rounds mean; wraps where a chart's own legend would be cut off."""
+    with ui.element("div").classes("b-legend"):
+        for kind, (colour, _) in OUTCOMES.items():
+            with ui.element("span"):
+                ui.element("i").style(f"background:{colour}")
+                ui.label(OUTCOME_WORDS[kind])
 
 
 class Frame:

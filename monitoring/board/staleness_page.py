@@ -7,7 +7,7 @@ from typing import Any
 from nicegui import ui
 
 from monitoring import charts
-from monitoring.board.shell import Chart, Frame, Text, Tile, card
+from monitoring.board.shell import Chart, Frame, Text, Tile, card, outcome_legend
 from monitoring.facts import RoundFacts, SwarmFacts
 from monitoring.standing import ONLINE
 from monitoring.words import clock, figure
@@ -34,6 +34,7 @@ class StalenessPage:
             "Rounds",
             "a cell is one round of one fragment: group size inside, why on hover, click for its time line",
         ):
+            outcome_legend()
             self._heat = Chart("chart-rounds", "", on_click=self._open_round)
             self._note = Text("b-hint")
         with ui.element("div").classes("b-two"):

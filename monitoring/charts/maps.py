@@ -12,12 +12,6 @@ from monitoring.words import clock, figure, size
 MAX_MATRIX_PEERS = 24
 MAX_AGE_PEERS = 48
 MAX_ROUND_COLUMNS = 60
-OUTCOME_WORDS = {
-    "partial": "committed without some (p)",
-    "late": "late (L)",
-    "aborted": "aborted (A)",
-    "open": "open (o)",
-}
 
 
 def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int) -> Options:
@@ -25,21 +19,14 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int) -> Opt
     numbers = sorted({facts.round for facts in found})[-MAX_ROUND_COLUMNS:]
     at = {number: index for index, number in enumerate(numbers)}
     options = base(palette, legend=False)
-    options["grid"]["top"] = 40
     options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}"}
     options["xAxis"] = axis(palette, "category", "round (outer version)", data=[str(n) for n in numbers])
     names = [f"fragment {fragment}" for fragment in range(fragments)]
     options["yAxis"] = axis(palette, "category", data=names, inverse=True, splitArea={"show": False})
     options["grid"]["bottom"] = 28
     kinds = list(OUTCOMES)
-    options["visualMap"] = {
-        "type": "piecewise", "dimension": 2, "orient": "horizontal", "top": 0, "left": 0, "itemWidth": 14,
-        "itemHeight": 10, "textStyle": {"color": palette.soft},
-        "pieces": [
-            {"value": index, "color": OUTCOMES[kind][0], "label": OUTCOME_WORDS.get(kind, kind)}
-            for index, kind in enumerate(kinds)
-        ],
-    }  # fmt: skip
+    colours = [{"value": index, "color": OUTCOMES[kind][0]} for index, kind in enumerate(kinds)]
+    options["visualMap"] = {"type": "piecewise", "dimension": 2, "show": False, "pieces": colours}
     cells = [
         {
             "value": [at[facts.round], facts.fragment, kinds.index(facts.outcome), _size_and_letter(facts)],

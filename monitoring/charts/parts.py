@@ -25,6 +25,13 @@ OUTCOMES = {
     "open": ("#9aa0a6", "o"),
 }
 """Colour and letter; "partial": committed without some, "late": applied after its own round."""
+OUTCOME_WORDS = {
+    "committed": "committed",
+    "partial": "committed without some (p)",
+    "late": "late (L)",
+    "aborted": "aborted (A)",
+    "open": "open (o)",
+}
 MAX_NAMED = 6
 
 
@@ -53,7 +60,7 @@ def base(palette: Palette, *, legend: bool = True) -> Options:
         "textStyle": {"color": palette.ink, "fontFamily": "inherit"},
         "grid": {"left": 8, "right": 16, "top": 40 if legend else 16, "bottom": 8, "containLabel": True},
         "legend": {"show": legend, "top": 0, "left": 0, "type": "scroll", "icon": "roundRect",
-                   "itemWidth": 12, "itemHeight": 4, "textStyle": {"color": palette.soft}},
+                   "itemWidth": 12, "itemHeight": 8, "textStyle": {"color": palette.soft}},
         "tooltip": {"renderMode": "richText", "trigger": "axis", "confine": True,
                     "backgroundColor": palette.panel, "borderColor": palette.line,
                     "textStyle": {"color": palette.ink, "fontSize": 12}},
