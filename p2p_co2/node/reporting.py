@@ -28,7 +28,7 @@ PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/report"
 ASK_TIMEOUT_S = 10.0
 MEASURE_EVERY_S = 10.0
 """Between two measurements of each link; with more links than seconds, a second per link."""
-LAST_WORDS_S = 1.5
+LAST_WORDS_S = 3.0
 """A peer that leaves waits at most this long for observers to fetch its last events."""
 
 
@@ -59,14 +59,16 @@ class Reporting:
         await self._answering.start()
         self._measuring = asyncio.create_task(self._measure(node), name="measure links")
 
-    async def close(self) -> None:
-        """Let observers who are here have the last words, then neither answer nor ask. May be called
-        twice."""
+    async def say_last_words(self) -> None:
+        """Let observers who are here fetch the newest events, at most ``LAST_WORDS_S``."""
         ends_at = time.monotonic() + LAST_WORDS_S
         while self._measuring is not None and time.monotonic() < ends_at:
             if self._desk.told_everybody(time.monotonic()):
-                break
+                return
             await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        """Neither answer nor ask any more. May be called twice."""
         if self._measuring is not None:
             self._measuring.cancel()
             await asyncio.gather(self._measuring, return_exceptions=True)

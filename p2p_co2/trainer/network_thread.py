@@ -92,6 +92,8 @@ class NetworkThread:
         self._closed = True
         if self._thread.is_alive():
             try:
+                if self._reporting is not None:
+                    self._ask(self._reporting.say_last_words())
                 self._ask(self._shut_down(), CLOSE_BOUND_S)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
