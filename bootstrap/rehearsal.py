@@ -119,7 +119,7 @@ def _rehearse(
     config, recipe = _prepared(options, config, folder)
     loss_start = recipe.held_out(recipe.model) if recipe.held_out is not None else None
     with ExitStack() as stack:
-        swarm = RehearsalSwarm(config, folder, options.recipe or config.recipe, options.carrier)
+        swarm = RehearsalSwarm(config, folder, options.carrier)
         emulation, lines = swarm.prepare(stack, lines, options.congestion, options.in_carrier)
         watch = watch_with(config, folder)
         stack.callback(watch.close)

@@ -44,15 +44,16 @@ Traffic = tuple[float, dict[str, tuple[int, int]]]
 
 
 class RehearsalSwarm:
-    """``prepare``, ``run``, ``collect``, in this order. ``recipe``: where the run's own recipe lies here, or
-    a built-in name."""
+    """``prepare``, ``run``, ``collect``, in this order."""
 
-    def __init__(self, config: RunConfig, folder: Path, recipe: str, carrier: str) -> None:
+    def __init__(self, config: RunConfig, folder: Path, carrier: str) -> None:
         self.config, self.folder = config, folder
         self.deaths: dict[str, str] = {}
         self.traffic: deque[Traffic] = deque(maxlen=_MAX_SAMPLES)
         self.forwarded: dict[str, float] = {}
-        self._recipe, self._carrier = recipe, carrier
+        self._carrier = carrier
+        self._recipe = config.recipe if ":" in config.recipe else ""
+        """Where the run's own recipe lies here; "" for a built-in one."""
         self._lines: list[Line] = []
         self._internet: Internet | None = None
         self._peers: dict[str, Child] = {}
@@ -151,12 +152,12 @@ class RehearsalSwarm:
             ticket, "--folder", str(self._folder_of(line.peer)), "--name", line.peer, "--threads", "1",
             "--carrier", self._carrier, "--min-peers", str(len(self._lines)), *_WITH_US,
         ]  # fmt: skip
-        if ":" in self._recipe:
+        if self._recipe:
             arguments += ["--recipe", self._recipe]
         if self._internet is None:
             return program("peers", *arguments, "--host", "127.0.0.1")
         machine = self._internet.machines[line.peer]
-        return machine.command(program("peers", *arguments, "--host", machine.address))
+        return machine.command(program("peers", *arguments))
 
     def _folder_of(self, peer: str) -> Path:
         return self.folder / "peers" / peer

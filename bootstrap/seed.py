@@ -39,8 +39,8 @@ MAX_SEED_ADDRESSES = 8
 @dataclass(frozen=True, kw_only=True)
 class SeedOptions:
     """``run_file`` None: the built-in default run, or the one of ``also`` (a ticket: be a further seed of its
-    run). ``announce_host``: what others dial; needs a fixed ``port``. ``parent``: leave when that process
-    ends; 0 for none."""
+    run). ``announce_host``: what others dial; needs a fixed ``port``. ``relay``: pass on traffic between
+    peers that cannot reach each other. ``parent``: leave when that process ends; 0 for none."""
 
     run_file: Path | None = None
     host: str = "0.0.0.0"
@@ -48,6 +48,7 @@ class SeedOptions:
     folder: Path = Path("runs/seed")
     announce_host: str = ""
     also: str = ""
+    relay: bool = True
     parent: int = 0
 
 
@@ -155,7 +156,8 @@ def _first(error: BaseException) -> BaseException:
 
 async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
     from p2p_co2.discovery import Discovery
-    from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+    from p2p_co2.transport.libp2p_daemon import stop_p2p, wait_p2p_exit
+    from p2p_co2.transport.libp2p_relay import start_relay
     from p2p_co2.transport.probe import ProbeServer
 
     def refused(peer: PeerId, error: RemoteProtocolError) -> None:
@@ -163,9 +165,9 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
 
     options = seed.options
     async with AsyncExitStack() as stack:
-        p2p = await start_p2p(
+        p2p = await start_relay(
             options.folder / "identity", options.host, options.port,
-            announce_host=options.announce_host, public=bool(options.announce_host),
+            announce_host=options.announce_host, public=bool(options.announce_host), relay=options.relay,
         )  # fmt: skip
         stack.push_async_callback(stop_p2p, p2p)
         discovery = Discovery(p2p, seed.identity, seed.run_digest, refused)

@@ -92,6 +92,9 @@ def seed(
         str, typer.Option(help="Address that others dial, if it is not the host's.")
     ] = "",
     also: Annotated[str, typer.Option(metavar="TICKET", help="Become a further seed of this run.")] = "",
+    relay: Annotated[
+        bool, typer.Option(help="Pass on traffic between peers that cannot reach each other directly.")
+    ] = True,
     parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
 ) -> None:
     """Publish a run and print its ticket; peers find each other through this process, which never trains."""
@@ -104,6 +107,7 @@ def seed(
         folder=folder,
         announce_host=announce_host,
         also=also,
+        relay=relay,
         parent=parent,
     )
     raise typer.Exit(serve_run(options))
@@ -125,7 +129,10 @@ def join(
         int | None, typer.Option(help="CPU threads for training; 0 for the number of cores.")
     ] = None,
     carrier: Annotated[str | None, typer.Option(help="auto, grpc or libp2p.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; all of this machine's, if the seeds are elsewhere."),
+    ] = None,
     announce_host: Annotated[str | None, typer.Option(help="Address that others dial.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
     libp2p_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
@@ -165,6 +172,7 @@ def join(
             "limits.upload_bytes_per_s": _rate("--upload", upload),
             "limits.download_bytes_per_s": _rate("--download", download),
         },
+        ticket,
     )  # fmt: skip
     from peers.daemon import JoinOptions, join_run
 

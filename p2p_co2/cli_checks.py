@@ -45,6 +45,7 @@ def doctor(
             "folder": folder, "device": device, "limits.threads": threads, "carrier": carrier, "host": host,
             "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
         },
+        ticket,
     )  # fmt: skip
     raise typer.Exit(run_doctor(DoctorOptions(config=config, ticket=ticket, as_json=as_json)))
 

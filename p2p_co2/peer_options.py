@@ -13,21 +13,28 @@ if TYPE_CHECKING:
     from p2p_co2.config import PeerConfig
 
 
-def peer_config(path: Path | None, given: dict[str, Any]) -> PeerConfig:
-    """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key. Raises
-    ``ConfigError`` by the option's name."""
+def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> PeerConfig:
+    """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key. Without a word
+    about ``host`` a peer listens on all addresses, unless all seeds of its ``ticket`` are on this machine.
+    Raises ``ConfigError`` by the option's name, ``TicketError``."""
     from pydantic import ValidationError
 
     from p2p_co2.config import PeerConfig, read_peer_config
+    from p2p_co2.ticket import Ticket
 
-    table = (read_peer_config(path) if path else PeerConfig()).model_dump()
+    read = read_peer_config(path) if path else PeerConfig()
+    table = read.model_dump()
     for key, value in given.items():
         if value is not None:
             section, _, field = key.rpartition(".")
             (table[section] if section else table)[field] = value
     try:
-        return PeerConfig.model_validate(table)
+        config = PeerConfig.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s")
         raise ConfigError("command line", option, f"{first['msg']} (got {first['input']!r})") from None
+    is_said = "host" in read.model_fields_set or given.get("host") is not None
+    if ticket and not is_said and not Ticket.parse(ticket).is_local:
+        config = config.model_copy(update={"host": "0.0.0.0"})
+    return config

@@ -13,6 +13,7 @@ typing mistake passes with probability 2^-32; only the one spelling that ``str``
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -56,6 +57,11 @@ class Ticket:
             parts += [bytes((len(address),)), address.encode(), _key_of(peer)]
         content = b"".join(parts)
         return PREFIX + base58.b58encode(content + _checksum(content)).decode()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all seeds are on the loopback: a swarm of one machine."""
+        return all(_is_loopback(seed) for seed in self.seeds)
 
     @classmethod
     def parse(cls, text: str) -> Ticket:
@@ -128,3 +134,11 @@ def _split(seed: str) -> tuple[str, PeerId]:
         )
     _key_of(found[2])
     return found[1], PeerId(found[2])
+
+
+def _is_loopback(seed: str) -> bool:
+    kind, host = seed.split("/")[1:3]
+    try:
+        return kind in {"ip4", "ip6"} and ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -14,7 +14,7 @@ import pytest
 from bootstrap.local_swarm import LocalSwarm, environment, program
 from bootstrap.seed import SeedOptions, serve_run
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.transport import libp2p_daemon
+from p2p_co2.transport import libp2p_relay
 
 PYTHON = [sys.executable, "-c"]
 POLITE = """
@@ -143,10 +143,10 @@ def test_a_seed_with_a_public_name_relays_at_once(
         asked.append(options)
         raise EnvironmentFault("far enough")
 
-    monkeypatch.setattr(libp2p_daemon, "start_p2p", start_p2p)
+    monkeypatch.setattr(libp2p_relay, "start_p2p", start_p2p)
     run_file = tmp_path / "run.toml"
     run_file.write_text(f'recipe_digest = "{bytes(32).hex()}"\n')
     options = SeedOptions(run_file=run_file, folder=tmp_path / "seed", port=4001, announce_host=announce_host)
     with pytest.raises(EnvironmentFault, match="far enough"):
         serve_run(options, lambda _: None)
-    assert asked == [{"announce_host": announce_host, "public": public}]
+    assert asked == [{"announce_host": announce_host, "public": public, "relay": True}]

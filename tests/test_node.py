@@ -19,7 +19,7 @@ B, C = PeerId("b"), PeerId("c")
 
 class FakeLink:
     def __init__(self, carrier: FakeCarrier, peer: PeerId) -> None:
-        self._carrier, self.peer, self.carrier = carrier, peer, carrier.name
+        self._carrier, self.peer, self.carrier, self.way = carrier, peer, carrier.name, carrier.way
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def send(self, data: bytes) -> None:
@@ -37,8 +37,8 @@ class FakeLink:
 
 
 class FakeCarrier:
-    def __init__(self, name: str, reachable: bool = True) -> None:
-        self.name, self.reachable = name, reachable
+    def __init__(self, name: str, reachable: bool = True, way: str = "direct") -> None:
+        self.name, self.reachable, self.way = name, reachable, way
         self.sent: list[bytes] = []
         self.links: list[FakeLink] = []
         self.gate = asyncio.Event()

@@ -42,7 +42,7 @@ class LinkObserver:
     """What the node wants to hear. All calls come from the event loop."""
 
     opened: Callable[[PeerId, str, str], None]
-    """(peer, carrier, why not the preferred carrier)"""
+    """(peer, carrier, why not the preferred carrier and how the bytes travel if not directly)"""
     lost: Callable[[PeerId, str, str], None]
     """(peer, carrier, reason): an open link broke."""
     unreachable: Callable[[PeerId, str], None]
@@ -180,6 +180,8 @@ class Links:
                     lane.grpc_failed_at = time.monotonic()
                 continue
             self._used[peer] = carrier.name
+            if lane.link.way != "direct":
+                reasons.append(lane.link.way)
             self._observer.opened(peer, carrier.name, "; ".join(reasons))
             return True
         self._queued_bytes -= lane.bulk_bytes

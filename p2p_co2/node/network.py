@@ -17,12 +17,15 @@ from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TicketError, TransportError
 from p2p_co2.process import FolderLock
 from p2p_co2.ticket import Ticket
+from p2p_co2.transport.addresses import is_loopback, is_own
 from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
 from p2p_co2.transport.libp2p_control import own_maddrs
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.transport.libp2p_relay import Places
 from p2p_co2.transport.probe import ProbeServer
+from p2p_co2.transport.probe_limits import address_of
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -32,6 +35,7 @@ RECORD_RENEWED_S = 20.0
 RECORD_KEPT_S = 300.0
 """A record that was used is kept this long, though the DHT lists it no more."""
 DAEMON_TIMEOUT_S = 15.0
+MAX_GRPC_ADDRESSES = 4
 
 
 class Network:
@@ -44,6 +48,9 @@ class Network:
         self.carriers: tuple[Carrier, ...] = ()
         self._stack = AsyncExitStack()
         self._grpc: GrpcCarrier | None = None
+        self._places: Places | None = None
+        """Who can be dialled, or runs on the seeds' own machine, needs none."""
+        self._trouble = ""
         self._records = KnownRecords()
         self._published_at = -1e9
 
@@ -77,9 +84,10 @@ class Network:
             config.host,
             config.libp2p_port,
             announce_host=config.announce_host,
-            relays=self.ticket.seeds,
         )
         self._stack.push_async_callback(stop_p2p, self.p2p)
+        if not config.announce_host and not self.ticket.is_local:
+            self._places = Places(self.p2p, self.identity.peer_id, self.ticket.seeds)
         self.discovery = Discovery(self.p2p, self.identity, self.ticket.run, on_refused)
         self._stack.push_async_callback(self.discovery.close)
         await self.discovery.start(self.ticket.seeds)
@@ -106,23 +114,43 @@ class Network:
         self._stack.push_async_callback(probes.close)
         await probes.start()
 
-    async def publish_self(self) -> None:
-        """Put this peer's signed record into the DHT if the last one grows old. Raises ``TransportError``."""
+    async def publish_self(self) -> str:
+        """Put this peer's signed record into the DHT if the last one grows old, with its places at relays.
+
+        Returns why others may not be able to reach this peer and what to do, "" if they can as far as is
+        known. Raises ``TransportError``.
+        """
         if time.monotonic() - self._published_at < RECORD_RENEWED_S:
-            return
+            return self._trouble
+        maddrs = await own_maddrs(self.p2p, DAEMON_TIMEOUT_S)
+        if self._places is not None:
+            await self._places.renew()
+            maddrs = [*(place.maddr for place in self._places.held), *maddrs]
+            self._trouble = unreachable_advice(self._places.trouble) if self._places.trouble else ""
         record = PeerRecord(
             peer=self.identity.peer_id,
             run=self.ticket.run,
-            maddrs=publishable(await own_maddrs(self.p2p, DAEMON_TIMEOUT_S)),
+            maddrs=publishable(maddrs),
             software=self.software,
         )
         if self._grpc is not None:
-            host = self.config.announce_host or self.config.host
-            host = f"[{host}]" if ":" in host else host
-            record.grpc_addresses.append(f"{host}:{self._grpc.port}")
+            record.grpc_addresses.extend(self._grpc_addresses(maddrs, self._grpc.port))
+        if self._grpc is not None and record.grpc_addresses:
             record.certificate_digest = self._grpc.certificate_digest
         await self.discovery.publish_self(record, RECORD_LIFETIME_S)
         self._published_at = time.monotonic()
+        return self._trouble
+
+    def _grpc_addresses(self, maddrs: Sequence[str], port: int) -> list[str]:
+        """Where others may dial our gRPC; a peer that listens everywhere names this machine's own
+        addresses."""
+        hosts = [self.config.announce_host or self.config.host]
+        if hosts[0] in ("0.0.0.0", "::"):
+            places = [place[0] for maddr in maddrs if (place := address_of(maddr)) is not None]
+            hosts = [host for host in dict.fromkeys(places) if is_own(host) and not is_loopback(host)]
+        return [
+            f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts[:MAX_GRPC_ADDRESSES]
+        ]
 
     async def find_peers(self) -> list[PeerRecord]:
         """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
@@ -194,3 +222,12 @@ def publishable(maddrs: Sequence[str]) -> list[str]:
             taken.append(maddr)
             room -= len(maddr)
     return taken
+
+
+def unreachable_advice(cause: str) -> str:
+    """What to tell somebody whose peer has no place at a relay. ``cause``: why there is none."""
+    return (
+        f"no seed passes on traffic for this peer ({cause}), so others reach it only by dialling it: let "
+        "the router forward two TCP ports to this machine and join with --host 0.0.0.0 --libp2p-port PORT "
+        "--grpc-port PORT --announce-host NAME; or ask the organiser for a seed that relays (--announce-host)"
+    )

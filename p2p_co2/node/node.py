@@ -27,11 +27,12 @@ from p2p_co2.node.links import LinkObserver, Links
 from p2p_co2.node.receiving import BULK, Receiving
 from p2p_co2.node.standing import LocalProgress, Standing
 from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
+from p2p_co2.node.unreachable import Unreachable
 from p2p_co2.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope, Fetch, Status
+from p2p_co2.wire.messages_pb2 import Envelope, Fetch, PeerRecord, Status
 
 FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
 QUICK_FINDS = 10
@@ -87,6 +88,8 @@ class Node:
         self._links: Outgoing | None = None
         self._alone_since = self.now()
         self._bug: Exception | None = None
+        self._unreached = Unreachable()
+        self._trouble = ""
 
     # ---- life
 
@@ -149,8 +152,11 @@ class Node:
         """Where the training thread is; a new phase is announced at once, the rest goes with the
         heartbeats."""
         news = progress.phase != self.standing.progress.phase
+        rested = self.standing.progress.phase == Status.PAUSED
         self.standing.progress = progress
         if news:
+            if rested:
+                self.catching.wake(self.now())
             self.refresh()
             self.membership.announce(self.now())
             self.pump()
@@ -296,6 +302,7 @@ class Node:
     def _on_membership(self, event: Joined | Left) -> None:
         now = self.now()
         if isinstance(event, Joined):
+            self._unreached.met(event.peer)
             self.report(ev.PeerJoined, other=event.peer)
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
@@ -311,15 +318,26 @@ class Node:
         self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)
 
     def _unreachable(self, peer: PeerId, reason: str) -> None:
+        self._unreached.failed(peer, reason)
         self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
         self.pump()
+
+    def _tell_of_ways(self, trouble: str, records: Sequence[PeerRecord]) -> None:
+        """Warn of what keeps others from reaching this peer, and of those that it cannot reach."""
+        if trouble and trouble != self._trouble:
+            self.report(ev.Warned, text=trouble)
+        self._trouble = trouble
+        for peer, reason in self._unreached.listed(records):
+            text = f"peer {peer} is there but cannot be reached: {reason}"
+            self.report(ev.Warned, text=text)
 
     async def _discover(self) -> None:
         finds = 0
         while True:
             try:
-                await self._network.publish_self()
+                trouble = await self._network.publish_self()
                 records = await self._network.find_peers()
+                self._tell_of_ways(trouble or "", records)
                 if records or self.membership.live:
                     self._alone_since = self.now()
                 elif self.now() - self._alone_since > ALONE_BEFORE_REBOOTSTRAP_S:

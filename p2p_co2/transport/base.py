@@ -47,6 +47,10 @@ class Link(Protocol):
     @property
     def carrier(self) -> str: ...
 
+    @property
+    def way(self) -> str:
+        """How the bytes travel, in words: "direct", or what is between."""
+
     async def send(self, data: bytes) -> None:
         """Hand over one message; returns when there is room for the next.
 

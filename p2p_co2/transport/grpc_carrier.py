@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 
 from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.transport.addresses import is_near
 from p2p_co2.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
@@ -38,6 +39,8 @@ from p2p_co2.wire.messages_pb2 import PeerRecord
 
 METHOD = f"/p2p_co2.v{PROTOCOL_VERSION}/Link"
 WELCOME = ("p2p-co2", "welcome")
+NEAR_TIMEOUT_S = 2.0
+"""Bound on one attempt at an address of somebody's home network: it is ours too, or nobody answers."""
 KEEPALIVE_S = 8.0
 KEEPALIVE_TIMEOUT_S = 12.0
 MAX_CONNECTIONS = MAX_INBOUND_LINKS + 64
@@ -141,7 +144,8 @@ class GrpcCarrier:
 
     async def _connect_to(self, address: str, record: PeerRecord) -> GrpcLink:
         host, port = _split_address(address)
-        pem = await fetch_certificate(host, port, record.certificate_digest, CONNECT_TIMEOUT_S)
+        timeout_s = NEAR_TIMEOUT_S if is_near(host) else CONNECT_TIMEOUT_S
+        pem = await fetch_certificate(host, port, record.certificate_digest, timeout_s)
         channel = grpc.aio.secure_channel(
             address, grpc.ssl_channel_credentials(root_certificates=pem), options=_CLIENT_OPTIONS
         )
@@ -190,6 +194,7 @@ class GrpcLink:
     """See ``Link``."""
 
     carrier = "grpc"
+    way = "direct"
 
     def __init__(self, peer: PeerId, channel: grpc.aio.Channel, gone: Callable[[GrpcLink], None]) -> None:
         self.peer = peer

@@ -31,7 +31,8 @@ from p2p_co2.transport.base import (
 )
 from p2p_co2.transport.door import MAX_HELLO_BYTES, MAX_INBOUND_LINKS, Door
 from p2p_co2.transport.hivemind_quiet import P2P, P2PDaemonError, StreamInfo
-from p2p_co2.transport.libp2p_control import Stream, hang_up, open_stream, reach
+from p2p_co2.transport.libp2p_control import Stream, hang_up, is_relayed, open_stream_by, reach
+from p2p_co2.transport.libp2p_ways import DIRECT, Ways, way_in_words
 from p2p_co2.wire.identity import Identity, PeerId, public_key_of
 from p2p_co2.wire.limits import MAX_STRING, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -61,6 +62,7 @@ class Libp2pCarrier:
         self._p2p = p2p
         self._door = Door(identity, run, clock)
         self._links: set[Libp2pLink] = set()
+        self._ways = Ways(p2p, identity.peer_id, lambda: tuple(self._links))
         self._inbound: set[asyncio.Task[None]] = set()
         self._listening = False
         self._on_message: OnMessage | None = None
@@ -71,6 +73,7 @@ class Libp2pCarrier:
         self._on_message, self._on_refused = on_message, on_refused
         await self._p2p.add_binary_stream_handler(PROTOCOL, self._serve)
         self._listening = True
+        self._ways.start()
 
     async def connect(self, record: PeerRecord) -> Libp2pLink:
         """See ``Carrier``; without usable ``maddrs`` the daemon asks its routing table for the peer."""
@@ -80,8 +83,11 @@ class Libp2pCarrier:
             raise TransportError(str(error)) from None
         peer = PeerId(record.peer)
         await reach(self._p2p, peer, record.maddrs, CONNECT_TIMEOUT_S)
-        stream = await open_stream(self._p2p, peer, PROTOCOL, CONNECT_TIMEOUT_S)
+        stream, way = await open_stream_by(self._p2p, peer, PROTOCOL, CONNECT_TIMEOUT_S)
         link = Libp2pLink(peer, stream, self._links.discard)
+        link.maddrs, link.is_relayed = tuple(record.maddrs), is_relayed(way)
+        link.way = way_in_words(way, self._ways.was_relayed(peer))
+        self._ways.opened(link)
         self._links.add(link)
         try:
             await link.open(self._door.hello(peer, _NO_CERTIFICATE))
@@ -93,6 +99,7 @@ class Libp2pCarrier:
     async def close(self) -> None:
         """See ``Carrier``."""
         listening, self._listening = self._listening, False
+        await self._ways.stop()
         await asyncio.gather(*(link.close() for link in list(self._links)))
         if listening:
             try:
@@ -196,6 +203,9 @@ class Libp2pLink:
         self._writing = asyncio.Lock()
         self._welcome = asyncio.Event()
         self._closing = ""
+        self.way, self.is_relayed = DIRECT, False
+        self.maddrs: tuple[str, ...] = ()
+        """Where the peer said that it can be reached."""
         self._watcher = asyncio.create_task(self._watch(), name=f"libp2p link to {peer}")
 
     async def open(self, hello: bytes) -> None:
@@ -215,17 +225,17 @@ class Libp2pLink:
         async with self._writing:
             await self._write(data)
 
-    async def close(self) -> None:
+    async def close(self, why: str = "closed by us") -> None:
         """See ``Link``."""
         if not self._watcher.done():
-            self._closing = "closed by us"
+            self._closing = why
             try:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S), self._writing:
                     self._writer.write(_GOODBYE_FRAME)
                     await asyncio.shield(self._watcher)
             except TimeoutError:
                 pass  # the peer is slow or gone: it is dropped below, which is what closing means then
-        await self.drop("closed by us")
+        await self.drop(why)
 
     async def wait_closed(self) -> str:
         """See ``Link``."""

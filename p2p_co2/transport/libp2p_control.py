@@ -1,4 +1,5 @@
-"""Three requests to the libp2p daemon: reach a peer, open a stream to it, and say where we can be reached.
+"""Requests to the libp2p daemon: reach a peer, open a stream to it, hang up on it, and say where we can be
+reached and which ways there are to others.
 
 hivemind's client has them, but leaves its socket open when the daemon says no, and fixes the read buffer of a
 stream at 64 KiB. Here each socket is closed on every path, a failure is a ``TransportError`` in words, and a
@@ -51,6 +52,33 @@ async def reach(p2p: P2P, peer: PeerId, maddrs: Sequence[str], timeout_s: float)
     await hang_up(writer)
 
 
+async def hang_up_on(p2p: P2P, peer: PeerId, timeout_s: float) -> None:
+    """Make the daemon close its connections with ``peer``, and all streams with them. Raises
+    ``TransportError``."""
+    request = p2pd_pb2.Request(
+        type=p2pd_pb2.Request.DISCONNECT,
+        disconnect=p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes()),
+    )
+    _, writer, _ = await _ask(p2p, request, peer, timeout_s)
+    await hang_up(writer)
+
+
+async def ways_to_peers(p2p: P2P, timeout_s: float) -> dict[str, list[str]]:
+    """Multiaddrs of the daemon's connections by peer; see ``is_relayed``. Raises ``TransportError``."""
+    with daemon_errors(f"the libp2p daemon did not answer within {timeout_s:.0f} s"):
+        async with asyncio.timeout(timeout_s):
+            peers = await p2p.list_peers()
+    ways: dict[str, list[str]] = {}
+    for info in peers:
+        ways.setdefault(info.peer_id.to_base58(), []).extend(str(address) for address in info.addrs)
+    return ways
+
+
+def is_relayed(maddr: str) -> bool:
+    """Whether a third machine passes on what goes to this address."""
+    return "/p2p-circuit" in maddr
+
+
 async def own_maddrs(p2p: P2P, timeout_s: float) -> list[str]:
     """Where the daemon has learned by now that we can be reached; may be empty. Raises ``TransportError``."""
     with daemon_errors(f"the libp2p daemon did not answer within {timeout_s:.0f} s"):
@@ -76,12 +104,21 @@ def daemon_errors(timed_out: str) -> Iterator[None]:
 async def open_stream(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float) -> Stream:
     """A raw stream to the handler of ``protocol`` at ``peer``; end it with ``hang_up``. Raises
     ``TransportError``."""
+    return (await open_stream_by(p2p, peer, protocol, timeout_s))[0]
+
+
+async def open_stream_by(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float) -> tuple[Stream, str]:
+    """``open_stream``, and the multiaddr that it goes to, with "/p2p-circuit" in it if by a relay."""
     request = p2pd_pb2.Request(
         type=p2pd_pb2.Request.STREAM_OPEN,
         streamOpen=p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol]),
     )
-    reader, writer, _ = await _ask(p2p, request, peer, timeout_s)
-    return reader, writer
+    reader, writer, response = await _ask(p2p, request, peer, timeout_s)
+    try:
+        way = str(Multiaddr(response.streamInfo.addr)) if response.streamInfo.addr else ""
+    except (MultiaddrError, ValueError):
+        way = ""  # an address of a kind that this library does not know
+    return (reader, writer), way
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:

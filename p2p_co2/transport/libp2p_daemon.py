@@ -26,7 +26,6 @@ import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
@@ -110,21 +109,20 @@ async def start_p2p(
     port: int = 0,
     *,
     announce_host: str = "",
-    relays: Sequence[str] = (),
     public: bool = False,
+    relay: bool = True,
     startup_timeout_s: float = STARTUP_TIMEOUT_S,
 ) -> P2P:
     """Start the daemon and hivemind's client to it; end it with ``stop_p2p``.
 
     identity_path: file written by ``Identity.load_or_create``. host, port: address to listen on, port 0 any
     free one. announce_host: the address or name that others dial, "" for what libp2p finds out; needs a fixed
-    ``port``. relays: multiaddrs of seeds that may pass on our traffic if nobody can dial us. public: we know
-    that we can be dialled (a seed), so we pass on traffic at once instead of finding out first. A slow
-    machine gets a second try with four times the time. Raises ``EnvironmentFault`` with cause and fix,
-    ``ConfigError`` for impossible addresses.
+    ``port``. public: we know that we can be dialled (a seed), so we pass on traffic at once instead of
+    finding out first; relay False: never. A slow machine gets a second try with four times the time. Raises
+    ``EnvironmentFault`` with cause and fix, ``ConfigError`` for impossible addresses.
     """
     sweep()
-    arguments = _arguments(identity_path, host, port, announce_host, relays, public)
+    arguments = _arguments(identity_path, host, port, announce_host, public, relay)
     _require_free(host, port)
     asyncio.get_running_loop().set_exception_handler(quiet_stream_ends)
     try:
@@ -258,7 +256,7 @@ def _control_socket(folder: Path) -> Path:
 
 
 def _arguments(
-    identity_path: Path, host: str, port: int, announce_host: str, relays: Sequence[str], public: bool
+    identity_path: Path, host: str, port: int, announce_host: str, public: bool, relay: bool
 ) -> list[str]:
     if not 0 <= port < 65536:
         raise ConfigError("libp2p_port", "", f"{port} is no TCP port; use 0 to 65535 (0: any free one)")
@@ -284,10 +282,10 @@ def _arguments(
         arguments.append("-natPortMap")  # asks the router (UPnP, NAT-PMP) to let others in
     if public:
         arguments.append("-forceReachabilityPublic")
+    if not relay:
+        arguments.append("-relayService=false")  # leaves libp2p's default, of 128 KiB at a time
     if announce_host:
         arguments.append(f"-announceAddrs={multiaddr_of(announce_host, port)}")
-    if relays:
-        arguments += ["-autoRelay", f"-trustedRelays={','.join(relays)}"]
     return arguments
 
 

@@ -1,0 +1,47 @@
+"""Peers that are there and cannot be reached: told from those that are merely gone.
+
+A peer that died is listed until its record expires, and nobody wants to hear of it twice. One whose record is
+renewed while we fail to reach it is alive behind something, and its owner and ours can do something about it.
+Law: a peer is told of once, and again only after it has been met in between. No clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.wire.messages_pb2 import PeerRecord
+
+
+class Unreachable:
+    """Failures by peer; at most ``MAX_PEERS`` are remembered."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[PeerId, str] = {}
+        self._expiries: dict[PeerId, float] = {}
+        self._told: set[PeerId] = set()
+
+    def failed(self, peer: PeerId, reason: str) -> None:
+        """No carrier gets through to ``peer``."""
+        if peer in self._reasons or len(self._reasons) < MAX_PEERS:
+            self._reasons[peer] = reason
+
+    def met(self, peer: PeerId) -> None:
+        """We hear from ``peer``."""
+        self._reasons.pop(peer, None)
+        self._expiries.pop(peer, None)
+        self._told.discard(peer)
+
+    def listed(self, records: Iterable[PeerRecord]) -> list[tuple[PeerId, str]]:
+        """What the DHT lists now: (peer, reason) of those to tell of."""
+        news = []
+        for record in records:
+            peer = PeerId(record.peer)
+            if peer not in self._reasons:
+                continue
+            first = self._expiries.setdefault(peer, record.expires_at)
+            if record.expires_at > first and peer not in self._told:
+                self._told.add(peer)
+                news.append((peer, self._reasons[peer]))
+        return news

@@ -1,0 +1,115 @@
+"""Which way a libp2p link goes, and a better one if there is one: relayed links move to direct connections.
+
+A stream stays on the connection that it was opened on. So when libp2p has punched a hole beside a relayed
+connection, a link has to be opened anew to go through it; and libp2p tries to punch only at the moment when a
+relayed connection comes in, when it may not yet know its own address as others see it. So the peer with the
+smaller id makes the connection anew, at growing intervals, as long as both say that they have such an address
+(libp2p believes in one when four others have seen it; without that there is nothing to try).
+
+Law: what a link was sent before it moves arrives; only a message that is just being handed over may be lost,
+as with any link that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+from p2p_co2.errors import TransportError
+from p2p_co2.transport.addresses import is_public_maddr
+from p2p_co2.transport.hivemind_quiet import P2P
+from p2p_co2.transport.libp2p_control import hang_up_on, is_relayed, own_maddrs, reach, ways_to_peers
+from p2p_co2.wire.identity import PeerId
+
+DIRECT = "direct"
+LOOK_EVERY_S = 15.0
+ANEW_AFTER_S = (45.0, 600.0, 3600.0)
+"""Seconds after a link was first relayed at which the connection is made anew to punch a hole; then as often
+as the last of them."""
+MAX_REMEMBERED = 4096
+_TIMEOUT_S = 10.0
+
+
+class RelayedLink(Protocol):
+    """What this room knows of a link."""
+
+    @property
+    def peer(self) -> PeerId: ...
+    @property
+    def is_relayed(self) -> bool: ...
+    @property
+    def maddrs(self) -> Collection[str]: ...
+
+    async def close(self, why: str = ...) -> None: ...
+
+
+def way_in_words(maddr: str, was_relayed: bool) -> str:
+    """How bytes travel to this address. ``was_relayed``: an earlier link to the peer was."""
+    if is_relayed(maddr):
+        fields = maddr.split("/")
+        return f"relayed by {fields[2]}" if len(fields) > 2 else "relayed"
+    return f"{DIRECT}, through a punched hole" if was_relayed else DIRECT
+
+
+class Ways:
+    """``links`` gives the links that are open now. ``start`` and ``stop`` in the loop of ``p2p``."""
+
+    def __init__(self, p2p: P2P, me: PeerId, links: Callable[[], Iterable[RelayedLink]]) -> None:
+        self._p2p, self._me, self._links = p2p, me, links
+        self._relayed_since: dict[PeerId, float] = {}
+        self._tries: dict[PeerId, int] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._look_after(), name="ways of libp2p links")
+
+    async def stop(self) -> None:
+        """May be called twice."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def was_relayed(self, peer: PeerId) -> bool:
+        return peer in self._relayed_since
+
+    def opened(self, link: RelayedLink) -> None:
+        """Remember a new link's way."""
+        if link.is_relayed and len(self._relayed_since) < MAX_REMEMBERED:
+            self._relayed_since.setdefault(link.peer, time.monotonic())
+
+    async def _look_after(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            relayed = [link for link in self._links() if link.is_relayed]
+            if not relayed:
+                continue
+            try:
+                await self._improve(relayed)
+            except TransportError:
+                continue  # the daemon is busy or gone; the links themselves tell of it
+
+    async def _improve(self, relayed: list[RelayedLink]) -> None:
+        ways = await ways_to_peers(self._p2p, _TIMEOUT_S)
+        for link in relayed:
+            if any(not is_relayed(way) for way in ways.get(link.peer, ())):
+                await link.close("moving to a direct connection")
+            elif self._is_due(link.peer) and await self._may_punch(link):
+                self._tries[link.peer] = self._tries.get(link.peer, 0) + 1
+                await hang_up_on(self._p2p, link.peer, _TIMEOUT_S)
+                await reach(self._p2p, link.peer, tuple(link.maddrs), _TIMEOUT_S)
+
+    def _is_due(self, peer: PeerId) -> bool:
+        if self._me > peer:
+            return False  # the other end does it
+        tries = self._tries.get(peer, 0)
+        known = ANEW_AFTER_S[: tries + 1]
+        wait_s = sum(known) + max(0, tries + 1 - len(ANEW_AFTER_S)) * ANEW_AFTER_S[-1]
+        return time.monotonic() - self._relayed_since.get(peer, time.monotonic()) > wait_s
+
+    async def _may_punch(self, link: RelayedLink) -> bool:
+        """Whether both ends know an address of theirs that the world sees."""
+        own = await own_maddrs(self._p2p, _TIMEOUT_S)
+        return all(any(map(is_public_maddr, maddrs)) for maddrs in (own, link.maddrs))
