@@ -32,7 +32,7 @@ from tests.swarms import ENVIRONMENT, ROOT
 WEEK_S = 7 * 86400
 PEERS, FRAGMENTS, ROUND_S = 64, 4, 60
 START = 1_800_000_000.0
-MEASURE_S = 20.0
+MEASURE_S = 12.0
 
 
 def history() -> dict[str, Any]:
