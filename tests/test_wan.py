@@ -1,0 +1,139 @@
+"""The emulated internet without a kernel: delay, order, loss, rates; segments cut around the lost ones."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootstrap.lines import LineChanges, lines_of
+from bootstrap.segments import HEADER_BYTES, segment_count, without_segments
+from bootstrap.wan import QUEUE_S, Wan, WanLink
+from p2p_co2.errors import ConfigError
+from p2p_co2.profiles import PROFILES
+
+A, B = socket.inet_aton("192.0.0.67"), socket.inet_aton("192.0.0.69")
+PLAIN = WanLink(latency_s=0.04, jitter_s=0.0, loss=0.0)
+
+
+def packet(mark: int = 0, size: int = 1400, source: bytes = A, target: bytes = B) -> bytes:
+    ip = bytes((0x45,)) + bytes(11) + source + target
+    return bytes(HEADER_BYTES) + ip + struct.pack("!I", mark) + bytes(size - 24)
+
+
+def large(payload: bytes, size: int) -> bytes:
+    """A TCP packet that stands for many segments of ``size`` bytes."""
+    virtio = struct.pack("<BBHHHH", 1, 1, 40, size, 20, 16)
+    ip = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 40 + len(payload), 7, 0, 64, 6, 0, A, B)
+    tcp = struct.pack("!HHIIBBHHH", 1, 2, 1000, 0, 5 << 4, 0x19, 0, 0, 0)
+    return virtio + ip + tcp + payload
+
+
+def mark(data: bytes) -> int:
+    return int(struct.unpack_from("!I", data, HEADER_BYTES + 20)[0])
+
+
+def test_half_of_the_way_at_each_end() -> None:
+    wan = Wan({A: PLAIN, B: WanLink(0.02, 0.0, 0.0)}, seed=0)
+    wan.receive(packet(), 1.0)
+    assert wan.next_at() == pytest.approx(1.03)
+    assert wan.due(1.0299) == []
+    assert wan.due(1.0301) == [packet()]
+    assert wan.next_at() is None
+
+
+def test_foreign_packets_are_dropped() -> None:
+    wan = Wan({A: PLAIN}, seed=0)
+    wan.receive(packet(), 0.0)
+    assert (wan.next_at(), wan.count.foreign) == (None, 1)
+
+
+def test_jitter_never_reorders() -> None:
+    link = WanLink(0.04, 0.02, 0.0)
+    wan = Wan({A: link, B: link}, seed=1)
+    arrivals = []
+    for step in range(3000):
+        wan.receive(packet(step), step / 1000)
+        arrivals += [(step / 1000, mark(data)) for data in wan.due(step / 1000)]
+    numbers = [number for _, number in arrivals]
+    assert numbers == sorted(numbers)
+    delays = [at - number / 1000 for at, number in arrivals]
+    assert min(delays) < 0.03
+    assert max(delays) > 0.05
+
+
+def test_losses_are_as_many_as_asked_for_and_come_again_with_the_seed() -> None:
+    link = WanLink(0.0, 0.0, 0.05)
+
+    def survivors(seed: int) -> list[int]:
+        wan = Wan({A: link, B: link}, seed)
+        for step in range(20_000):
+            wan.receive(packet(step), 0.0)
+        return [mark(data) for data in wan.due(1.0)]
+
+    assert 18_800 < len(survivors(3)) < 19_200
+    assert survivors(3) == survivors(3) != survivors(4)
+
+
+def test_a_queue_keeps_the_rate_and_drops_what_is_too_much() -> None:
+    size_bits = 8 * len(packet())
+    link = WanLink(0.0, 0.0, 0.0, up_bits_per_s=100 * size_bits, down_bits_per_s=1000 * size_bits)
+    wan = Wan({A: link, B: link}, seed=0)
+    for step in range(100):
+        wan.receive(packet(step), 0.0)
+    came = wan.due(10.0)
+    assert abs(len(came) - (QUEUE_S * 100 + 1)) <= 1
+    assert wan.count.queue_full == 100 - len(came)
+    wan.receive(packet(7), 20.0)
+    assert wan.next_at() == pytest.approx(20.01)
+    assert wan.due(20.0105) == []
+    assert wan.due(20.0111) == [packet(7)]
+
+
+@given(st.integers(1, 9), st.integers(1, 700), st.sets(st.integers(0, 9)))
+def test_segments_are_cut_around_the_lost_ones(count: int, size: int, lost: set[int]) -> None:
+    payload = bytes(index % 251 for index in range((count - 1) * size + max(1, size // 2)))
+    whole = large(payload, size)
+    assert segment_count(whole) == count
+    lost = {index for index in lost if index < count}
+    got = bytearray(len(payload))
+    covered = [False] * len(payload)
+    runs = without_segments(whole, lost)
+    for run in runs:
+        data = run[HEADER_BYTES + 40 :]
+        at = struct.unpack_from("!I", run, HEADER_BYTES + 24)[0] - 1000
+        got[at : at + len(data)] = data
+        covered[at : at + len(data)] = [True] * len(data)
+        assert struct.unpack_from("!H", run, HEADER_BYTES + 2)[0] == 40 + len(data)
+        if lost:
+            words = struct.unpack_from("!10H", run, HEADER_BYTES)
+            assert sum(words) % 0xFFFF == 0, "the IP header's checksum"
+        assert bool(run[HEADER_BYTES + 33] & 0x01) == (at + len(data) == len(payload)), (
+            "FIN on the last alone"
+        )
+    for index in range(len(payload)):
+        assert covered[index] == (index // size not in lost)
+        if covered[index]:
+            assert got[index] == payload[index]
+
+
+def test_lines_are_profiles_with_changes() -> None:
+    first, second = lines_of(2, "dsl, fibre", LineChanges(up_mbit=5, loss=0.01, nat="open"), 0)
+    assert (first.peer, first.profile.up_bits_per_s, first.profile.loss) == ("peer-1", 5_000_000, 0.01)
+    assert (first.profile.nat, second.profile.name) == ("open", "fibre")
+    assert lines_of(1, "dsl", LineChanges(), 0)[0].profile == PROFILES["dsl"]
+    for changes, option in (
+        (LineChanges(up_mbit=0), "--up-mbit"),
+        (LineChanges(loss=0.9), "--loss"),
+        (LineChanges(latency_ms=-1), "--latency-ms"),
+        (LineChanges(nat="wall"), "--nat"),
+    ):
+        with pytest.raises(ConfigError, match=option):
+            lines_of(1, "dsl", changes, 0)
+    with pytest.raises(ConfigError, match="--peers"):
+        lines_of(0, "dsl", LineChanges(), 0)
+    with pytest.raises(ConfigError, match="--profile"):
+        lines_of(1, "modem", LineChanges(), 0)
