@@ -155,7 +155,13 @@ class RehearsalSwarm:
         if self._recipe:
             arguments += ["--recipe", self._recipe]
         if self._internet is None:
-            return program("peers", *arguments, "--host", "127.0.0.1")
+            profile = line.profile
+            slow = (
+                profile.up_bits_per_s, profile.down_bits_per_s, profile.latency_ms / 1e3,
+                profile.jitter_ms / 1e3, profile.loss,
+            )  # fmt: skip
+            slow_line = ",".join(f"{figure:g}" for figure in slow)
+            return program("peers", *arguments, "--host", "127.0.0.1", "--slow-line", slow_line)
         machine = self._internet.machines[line.peer]
         return machine.command(program("peers", *arguments))
 

@@ -159,6 +159,7 @@ def join(
     ] = "",
     text: Annotated[Path | None, typer.Option(help="Train on your own file or folder of text.")] = None,
     tokens: Annotated[Path | None, typer.Option(help="Train on your own file of token ids.")] = None,
+    slow_line: Annotated[str | None, typer.Option(hidden=True, help="Of a rehearsal without root.")] = None,
     parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
@@ -167,7 +168,7 @@ def join(
         {
             "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
             "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-            "min_peers": min_peers, "board": board, "board_port": board_port,
+            "min_peers": min_peers, "slow_line": slow_line, "board": board, "board_port": board_port,
             "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": _rate("--upload", upload),
             "limits.download_bytes_per_s": _rate("--download", download),

@@ -186,6 +186,8 @@ class PeerConfig(_Frozen):
     min_peers: int = Field(default=1, ge=1)
     board: bool = True
     board_port: int = Field(default=0, ge=0, le=65535)
+    slow_line: str = Field(default="", max_length=128)
+    """Of a rehearsal: "up,down,latency,jitter,loss" to slow the carriers down to (bits/s, seconds)."""
     limits: LimitsConfig = LimitsConfig()
 
 

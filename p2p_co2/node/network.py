@@ -8,6 +8,7 @@ The node then starts the carriers and keeps this peer's record alive.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -26,6 +27,7 @@ from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.transport.libp2p_relay import Places
 from p2p_co2.transport.probe import ProbeServer
 from p2p_co2.transport.probe_limits import address_of
+from p2p_co2.transport.slow import SlowCarriers, SlowLine
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -106,6 +108,11 @@ class Network:
             carriers.append(self._grpc)
         if self.config.carrier in ("auto", "libp2p"):
             carriers.append(Libp2pCarrier(self.p2p, self.identity, self.ticket.run))
+        if self.config.slow_line:
+            slow = SlowCarriers(
+                SlowLine.parse(self.config.slow_line), zlib.crc32(self.identity.peer_id.encode())
+            )
+            carriers = [slow.slowed(carrier) for carrier in carriers]
         for carrier in carriers:
             self._stack.push_async_callback(carrier.close)
             await carrier.start(on_message, on_refused)
