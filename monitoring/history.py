@@ -113,6 +113,9 @@ class History:
         self._place = str(path) if path else f"file:board-{os.getpid()}-{id(self)}?mode=memory&cache=shared"
         self._writer = self._opened()
         self._reader = self._connect()
+        if path is None:
+            # A database in memory has no write-ahead log: without this a reader would meet the writer's locks.
+            self._reader.execute("PRAGMA read_uncommitted=1")
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {
             peer: number for number, peer in self._writer.execute("SELECT id, peer FROM peers")

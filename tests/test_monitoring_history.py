@@ -136,6 +136,18 @@ def test_a_place_that_cannot_be_written_is_told_with_its_fix(tmp_path: Path) -> 
         History(tmp_path / "file" / "board.sqlite")
 
 
+def test_pages_can_be_read_in_the_middle_of_a_write(tmp_path: Path) -> None:
+    for path in (None, tmp_path / "board.sqlite"):
+        history = History(path)
+        filled(history, 20)
+        history._writer.execute("BEGIN")
+        history._write(Batch(at=START + 20, samples={"a": sample(1.0)}, fragments={}))
+        assert len(history.series("a", START, START + 18)) == 10
+        assert history.span()[0] == START
+        history._writer.execute("COMMIT")
+        history.close()
+
+
 def test_a_write_that_fails_changes_nothing() -> None:
     history = History(None)
     filled(history, 4)
