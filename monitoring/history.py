@@ -114,7 +114,7 @@ class History:
         self._writer = self._opened()
         self._reader = self._connect()
         if path is None:
-            # A database in memory has no write-ahead log: without this a reader would meet the writer's locks.
+            # In memory there is no write-ahead log: without this a reader meets the locks of the writer.
             self._reader.execute("PRAGMA read_uncommitted=1")
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {
