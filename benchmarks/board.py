@@ -142,7 +142,7 @@ def page(peers: int = 512) -> dict[str, Any]:
         return {"skipped": missing()}
     command = [sys.executable, "-m", "tests.board_server", str(peers)]
     board = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
-    found: dict[str, Any] = {"peers": peers}
+    found: dict[str, Any] = {"swarm_size": peers}
     try:
         assert board.stdout is not None
         address = board.stdout.readline().removeprefix("board: ").strip()
