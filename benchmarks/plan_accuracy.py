@@ -1,15 +1,16 @@
 """What the planner foretold against what a real swarm did. Prints JSON.
 
     python benchmarks/plan_accuracy.py [--cases loopback dsl transatlantic] [--seconds 60] [--folder DIR]
-    python benchmarks/plan_accuracy.py --runs runs/demo-... runs/rehearsal-...    # runs that are there already
+    python benchmarks/plan_accuracy.py --runs runs/demo-... runs/rehearsal-...    # runs that are there
 
 Each case is a run of the console script with four peers on this machine: ``demo`` on loopback, else
 ``rehearse`` over emulated lines of a profile (root for real packets). Into the forecast go the run file, the
 links and the inner step that the run itself shows (``train_s / inner_steps``: peers share the cores, so a
 step measured alone would be another one); bytes, round time, delay, staleness and utilisation come out.
 
-``ratio`` is predicted over actual; the delay counts outer steps that training did not stand still for. The bar is 10 % on utilisation. Price: one run per case; a busy machine
-shows in the round time, which on loopback is mostly waiting for the others' steps to end.
+``ratio`` is predicted over actual; the delay counts outer steps that training did not stand still for. The
+bar is 10 % on utilisation. Price: one run per case; a busy machine shows in the round time, which on loopback
+is mostly waiting for processors and for the others' steps to end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.config import read_run_config
 from p2p_co2.fragments import plan_fragments
 from p2p_co2.planning import Link, forecast, setting_of
 from p2p_co2.profiles import PROFILES
