@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
@@ -77,6 +79,7 @@ def _join(options: JoinOptions, watch: Watch) -> int:
     device = _checked_device(options.config.device)
     _look_first(options.config, watch.say)
     running = _Running()
+    signal.signal(signal.SIGUSR1, running.toggle_pause)
     with StopSignals(running.stop), Journal(options.config.folder / "events.jsonl") as journal:
 
         def on_event(event: Event) -> None:
@@ -112,6 +115,11 @@ class _Running:
         if self.peer is None:
             raise KeyboardInterrupt
         self.peer.stop()
+
+    def toggle_pause(self, number: int, frame: FrameType | None) -> None:
+        """SIGUSR1. Before there is a peer there is nothing to pause; the signal must not end the process."""
+        if self.peer is not None:
+            self.peer.toggle_pause()
 
 
 def _join_and_train(

@@ -18,12 +18,15 @@ from p2p_co2.telemetry.events import (
     FragmentApplied,
     LinkOpened,
     MessageRefused,
+    Paused,
     PeerFinished,
     PeerJoined,
     PeerLeft,
     PeerStarted,
     Progress,
+    Resumed,
     RoundAborted,
+    RoundBegan,
     RoundCommitted,
     Warned,
 )
@@ -42,6 +45,7 @@ class StatusLines:
         self._carriers: dict[str, str] = {}
         self._committed = self._aborted = 0
         self._staleness = 0
+        self._deadlines: dict[int, tuple[float, float]] = {}
 
     def see(self, event: Event) -> None:
         """Take in one event; prints if it is worth a line of its own, or if the next status line is due."""
@@ -69,6 +73,15 @@ class StatusLines:
                 self._aborted += 1
             case FragmentApplied():
                 self._staleness = event.staleness
+            case RoundBegan():
+                self._deadlines[event.fragment] = (event.deadline_s, event.parts_deadline_s)
+
+    def _waits(self) -> str:
+        """The deadlines of the rounds that this peer began last, over all fragments."""
+        if not self._deadlines:
+            return "-"
+        ready, parts = zip(*self._deadlines.values(), strict=True)
+        return f"{_span(ready)} for peers, {_span(parts)} for parts"
 
     def _news(self, event: Event) -> str:
         text = ""
@@ -88,6 +101,10 @@ class StatusLines:
                 text = f"refused a message of {event.other}: {event.reason}"
             case CheckpointSaved():
                 text = f"checkpoint saved in {event.path}"
+            case Paused():
+                text = f"pausing: {event.reason}; the others go on (SIGUSR1 ends it)"
+            case Resumed():
+                text = f"going on after {event.paused_s:.0f} s"
             case Warned():
                 text = f"warning: {event.text}"
             case PeerFinished():
@@ -108,5 +125,11 @@ class StatusLines:
             f"staleness {self._staleness}",
             f"up {now.up_bytes / 1e6:.1f} MB, down {now.down_bytes / 1e6:.1f} MB",
             f"stood still {now.exposed_s:.1f} s",
+            f"waits at most {self._waits()}",
         )
         return " | ".join(figures)
+
+
+def _span(seconds: tuple[float, ...]) -> str:
+    low, high = f"{min(seconds):.1f}", f"{max(seconds):.1f}"
+    return f"{low} s" if low == high else f"{low} to {high} s"

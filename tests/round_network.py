@@ -289,13 +289,19 @@ class Network:
             self.archive[(peer.name, event.fragment, event.round)] = event
             self._apply(peer, event.fragment, event.round, event.mean)
         elif isinstance(event, OutcomeWithoutBytes):
-            for donor in event.donors:
-                held = self.archive.get((donor, event.fragment, event.round))
-                if held is not None and self.peers[donor].alive:
-                    self._apply(peer, event.fragment, event.round, held.mean)
-                    break
+            self._replay(peer, event, tries=5)
         elif isinstance(event, FellBehind):
             self._catch_up(peer, event)
+
+    def _replay(self, peer: Peer, event: OutcomeWithoutBytes, tries: int) -> None:
+        """Fetch a mean from a donor; one that has only just committed may not hold it yet."""
+        for donor in event.donors:
+            held = self.archive.get((donor, event.fragment, event.round))
+            if held is not None and self.peers[donor].alive:
+                self._apply(peer, event.fragment, event.round, held.mean)
+                return
+        if tries:
+            self.at(self.now + 0.3, lambda: self._replay(peer, event, tries - 1))
 
     def set_state(self, name: PeerId, fragment: int, version: int, digest: bytes) -> None:
         self.peers[name].states[fragment] = (version, digest)

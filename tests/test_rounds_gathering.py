@@ -148,6 +148,8 @@ def test_three_histories_without_a_majority_become_one() -> None:
         net.set_state(name, 0, 0, hashlib.sha256(name.encode()).digest())
     net.keep_offering(period_s=1.0)
     net.run(60.0)
+    net.stop_offering()
+    net.run(10.0)
     assert len({peer.states[0] for peer in net.peers.values()}) == 1
     assert net.peers[net.names[0]].version >= 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from statistics import median
@@ -14,9 +15,17 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import PeerView
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
-from p2p_co2.rounds.attempt import Attempt, Share
-from p2p_co2.rounds.deadline import Durations, ReadyHistory, adaptive_deadline_s, parts_deadline_s
-from p2p_co2.rounds.parts import BlockRange, covers, split_blocks
+from p2p_co2.rounds.attempt import Attempt, Share, read_senders, write_senders
+from p2p_co2.rounds.deadline import (
+    Cadence,
+    Durations,
+    Punctuality,
+    ReadyHistory,
+    adaptive_deadline_s,
+    parts_deadline_s,
+    votes_deadline_s,
+)
+from p2p_co2.rounds.parts import BlockRange, Division, Rates, covers, divide, split_blocks
 from p2p_co2.rounds.swarm import coordination_order, named
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -28,11 +37,71 @@ from tests.round_network import Network, make_identity
 
 
 def test_parts_follow_the_upload_rates() -> None:
-    assert split_blocks(10, [1.0, 3.0, 1.0]) == ((0, 2), (2, 8), (8, 10))
     assert split_blocks(9, [0.0, 0.0, 0.0]) == ((0, 3), (3, 6), (6, 9))
-    assert split_blocks(6, [2.0, 0.0, 4.0]) == ((0, 1), (1, 3), (3, 6))  # unknown counts as 3
+    assert split_blocks(9, [5.0, 0.0, 5.0]) == ((0, 3), (3, 6), (6, 9))  # unknown counts like the others
     assert split_blocks(1, [1.0, 1.0, 1.0])[-1].stop == 1
-    assert split_blocks(180, [1.0, 1.0, 1e300]) == ((0, 10), (10, 20), (20, 180))  # a boast counts as 16
+    # Four payloads/s against three of 2/s: alone the four needs 3/4 s, with the others (2 + 4) / 10 s. In 1.5
+    # times that the links have 2.6 and 0.8 payloads left after their own: 2.6 / 5 and 0.8 / 5.
+    assert split_blocks(50, [4.0, 2.0, 2.0, 2.0]) == ((0, 26), (26, 34), (34, 42), (42, 50))
+    assert split_blocks(9, [1.0, 16.0, 1e300, 1.0]) == split_blocks(9, [1.0, 16.0, 16.0, 1.0])  # a boast
+
+
+def divided(uploads: list[float], downloads: list[float] | None = None, round_: int = 1) -> Division:
+    """A payload of 1200 blocks of one byte; nothing is cheap."""
+    caps = downloads or [0.0] * len(uploads)
+    rates = {PeerId(f"p{i}"): Rates(up, down) for i, (up, down) in enumerate(zip(uploads, caps, strict=True))}
+    return divide(1200, 1, rates, (0, round_), 0.0)
+
+
+def test_equal_links_share_equally_and_send_everything() -> None:
+    division = divided([1200.0] * 4)
+    assert division.ranges == ((0, 300), (300, 600), (600, 900), (900, 1200))
+    assert division.owners == ("p0", "p1", "p2", "p3")
+    assert set(division.senders) == {frozenset(("p0", "p1", "p2", "p3"))}
+    assert division.transfer_s == pytest.approx(1.5)  # 2 (1 - 1/4) payloads
+
+
+def test_a_link_ten_times_slower_averages_nothing_and_sends_what_it_can_in_time() -> None:
+    asked: Counter[int] = Counter()
+    for round_ in range(1, 61):
+        division = divided([1200.0, 1200.0, 120.0, 1200.0], round_=round_)
+        assert "p2" not in division.owners
+        # The three fast ones alone: (2 + 3) / 3 s; in half as much again a quarter of the slow payload.
+        assert division.transfer_s == pytest.approx(2.5)
+        sent = [part for part, peers in zip(division.ranges, division.senders, strict=True) if "p2" in peers]
+        assert 200 < sum(stop - start for start, stop in sent) <= 300
+        asked.update(block for start, stop in sent for block in range(start, stop))
+    assert len(asked) == 1200
+    assert max(asked.values()) <= 4 * min(asked.values())
+
+
+def test_a_link_hardly_slower_is_waited_for() -> None:
+    division = divided([1200.0, 1200.0, 600.0, 1200.0])
+    assert all("p2" in peers for peers in division.senders)
+    assert len(division.ranges) == 3 + ("p2" in division.owners)
+
+
+def test_nobody_is_left_out_of_a_round_that_is_cheap() -> None:
+    rates = {PeerId("a"): Rates(1e9), PeerId("b"): Rates(1e9), PeerId("c"): Rates(1e6)}
+    division = divide(1000, 100, rates, (0, 1), 0.25)
+    assert all(len(peers) == 3 for peers in division.senders)
+
+
+def test_who_may_not_download_much_averages_little_but_sends_all() -> None:
+    division = divided([1200.0] * 4, [0.0, 120.0, 0.0, 0.0])
+    assert "p1" not in division.owners
+    assert all("p1" in peers for peers in division.senders)
+
+
+def test_a_link_too_slow_for_any_part_sends_one_now_and_then() -> None:
+    division = divided([1200.0] * 3 + [1.0])
+    assert len(division.ranges) <= limits.MAX_PARTS
+    times = [
+        sum("p3" in peers for peers in divided([1200.0] * 3 + [1.0], round_=round_).senders)
+        for round_ in range(1, 200)
+    ]
+    assert set(times) == {0, 1}
+    assert 5 <= sum(times) <= 60  # 2.5 blocks a round, parts of about 20
 
 
 def test_ready_carries_our_own_upload_rate() -> None:
@@ -88,17 +157,55 @@ def test_ready_deadline_learns_from_late_arrivals() -> None:
     assert history.deadline_s(40) == limits.GATHER_FLOOR_S
 
 
-def test_parts_deadline_uses_the_slowest_credible_rate() -> None:
-    assert parts_deadline_s(1_000_000, [1e5, 1e6], Durations()) == 40.0
-    assert parts_deadline_s(1000, [1e6], Durations()) == limits.PARTS_FLOOR_S
-    assert (
-        parts_deadline_s(1_000_000, [1.0, 1e6, 1e6], Durations()) == 64.0
-    )  # the claim of 1 byte/s counts as 1/16
+def test_parts_deadline_is_the_links_time_with_a_margin_or_what_was_observed() -> None:
+    assert parts_deadline_s(10.0, Durations()) == 40.0
+    assert parts_deadline_s(0.001, Durations()) == limits.PARTS_FLOOR_S
     slow = Durations()
     slow.add(8.0)
-    assert parts_deadline_s(1_000_000, [1e6], slow) == 10.0
+    assert parts_deadline_s(1.0, slow) == 10.0
     slow.add(1000.0)
-    assert parts_deadline_s(1_000_000, [1e6], slow) == 16.0
+    assert parts_deadline_s(1.0, slow) == 16.0
+
+
+def test_votes_are_waited_for_as_long_as_past_rounds_needed_at_most_as_long_again() -> None:
+    observed = Durations()
+    assert votes_deadline_s(2.0, observed) == 1.0
+    observed.add(0.001)
+    assert votes_deadline_s(2.0, observed) == 0.25
+    for _ in range(9):
+        observed.add(60.0)
+    assert votes_deadline_s(2.0, observed) == 2.0
+    assert votes_deadline_s(0.01, observed) == limits.VOTES_FLOOR_S
+
+
+def test_ready_is_waited_for_at_most_a_share_of_the_time_between_rounds() -> None:
+    cadence = Cadence()
+    assert cadence.gather_cap_s == limits.GATHER_CAP_S
+    for round_, at in [(1, 100.0), (2, 108.0), (4, 124.0), (3, 125.0), (5, 132.0)]:
+        cadence.committed(round_, at)
+    assert cadence.period_s == 8.0
+    assert cadence.gather_cap_s == 2.0
+    history = ReadyHistory()
+    for round_ in range(1, 9):
+        history.arrived(round_, 0.0)
+        history.arrived(round_, 5.0)
+    assert history.deadline_s(9) == 6.25
+    assert history.deadline_s(9, cadence.gather_cap_s) == 2.0
+
+
+def test_who_missed_two_deadlines_is_not_awaited_until_it_is_in_time() -> None:
+    habit, peer = Punctuality(), PeerId("a")
+    habit.missed(peer, 1)
+    habit.missed(peer, 1)  # another part of the same round
+    assert habit.is_awaited(peer)
+    habit.missed(peer, 2)
+    assert not habit.is_awaited(peer)
+    habit.came(peer)
+    assert habit.is_awaited(peer)
+    for occasion in range(5):
+        habit.missed(peer, occasion)
+    habit.keep({PeerId("b")})
+    assert habit.is_awaited(peer)
 
 
 # ---- against a reference
@@ -131,6 +238,26 @@ def test_the_parts_are_the_whole(blocks: int, rates: list[float]) -> None:
     ranges = split_blocks(blocks, rates)
     assert len(ranges) == len(rates)
     assert covers([part for part in ranges if part.stop > part.start], blocks)
+
+
+@given(
+    st.integers(1, 500),
+    st.lists(st.tuples(st.floats(0, 1e13), st.floats(0, 1e13)), min_size=1, max_size=64),
+    st.integers(1, 2**40),
+    st.floats(0, 100),
+)
+def test_a_division_is_whole_and_its_owners_send(
+    blocks: int, links: list[tuple[float, float]], round_: int, cheap_s: float
+) -> None:
+    rates = {PeerId(f"p{i:02}"): Rates(up, down) for i, (up, down) in enumerate(links)}
+    division = divide(blocks, 7, rates, (3, round_), cheap_s)
+    assert covers(division.ranges, blocks)
+    assert len(division.ranges) <= limits.MAX_PARTS
+    assert all(owner in peers for owner, peers in zip(division.owners, division.senders, strict=True))
+    assert 0 < division.transfer_s < math.inf or len(links) == 1
+    names = tuple(sorted(rates))
+    for peers in division.senders:
+        assert read_senders(write_senders(peers, names), names) == peers
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3 * MAX_DATA_BYTES), st.integers(0, 5))
@@ -191,8 +318,8 @@ def test_two_quorums_share_a_member(count: int, data: st.DataObject) -> None:
     names = [PeerId(str(i)) for i in range(count)]
     coordinator = data.draw(st.sampled_from([*names, PeerId("outside")]))
     attempt = Attempt(
-        0, 1, bytes(16), {name: Share(1.0, 0) for name in names}, (BlockRange(0, 1),), (names[0],), DIGEST,
-        coordinator, 1.0, 1.0,
+        0, 1, bytes(16), {name: Share(1.0, 0) for name in names}, (BlockRange(0, 1),), (names[0],),
+        (frozenset(names),), DIGEST, coordinator, 1.0, 1.0,
     )  # fmt: skip
     one = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
     other = set(data.draw(st.lists(st.sampled_from(names), unique=True)))

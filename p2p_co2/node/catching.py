@@ -61,7 +61,7 @@ class Catching:
         False if there is nowhere to go."""
         agreed = self._node.agreed[fragment]
         diverged = agreed.version == version and digest not in (b"", agreed.digest)
-        if agreed.version >= version and not diverged:
+        if (agreed.version >= version and not diverged) or self._rests():
             return False
         known = self._targets.get(fragment)
         if known is None or known[0] < version:
@@ -73,6 +73,8 @@ class Catching:
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
+        if self._rests():
+            return
         joining = self._node.standing.progress.phase == Status.JOINING
         seen = (self._node.membership.revision, tuple(self._node.agreed), joining)
         if seen == self._looked_at and not self._noticed_at:
@@ -85,6 +87,8 @@ class Catching:
                 self._noticed_at.pop(fragment, None)
                 continue
             since = self._noticed_at.setdefault(fragment, now)
+            if self._node.rounds.is_completing(fragment):
+                continue  # its bytes are on their way
             if fragment in self._targets:
                 donors = self._donors(fragment, self._targets[fragment][0])
                 self._node.catchup.add_donors(fragment, donors, now)
@@ -101,6 +105,14 @@ class Catching:
                     text=f"fragment {fragment} differs from the majority at version {version}: taking theirs",
                 )
             self.go_to(fragment, version, digest, self._donors(fragment, version))
+
+    def wake(self, now: float) -> None:
+        """This peer goes on after a rest: what it missed is fetched at once."""
+        self._noticed_at = {fragment: now - NOTICE_AFTER_S for fragment in range(len(self._node.agreed))}
+        self.look_around(now)
+
+    def _rests(self) -> bool:
+        return self._node.standing.progress.phase == Status.PAUSED
 
     def handle(self, event: CatchUpEvent) -> None:
         if isinstance(event, ExportWanted):

@@ -62,6 +62,7 @@ class Deciding:
                 group=tuple(event.group),
                 waited_s=event.waited_s,
                 deadline_s=event.deadline_s,
+                parts_deadline_s=event.parts_deadline_s,
             )
         elif isinstance(event, FellBehind):
             going = self._node.catching.go_to(

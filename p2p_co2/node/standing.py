@@ -95,7 +95,9 @@ class Standing:
         """The live peers, this one among them, as the rounds machine wants to know them."""
         views = {peer: self._view(info) for peer, info in self._node.membership.live.items()}
         versions = tuple(version.version for version in self._node.agreed)
-        views[self._node.me] = PeerView(self._node.upload_bytes_per_s(), training=True, versions=versions)
+        views[self._node.me] = PeerView(
+            self._node.upload_bytes_per_s(), True, versions, self._node.download_bytes_per_s
+        )
         if self.progress.phase != Status.TRAINING:
             # One that only finishes must not wait for itself where it coordinates the last rounds of others.
             views[self._node.me] = replace(views[self._node.me], training=False)
@@ -126,7 +128,7 @@ class Standing:
         here = tuple(version for version, _ in mine), tuple(digest for _, digest in mine)
         idle = not self._node.catching.busy()
         self.settled = idle and all(
-            info.status.phase == Status.JOINING
+            info.status.phase in (Status.JOINING, Status.PAUSED)
             or (info.status.phase == Status.DRAINING and (info.versions, info.digests) == here)
             for info in self._node.membership.live.values()
         )

@@ -29,8 +29,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What BEGIN fixed: ``shares`` per member (sorted by peer), part ``i`` is ``ranges[i]`` and starts with
-    ``owners[i]``."""
+    """What BEGIN fixed: ``shares`` per member (sorted by peer), part ``i`` is ``ranges[i]``, starts with
+    ``owners[i]``, and is averaged from the slices of ``senders[i]``."""
 
     fragment: int
     round: int
@@ -38,6 +38,7 @@ class Attempt:
     shares: Mapping[PeerId, Share]
     ranges: tuple[BlockRange, ...]
     owners: tuple[PeerId, ...]
+    senders: tuple[frozenset[PeerId], ...]
     state_digest: bytes
     coordinator: PeerId
     parts_within_s: float
@@ -124,6 +125,23 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
     return shares
 
 
+def write_senders(sending: Collection[PeerId], members: Sequence[PeerId]) -> bytes:
+    """The members of ``sending`` as bits, lowest first; empty if it is all of them."""
+    bits = sum(1 << index for index, peer in enumerate(members) if peer in sending)
+    everybody = (1 << len(members)) - 1
+    return b"" if bits == everybody else bits.to_bytes(-(-len(members) // 8), "little")
+
+
+def read_senders(bits: bytes, members: Sequence[PeerId]) -> frozenset[PeerId]:
+    """What ``write_senders`` wrote; raises ``RemoteProtocolError``."""
+    if not bits:
+        return frozenset(members)
+    number = int.from_bytes(bits, "little")
+    if len(bits) != -(-len(members) // 8) or number >> len(members):
+        raise RemoteProtocolError("wrong group", "senders that are no members")
+    return frozenset(peer for index, peer in enumerate(members) if number >> index & 1)
+
+
 def read_contributors(
     contributors: Sequence[Contributor], shares: Mapping[PeerId, Share]
 ) -> tuple[tuple[PeerId, float], ...]:
@@ -158,17 +176,20 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     check_digest(message.state_digest)
     check_duration(message.parts_within_s, bounds.PARTS_CAP_S)
     check_duration(message.result_within_s, bounds.ROUND_CAP_S)
-    if not 1 <= len(message.parts) <= len(shares):
+    if not 1 <= len(message.parts) <= bounds.MAX_PARTS:
         raise RemoteProtocolError("wrong parts", f"{len(message.parts)} parts for {len(shares)} members")
     ranges = tuple(BlockRange(part.start_block, part.stop_block) for part in message.parts)
     owners = tuple(PeerId(part.owner) for part in message.parts)
     if not covers(ranges, shape.blocks[fragment]):
         raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
-    if not shares.keys() >= set(owners) or len(set(owners)) != len(owners):
-        raise RemoteProtocolError("wrong owner", "an owner is no member or has two parts")
+    if not shares.keys() >= set(owners):
+        raise RemoteProtocolError("wrong owner", "an owner is no member")
+    senders = tuple(read_senders(part.senders, tuple(shares)) for part in message.parts)
+    if any(owner not in sending for owner, sending in zip(owners, senders, strict=True)):
+        raise RemoteProtocolError("wrong owner", "an owner does not send its own slice")
     if any(part.generation for part in message.parts):
         raise RemoteProtocolError("wrong generation", "parts begin with generation 0")
     return Attempt(
-        fragment, round_, attempt, shares, ranges, owners, message.state_digest, sender,
+        fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
         message.parts_within_s, message.result_within_s,
     )  # fmt: skip

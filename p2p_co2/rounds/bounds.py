@@ -5,6 +5,8 @@ Law: no list, buffer or wait in ``rounds`` grows with what a peer sends beyond o
 
 from __future__ import annotations
 
+from p2p_co2.wire.limits import MAX_MEMBERS
+
 DIGEST_BYTES = 32
 ATTEMPT_BYTES = 16
 
@@ -16,6 +18,8 @@ KEEP_DECISIONS = 8
 """Signed outcomes kept per fragment, to answer ASK_OUTCOME and a late READY or RESULT."""
 KEEP_ATTEMPTS = 64
 """Attempts that ended, remembered so that their stragglers are ignored and not counted against anybody."""
+MAX_PARTS = MAX_MEMBERS
+"""Parts of one round; a large group has one for each member, a small one may cut finer."""
 MAX_REASSIGNS = 3
 """One coordinator gives a part to another owner at most this often."""
 MAX_ASKED = 4
@@ -41,6 +45,13 @@ RECEIPT_FLOOR_S, RECEIPT_CAP_S = 1.0, 10.0
 """From READY to its receipt."""
 PARTS_FLOOR_S, PARTS_CAP_S = 2.0, 300.0
 """From BEGIN to the end of an owner's wait for slices."""
+CHEAP_S, CHEAP_SHARE = 0.25, 1 / 8
+"""A round that takes no longer than this, or than this share of the time between two rounds of a fragment, is
+short enough for everybody."""
+GATHER_SHARE = 1 / 4
+"""Of the time between two rounds of a fragment, what READYs are waited for at most."""
+VOTES_FLOOR_S = 0.1
+"""How long a quorum waits at the least for the votes of the others."""
 ASSUMED_UPLOAD_BYTES_PER_S = 1e6
 """A home link, where nobody has measured one yet."""
 GRACE_S = 2.0

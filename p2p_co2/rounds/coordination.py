@@ -7,10 +7,12 @@ the live peers; a decided round is answered from the kept decision.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
-from p2p_co2.rounds.deadline import Durations, ReadyHistory
+from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
 from p2p_co2.rounds.events import Began
 from p2p_co2.rounds.gathering import Gathering, attempt_id, behind_message
@@ -27,9 +29,9 @@ Place = tuple[int, int]
 class _Begun:
     """A round that we began: BEGIN is kept to be repeated to a member that missed it."""
 
-    def __init__(self, begin: Begin, tally: Tally, readies: dict[PeerId, Ready], now: float) -> None:
+    def __init__(self, begin: Begin, tally: Tally, gathering: Gathering, now: float) -> None:
         self.begin, self.tally, self.began_at = begin, tally, now
-        self.readies = readies
+        self.readies, self.in_time_until = gathering.readies, gathering.in_time_until
         self.late: set[PeerId] = set()
 
     def missed_begin(self, message: Ready, sender: PeerId) -> bool:
@@ -60,6 +62,11 @@ class Coordination:
         self._history = [ReadyHistory() for _ in range(fragments)]
         self.observed = [Durations() for _ in range(fragments)]
         """Per fragment, from BEGIN to the last slice, as the parts that we own have seen it."""
+        self.cadences = [Cadence() for _ in range(fragments)]
+        self._votes = [Durations() for _ in range(fragments)]
+        """Per fragment, from a quorum to the last vote."""
+        self._votes_until: OrderedDict[bytes, float] = OrderedDict()
+        """Until when a vote for an attempt that has committed would have been in time."""
         self._moved: list[tuple[int, frozenset[PeerId]]] = [(0, frozenset())] * fragments
         self._counter = 0
 
@@ -83,9 +90,11 @@ class Coordination:
             self.withdraw(other, sender)
         gathering = self._gatherings.get(place)
         if gathering is None:
-            history = self._history[message.fragment]
+            history, cadence = self._history[message.fragment], self.cadences[message.fragment]
             history.forget(message.round)
-            gathering = Gathering(*place, self._swarm, self._outlet, history=history, now=now)
+            gathering = Gathering(
+                *place, self._swarm, self._outlet, history=history, cadence=cadence, now=now
+            )
             self._gatherings[place] = gathering
         before = verdicts.commit(message.round - 1)
         if before is not None:
@@ -119,8 +128,9 @@ class Coordination:
         if begun.missed_begin(message, sender):
             self._outlet.send(sender, begun.left(now))
             return
-        if sender not in begun.late:
+        if sender not in begun.late and now <= begun.in_time_until:
             self._history[message.fragment].arrived(message.round, now)
+            self._swarm.readies.came(sender)
         begun.late.add(sender)
         ends_at = begun.tally.get_timer()
         within_s = max(0.0, ends_at - now) if ends_at is not None else 0.0
@@ -139,12 +149,15 @@ class Coordination:
     def close_complete(self, now: float) -> bool:
         """Close the gatherings that need not or may not wait longer; True if there was one."""
         for place, gathering in list(self._gatherings.items()):
-            version, moved = self._moved[place[0]]
-            known = moved if version == place[1] - 1 else frozenset()
-            if gathering.may_close(known, now):
+            if gathering.may_close(self._moved_to(place), now):
                 self._close(place, gathering, now)
                 return True
         return False
+
+    def _moved_to(self, place: Place) -> frozenset[PeerId]:
+        """Peers known to have made the round before."""
+        version, moved = self._moved[place[0]]
+        return moved if version == place[1] - 1 else frozenset()
 
     def _close(self, place: Place, gathering: Gathering, now: float) -> None:
         del self._gatherings[place]
@@ -155,13 +168,15 @@ class Coordination:
         if shortage:
             self._abort_gathering(place, gathering, attempt, digest, shortage)
             return
+        gathering.note_punctuality(self._moved_to(place))
         begin = gathering.begin(attempt, self.observed[place[0]])
         tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape), now)
         tally.start(now)
-        self._begun[place] = begun = _Begun(begin, tally, gathering.readies, now)
+        self._begun[place] = begun = _Begun(begin, tally, gathering, now)
         group = tuple(tally.attempt.shares)
         begun.late.update(peer for peer in camp if peer not in group)
-        self._outlet.emit(Began(*place, group, now - gathering.first_at, gathering.deadline_s))
+        waited_s = now - gathering.first_at
+        self._outlet.emit(Began(*place, group, waited_s, gathering.deadline_s, begin.parts_within_s))
         for peer in group:
             self._outlet.send(peer, begin)
 
@@ -184,7 +199,8 @@ class Coordination:
     # ---- counting
 
     def _tally(self, attempt: Attempt, now: float) -> Tally:
-        tally = Tally(attempt, self._swarm, self._outlet, self._decide, now)
+        observed = self._votes[attempt.fragment]
+        tally = Tally(attempt, self._swarm, self._outlet, self._decide, observed=observed, now=now)
         self._tallies[attempt.id] = tally
         return tally
 
@@ -205,6 +221,11 @@ class Coordination:
             tally = self._tally(mine, now)
         tally.result(message, sender, now)
 
+    def late_result(self, message: Result, sender: PeerId, now: float) -> None:
+        """A vote for what has been decided: it may have been in time all the same."""
+        if now <= self._votes_until.get(message.key.attempt, now - 1) and not message.lost_parts:
+            self._swarm.votes.came(sender)
+
     def take_over(self, member: Member, now: float) -> None:
         """Our own member follows us from now on: we decide in the place of a lost coordinator."""
         tally = self._tallies.get(member.attempt.id) or self._tally(member.attempt, now)
@@ -222,7 +243,11 @@ class Coordination:
         outcome.run = self._run
         decision = sign_outcome(self._identity, outcome)
         place = (outcome.key.fragment, outcome.key.round)
-        self._tallies.pop(outcome.key.attempt, None)
+        tally = self._tallies.pop(outcome.key.attempt, None)
+        if tally is not None and outcome.committed:
+            self._votes_until[outcome.key.attempt] = tally.votes_until
+            while len(self._votes_until) > bounds.KEEP_ATTEMPTS:
+                self._votes_until.popitem(last=False)
         audience = {PeerId(member.peer) for member in outcome.members}
         begun = self._begun.get(place)
         if begun is not None and begun.tally.attempt.id == outcome.key.attempt:

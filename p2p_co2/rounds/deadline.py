@@ -6,17 +6,20 @@ Hampel 1974).
 
 The READY deadline looks at the *last* arrival of each past round, not at all arrivals: with three quick peers
 and one that is always five seconds late the median of all arrivals would shut the late one out for ever, and
-waiting is cheap here because the answer is one step stale anyway. The price: one always-slow peer sets the
-pace, up to the cap.
+waiting is cheap here because the answer is one step stale anyway. It stays cheap: nobody is waited for longer
+than a share of the time between two rounds (``Cadence``), and who was late for a whole deadline twice running
+is not waited for at all until it has been in time again (``Punctuality``). Such a peer loses nothing but
+time: what comes before the others are done counts, the rest carries over.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 from p2p_co2.rounds import bounds
+from p2p_co2.wire.identity import PeerId
 
 WINDOW = 16
 """Past rounds that a deadline looks at."""
@@ -26,8 +29,8 @@ MARGIN = 0.25
 """At least this share of the median on top: equal arrivals have no spread but the next one has jitter."""
 SAFETY = 4.0
 """A link is allowed to be this much slower than its measured rate."""
-SLOWEST_SHARE = 1 / 16
-"""A claim below this share of the median rate does not slow the round down: that peer will miss it."""
+MISSES = 2
+"""Deadlines that a peer may miss in a row and still be waited for."""
 
 
 def adaptive_deadline_s(samples: Sequence[float], default_s: float, floor_s: float, cap_s: float) -> float:
@@ -69,24 +72,78 @@ class ReadyHistory:
         """A new attempt at the same round counts afresh."""
         self._rounds.pop(round_, None)
 
-    def deadline_s(self, round_: int) -> float:
-        """Seconds to wait from the first READY of ``round_``, measured on the other rounds."""
+    def deadline_s(self, round_: int, cap_s: float = bounds.GATHER_CAP_S) -> float:
+        """Seconds to wait from the first READY of ``round_``, measured on the other rounds, at most
+        ``cap_s``."""
         past = [last - first for key, (first, last) in self._rounds.items() if key != round_ and last > first]
-        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, bounds.GATHER_FLOOR_S, bounds.GATHER_CAP_S)
+        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, bounds.GATHER_FLOOR_S, cap_s)
 
 
-def expected_transfer_s(payload_bytes: int, uploads_bytes_per_s: Iterable[float]) -> float:
-    """Seconds in which the slowest credible member uploads a payload. Rates of 0 are unknown."""
-    known = sorted(rate for rate in uploads_bytes_per_s if rate > 0)
-    if not known:
-        return payload_bytes / bounds.ASSUMED_UPLOAD_BYTES_PER_S
-    return payload_bytes / max(known[0], median(known) * SLOWEST_SHARE)
+class Cadence:
+    """How often the rounds of one fragment are made, from the commits that this peer has learned of."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+        self._periods: deque[float] = deque(maxlen=WINDOW // 2)
+
+    def committed(self, round_: int, now: float) -> None:
+        if self._last is not None and round_ > self._last[0]:
+            self._periods.append((now - self._last[1]) / (round_ - self._last[0]))
+        if self._last is None or round_ > self._last[0]:
+            self._last = (round_, now)
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between two rounds; 0 until known."""
+        return median(self._periods) if self._periods else 0.0
+
+    @property
+    def gather_cap_s(self) -> float:
+        """What READYs are waited for at most."""
+        share_s = bounds.GATHER_SHARE * self.period_s
+        return (
+            min(bounds.GATHER_CAP_S, max(share_s, bounds.GATHER_FLOOR_S)) if share_s else bounds.GATHER_CAP_S
+        )
+
+    @property
+    def cheap_s(self) -> float:
+        """A round of this length costs nobody anything."""
+        return max(bounds.CHEAP_S, bounds.CHEAP_SHARE * self.period_s)
 
 
-def parts_deadline_s(payload_bytes: int, uploads_bytes_per_s: Iterable[float], observed: Durations) -> float:
-    """How long owners wait for slices: the link's rate with a safety factor, or what past rounds took if that
-    is more, up to ``SAFETY`` times as much, so that a member whose slices never come does not slow the others
-    down for ever."""
-    expected_s = SAFETY * expected_transfer_s(payload_bytes, uploads_bytes_per_s)
-    floor_s = min(max(expected_s, bounds.PARTS_FLOOR_S), bounds.PARTS_CAP_S)
+class Punctuality:
+    """Who comes in time for one kind of thing: one entry per peer that missed a deadline."""
+
+    def __init__(self) -> None:
+        self._missed: dict[PeerId, tuple[int, object]] = {}
+
+    def came(self, peer: PeerId) -> None:
+        self._missed.pop(peer, None)
+
+    def missed(self, peer: PeerId, occasion: object) -> None:
+        """It was waited for until the deadline, in vain; what belongs to one ``occasion`` counts once."""
+        times, last = self._missed.get(peer, (0, None))
+        if last != occasion:
+            self._missed[peer] = (times + 1, occasion)
+
+    def is_awaited(self, peer: PeerId) -> bool:
+        return self._missed.get(peer, (0, None))[0] < MISSES
+
+    def keep(self, live: Collection[PeerId]) -> None:
+        """Forget peers that are gone."""
+        self._missed = {peer: missed for peer, missed in self._missed.items() if peer in live}
+
+
+def parts_deadline_s(transfer_s: float, observed: Durations) -> float:
+    """How long owners wait for slices: the time that the links need with a safety factor, or what past rounds
+    took if that is more, up to ``SAFETY`` times as much, so that a member whose slices never come does not
+    slow the others down for ever."""
+    floor_s = min(max(SAFETY * transfer_s, bounds.PARTS_FLOOR_S), bounds.PARTS_CAP_S)
     return observed.deadline_s(floor_s, floor_s, min(SAFETY * floor_s, bounds.PARTS_CAP_S))
+
+
+def votes_deadline_s(elapsed_s: float, observed: Durations) -> float:
+    """How long a quorum that took ``elapsed_s`` from BEGIN waits for the votes of the others: what past
+    rounds needed, at most as long again. Who is later still gets the decision, and goes on receiving."""
+    floor_s = max(bounds.VOTES_FLOOR_S, elapsed_s / 8)
+    return observed.deadline_s(elapsed_s / 2, floor_s, max(elapsed_s, floor_s))

@@ -147,13 +147,15 @@ class Aborted:
 
 @dataclass(frozen=True)
 class Began:
-    """Written by the coordinator: it waited ``waited_s`` of at most ``deadline_s`` for ``group``."""
+    """Written by the coordinator: it waited ``waited_s`` of at most ``deadline_s`` for ``group``. Slices will
+    be waited for at most ``parts_deadline_s``."""
 
     fragment: int
     round: int
     group: tuple[PeerId, ...]
     waited_s: float
     deadline_s: float
+    parts_deadline_s: float
 
 
 @dataclass(frozen=True)

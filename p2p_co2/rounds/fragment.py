@@ -12,6 +12,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import Attempt, check_digest, check_duration, read_begin
+from p2p_co2.rounds.completing import Completing
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.decision import Verdicts, content_of
@@ -56,7 +57,14 @@ class FragmentRounds:
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
         self._leading = False
         """Whether the attempt's lost coordinator is replaced by us."""
+        self._completing: Completing | None = None
+        """Set once our attempt has committed and some of its means are still on their way to us."""
         self._receipts, self._observed = Durations(), coordination.observed[fragment]
+        self._cadence = coordination.cadences[fragment]
+
+    def is_completing(self) -> bool:
+        """Whether the bytes of a commit are coming in: nobody else need be asked for them."""
+        return self._completing is not None
 
     def reached(self) -> int:
         """The newest version that we hold or have seen committed; -1 while joining."""
@@ -121,23 +129,30 @@ class FragmentRounds:
 
     # ---- time and the swarm
 
+    def _role(self) -> Asking | Member | Completing | None:
+        return self.asking or self._completing or self.member
+
     def peers_changed(self, now: float) -> None:
-        role = self.asking or self.member
+        role = self._role()
         if role is not None:
             role.peers_changed(now)
         self._check_ahead()
 
     def get_timer(self) -> float | None:
-        role = self.asking or self.member
+        role = self._role()
         return role.get_timer() if role is not None else None
 
     def handle_timer(self, now: float) -> None:
-        role = self.asking or self.member
+        role = self._role()
         if role is not None and now >= role.get_timer():
             role.handle_timer(now)
 
     def settle(self, now: float) -> bool:
         """Give up an offer that can go nowhere, take over a round that fell to us; True if there was one."""
+        if self._completing is not None:
+            if self._completing.has_stalled:
+                self._end_without_bytes(self._completing.decision, self._completing.outcome)
+            return self._completing is None
         role = self.asking or self.member
         if role is not None and role.failure:
             self._abort(role.failure, now)
@@ -230,7 +245,11 @@ class FragmentRounds:
             case Part():
                 return member.part(message, sender, now)
             case Mean():
-                return member.mean(message, sender, now)
+                is_new = member.mean(message, sender, now)
+                if is_new and self._completing is not None:
+                    self._completing.came(now)
+                    self._complete(member, now)
+                return is_new
             case Reassign():
                 member.reassign(message, sender, now)
                 self._replay(now)
@@ -283,10 +302,14 @@ class FragmentRounds:
             raise RemoteProtocolError("wrong signer", "a decision by a peer outside the round")
         if self.version is None or round_ <= self.version:
             return
+        if self._completing is not None:
+            self.verdicts.keep(decision, outcome)  # told once we have the bytes of the one before
+            return
         foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
         if foreign or round_ != self.reached() + 1:
             self._hint_behind(outcome)
         elif member is None:
+            self._cadence.committed(round_, now)
             self.verdicts.keep(decision, outcome)
             self._end_without_bytes(decision, outcome)
         elif outcome.key.attempt != member.attempt.id:
@@ -324,10 +347,17 @@ class FragmentRounds:
     def _finish(self, member: Member, decision: Decision, outcome: Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
         member.check_outcome(outcome)
+        self._cadence.committed(outcome.key.round, now)
         self.verdicts.keep(decision, outcome)
+        self._completing = Completing(member, decision, outcome, self._swarm, now)
+        self._complete(member, now)
+
+    def _complete(self, member: Member, now: float) -> None:
+        """Our attempt has committed: end the offer if we hold all means."""
+        assert self._completing is not None
+        decision, outcome = self._completing.decision, self._completing.outcome
         mean = member.agreed_mean(outcome)
         if mean is None:
-            self._end_without_bytes(decision, outcome)
             return
         attempt, rival = member.attempt, self._rival
         parts = tuple(
@@ -386,6 +416,6 @@ class FragmentRounds:
             self._coordination.member_left(self.member.attempt.id)
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
-        self.offer = self.asking = self.member = self._rival = self._ahead = None
+        self.offer = self.asking = self.member = self._rival = self._ahead = self._completing = None
         self._leading = False
         self._early.clear()

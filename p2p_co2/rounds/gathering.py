@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 
 from p2p_co2.rounds import bounds
+from p2p_co2.rounds.attempt import write_senders
 from p2p_co2.rounds.bounds import DIGEST_BYTES
-from p2p_co2.rounds.deadline import Durations, ReadyHistory, parts_deadline_s
-from p2p_co2.rounds.parts import split_blocks
+from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory, parts_deadline_s
+from p2p_co2.rounds.parts import Rates, divide
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
@@ -27,12 +28,16 @@ class Gathering:
     ``round - 1``."""
 
     def __init__(
-        self, fragment: int, round_: int, swarm: Swarm, outlet: Outlet, *, history: ReadyHistory, now: float
-    ) -> None:
+        self, fragment: int, round_: int, swarm: Swarm, outlet: Outlet, *,
+        history: ReadyHistory, cadence: Cadence, now: float,
+    ) -> None:  # fmt: skip
         self.fragment, self.round = fragment, round_
         self.readies: dict[PeerId, Ready] = {}
         self.first_at = now
-        self.deadline_s = history.deadline_s(round_)
+        self.deadline_s = history.deadline_s(round_, cadence.gather_cap_s)
+        self.in_time_until = now + cadence.gather_cap_s
+        """Who comes by then is worth waiting for."""
+        self._cheap_s = cadence.cheap_s
         self.close_at = now + self.deadline_s
         self.give_up_at = now + max(self.deadline_s, bounds.GATHER_CAP_S)
         self._is_overdue = False
@@ -64,9 +69,21 @@ class Gathering:
         return sorted({*self._swarm.training(), *self.readies})
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
-        """Whether nobody is left to wait for. A peer known to be elsewhere is not waited for; one in
-        ``moved`` has reached ``round - 1`` whatever its last status said."""
-        return all(peer in self.readies or not self._may_come(peer, moved) for peer in self._swarm.training())
+        """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not
+        waited for; one in ``moved`` has reached ``round - 1`` whatever its last status said."""
+        habit = self._swarm.readies
+        return all(
+            peer in self.readies or not habit.is_awaited(peer) or not self._may_come(peer, moved)
+            for peer in self._swarm.training()
+        )
+
+    def note_punctuality(self, moved: frozenset[PeerId]) -> None:
+        """At BEGIN: who came, and who was waited for in vain."""
+        for peer in self._swarm.training():
+            if peer in self.readies:
+                self._swarm.readies.came(peer)
+            elif self._is_overdue and self._may_come(peer, moved):
+                self._swarm.readies.missed(peer, (self.fragment, self.round))
 
     def _may_come(self, peer: PeerId, moved: frozenset[PeerId]) -> bool:
         version = self._swarm.version_of(peer, self.fragment)
@@ -116,21 +133,28 @@ class Gathering:
         size = min(self._swarm.group_size, MAX_MEMBERS)
         group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
         self._tell_behind(digest, camp)
-        uploads = [self.readies[peer].upload_bytes_per_s for peer in group]
-        ranges = split_blocks(self._swarm.shape.blocks[self.fragment], uploads)
-        parts_s = parts_deadline_s(self._swarm.shape.payload_bytes(self.fragment), uploads, observed)
+        shape, place = self._swarm.shape, (self.fragment, self.round)
+        rates = {peer: self._rates(peer) for peer in group}
+        division = divide(shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s)
+        parts_s = parts_deadline_s(division.transfer_s, observed)
         return Begin(
             key=RoundKey(fragment=self.fragment, round=self.round, attempt=attempt),
             members=[self._member(peer) for peer in group],
             parts=[
-                PartSpec(owner=peer, start_block=start, stop_block=stop)
-                for peer, (start, stop) in zip(group, ranges, strict=True)
-                if stop > start
+                PartSpec(
+                    owner=owner, start_block=start, stop_block=stop, senders=write_senders(sending, group)
+                )
+                for owner, (start, stop), sending in zip(
+                    division.owners, division.ranges, division.senders, strict=True
+                )
             ],
             state_digest=digest,
             parts_within_s=parts_s,
             result_within_s=2 * parts_s + bounds.GRACE_S,
         )
+
+    def _rates(self, peer: PeerId) -> Rates:
+        return Rates(self.readies[peer].upload_bytes_per_s, self.readies[peer].download_bytes_per_s)
 
     def heal(self) -> list[PeerId]:
         """No camp may begin. If most of the swarm is here, it holds several histories and none has a

@@ -100,6 +100,11 @@ class Rounds:
         """
         self._fragments[fragment].verdicts.forget(round_)
 
+    def is_completing(self, fragment: int) -> bool:
+        """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
+        twice."""
+        return self._fragments[fragment].is_completing()
+
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
         """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
         member = self._member_of(job)
@@ -226,7 +231,9 @@ class Rounds:
     def _on_result(self, message: wire.Result, sender: PeerId, now: float) -> None:
         fragment, attempt = self._keyed(message), message.key.attempt
         over = fragment.verdicts.has_ended(attempt) and not self._coordination.counts(attempt)
-        if not self._answer(fragment, message, sender) and not over:
+        if self._answer(fragment, message, sender):
+            self._coordination.late_result(message, sender, now)
+        elif not over:
             self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
 
     def _answer(

@@ -8,6 +8,7 @@ the part's generation; the payload is cut with views, never copied whole; every 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
@@ -86,12 +87,13 @@ class Member:
 
     def start(self, now: float) -> None:
         """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""
-        streams = []
+        by_owner: dict[PeerId, list[Iterator[tuple[PeerId, Part]]]] = {}
         for part, state in enumerate(self._parts):
             if state.owner == self._swarm.me:
                 self._own(part, now)
-            else:
-                streams.append(self._slice_messages(part))
+            elif self._swarm.me in self.attempt.senders[part]:
+                by_owner.setdefault(state.owner, []).append(self._slice_messages(part))
+        streams = [chain.from_iterable(parts) for parts in by_owner.values()]
         while streams:
             streams = [stream for stream in streams if self._send_next(stream)]
         self._check(now)
@@ -228,7 +230,7 @@ class Member:
                 )  # fmt: skip
         elif is_mine and not is_sent_again:
             self._own(part, now)
-        elif not is_sent_again:
+        elif not is_sent_again and self._swarm.me in self.attempt.senders[part]:
             for peer, piece in self._slice_messages(part):
                 self._outlet.send(peer, piece)
 
@@ -348,6 +350,17 @@ class Member:
         mine = [(peer, share.weight) for peer, share in self.attempt.shares.items()]
         if group != mine or ranges != list(self.attempt.ranges):
             raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
+
+    def owners_of_missing(self) -> set[PeerId]:
+        """The owners of the parts whose means have not come."""
+        return {state.owner for state in self._parts if state.mean is None}
+
+    def may_complete(self, outcome: Outcome) -> bool:
+        """Whether all that was committed can still come: what we hold is part of it, and the owners of the
+        rest live."""
+        held = zip(self._parts, outcome.parts, strict=True)
+        fits = all(state.mean is None or state.digest == part.digest for state, part in held)
+        return fits and all(map(self._swarm.is_live, self.owners_of_missing()))
 
     def agreed_mean(self, outcome: Outcome) -> memoryview | None:
         """The whole fragment's mean if ours is what was committed, else None."""

@@ -21,7 +21,8 @@ Contributors = tuple[tuple[PeerId, float], ...]
 
 
 class PartJob:
-    """One part in one generation, at its owner."""
+    """One part in one generation, at its owner. Slices are waited for from those whom BEGIN asked to send
+    them."""
 
     def __init__(
         self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
@@ -45,7 +46,11 @@ class PartJob:
         """Take a piece of a member's slice; False if it came for nothing. Raises ``RemoteProtocolError``."""
         if sender not in self.attempt.shares or sender == self._swarm.me:
             raise RemoteProtocolError("not a member", "PART")
+        if sender not in self.attempt.senders[self.part]:
+            return False  # more than it was asked for
         if self.job is not None or self.is_done:
+            if message.offset + len(message.data) == message.total and now < self._due_at:
+                self._swarm.slices.came(sender)  # it was not waited for, but would have been in time
             return False  # too late for this round; the sender did nothing wrong
         transfer = self._transfers.setdefault(sender, Assembly(self._size_bytes))
         is_new = transfer.add(message.offset, message.total, message.data)
@@ -55,13 +60,18 @@ class PartJob:
         return is_new
 
     def check(self, now: float) -> None:
-        """Ask for the average once every live member's slice is there, or the time is up."""
+        """Ask for the average once the slice of everybody who is waited for is there, or the time is up."""
         if self.job is not None or self.is_done:
             return
-        absent = [peer for peer in self.attempt.shares if peer not in self._whole]
-        missing = [peer for peer in absent if self._swarm.is_live(peer)]
+        habit = self._swarm.slices
+        absent = [peer for peer in self.attempt.senders[self.part] if peer not in self._whole]
+        missing = [peer for peer in absent if self._swarm.is_live(peer) and habit.is_awaited(peer)]
         if missing and now < self._due_at:
             return
+        for peer in self._whole:
+            habit.came(peer)
+        for peer in missing:
+            habit.missed(peer, self.attempt.id)
         # A slice that missed the deadline took longer than we know: count twice the wait so that it can grow.
         self._observed.add(2 * self.attempt.parts_within_s if missing else now - self._began_at)
         self._transfers.clear()

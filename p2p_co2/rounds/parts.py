@@ -1,21 +1,36 @@
-"""Cut a fragment's blocks into parts, one per member, by upload bandwidth.
+"""How a round's work is divided: which member averages which blocks, and who sends its slices for them.
 
-Law: the parts are the whole: every block is in exactly one part, in order. An owner uploads its part to
-everybody, so a part in proportion to the upload rate makes all owners finish together (Streaming DiLoCo's
-all-to-all, hivemind's load balancing solves the same as a linear programme). Unknown rates count as the mean
-of the known ones.
+With M members and a payload of one, an owner of the share p uploads its slices (1 - p) and its mean to all
+others (M - 1) p, and downloads as much, so at a rate of r payloads per second it needs (1 + (M - 2) p) / r
+seconds. The shortest round fills the rates like vessels: p = (r T - 1) / (M - 2) for those with r T > 1,
+nothing for the slower ones, T such that the shares add up to one (hivemind's load balancing solves the same
+as a linear programme). What a slower member cannot avoid is its own payload: one that could not send it in
+``PATIENCE`` times that time, or in a time that is cheap, is asked for a part of it only, another part each
+round. So a link ten times slower brings a tenth of its work to each round and holds nobody up.
+
+Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
+over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
+as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median.
+
+Price: parts for slow members are cut finer, which makes votes longer; ``MAX_PARTS`` bounds that.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
 
-from p2p_co2.rounds.bounds import MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_PARTS, MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.wire.identity import PeerId
 
 FASTEST_SHARE = 16.0
+PATIENCE = 1.5
+"""A round may take this many times as long as the fast members alone would need."""
 
 
 class BlockRange(NamedTuple):
@@ -25,21 +40,61 @@ class BlockRange(NamedTuple):
     stop: int
 
 
+class Rates(NamedTuple):
+    """What a member says of its link, bytes per second; 0: an upload not measured yet, a download without
+    cap."""
+
+    upload: float
+    download: float = 0.0
+
+
+@dataclass(frozen=True)
+class Division:
+    """Part ``i`` is ``ranges[i]``, averaged by ``owners[i]``, from the slices of ``senders[i]`` (the owner is
+    among them). ``transfer_s``: how long the slowest link needs for its share of it all."""
+
+    ranges: tuple[BlockRange, ...]
+    owners: tuple[PeerId, ...]
+    senders: tuple[frozenset[PeerId], ...]
+    transfer_s: float
+
+
+def divide(
+    blocks: int, block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int], cheap_s: float
+) -> Division:
+    """Divide a round at ``place`` (fragment, round) among the members of ``rates``. ``cheap_s``: a round of
+    this length costs nobody anything."""
+    members = sorted(rates)
+    payload_bytes = blocks * block_bytes
+    uploads = [rate / payload_bytes for rate in _credible([rates[peer].upload for peer in members])]
+    links = [
+        min(upload, max(1.0, rates[peer].download) / payload_bytes) if rates[peer].download > 0 else upload
+        for peer, upload in zip(members, uploads, strict=True)
+    ]
+    time_s = max(PATIENCE * _shortest_s(links), cheap_s)
+    shares = _shares(links, time_s)
+    budgets = {
+        peer: upload * time_s for peer, upload in zip(members, uploads, strict=True) if upload * time_s < 1
+    }
+    ranges, owners = _cut(blocks, members, shares, min(budgets.values(), default=2.0) / 2)
+    asked = {peer: _asked(peer, ranges, budget * blocks, place) for peer, budget in budgets.items()}
+    senders = tuple(
+        frozenset(peer for peer in members if peer not in asked or part in asked[peer])
+        for part in range(len(ranges))
+    )
+    others = len(members) - 2
+    needed = [
+        (1 + others * share) / rate for share, rate, upload in zip(shares, links, uploads, strict=True)
+        if upload * time_s >= 1
+    ]  # fmt: skip
+    return Division(ranges, owners, senders, max([*needed, time_s if budgets else 0.0]))
+
+
 def split_blocks(blocks: int, uploads_bytes_per_s: Sequence[float]) -> tuple[BlockRange, ...]:
-    """One range per member, in the members' order; empty where a member is too slow or there are too few
-    blocks."""
-    rates = [min(max(rate, 0.0), MAX_UPLOAD_BYTES_PER_S) for rate in uploads_bytes_per_s]
-    known = [rate for rate in rates if rate > 0]
-    typical = sum(known) / len(known) if known else 1.0
-    ceiling = FASTEST_SHARE * median_low(known) if known else typical
-    shares = [min(rate or typical, ceiling) for rate in rates]
-    total = sum(shares)
-    edges, reached = [0], 0.0
-    for share in shares:
-        reached += share
-        edges.append(min(blocks, round(blocks * reached / total)))
-    edges[-1] = blocks
-    return tuple(BlockRange(start, stop) for start, stop in pairwise(edges))
+    """One range per member, in the members' order, by upload rates alone; empty where a member is too slow or
+    there are too few blocks."""
+    rates = _credible(uploads_bytes_per_s)
+    return _edges(blocks, _shares(rates, PATIENCE * _shortest_s(rates)))
 
 
 def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
@@ -50,3 +105,85 @@ def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
             return False
         reached = stop
     return reached == blocks
+
+
+def _credible(uploads_bytes_per_s: Sequence[float]) -> list[float]:
+    """Rates above 0: unknown ones like the mean of the others, boasts cut down."""
+    rates = [min(max(rate, 1.0), MAX_UPLOAD_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
+    known = [rate for rate in rates if rate > 0]
+    typical = sum(known) / len(known) if known else ASSUMED_UPLOAD_BYTES_PER_S
+    ceiling = FASTEST_SHARE * median_low(known) if known else typical
+    return [min(rate or typical, ceiling) for rate in rates]
+
+
+def _shortest_s(rates: Sequence[float]) -> float:
+    """The shortest round in which the fastest members average everything, each after its own payload."""
+    fastest = sorted(rates, reverse=True)
+    others = max(0, len(rates) - 2)
+    total = 0.0
+    for count, rate in enumerate(fastest, 1):
+        total += rate
+        time_s = (others + count) / total if others else 1 / fastest[0]
+        if count == len(fastest) or fastest[count] * time_s <= 1:
+            return time_s
+    raise AssertionError("a round has members")
+
+
+def _shares(rates: Sequence[float], time_s: float) -> list[float]:
+    """Of the averaging, in proportion to what each link has left after its own payload."""
+    left = [max(0.0, rate * time_s - 1) for rate in rates]
+    total = sum(left)
+    return [one / total for one in left]
+
+
+def _edges(blocks: int, shares: Sequence[float]) -> tuple[BlockRange, ...]:
+    edges, reached = [0], 0.0
+    for share in shares:
+        reached += share
+        edges.append(min(blocks, round(blocks * reached)))
+    last = max(index for index, share in enumerate(shares) if share > 0)
+    edges[last + 1 :] = [blocks] * (len(shares) - last)
+    return tuple(BlockRange(start, stop) for start, stop in pairwise(edges))
+
+
+def _cut(
+    blocks: int, members: Sequence[PeerId], shares: Sequence[float], finest: float
+) -> tuple[tuple[BlockRange, ...], tuple[PeerId, ...]]:
+    """Ranges and their owners; no part larger than ``finest`` of the whole where ``MAX_PARTS`` allows it."""
+    whole = [
+        (owner, part)
+        for owner, part in zip(members, _edges(blocks, shares), strict=True)
+        if part.stop > part.start
+    ]
+    size = max(1.0, finest * blocks, blocks / max(1, MAX_PARTS - len(whole)))
+    ranges: list[BlockRange] = []
+    owners: list[PeerId] = []
+    for owner, (start, stop) in whole:
+        count = math.ceil((stop - start) / size) if finest < 1 else 1
+        for number in range(count):
+            first, last = (start + (stop - start) * (number + turn) // count for turn in (0, 1))
+            ranges.append(BlockRange(first, last))
+            owners.append(owner)
+    return tuple(ranges), tuple(owners)
+
+
+def _asked(
+    peer: PeerId, ranges: Sequence[BlockRange], budget_blocks: float, place: tuple[int, int]
+) -> set[int]:
+    """The parts that a slow member sends its slices for: as many as fit, from a place that is another each
+    round; if not even one fits, one now and then."""
+    fragment, round_ = place
+    digest = hashlib.sha256(f"{peer}/{fragment}/{round_}".encode()).digest()
+    first = int.from_bytes(digest[:8]) % len(ranges)
+    dice = int.from_bytes(digest[8:16]) / 2**64
+    asked: set[int] = set()
+    left = budget_blocks
+    for index in [*range(first, len(ranges)), *range(first)]:
+        size = ranges[index].stop - ranges[index].start
+        if size > left:
+            break
+        asked.add(index)
+        left -= size
+    if not asked and dice < budget_blocks / (ranges[first].stop - ranges[first].start):
+        asked.add(first)
+    return asked

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.rounds.assembly import piece_bytes
 from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.rounds.deadline import Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.wire.identity import PeerId
 
@@ -47,10 +48,14 @@ class Swarm:
         self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
         self.my_versions: dict[int, int] = {}
+        self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
+        """Who is in time with what."""
 
     def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
         views = {self.me: PeerView(), **live}
         self.live = {peer: views[peer] for peer in sorted(views)}
+        for habit in (self.readies, self.slices, self.votes):
+            habit.keep(self.live)
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live
@@ -73,6 +78,10 @@ class Swarm:
         upload = self.my_upload_bytes_per_s() or ASSUMED_UPLOAD_BYTES_PER_S
         views = [self.live[peer] for peer in receivers if peer in self.live and peer != self.me]
         return piece_bytes([upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)])
+
+    def my_download_bytes_per_s(self) -> float:
+        """This peer's own cap; 0 for none."""
+        return self.live[self.me].download_bytes_per_s
 
     def my_upload_bytes_per_s(self) -> float:
         return min(max(self.live[self.me].upload_bytes_per_s, 0.0), MAX_UPLOAD_BYTES_PER_S)

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt, check_digest, read_contributors
+from p2p_co2.rounds.deadline import Durations, votes_deadline_s
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named, short
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
@@ -40,15 +41,20 @@ class Tally:
     """The votes of one attempt. ``decide`` is called once, with the unsigned outcome."""
 
     def __init__(
-        self, attempt: Attempt, swarm: Swarm, outlet: Outlet, decide: Callable[[Outcome], None], now: float
-    ) -> None:
+        self, attempt: Attempt, swarm: Swarm, outlet: Outlet, decide: Callable[[Outcome], None], *,
+        observed: Durations, now: float,
+    ) -> None:  # fmt: skip
         self.attempt = attempt
         self.is_decided = False
         self.successor = False
         self._term = 0
         self._swarm, self._outlet, self._decide = swarm, outlet, decide
+        self._observed = observed
         self._began_at = now
         self._decide_at: float | None = None
+        self._quorum_at: float | None = None
+        self.votes_until = now
+        """Once there is a quorum: until when the others' votes are waited for."""
         self._owners = list(attempt.owners)
         self._generations = [0] * len(attempt.ranges)
         self._is_held = [False] * len(attempt.ranges)
@@ -79,11 +85,14 @@ class Tally:
         return peer in self._heard
 
     def get_timer(self) -> float | None:
-        return None if self.is_decided else self._decide_at
+        if self.is_decided or self._decide_at is None or self._quorum_at is None:
+            return None if self.is_decided else self._decide_at
+        return min(self._decide_at, self.votes_until)
 
     def handle_timer(self, now: float) -> None:
-        if self._decide_at is not None and now >= self._decide_at:
-            self._evaluate(now, final=True)
+        timer_at = self.get_timer()
+        if self._decide_at is not None and timer_at is not None and now >= timer_at:
+            self._evaluate(now, final=now >= self._decide_at)
 
     def peers_changed(self, now: float) -> None:
         self._evaluate(now)
@@ -135,14 +144,38 @@ class Tally:
             return
         voters, parts = self._best()
         waiting = [peer for peer in self.attempt.shares if self._is_awaited(peer)]
-        if self.attempt.is_quorum(voters) and (final or not waiting):
-            self._commit(parts)
-            return
+        if self.attempt.is_quorum(voters):
+            if self._has_waited(waiting, now) or final:
+                self._note_punctuality(waiting, now)
+                self._commit(parts)
+                return
+        else:
+            self._quorum_at = None
         timed_out = now - self._began_at >= bounds.ROUND_CAP_S
         if not timed_out and self._reassign_lost(now, heard_all=final or not waiting):
             return
         if final or timed_out or (not waiting and not self._may_still_hear()):
             self._abort(self._why(voters))
+
+    def _has_waited(self, waiting: list[PeerId], now: float) -> bool:
+        """Whether a quorum need not wait longer for the votes of the others. It need not wait at all: who is
+        late gets the decision, and goes on receiving the means. But a vote that comes shows that everybody
+        has the bytes."""
+        if self._quorum_at is None:
+            self._quorum_at = now
+            self.votes_until = now + votes_deadline_s(now - self._began_at, self._observed)
+        return now >= self.votes_until or not any(map(self._swarm.votes.is_awaited, waiting))
+
+    def _note_punctuality(self, waiting: list[PeerId], now: float) -> None:
+        assert self._quorum_at is not None
+        late = [peer for peer in waiting if self._swarm.votes.is_awaited(peer)]
+        # A vote that missed the deadline took longer than we know: count twice the wait so that it can grow.
+        waited_s = now - self._quorum_at
+        self._observed.add(2 * waited_s if late else waited_s)
+        for peer in self._votes:
+            self._swarm.votes.came(peer)
+        for peer in late:
+            self._swarm.votes.missed(peer, self.attempt.id)
 
     def _is_awaited(self, peer: PeerId) -> bool:
         vote = self._votes.get(peer)

@@ -149,7 +149,11 @@ class RoundBegan(Event):
     round: int
     group: tuple[str, ...]
     waited_s: float
+    """For READYs."""
     deadline_s: float
+    """At most waited for READYs."""
+    parts_deadline_s: float = 0.0
+    """At most waited for the members' slices, from BEGIN."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +280,22 @@ class Warned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Paused(Event):
+    """This peer rests: it keeps its place, trains nothing and fetches nothing. ``reason`` in words."""
+
+    kind: ClassVar[str] = "paused"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """It goes on after ``paused_s`` seconds, which are in no other figure."""
+
+    kind: ClassVar[str] = "resumed"
+    paused_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerFinished(Event):
     """The last event of a process. ``digest`` covers the whole agreed state, hex."""
 
@@ -336,6 +356,6 @@ EVENT_TYPES: dict[str, type[Event]] = {
     for kind in (
         PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, LinkMeasured, Progress, FragmentSent,
         SendSkipped, RoundBegan, RoundCommitted, RoundCounted, RoundAborted, FragmentApplied, AgreedMeasured,
-        CaughtUp, MessageRefused, CheckpointSaved, Warned, PeerFinished, Recalled,
+        CaughtUp, MessageRefused, CheckpointSaved, Paused, Resumed, Warned, PeerFinished, Recalled,
     )
 }  # fmt: skip

@@ -53,6 +53,8 @@ class Applied:
     report: StepReport
     contributed: bool
     """True if this peer's offer is in every part of the mean."""
+    share: float
+    """Of this peer's offer, how much is in the mean: 0 to 1."""
     refused: str
     """Why the mean was not applied although it was agreed ("" if it was): every peer refuses alike."""
 
@@ -141,7 +143,9 @@ class FragmentLedger:
         self.state = new
         if not self._delayed:
             self._measured_from = new
-        return Applied(merge, report, mine is not None and not missed, refused)
+        lost = sum(part.stop - part.start for part in missed) / self.state.params.numel()
+        share = 0.0 if mine is None else 1.0 - lost
+        return Applied(merge, report, mine is not None and not missed, share, refused)
 
     def abort(self, round_: int) -> tuple[bool, Merge | None]:
         """The round changed nothing: (whether an offer of ours ended, how live parameters take its work

@@ -42,6 +42,7 @@ class Outcome:
     merge: Merge | None
     report: StepReport | None = None
     contributed: bool = False
+    share: float = 0.0
     ends_offer: bool = True
     trouble: str = ""
 
@@ -170,6 +171,7 @@ class TensorLedger:
                     applied.merge,
                     applied.report,
                     applied.contributed,
+                    applied.share,
                     trouble=applied.refused,
                 ),
             )

@@ -21,6 +21,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import FragmentPlan
+from p2p_co2.governor import Governor
 from p2p_co2.outer import Merge, OuterState
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
@@ -50,6 +51,7 @@ class Peer:
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
         self._saved_at = time.monotonic()
         self._stopped = self._left = False
+        self._governor = Governor(plan.config.limits.hours)
         self._sync.on_reset = self._forget_optimizer
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
@@ -84,6 +86,7 @@ class Peer:
         """
         self._sync.after_step(tokens, loss.detach() if isinstance(loss, Tensor) else loss)
         self._set_learning_rate()
+        self._rest()
         if time.monotonic() - self._saved_at >= self._plan.config.checkpoint_every_s:
             started_at = time.monotonic()
             self._save_or_warn()
@@ -93,6 +96,26 @@ class Peer:
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
         self._stopped = self._sync.stopped = True
+
+    def pause(self) -> None:
+        """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
+        training, no fetching, only heartbeats. The swarm does not wait for this peer and it keeps its place.
+        Safe in a signal handler and from other threads, as are the next two."""
+        self._governor.pause()
+
+    def go_on(self) -> None:
+        """End a pause, or the rest outside the configured hours until they next turn."""
+        self._governor.go_on()
+
+    def toggle_pause(self) -> None:
+        """``pause`` if it works, ``go_on`` if it rests."""
+        self._governor.toggle(_minute_of_the_day())
+
+    def _rest(self) -> None:
+        if self._governor.resting(_minute_of_the_day()) and not self._stopped:
+            self._save_or_warn()  # a machine that rests may be switched off
+            self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
+            self._set_learning_rate()
 
     def agreed_parameters(self) -> dict[str, Tensor]:
         """A copy of the agreed parameters by name (fp32, host memory): evaluate and publish these, not the
@@ -251,3 +274,9 @@ class Peer:
         factor = self._plan.learning_rate(self._sync.position)
         for group, base in zip(self._plan.optimizer.param_groups, self._plan.base_lr, strict=True):
             group["lr"] = base * factor
+
+
+def _minute_of_the_day() -> int:
+    """By this machine's local clock."""
+    now = time.localtime()
+    return 60 * now.tm_hour + now.tm_min

@@ -44,6 +44,8 @@ DISTINCT = 2.0**-10
 """Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
 must not take the offer of its last process for its own."""
 REPORT_EVERY_S = 1.0
+REST_BEAT_S, REST_REPORT_EVERY_S = 0.1, 10.0
+"""While resting: how soon a wish to go on is seen, and how often the peer tells of itself."""
 RATE_DECAY = 0.8
 
 
@@ -97,7 +99,11 @@ class Synchroniser:
         self.clock.start(start.position, time.monotonic(), start.inner_steps)
         self.position, self._advanced_at = start.position, time.monotonic()
         self.inner_steps, self.tokens = start.inner_steps, start.tokens
-        self._contributed_tokens = [start.tokens] * self._count
+        self._contributed_tokens = [float(start.tokens)] * self._count
+        """Tokens whose work has been counted. Of an offer that was counted in part, that share: what is
+        contributed each time is a part at random, so the parts' mean age is their weight."""
+        self._counted_tokens = [start.tokens] * self._count
+        """Tokens at the newest offer that was counted at least in part."""
         self._sent: dict[int, _Sent] = {}
         self._taken = [0] * self._count
         """Outcomes of each fragment that the live parameters have met."""
@@ -207,6 +213,32 @@ class Synchroniser:
         """Time between two steps that was neither training nor communication (a checkpoint)."""
         self._returned_at += duration_s
 
+    def rest(self, reason: Callable[[], str], beat_s: float = REST_BEAT_S) -> None:
+        """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
+
+        The swarm does not wait for a peer that rests. Its time is in no figure, and points that pass
+        meanwhile are not made up: the work done before goes into the next offers.
+        """
+        began_at, why = time.monotonic(), reason()
+        if not why:
+            return
+        self.phase = Status.PAUSED
+        self._report(ev.Paused, reason=why)
+        self.report()
+        while reason() and not self.stopped:
+            self._check()
+            self.take_outcomes()
+            if time.monotonic() - self._reported_at >= REST_REPORT_EVERY_S:
+                self.report()
+            time.sleep(beat_s)
+        rested_s = time.monotonic() - began_at
+        self.pause(rested_s)
+        if self._first_step_at is not None:
+            self._first_step_at += rested_s
+        self.position, self.phase = self._advance(time.monotonic()), Status.TRAINING
+        self._report(ev.Resumed, paused_s=rested_s)
+        self.report()
+
     def _check(self) -> None:
         failure = self._wire.failure() or self._ledger.failure
         if failure is not None:
@@ -236,8 +268,10 @@ class Synchroniser:
             self._report(ev.Warned, text=f"fragment {fragment}: {outcome.trouble}")
         if outcome.report is None:
             return
-        if outcome.contributed and sent is not None:
-            self._contributed_tokens[fragment] = sent.tokens
+        if outcome.share > 0 and sent is not None:
+            known = self._contributed_tokens[fragment]
+            self._contributed_tokens[fragment] = known + outcome.share * (sent.tokens - known)
+            self._counted_tokens[fragment] = sent.tokens
         now = time.monotonic()
         passed = points_passed(fragment, self._count, self.position)
         self._report(
@@ -287,14 +321,26 @@ class Synchroniser:
         self.report()
 
     def _offer_the_rest(self, ends_at: float) -> None:
-        """Offer what this peer learned since its last contributions until it is counted, or time is up."""
-        unsent = {f for f in range(self._count) if self._contributed_tokens[f] < self.tokens}
-        while unsent and time.monotonic() < ends_at and not self.stopped:
-            for fragment in sorted(unsent):
-                if fragment not in self._sent:
+        """Offer what this peer learned since its last contributions until it is counted, or time is up.
+
+        Half of the fragments at once: each holds a snapshot until its round ends, and here no training lies
+        between one and the next. In the second half of the time all at once, for peers that wait for each
+        other with different ones.
+        """
+        few, all_at = max(2, -(-self._count // 2)), ends_at - FLUSH_BOUND_S / 2
+        tries = [0] * self._count
+        while time.monotonic() < ends_at and not self.stopped:
+            unsent = [f for f in range(self._count) if self._contributed_tokens[f] < self.tokens]
+            if not unsent:
+                return
+            at_most = few if time.monotonic() < all_at else self._count
+            for fragment in sorted(unsent, key=lambda f: (tries[f], f)):
+                if fragment not in self._sent and len(self._sent) < at_most:
+                    tries[fragment] += 1
                     self._offer(fragment)
-            self._wait(lambda: self.stopped or not self._sent, max(0.0, ends_at - time.monotonic()))
-            unsent = {f for f in unsent if self._contributed_tokens[f] < self.tokens}
+            in_flight = len(self._sent)
+            until = all_at if time.monotonic() < all_at else ends_at
+            self._wait(lambda: self.stopped or len(self._sent) < in_flight, until - time.monotonic())  # noqa: B023
 
     # ---- figures
 

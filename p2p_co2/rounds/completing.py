@@ -1,0 +1,41 @@
+"""A member whose round has committed before all means had come: a slow link is not waited for, but what is on
+its way to it is not thrown away either.
+
+Law: it waits as long as pieces keep coming and their owners live, and then says so: the bytes are fetched
+from donors instead.
+"""
+
+from __future__ import annotations
+
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.member import Member
+from p2p_co2.rounds.swarm import Swarm
+from p2p_co2.wire.messages_pb2 import Decision, Outcome
+
+
+class Completing:
+    """One member after the decision."""
+
+    def __init__(
+        self, member: Member, decision: Decision, outcome: Outcome, swarm: Swarm, now: float
+    ) -> None:
+        self.decision, self.outcome = decision, outcome
+        self.has_stalled = not member.may_complete(outcome)
+        self._member, self._swarm = member, swarm
+        self._patience_s = max(bounds.GRACE_S, member.attempt.parts_within_s)
+        self._give_up_at = now + bounds.ROUND_CAP_S
+        self.came(now)
+
+    def came(self, now: float) -> None:
+        """A piece of a mean has come."""
+        self._stalls_at = now + self._patience_s
+
+    def peers_changed(self, now: float) -> None:
+        if any(not self._swarm.is_live(owner) for owner in self._member.owners_of_missing()):
+            self._stalls_at = min(self._stalls_at, now + bounds.GRACE_S)
+
+    def get_timer(self) -> float:
+        return min(self._stalls_at, self._give_up_at)
+
+    def handle_timer(self, now: float) -> None:
+        self.has_stalled = self.has_stalled or now >= self.get_timer()

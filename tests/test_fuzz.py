@@ -1,0 +1,153 @@
+"""Every type of message, wrong in every way that a tape can say, into real nodes that train: nothing ends,
+nothing is kept beyond its bound, and each refusal is counted by kind and sender.
+
+``tests/fuzz`` has the world and the mutations; the same games are played for longer under a coverage-guided
+fuzzer (``tests/fuzz/target.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from p2p_co2.rounds.gathering import behind_message
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.wire.messages_pb2 import Envelope
+from tests.fuzz.mutate import Mutator, Tape
+from tests.fuzz.play import STRANGER, Game, check_bounds
+from tests.fuzz.world import RUN, World, make_identity, run_virtual
+
+KINDS = {field.name for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
+PATIENT = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MUTANTS_PER_MESSAGE, MESSAGES_PER_KIND = 6, 8
+
+
+@given(st.binary(max_size=300))
+@PATIENT
+def test_a_strangers_wrong_messages_change_nothing(data: bytes) -> None:
+    game = Game(data, insiders=False, losses=False)
+    game.play()
+    game.check_agreement()
+
+
+@given(st.binary(max_size=300))
+@PATIENT
+def test_a_members_wrong_messages_end_nobody(data: bytes) -> None:
+    Game(data, insiders=True, losses=True).play()
+
+
+def test_every_kind_of_message_is_tried() -> None:
+    """In one world where messages get lost and a peer falls behind, so that all kinds are sent for real."""
+    tried: Counter[str] = Counter()
+    refusals: Counter[tuple[str, str, str]] = Counter()
+
+    async def work() -> None:
+        world = World("a", "b", "c")
+        shuffle = random.Random(3)
+        identities = {trainer.me: trainer.identity for trainer in world.trainers}
+        identities[STRANGER] = make_identity("mallory")
+        mutator = Mutator(Tape(b""))
+        cut_off: set[PeerId] = set()
+
+        def tap(sender: PeerId, receiver: PeerId, data: bytes) -> bool:
+            kind = mutator.saw(data)
+            if tried[kind] < MESSAGES_PER_KIND * MUTANTS_PER_MESSAGE:
+                for number in range(MUTANTS_PER_MESSAGE):
+                    mutator.tape = Tape(shuffle.randbytes(64))
+                    source = (STRANGER, sender)[number % 2]
+                    world.put(source, receiver, mutator.mutate(data, identities[source]))
+                tried[kind] += MUTANTS_PER_MESSAGE
+            if kind in ("ping", "pong"):
+                return True
+            return not {sender, receiver} & cut_off and shuffle.random() > 0.2
+
+        world.tap = tap
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(12)
+        cut_off.add(world.trainers[2].me)
+        await world.train(2.5)
+        cut_off.clear()
+        await world.train(8)
+        first, second = world.trainers[:2]
+        for _ in range(MESSAGES_PER_KIND):  # these nodes hear of each other's versions too soon to need it
+            await world.train(0.7)
+            version = second.node.agreed[0].version
+            behind = behind_message(0, version + 1, version + 1, bytes(32), [first.me])
+            world.send(first.me, second.me, first.node._envelope(behind))
+        for trainer in world.trainers[1:]:
+            trainer.node.say_goodbye("done")
+        await asyncio.sleep(0.1)
+        for trainer in world.trainers:
+            check_bounds(trainer)
+            refusals.update(trainer.node.receiving.refusals)
+        await world.close()
+
+    torch.set_num_threads(1)
+    run_virtual(work())
+    assert set(tried) == KINDS
+    refused = {(sender, kind) for sender, kind, _ in refusals}
+    assert {kind for _, kind in refused} >= KINDS - {"leave", "refusal"}  # these hold nothing wrong
+    assert STRANGER in {sender for sender, _ in refused}
+
+
+@given(st.lists(st.binary(max_size=400), min_size=1, max_size=30), st.integers(0, 2))
+@settings(max_examples=50, deadline=None)
+def test_any_bytes_are_refused_and_counted(messages: list[bytes], headed: int) -> None:
+    head = Envelope(version=1, run=RUN.digest()).SerializeToString() if headed else b""
+
+    async def work() -> None:
+        world = World("a")
+        world.start()
+        await asyncio.sleep(0)
+        (trainer,) = world.trainers
+        for message in messages:
+            await world.deliver(STRANGER, trainer.me, head + message)
+        check_bounds(trainer)
+        counted = {sender for sender, _, _ in trainer.node.receiving.refusals}
+        assert counted <= {STRANGER}
+        if not headed:
+            assert trainer.node.receiving.refusals.total() == len(messages)
+        await world.close()
+
+    run_virtual(work())
+
+
+def refused_by_one_node(*messages: Callable[[], bytes]) -> Counter[tuple[str, str, str]]:
+    result: Counter[tuple[str, str, str]] = Counter()
+
+    async def work() -> None:
+        world = World("a")
+        world.start()
+        await asyncio.sleep(0)
+        for message in messages:
+            await world.deliver(STRANGER, world.trainers[0].me, message())
+        result.update(world.trainers[0].node.receiving.refusals)
+        await world.close()
+
+    run_virtual(work())
+    return result
+
+
+def test_refusals_are_counted_by_sender_kind_and_reason() -> None:
+    good = Envelope(version=1, run=RUN.digest())
+    good.fetch.fragment = 77
+    padded = Envelope(version=1, run=RUN.digest())
+    padded.ping.status.software = "x" * 40_000
+    counted = refused_by_one_node(
+        good.SerializeToString, good.SerializeToString, padded.SerializeToString, lambda: b"\xff",
+        lambda: bytes(MAX_MESSAGE_BYTES + 1),
+    )  # fmt: skip
+    assert counted == {
+        (STRANGER, "fetch", "unknown fragment"): 2,
+        (STRANGER, "ping", "too large"): 1,
+        (STRANGER, "", "unreadable"): 1,
+        (STRANGER, "", "too large"): 1,
+    }

@@ -1,0 +1,99 @@
+"""A peer that rests: the others go on without waiting, it keeps its place, and takes part again at once."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain, repeat
+
+from p2p_co2.telemetry.events import Paused, Progress, Resumed, RoundAborted, RoundCommitted, SendSkipped
+from p2p_co2.wire.messages_pb2 import Status
+from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
+
+
+async def train(world: World, resting: Trainer, seconds: float) -> None:
+    """Everybody but one."""
+    for _ in range(int(seconds / STEP_S)):
+        for trainer in world.trainers:
+            if trainer is not resting:
+                trainer.step()
+        await asyncio.sleep(STEP_S)
+
+
+def show(trainer: Trainer, phase: Status.Phase) -> None:
+    trainer.sync.phase = phase
+    trainer.sync.report()
+
+
+def commits(trainer: Trainer) -> int:
+    return sum(isinstance(event, RoundCommitted) for event in trainer.events)
+
+
+def test_the_others_do_not_wait_and_the_peer_goes_on_where_they_are() -> None:
+    async def work() -> None:
+        world = World("a", "b", "c")
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(5)
+        *others, resting = world.trainers
+        before = min(world.versions()[0])
+        show(resting, Status.PAUSED)
+        await asyncio.sleep(0.5)
+        held, seen = resting.node.agreed[0].version, commits(resting)
+        fetched = resting.node.receiving.down_bytes
+        await train(world, resting, 20)
+        for trainer in others:
+            assert min(agreed.version for agreed in trainer.node.agreed) >= before + 19  # a round each second
+            assert len(trainer.node.membership.live) == 2  # it keeps its place
+            assert not [event for event in trainer.events if isinstance(event, RoundAborted | SendSkipped)]
+        assert resting.node.agreed[0].version <= held + 1
+        assert commits(resting) <= seen + 2
+        assert resting.node.receiving.down_bytes - fetched < 60_000  # heartbeats and decisions
+
+        show(resting, Status.TRAINING)
+        await world.train(4)
+        assert len({tuple(versions) for versions in world.versions()}) == 1
+        last = [event for event in others[0].events if isinstance(event, RoundCommitted)][-1]
+        assert last.group_size == last.contributors == 3
+        await world.close()
+
+    run_virtual(work())
+
+
+def test_resting_says_so_and_its_time_is_in_no_figure() -> None:
+    async def work() -> None:
+        world = World("a")
+        world.start()
+        await asyncio.sleep(0)
+        (trainer,) = world.trainers
+        trainer.step()
+        reasons = chain(["paused by hand"] * 4, repeat(""))
+        trainer.sync.rest(lambda: next(reasons), beat_s=0.02)
+        said = [event for event in trainer.events if isinstance(event, Paused | Resumed)]
+        assert [type(event) for event in said] == [Paused, Resumed]
+        assert isinstance(said[0], Paused)
+        assert said[0].reason == "paused by hand"
+        assert isinstance(said[1], Resumed)
+        assert said[1].paused_s >= 0.04
+        phases = [event.phase for event in trainer.events if isinstance(event, Progress)]
+        assert phases[-2:] == ["paused", "training"]
+        trainer.step()
+        trainer.sync.report()
+        last = [event for event in trainer.events if isinstance(event, Progress)][-1]
+        assert last.wall_s + 0.04 < said[1].paused_s + last.train_s + last.exposed_s + 0.04 + 0.02
+        await world.close()
+
+    run_virtual(work())
+
+
+def test_nothing_happens_without_a_reason() -> None:
+    async def work() -> None:
+        world = World("a")
+        (trainer,) = world.trainers
+        count = len(trainer.events)
+        trainer.sync.rest(lambda: "")
+        assert len(trainer.events) == count
+        world.start()
+        await asyncio.sleep(0)
+        await world.close()
+
+    run_virtual(work())
