@@ -36,6 +36,9 @@ MEASURE_EVERY_S = 10.0
 SILENCE_FLOOR_S = 6.0
 """A peer is never declared silent sooner: a busy laptop may starve a thread for seconds."""
 SILENCE_CAP_S = 30.0
+STOOD_STILL_S = 3.0
+"""When this process itself stood still for longer (a suspended laptop), the others' silence in that time says
+nothing: what they sent has yet to be read. Believing to be alone, it would begin a history of its own."""
 GAPS_KEPT = 16
 OFFSETS_KEPT = 9
 ONE_WAY_S = 2.0
@@ -190,6 +193,10 @@ class Membership:
         if self._next_heartbeat_at is None or now < self._next_heartbeat_at:
             return
         beat_s = self.heartbeat_s
+        late_s = now - self._next_heartbeat_at
+        if late_s > STOOD_STILL_S:
+            for info in self._live.values():
+                info.heard_at = min(now, info.heard_at + late_s)
         self._next_heartbeat_at = now + beat_s
         due: list[PeerId] = []
         for peer, info in list(self._live.items()):
