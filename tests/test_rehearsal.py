@@ -1,0 +1,208 @@
+"""Rehearsals with real packets: lines between network namespaces, routers, the whole command, and its end.
+
+Skipped where network namespaces are not allowed. All traffic stays in namespaces that the test made and
+removes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootstrap import netns
+from bootstrap.internet import Internet, Machine
+from bootstrap.local_swarm import LocalSwarm, environment, program
+from p2p_co2.profiles import PROFILES
+from p2p_co2.telemetry.events import LinkOpened
+from p2p_co2.telemetry.journal import read_events
+
+KERNEL = netns.examine()
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.skipif(bool(KERNEL.problem), reason=f"no network namespaces here: {KERNEL.problem}"),
+    pytest.mark.skipif(
+        not (KERNEL.tun or KERNEL.netem), reason="neither /dev/net/tun nor netem: nothing delays packets"
+    ),
+]
+needs_router = pytest.mark.skipif(
+    not KERNEL.masquerade, reason="neither nft nor iptables makes a router here"
+)
+ROOT = Path(__file__).resolve().parent.parent
+RUN = f"""
+name = "rehearsed"
+recipe = "{ROOT}/examples/own_recipe.py:make"
+fragments = 2
+[clock]
+round_s = 2.0
+"""
+OPEN_DSL = replace(PROFILES["dsl"], nat="open")
+
+
+def namespaces() -> list[str]:
+    return netns.owned(os.getpid())
+
+
+def start_rehearsal(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    (folder / "run.toml").write_text(RUN)
+    command = [str(folder / "run.toml"), "--peers", "2", "--folder", str(folder / "run"), *options]
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "bootstrap", "rehearse", *command],
+            env={**os.environ, **environment()}, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+# ---- lines
+
+
+def transfer(sender: Machine, receiver: Machine, data: bytes) -> tuple[bytes, float]:
+    """(what arrived, seconds) of one TCP connection."""
+
+    def listen() -> socket.socket:
+        made = socket.socket()
+        made.bind((receiver.address, 0))
+        made.listen()
+        return made
+
+    listener = netns.call_inside(receiver.namespace, listen)
+    dialling = netns.call_inside(sender.namespace, socket.socket)
+    with listener, dialling:
+        dialling.settimeout(20)
+        dialling.connect((receiver.address, listener.getsockname()[1]))
+        began_at = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            dialling.sendall(data)
+            os._exit(0)
+        dialling.close()
+        taken, _ = listener.accept()
+        got = bytearray()
+        with taken:
+            taken.settimeout(20)
+            while piece := taken.recv(1 << 16):
+                got += piece
+        os.waitpid(child, 0)
+        return bytes(got), time.monotonic() - began_at
+
+
+@pytest.mark.parametrize("kernel", [KERNEL, replace(KERNEL, shaper="", netem=False)], ids=["kernel", "own"])
+def test_a_line_has_its_delay_rate_and_loss_and_loses_no_byte(tmp_path: Path, kernel: netns.Kernel) -> None:
+    if not kernel.shaper and not kernel.tun:
+        pytest.skip("no /dev/net/tun")
+    line = replace(OPEN_DSL, jitter_ms=0.0, loss=0.02)
+    with Internet(kernel, tmp_path, seed=5) as internet:
+        a, b = internet.add("a", line), internet.add("b", line)
+        internet.start()
+        round_trip_s = internet.round_trip_s("a", "b")
+        assert round_trip_s is not None
+        assert 0.079 <= round_trip_s < 0.2
+        data = os.urandom(1 << 20)
+        got, took_s = transfer(a, b, data)
+        assert got == data
+        assert took_s > 8 * len(data) / line.up_bits_per_s
+        up, _ = internet.traffic_bytes()["a"]
+        assert len(data) < up < 1.3 * len(data)
+    assert namespaces() == []
+    if internet.delay_by == "forwarder":
+        assert 0 < internet.forwarded["lost"] < 0.1 * internet.forwarded["packets"]
+
+
+def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
+    code = "from bootstrap import netns; import time; print(netns.add('left'), flush=True); time.sleep(60)"
+    maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert maker.stdout is not None
+    with maker.stdout:
+        left, mine = maker.stdout.readline().strip(), netns.add("mine")
+    try:
+        inside = subprocess.Popen(netns.inside(left, ["sleep", "60"]))
+        assert left not in netns.sweep()
+        maker.kill()
+        maker.wait()
+        assert left in netns.sweep()
+        assert inside.wait(10) == -signal.SIGKILL
+        assert namespaces() == [mine]
+    finally:
+        netns.remove(mine)
+        netns.remove(left)
+    assert netns.owned(maker.pid) == []
+
+
+# ---- the command
+
+
+@needs_router
+def test_peers_behind_routers_meet_through_the_seed(tmp_path: Path) -> None:
+    process = start_rehearsal(tmp_path, "--profile", "4g", "--seconds", "10")
+    assert process.wait(180) == 0, (tmp_path / "output").read_text()
+    assert netns.owned(process.pid) == []
+    output = (tmp_path / "output").read_text()
+    assert "emulation: real packets" in output
+    assert "new port each time" in output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["digests_equal"]
+    assert summary["rounds"]["committed"] > 0
+    assert set(summary["carriers"]) == {"libp2p"}
+    assert summary["exchanges"]["count"] > 0
+    assert 0 < summary["steady"]["utilisation"]["peer-1"] <= 1
+    assert summary["lines"]["peer-1"]["round_trip_s"] >= 0.04
+    opened = [
+        event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, LinkOpened)
+    ]
+    assert opened
+    assert all("relayed by 192.0.0." in event.reason for event in opened)
+
+
+def test_without_namespaces_the_carriers_are_slow_and_the_user_is_told(tmp_path: Path) -> None:
+    process = start_rehearsal(tmp_path, "--profile", "dsl", "--seconds", "8", "--in-carrier")
+    assert process.wait(180) == 0, (tmp_path / "output").read_text()
+    assert "carriers slowed down on loopback" in (tmp_path / "output").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert "slowed down" in summary["emulation"]
+    assert summary["rounds"]["duration_s"]["mean"] > 0.16, "four ways of 40 ms from READY to COMMIT at least"
+    assert summary["exchanges"]["line_share"]["median"] is None
+
+
+def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
+    process = start_rehearsal(tmp_path, "--profile", "fibre", "--seconds", "60")
+    ends_at = time.monotonic() + 90
+    while not (tmp_path / "run" / "logs" / "peer-2.log").exists():
+        assert time.monotonic() < ends_at
+        assert process.poll() is None, (tmp_path / "output").read_text()
+        time.sleep(0.1)
+    assert netns.owned(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert netns.owned(process.pid) == []
+    assert "no process and no namespace is left" in (tmp_path / "output").read_text()
+
+
+@needs_router
+def test_a_peer_that_nobody_can_reach_is_told_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    with Internet(KERNEL, tmp_path, seed=0) as internet, LocalSwarm(tmp_path, grace_s=8) as swarm:
+        public = internet.add("seed", PROFILES["fibre"])
+        hidden = internet.add("peer", replace(PROFILES["fibre"], nat="symmetric"))
+        internet.start()
+        place = ["--host", public.address, "--announce-host", public.address, "--port", "31337", "--no-relay"]
+        arguments = ["seed", str(tmp_path / "run.toml"), "--folder", str(tmp_path / "seed"), *place]
+        seed = swarm.start("seed", public.command(program("bootstrap", *arguments)), environment())
+        ticket = swarm.wait_for_line(seed, "ticket:", 60)
+        recipe = f"{ROOT}/examples/own_recipe.py:make"
+        command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", recipe)
+        peer = swarm.start("peer", hidden.command(command), environment())
+        ends_at = time.monotonic() + 60
+        while "no seed passes on traffic for this peer" not in peer.last_lines(100):
+            assert time.monotonic() < ends_at, peer.last_lines(100)
+            assert peer.running(), peer.last_lines(100)
+            time.sleep(0.1)
+        assert "--announce-host" in peer.last_lines(100)
+    assert namespaces() == []
