@@ -12,14 +12,14 @@ The others hit anybody, newcomers that are still starting as well.
 
 - ``throughput``: inner steps per second and peer while others die, over the same undisturbed: of all peers,
   for as long as each lived. Bar 0.9. ``exposed_share``: time inside ``peer.step`` of wall time, in both
-  phases: what the swarm itself took from training; the rest of a loss is processor time. Starting processes
-  are niced until they are up, since elsewhere theirs would be another machine's processor.
+  phases: what the swarm itself took from training; the rest of a loss is processor time: a process that
+  starts takes seconds of it, which elsewhere would be another machine's.
 - ``aborted_per_kill``: distinct rounds (fragment, number) that anybody saw aborted after a kill and before
   the next: most and mean. Bar: most 1. ``killed_while_coordinating``: kills that left a begun round undecided
   at its coordinator.
 - ``newcomer_alone``: seconds from the start of ``p2p-co2 join`` in the calm to its first contribution that
   was counted, and where they went. Bars: 15 s, 3 rounds. ``newcomers``: the same of those that were started
-  one upon the other in the killing, niced and with too few cores for all: no bar.
+  one upon the other in the killing, with too few cores for all: no bar.
 - ``hung``, ``died``: survivors that did not end within a bound, or with an error. Bar: none.
 """
 
@@ -60,7 +60,9 @@ from tests.campaign import Campaign, choose, paced_run
 
 ROUND_S, FRAGMENTS, STEP_S = 4.0, 2, 0.1
 BAR_THROUGHPUT, BAR_ABORTED, BAR_JOIN_S, BAR_JOIN_ROUNDS = 0.9, 1, 15.0, 3.0
-START_NICENESS = 15
+LEFT_ALIVE = 2
+"""Training peers that are not killed as long as no newcomer has come up: a small machine starts processes
+slowly, and a run whose last peer dies begins anew."""
 SETTLE_S, END_BOUND_S = 25.0, 120.0
 
 
@@ -104,17 +106,17 @@ def _run(swarm: Campaign, options: argparse.Namespace) -> dict[str, Any]:
     while time.time() < kills_from + options.kill_s:
         next_at = time.time() + options.every_s
         peers = [child for child in swarm.running() if child.name != "seed"]
-        aimed = len(victims) % 2 == 1
+        training = [child for child in peers if _trains(swarm, child)]
+        if len(training) <= LEFT_ALIVE:
+            peers = [child for child in peers if child not in training] or peers
+        aimed = len(victims) % 2 == 1 and len(training) > LEFT_ALIVE
         victim = (swarm.wait_for_coordinator(peers, options.every_s) if aimed else None) or choose(
             random_, peers
         )
         swarm.kill(victim)
         victims.append((time.time(), victim))
         newcomers.append(swarm.join(f"newcomer-{len(newcomers)}", *carrier))
-        os.setpriority(os.PRIO_PROCESS, newcomers[-1].pid, START_NICENESS)
-        while time.time() < next_at:
-            _hurry_up(swarm, newcomers)
-            time.sleep(0.2)
+        time.sleep(max(0.0, next_at - time.time()))
     kills_until = time.time()
     survivors = [child for child in swarm.running() if child.name != "seed"]
     hung = not swarm.wait(survivors, END_BOUND_S)
@@ -137,16 +139,8 @@ def _run(swarm: Campaign, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _hurry_up(swarm: Campaign, newcomers: Sequence[Child]) -> None:
-    """A newcomer that is up trains like the others."""
-    for child in newcomers:
-        if (
-            child.running()
-            and os.getpriority(os.PRIO_PROCESS, child.pid)
-            and swarm.events(child.name, PeerStarted)
-        ):
-            for task in Path(f"/proc/{child.pid}/task").iterdir():
-                os.setpriority(os.PRIO_PROCESS, int(task.name), os.getpriority(os.PRIO_PROCESS, 0))
+def _trains(swarm: Campaign, child: Child) -> bool:
+    return any(event.phase == "training" for event in swarm.events(child.name, Progress))
 
 
 def _commits(swarm: Campaign, name: str) -> set[tuple[int, int]]:

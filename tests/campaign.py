@@ -21,7 +21,7 @@ from p2p_co2.telemetry.journal import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = f"{ROOT / 'tests' / 'paced_recipe.py'}:make"
-START_S = 90.0
+START_S = 150.0
 """Bound on a process's start: importing torch, several processes at a time, on few cores."""
 _E = TypeVar("_E", bound=Event)
 
