@@ -2,12 +2,14 @@
 
 A state is exported when somebody asks and kept while it is being loaded, so that the chunks of one version
 stay the same although the swarm commits meanwhile; the rounds since are held as well, for the newcomer to
-replay. Law: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole
-time allow; who asks for another meanwhile is told what is being given, and to come again.
+replay. Laws: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole
+time allow; who asks for another meanwhile is told what is being given, and to come again. Whatever is asked,
+the tensor side is busy with large exports for at most one part in 1 + ``EXPORT_REST`` of its time.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -26,6 +28,9 @@ EXPORT_IN_USE_S = 4.0
 EXPORT_LONGEST_S = 60.0
 EXPORT_SLOWEST_BYTES_PER_S = 250e3
 """No export is kept for longer than ``EXPORT_LONGEST_S`` and the time its bytes take at this rate."""
+EXPORT_REST = 3.0
+"""How many times as long as an export took no other is begun, if all states together are large: the rounds
+need the same thread. A newcomer takes longer to load one anyway."""
 MAX_WAITING = 64
 """Peers that wait for one export."""
 
@@ -65,6 +70,9 @@ class Donor:
         self.history = History(shape)
         self._exports: OrderedDict[tuple[int, int], _Export] = OrderedDict()
         self._waiting: dict[int, list[tuple[PeerId, Fetch]]] = {}
+        self._began_at: dict[int, float] = {}
+        """When the tensor side was asked for the exports that are waited for."""
+        self._rests_until = -math.inf
 
     def exported_bytes(self) -> int:
         """What is held for others to load."""
@@ -78,6 +86,8 @@ class Donor:
         manifest = make_manifest(self._identity, self._run, place, len(data), chunk_digests, digest=digest)
         self._exports[fragment, version] = _Export(version, data, now, manifest)
         self._exports_changed()
+        if sum(self._shape.state_bytes) > EXPORTS_FREE_BYTES:
+            self._rests_until = now + EXPORT_REST * (now - self._began_at.pop(fragment, now))
         for peer, fetch in self._waiting.pop(fragment, []):
             if _suits(fetch, version):
                 self._send_manifest(fetch, peer, self._exports[fragment, version], now)
@@ -144,9 +154,10 @@ class Donor:
                 if fragment == fetch.fragment and _suits(fetch, version)
             ]
             if _suits(fetch, current) and (
-                fetch.fragment in self._waiting or self._make_room(fetch, peer, now)
+                fetch.fragment in self._waiting
+                or (now >= self._rests_until and self._make_room(fetch, peer, now))
             ):
-                self._wait(fetch, peer)
+                self._wait(fetch, peer, now)
                 return
             export = max(older, key=lambda known: known.version, default=None)
         if export is not None:
@@ -171,13 +182,14 @@ class Donor:
                 self._exports_changed()
         return False
 
-    def _wait(self, fetch: Fetch, peer: PeerId) -> None:
+    def _wait(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         waiting = self._waiting.setdefault(fetch.fragment, [])
         if len(waiting) >= MAX_WAITING:
             self._refuse(fetch, peer, "too many newcomers, try another donor", again=True)
             return
         waiting.append((peer, fetch))
         if len(waiting) == 1:
+            self._began_at[fetch.fragment] = now
             self._out.emit(ExportWanted(fetch.fragment))
 
     def _exports_changed(self) -> None:

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from p2p_co2.catchup.goals import ROUND, STATE, Fetched, FetchFailed, Goal, Outbox
+from p2p_co2.catchup.goals import ROUND, Fetched, FetchFailed, Goal, Outbox
 from p2p_co2.catchup.manifest import (
     Content,
     check_chunk,
@@ -46,8 +46,8 @@ BUSY_CAP_S = 60.0
 """Donors that say "again" and give nothing are believed for so long."""
 REPEATS_MOST = 2
 """The last donor left is asked anew so often."""
-ROUND_AGAINS = 5
-"""A round that a donor says it does not hold yet is asked for so often; a whole state may come sooner."""
+EARLY_AGAINS = 5
+"""What a donor says it has not reached yet is asked for so often: it may be about to, or nobody will ever."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class Download:
         """The donor cannot help, or not now."""
         self._newest = max(self._newest, refusal.newest_version)
         reason = refusal.reason[:200] or "refused without a reason"
-        patient = source.agains < ROUND_AGAINS or self.goal.what == STATE
+        is_early = self.goal.what == ROUND or refusal.newest_version > 0
+        patient = source.agains < EARLY_AGAINS or not is_early
         if refusal.again and not source.asked and patient:
             self._reason = f"{source.peer[-6:]}: {reason}"
             source.ask_again_later(now)

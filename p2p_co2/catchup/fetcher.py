@@ -1,7 +1,9 @@
 """The peer that is behind: which downloads run, which wait, and whom to ask no more.
 
-Law: one goal per fragment at a time. Large states are loaded one after the other, in the order of their
-fragments or as the donors have them ready, because a donor holds one; what is small, side by side.
+Laws: one goal per fragment at a time; a download is put aside for another at most once, so a donor that
+names ever another fragment cannot keep us from loading any. Large states are loaded one after the other, in
+the order of their fragments or as the donors have them ready, because a donor holds one; what is small, side
+by side.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Fetcher:
         self._downloads: dict[int, Download] = {}
         self._waiting: dict[int, Goal] = {}
         self._quarantined: dict[PeerId, float] = {}
+        self._put_aside: set[int] = set()
+        """Fragments whose download has waited for another one already."""
         self._requests = 0
         self._context = Context(run, out, self._next_request, self._load, buffer)
 
@@ -113,6 +117,7 @@ class Fetcher:
             download.advance(now)  # another download may have left a donor room
             if download.ended is not None:
                 del self._downloads[fragment]
+                self._put_aside.discard(fragment)
                 self._out.emit(download.ended)
         for fragment in sorted(self._waiting):
             if self._may_start(self._waiting[fragment]):
@@ -139,11 +144,13 @@ class Fetcher:
         fragment = refusal.serving - 1
         goal = self._waiting.get(fragment)
         idle = not any(source.manifest for source in download.sources.values())
-        if not refusal.again or goal is None or goal.what != STATE or not idle:
+        mine = download.goal.fragment
+        if not refusal.again or goal is None or goal.what != STATE or not idle or mine in self._put_aside:
             return
-        if download.goal.what == STATE and self._downloads.get(download.goal.fragment) is download:
-            del self._downloads[download.goal.fragment]
-            self._waiting[download.goal.fragment] = download.goal
+        if download.goal.what == STATE and self._downloads.get(mine) is download:
+            self._put_aside.add(mine)
+            del self._downloads[mine]
+            self._waiting[mine] = download.goal
             self._start(self._waiting.pop(fragment), now)
 
     # ---- what downloads share
