@@ -169,6 +169,16 @@ def test_a_signed_decision_with_a_witness_counts_once() -> None:
     assert weights_told(*tables) == [members]
 
 
+def test_somebody_elses_decision_does_not_crowd_out_the_coordinators() -> None:
+    members = {A.peer_id: 300.0, B.peer_id: 100.0}
+    tables = ((A, desk(A)), (C, desk(C)), (B, desk(B)))
+    for who, table in tables:
+        table.see(committed(1, who, coordinator=C if who is C else A))
+    tables[0][1].remember(0, 1, decision(1, A, members))
+    tables[1][1].remember(0, 1, decision(1, C, {C.peer_id: 1e9, B.peer_id: 1.0}))
+    assert weights_told(*tables) == [members]
+
+
 def test_a_coordinator_without_a_witness_counts_nothing() -> None:
     table = desk(A)
     table.see(committed(1, A, coordinator=A))

@@ -28,12 +28,14 @@ MAX_REQUEST_BYTES = 4096
 MAX_DECISIONS_ANSWERED = 16
 MAX_ANSWER_BYTES = 128 << 10
 """Of decisions in one answer; events have ``reader.MAX_EVENT_BYTES``."""
-MIN_INTERVAL_S = 0.3
-"""Between two answers to one asker that is up to date."""
-MAX_ANSWERS_PER_S = 20.0
-"""To all askers together; beyond it they are told to come again later."""
+MIN_INTERVAL_S, RETELL_INTERVAL_S = 0.3, 2.0
+"""Between two answers to one asker that is up to date, or that asks for what it has been told."""
+MAX_ANSWERS_PER_S, ANSWER_BYTES = 20.0, 64 << 10
+"""To all askers together, an answer for each so many bytes of events in it; beyond it they are told to come
+again later."""
 MAX_ASKERS = 256
-RECENTLY_S = 3.0
+RECENTLY_S = 5.0
+"""An asker of that long ago may come again."""
 
 
 class Desk:
@@ -81,7 +83,9 @@ class Desk:
         )  # fmt: skip
         known = request.after if request.process == self._process else 0
         known = min(known, report.newest)
-        again_in_s = self._again_in_s(asker, now, known < report.newest)
+        is_retold = known < self._told.get(asker, 0)
+        interval_s = RETELL_INTERVAL_S if is_retold else MIN_INTERVAL_S if known == report.newest else 0.0
+        again_in_s = self._again_in_s(asker, now, interval_s)
         if again_in_s > 0:
             report.again_in_s = again_in_s
         else:
@@ -128,6 +132,7 @@ class Desk:
             event = self._events[number - self._first]
             if isinstance(event, RoundCommitted) and event.coordinator == self._identity.peer_id:
                 self._add_decision(report, event.fragment, event.round)
+        self._allowance -= size_bytes / ANSWER_BYTES
         report.events = zlib.compress(b"".join(lines), 6) if lines else b""
 
     def _add_decisions(self, report: Report, request: ReportRequest) -> None:
@@ -140,14 +145,15 @@ class Desk:
         if decision is not None and size_bytes + len(decision.outcome) <= MAX_ANSWER_BYTES:
             report.decisions.append(decision)
 
-    def _again_in_s(self, asker: PeerId, now: float, news: bool) -> float:
-        """0 if the asker may have its answer now, else how long to wait."""
+    def _again_in_s(self, asker: PeerId, now: float, interval_s: float) -> float:
+        """0 if the asker may have its answer now, ``interval_s`` after its last one, else how long to
+        wait."""
         gained = max(0.0, now - self._allowed_at) * MAX_ANSWERS_PER_S
         self._allowance, self._allowed_at = min(MAX_ANSWERS_PER_S, self._allowance + gained), now
-        wait_s = self._asked_at.get(asker, -1e9) + MIN_INTERVAL_S - now
+        wait_s = self._asked_at.get(asker, -1e9) + interval_s - now
         if self._allowance < 1.0:
             return 1.0
-        if wait_s > 0 and not news:
+        if wait_s > 0:
             return wait_s
         self._allowance -= 1.0
         self._asked_at[asker] = now

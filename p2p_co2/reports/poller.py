@@ -56,18 +56,18 @@ class _Wanted:
     tellers: dict[PeerId, str] = field(default_factory=dict)
     at: float = 0.0
     tries: int = 0
-    read: RoundCounted | None = None
-    """The decision, signature checked, that still lacks a witness."""
+    reads: dict[str, RoundCounted] = field(default_factory=dict)
+    """Decisions, signature checked, by signer; only of those whom a teller calls the coordinator."""
     done: bool = False
 
-    def is_witnessed(self) -> bool:
-        """Whether most tellers call its signer the coordinator, and one of them is another member."""
-        if self.read is None:
-            return False
-        signer = self.read.decided_by
-        most = Counter(self.tellers.values()).most_common(1)[0][0] == signer
-        others = [teller for teller in self.tellers if teller in self.read.weights and teller != signer]
-        return most and (bool(others) or len(self.read.weights) == 1)
+    def believed(self) -> RoundCounted | None:
+        """What the peer signed whom most tellers call the coordinator; None if it has not come."""
+        return self.reads.get(Counter(self.tellers.values()).most_common(1)[0][0])
+
+    def is_witnessed(self, read: RoundCounted) -> bool:
+        """Whether another member than its signer tells of the round."""
+        others = [teller for teller in self.tellers if teller in read.weights and teller != read.decided_by]
+        return bool(others) or len(read.weights) == 1
 
 
 class Poller:
@@ -196,15 +196,18 @@ class Poller:
         self._count(wanted)
 
     def _count(self, wanted: _Wanted) -> None:
-        if wanted.read is not None and not wanted.done and wanted.is_witnessed():
+        read = wanted.believed()
+        if read is not None and not wanted.done and wanted.is_witnessed(read):
             wanted.done = True
-            self._news.events.append(dataclasses.replace(wanted.read, at=wanted.at))
+            wanted.reads = {}
+            self._news.events.append(dataclasses.replace(read, at=wanted.at))
 
     def _want_decisions(self, request: ReportRequest, peer: PeerId) -> None:
         for (fragment, round_), wanted in reversed(self._wanted.items()):
             if len(request.decisions) >= MAX_DECISIONS_ANSWERED:
                 return
-            if wanted.read is None and wanted.tries < TRIES and peer in wanted.tellers:
+            missing = not wanted.done and wanted.believed() is None
+            if missing and wanted.tries < TRIES and peer in wanted.tellers:
                 wanted.tries += 1
                 request.decisions.add(fragment=fragment, round=round_)
 
@@ -217,9 +220,10 @@ class Poller:
                 self._see(asked, unix_now, refused=refused)
                 continue
             wanted = self._wanted.get((counted.fragment, counted.round))
-            if wanted is not None and not wanted.done:
-                wanted.read = counted
-                self._count(wanted)
+            if wanted is None or wanted.done or counted.decided_by not in wanted.tellers.values():
+                continue
+            wanted.reads.setdefault(counted.decided_by, counted)
+            self._count(wanted)
 
 
 def in_our_time(event: Event, offset_s: float, unix_now: float) -> Event:
