@@ -90,14 +90,32 @@ def test_bulk_is_bounded_in_size_in_number_and_one_at_a_time() -> None:
     limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 0.0)
     with pytest.raises(RemoteProtocolError, match="somebody else"):
         limits.bulk("203.0.113.8", 1, 0.0)
-    limits.bulk_running = False
+    limits.end_bulk(0.0)
     for _ in range(probe_limits.MAX_BULK_BYTES_PER_ADDRESS // probe_limits.MAX_BULK_BYTES - 1):
         limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 1.0)
-        limits.bulk_running = False
+        limits.end_bulk(1.0)
     with pytest.raises(RemoteProtocolError, match="too often"):
         limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 2.0)
     assert not limits.bulk_running
     limits.bulk("203.0.113.7", 1, 61.0)
+
+
+def test_nobody_keeps_the_one_place_for_measuring_with_small_and_slow_questions() -> None:
+    limits, now, refused = ProbeLimits(), 0.0, 0
+    for _ in range(60):
+        try:
+            limits.bulk("203.0.113.7", 1, now)
+        except RemoteProtocolError:
+            refused += 1
+            limits.bulk("203.0.113.8", probe_limits.MAX_BULK_BYTES_PER_ADDRESS // 60, now)  # another has it
+            limits.end_bulk(now)
+            now += 1.0
+        else:
+            now += 9.0  # as long as a byte that does not come is waited for
+            limits.end_bulk(now)
+    held_s = 9.0 * (60 - refused)
+    assert held_s <= now / probe_limits.WINDOW_S * (probe_limits.MAX_BULK_S_PER_ADDRESS + 9.0) + 60.0
+    assert refused > 30
 
 
 def test_what_is_remembered_of_askers_is_bounded() -> None:

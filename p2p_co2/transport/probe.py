@@ -139,7 +139,7 @@ class ProbeServer:
                     raise RemoteProtocolError("too slow")  # what is still on its way is not read
         finally:
             if is_measuring:
-                self._limits.bulk_running = False
+                self._limits.end_bulk(time.monotonic())
 
     async def _dial_back(self, probe: DialBackProbe, observed: str) -> bool:
         """Connect to the address at which the asker is seen, read as many bytes as it foretold, compare."""

@@ -2,7 +2,8 @@
 
 Laws: a connection back goes to the address at which the asker is seen and to no other, whatever it announces;
 its port alone is the asker's choice. Per address (an IPv6 network of 64 bits counts as one) and in all, dials
-and bytes are bounded per minute; one bulk measurement runs at a time. Pure but for the times handed in; at
+and bytes are bounded per minute; one bulk measurement runs at a time, and no address has that one place for
+more than ``MAX_BULK_S_PER_ADDRESS`` of a minute. Pure but for the times handed in; at
 most ``MAX_ADDRESSES`` addresses are remembered. Price: behind one shared router many askers share its
 allowance.
 """
@@ -20,6 +21,7 @@ MAX_DIALS, MAX_DIALS_PER_ADDRESS = 60, 8
 MAX_BULK_BYTES = 4 << 20
 """Of one measurement in one direction."""
 MAX_BULK_BYTES_PER_ADDRESS, MAX_BULK_BYTES_OF_ALL = 24 << 20, 96 << 20
+MAX_BULK_S_PER_ADDRESS = 20.0
 MAX_ADDRESSES = 1024
 MAX_EXPECT_BYTES = 32
 MAX_HOST_CHARACTERS = 253
@@ -30,8 +32,9 @@ BUSY = "measuring with somebody else; try again in a moment"
 class _Spent:
     """What an address used: (when, how much), oldest first."""
 
-    dials: deque[tuple[float, int]] = field(default_factory=deque)
-    bulk: deque[tuple[float, int]] = field(default_factory=deque)
+    dials: deque[tuple[float, float]] = field(default_factory=deque)
+    bulk: deque[tuple[float, float]] = field(default_factory=deque)
+    bulk_s: deque[tuple[float, float]] = field(default_factory=deque)
 
 
 class ProbeLimits:
@@ -41,6 +44,8 @@ class ProbeLimits:
         self._of: OrderedDict[str, _Spent] = OrderedDict()
         self._all = _Spent()
         self.bulk_running = False
+        self._measuring = _Spent(), 0.0
+        """Whose measurement runs (or ran last), and since when."""
 
     def dial(self, address: str, now: float) -> None:
         """Count a connection back to ``address``."""
@@ -51,8 +56,7 @@ class ProbeLimits:
             used.append((now, 1))
 
     def bulk(self, address: str, size_bytes: int, now: float) -> None:
-        """Count a measurement of ``size_bytes`` and take the one place for it; give it back by
-        ``bulk_running``."""
+        """Count a measurement of ``size_bytes`` and take the one place for it until ``end_bulk``."""
         spent = self._spent(address)
         if not 0 < size_bytes <= MAX_BULK_BYTES:
             raise RemoteProtocolError("too large", f"{size_bytes} bytes; at most {MAX_BULK_BYTES}")
@@ -61,11 +65,18 @@ class ProbeLimits:
         if (
             _used(spent.bulk, now) + size_bytes > MAX_BULK_BYTES_PER_ADDRESS
             or _used(self._all.bulk, now) + size_bytes > MAX_BULK_BYTES_OF_ALL
+            or _used(spent.bulk_s, now) >= MAX_BULK_S_PER_ADDRESS
         ):
             raise RemoteProtocolError("busy", "asked to measure too often; try again in a minute")
         for used in (spent.bulk, self._all.bulk):
             used.append((now, size_bytes))
-        self.bulk_running = True
+        self.bulk_running, self._measuring = True, (spent, now)
+
+    def end_bulk(self, now: float) -> None:
+        """The measurement is over, however it ended."""
+        spent, began_at = self._measuring
+        spent.bulk_s.append((now, now - began_at))
+        self.bulk_running = False
 
     def _spent(self, address: str) -> _Spent:
         key = network_of(address)
@@ -82,7 +93,7 @@ def network_of(address: str) -> str:
     return str(parsed) if parsed.version == 4 else str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
-def _used(spent: deque[tuple[float, int]], now: float) -> int:
+def _used(spent: deque[tuple[float, float]], now: float) -> float:
     while spent and spent[0][0] <= now - WINDOW_S:
         spent.popleft()
     return sum(amount for _, amount in spent)
