@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 from google.protobuf.message import DecodeError
@@ -118,6 +119,7 @@ class Gate:
             finally:
                 self._end_program(self._program)
                 self._program = None
+                self._answers = queue.SimpleQueue()  # what comes yet was asked by a program that is gone
 
     def _answer_until_gone(self, ours: socket.socket) -> None:
         asked = 0
@@ -132,12 +134,13 @@ class Gate:
                     if message is None or self._ask is None or asked >= MAX_ASKED:
                         return
                     asked += 1
-                    self._ask(message).add_done_callback(partial(self._answered, message.id))
+                    self._ask(message).add_done_callback(partial(self._answered, self._answers, message.id))
             except OSError:
                 return  # it died, or does not read
 
-    def _answered(self, number: int, done: Future[Relayed]) -> None:
-        """Any thread: put the answer where the gate's thread finds it."""
+    def _answered(self, answers: queue.SimpleQueue[Relayed], number: int, done: Future[Relayed]) -> None:
+        """Any thread: put the answer where the gate's thread finds it, if the program that asked still
+        runs."""
         if done.cancelled():
             answer = Relayed(trouble="this process is leaving")
         elif isinstance(error := done.exception(), P2PCo2Error):
@@ -145,8 +148,9 @@ class Gate:
         else:
             answer = done.result()
         answer.id = number
-        self._answers.put(answer)
-        self._wake()
+        answers.put(answer)
+        with suppress(OSError):  # closed meanwhile
+            self._wake()
 
     def _end_program(self, program: subprocess.Popen[bytes]) -> None:
         if program.poll() is None:
@@ -156,8 +160,6 @@ class Gate:
             except subprocess.TimeoutExpired:
                 program.kill()
         program.wait()
-        while not self._answers.empty():
-            self._answers.get()
 
 
 def take_over(listener_fd: int, relay_fd: int) -> tuple[socket.socket, socket.socket]:

@@ -98,6 +98,39 @@ def test_what_cannot_be_answered_is_told_in_words(tmp_path: Path) -> None:
         gate.close()
 
 
+HASTY = """
+import pathlib, sys
+marker = pathlib.Path(sys.argv[1])
+if not marker.exists():
+    marker.touch()
+    from p2p_co2.gate import send_relayed, take_over
+    from p2p_co2.wire.messages_pb2 import Relayed
+    listener, relay = take_over(int(sys.argv[-2]), int(sys.argv[-1]))
+    client, _ = listener.accept()
+    send_relayed(relay, Relayed(id=3, peer="gone"))
+    sys.exit()
+"""
+
+
+def test_an_answer_to_a_program_that_is_gone_is_not_given_to_the_next(tmp_path: Path) -> None:
+    late: Future[Relayed] = Future()
+    path = tmp_path / "hasty.py"
+    path.write_text(HASTY + PROGRAM)
+    gate = Gate(
+        "127.0.0.1",
+        0,
+        [sys.executable, str(path), str(tmp_path / "marker")],
+        lambda message: late if message.peer == "gone" else answers(b"mine"),
+    )
+    try:
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            get(gate.address)
+        late.set_result(Relayed(answer=b"another's"))
+        assert get(gate.address) == "mine"
+    finally:
+        gate.close()
+
+
 def test_a_program_that_breaks_the_rules_is_ended_and_the_port_lives_on(tmp_path: Path) -> None:
     path = tmp_path / "rude.py"
     path.write_text(
