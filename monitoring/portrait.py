@@ -185,8 +185,8 @@ def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
         hidden_s=max(0.0, peer.in_flight_s - totals.exposed_s),
         up_bytes=totals.up_bytes,
         down_bytes=totals.down_bytes,
-        up_bytes_per_s=up,
-        down_bytes_per_s=down,
+        up_bytes_per_s=None if over else up,
+        down_bytes_per_s=None if over else down,
         upload_cap_bytes_per_s=peer.upload_cap_bytes_per_s or None,
         needed_bytes_per_s=_needed_bytes_per_s(known, peer),
         fragment_age_s=tuple(

@@ -7,6 +7,7 @@ it is over (``RECENT_S``); the worst come first; the list is bounded. What a pee
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from monitoring.facts import PeerFacts, Trouble
@@ -80,25 +81,29 @@ def _of_peer(peer: PeerFacts, sighting: Sighting | None, now: float, leading: in
 def _of_events(view: SwarmView, labels: Mapping[str, str], now: float) -> list[Trouble]:
     """Recent events that a person should act on, each kind and reason once."""
     found: dict[str, Trouble] = {}
+    skipped: Counter[str] = Counter()
     for at, peer, _, event in view.notable:
         if now - at > RECENT_S:
             continue
         name = plain(labels.get(peer, f"~{peer[-6:]}"), 40)
-        words, severity = "", ODD
+        words, severity, key = "", ODD, ""
         match event:
             case RoundAborted():
                 place = f"Round {event.round} of fragment {event.fragment}"
                 words = f"{place} was aborted: {plain(event.reason, 160)}"
                 severity = BAD
             case SendSkipped():
-                words = f"{name} skipped a send of fragment {event.fragment}: {plain(event.reason, 120)}"
+                skipped[peer] += 1
+                sends = "a send" if skipped[peer] == 1 else f"{skipped[peer]} sends of late"
+                found.pop(f"skipped {peer}", None)
+                words, key = f"{name} skipped {sends}: {plain(event.reason, 120)}", f"skipped {peer}"
             case MessageRefused():
                 other = plain(labels.get(event.other, f"~{event.other[-6:]}"), 40)
                 words = f"{name} refuses messages of {other}: {plain(event.reason, 80)}"
             case Warned():
                 words = f"{name} warns: {plain(event.text, 200)}"
         if words:
-            found[words] = Trouble(peer=peer, words=words, severity=severity, since_at=at)
+            found[key or words] = Trouble(peer=peer, words=words, severity=severity, since_at=at)
     return list(found.values())
 
 

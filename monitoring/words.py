@@ -7,6 +7,7 @@ function takes "not known" (None or NaN) and says so with a dash.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 
@@ -38,9 +39,14 @@ def loss_unit(recipe: str) -> str:
     return NATS if recipe == "byte-gpt" else ""
 
 
+_PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
+"""A peer id in running text: its end tells peers apart and leaves room for the rest."""
+
+
 def plain(text: str, limit: int = 120) -> str:
     """``text`` on one line, without control characters (an escape sequence in a name could rewrite a
     terminal)."""
+    text = _PEER_ID.sub(lambda found: f"~{found[0][-6:]}", text)
     clean = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 from selenium.webdriver.chrome.webdriver import WebDriver
-from selenium.webdriver.common.by import By
 
 from tests.browser import browser, missing, wait_for, whole_page
 from tests.swarms import ENVIRONMENT, ROOT
@@ -109,15 +108,14 @@ def _deeper(driver: WebDriver, address: str, folder: Path, mode: str) -> None:
     """A peer's page and a round's."""
     driver.get(f"{address}events")
     wait_for(driver, "events")
-    links = [
-        link.get_attribute("href") or ""
-        for link in driver.find_elements(By.CSS_SELECTOR, "a[href*='/round/']")
-    ]
+    links = driver.execute_script(
+        "return [...document.querySelectorAll('a[href*=\"/round/\"]')].map(a => a.href)"
+    )
     if links:
         _picture(driver, links[min(8, len(links) - 1)], "round-outcome", folder / f"round-{mode}.png", False)
     driver.get(f"{address}peers")
     wait_for(driver, "peers-count")
-    driver.find_elements(By.CSS_SELECTOR, '[data-testid="peers-table"] tbody tr')[0].click()
+    driver.execute_script("document.querySelector('[data-testid=\"peers-table\"] tbody tr').click()")
     wait_for(driver, "peer-state")
     time.sleep(2.5)
     whole_page(driver, folder / f"peer-{mode}.png", phone=False)
