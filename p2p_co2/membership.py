@@ -29,7 +29,7 @@ from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_PEERS, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
 HEARTBEAT_S = 1.0
-PINGS_PER_S = 16.0
+PINGS_PER_S = 10.0
 SLOWEST_HEARTBEAT_S = 5.0
 """Silence must stand out from the beat: ``SILENCE_CAP_S`` is six of these."""
 MEASURE_EVERY_S = 10.0

@@ -53,6 +53,11 @@ class Catching:
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether something was noticed that ``look_around`` has to look at again."""
+        return bool(self._noticed_at)
+
     def busy(self) -> bool:
         return bool(self._targets)
 

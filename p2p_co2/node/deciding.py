@@ -156,7 +156,7 @@ class Deciding:
 
     def _agree(self, fragment: int, version: AgreedVersion) -> bool:
         changed = self._node.agreed[fragment] != version
-        self._node.standing.settled = False  # another thread reads it: it must not outlive what it was about
+        self._node.standing.unsettle()
         self._node.agreed[fragment] = version
         self._node.catchup.moved(fragment, version.version)
         self._node.rounds.set_state(fragment, version.version, version.digest)

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.catchup import CatchUp, Shape
 from p2p_co2.errors import LocalProtocolError, TransportError
-from p2p_co2.membership import Joined, Left, Membership
+from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedVersion, Ledger
@@ -81,6 +81,7 @@ class Node:
         self._beat_at = self._sleeps_until = 0.0
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
+        self._told_revision = -1
         self.receiving = Receiving(self, network.config.limits.download_bytes_per_s)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -196,15 +197,19 @@ class Node:
 
     # ---- the pump
 
-    def pump(self) -> None:
-        """Send what the machines have to send and carry out their events until they are silent."""
+    def pump(self, timers: bool = True) -> None:
+        """Send what the machines have to send and carry out their events until they are silent. ``timers``:
+        whether a timer of rounds or catching up may have changed."""
         if self._links is None or self._stopping.is_set():
             return
         for _ in range(1000):
-            if not self._send_all() and not self._handle_all():
+            handled = False
+            if not self._send_all() and not (handled := self._handle_all()):
                 break
+            timers |= handled
         # The timers' task costs more than a message: it is woken for an earlier timer, or to conclude.
-        if self._next_timer_at() < self._sleeps_until or self.standing.progress.phase != Status.TRAINING:
+        until = self._next_timer_at() if timers else self._beat_at if self._has_news() else math.inf
+        if until < self._sleeps_until or self.standing.progress.phase != Status.TRAINING:
             self._wake.set()
 
     def _send_all(self) -> bool:
@@ -246,7 +251,7 @@ class Node:
         while True:
             now = self.now()
             beat_at = self.membership.get_timer()
-            if now >= self._beat_at or (beat_at is not None and now >= beat_at):
+            if (now >= self._beat_at and self._has_news()) or (beat_at is not None and now >= beat_at):
                 self.refresh()
                 self.catching.look_around(now)
             self.membership.handle_timer(now)
@@ -255,7 +260,7 @@ class Node:
             self.pump()
             self.standing.conclude(self.now())
             self._wake.clear()
-            self._sleeps_until = min(self._next_timer_at(), self._beat_at)
+            self._sleeps_until = min(self._next_timer_at(), now + HEARTBEAT_S)
             wait_s = max(0.001, self._sleeps_until - self.now())
             try:
                 async with asyncio.timeout(wait_s):
@@ -265,7 +270,12 @@ class Node:
 
     def _next_timer_at(self) -> float:
         timers = (self.membership.get_timer(), self.rounds.get_timer(), self.catchup.get_timer())
-        return min((at for at in timers if at is not None), default=math.inf)
+        until = self._beat_at if self._has_news() else math.inf
+        return min((at for at in timers if at is not None and at < until), default=until)
+
+    def _has_news(self) -> bool:
+        """Whether the machines should hear of the others again, when ``REFRESH_S`` have passed."""
+        return self.membership.revision != self._told_revision or self.catching.is_watching
 
     def refresh(self) -> None:
         """Tell the machines where this peer and the others stand."""
@@ -273,7 +283,8 @@ class Node:
         self._beat_at = now + REFRESH_S
         self.membership.status = self.standing.status()
         phase = self.standing.progress.phase
-        news = (self.membership.revision, tuple(self.agreed), self.upload_bytes_per_s(), phase)
+        self._told_revision = self.membership.revision
+        news = (self._told_revision, tuple(self.agreed), self.upload_bytes_per_s(), phase)
         if news == self._told:
             return
         self._told = news

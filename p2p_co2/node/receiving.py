@@ -76,7 +76,7 @@ class Receiving:
         except Exception as error:  # named place: a carrier would take our bug for the sender's fault
             self._node.crash(error)
             return
-        self._node.pump()
+        self._node.pump(timers=kind not in _MEMBERSHIP)
         try:
             wait_s = max(wait_s, self._gate.charge(sender, units, now))
         except RemoteProtocolError as error:

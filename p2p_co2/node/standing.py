@@ -18,7 +18,7 @@ from p2p_co2.wire.messages_pb2 import Status
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
 
-PLACED_EVERY_S = 0.2
+PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
 
@@ -51,6 +51,7 @@ class Standing:
         self._status = Status()
         self._status_of: object = None
         self._placed_at = -math.inf
+        self._concluded_of: object = None
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
@@ -114,6 +115,11 @@ class Standing:
             if info.status.download_bytes_per_s > 0
         }
 
+    def unsettle(self) -> None:
+        """Our state may have changed: another thread reads what was concluded, and it must not outlive what
+        it was about."""
+        self.settled, self._concluded_of = False, None
+
     def conclude(self, now: float) -> None:
         """Compare this peer with the others; while it trains nobody asks for more than the position."""
         if now - self._placed_at >= PLACED_EVERY_S or self.swarm_position is None:
@@ -122,8 +128,12 @@ class Standing:
             positions = sorted(self._node.membership.positions(now, self._rounds_per_s))
             self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None
         if self.progress.phase == Status.TRAINING:
-            self.settled = False
+            self.unsettle()
             return
+        seen = (self._node.membership.revision, tuple(self._node.agreed), self._node.catching.busy())
+        if seen == self._concluded_of:
+            return
+        self._concluded_of = seen
         mine = [(version.version, version.digest) for version in self._node.agreed]
         here = tuple(version for version, _ in mine), tuple(digest for _, digest in mine)
         idle = not self._node.catching.busy()
