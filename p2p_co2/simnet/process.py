@@ -8,7 +8,7 @@ the next one is here; what survives it (identity, line, disk, work done) is its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from p2p_co2.simnet.ledger import CountingLedger, Saved
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.rendezvous import Doorway
 from p2p_co2.simnet.training import Pace, Progressed, Training
+from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import Identity
@@ -63,9 +64,9 @@ class Volunteer:
     counted: Sequence[Sequence[int]] = ()
     """What its last process took for counted, per fragment and block."""
 
-    def clock(self, now: Callable[[], float]) -> Clock:
-        rate = 1.0 + self.drift
-        return Clock(lambda: now() * rate, lambda: EPOCH_S + self.skew_s + now() * rate)
+    def clock(self, world: VirtualTime) -> Clock:
+        rate, start = 1.0 + self.drift, EPOCH_S + self.skew_s
+        return Clock(lambda: world.now * rate, lambda: start + world.now * rate)
 
 
 class Process:
@@ -85,7 +86,7 @@ class Process:
         self.node: Node | None = None
         self.training: Training | None = None
         self.links: VirtualLinks | None = None
-        self._clock = volunteer.clock(lambda: swarm.world.now)
+        self._clock = volunteer.clock(swarm.world)
         self._is_cut = False
         self._node_task: asyncio.Task[None] | None = None
         self.ledger = self._new_ledger()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.errors import TransportError
 from p2p_co2.simnet.internet import Endpoint, Internet
 from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.wire.identity import Identity, PeerId
@@ -22,8 +22,8 @@ from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
 """As ``node.network`` has them."""
-UNANSWERED_S = 15.0
-"""A call that nobody answers ends after this (``discovery.dht``)."""
+UNANSWERED_S, REFUSED_S = 15.0, 1.0
+"""A call that nobody answers, or that is refused, ends after this (``discovery.dht``)."""
 SLOWEST_LOOKUP_S = 0.6
 
 
@@ -124,7 +124,6 @@ class Doorway:
         self._world = endpoint.loop
         self._run_digest = run.digest()
         self._published_at = -1e9
-        self.muted = False
 
     async def join(self) -> None:
         """What ``Network.open`` does; raises ``TransportError`` when no seed answers."""
@@ -165,11 +164,7 @@ class Doorway:
 
     async def _lookup(self, answers: Callable[[PeerId], bool], trouble: str) -> None:
         if not answers(self.identity.peer_id):
-            await asyncio.sleep(UNANSWERED_S)
-            raise TransportError(f"{trouble} within {UNANSWERED_S:.0f} s")
+            # A seed that is down on a live machine refuses at once; behind a cut nothing comes back.
+            await asyncio.sleep(REFUSED_S if self._rendezvous.internet.is_whole else UNANSWERED_S)
+            raise TransportError(trouble)
         await asyncio.sleep(self._rendezvous.rng.uniform(0.05, SLOWEST_LOOKUP_S))
-
-
-def refused(peer: PeerId | None, error: RemoteProtocolError) -> None:
-    """Nobody knocks at a simulated door with a wrong hello."""
-    raise error

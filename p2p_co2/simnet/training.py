@@ -30,7 +30,7 @@ LISTEN_S, GATHER_BOUND_S, CATCH_UP_BOUND_S = 3.0, 120.0, 600.0
 REPORT_EVERY_S = 1.0
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off, so that no two offers of a peer have the same."""
-LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.1
 """How often a waiting training thread looks for news."""
 
 
