@@ -78,7 +78,7 @@ def test_a_peer_that_never_came_is_a_reason_and_deaths_come_first(tmp_path: Path
 
 
 def test_the_terminal_is_given_back_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch = DemoWatch(FACTS.config, tmp_path)
+    watch = DemoWatch(FACTS.config, tmp_path, board=False)
     watch.close()
     watch.close()
     watch.see(story("ada", "bob"))
