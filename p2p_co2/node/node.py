@@ -222,7 +222,9 @@ class Node:
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data = message, self._envelope(message)
                 kind = _FIELD_OF_TYPE[type(message)].name
-                self.links.post(peer, data, kind in BULK, served=kind == "chunk")
+                taken = self.links.post(peer, data, kind in BULK, served=kind == "chunk")
+                if kind == "chunk" and not taken:
+                    self.receiving.overasked(peer)
                 if isinstance(message, Fetch) and message.want_chunk:
                     self.receiving.asked(peer)
         return sent

@@ -1,4 +1,4 @@
-"""What comes in: each message to the machine it is for, refusals counted, senders held back (``gate``).
+"""What comes in: each message to the machine it is for, refusals counted, senders held back (``allowances``).
 
 Laws: whatever a peer sends, the worst that happens is that it is counted against it, read more slowly, and at
 last not heard any more; nothing is taken out of a message before its size, version and run are checked.
@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.gate import Gate, control_units, refused_units, useless_units
+from p2p_co2.node.allowances import (
+    ASKED_UNITS,
+    OVERASKED_UNITS,
+    Allowances,
+    control_units,
+    refused_units,
+    useless_units,
+)
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, MAX_STATUS_BYTES, PROTOCOL_VERSION
@@ -43,42 +50,51 @@ class Receiving:
 
     def __init__(self, node: Node, download_bytes_per_s: float) -> None:
         self._node = node
-        self._gate = Gate(download_bytes_per_s)
+        self._allowances = Allowances(download_bytes_per_s)
         self.refusals: Counter[tuple[str, str, str]] = Counter()
         """(sender, kind of message, reason)"""
         self.down_bytes = 0
         self._asked_chunks: Counter[PeerId] = Counter()
         """Chunks of state that were asked for and have not come."""
+        self._overasked: Counter[PeerId] = Counter()
+        """Chunks that were dropped since the peer's last message, because it does not take those before."""
 
     def asked(self, peer: PeerId) -> None:
         """``peer`` was asked for a chunk: one more may come."""
         self._asked_chunks[peer] += 1
 
+    def overasked(self, peer: PeerId) -> None:
+        """A chunk that ``peer`` asked for found no room in the queue of what goes to it."""
+        self._overasked[peer] += 1
+
     async def on_message(self, sender: PeerId, data: bytes) -> None:
         """Take one message; returns when the sender's next one may be read. Raises ``RemoteProtocolError``
         for a sender that is not heard (any more): its link is dropped."""
         now = self._node.now()
-        self._gate.check(sender, now)
+        self._allowances.check(sender, now)
         self.down_bytes += len(data)
-        wait_s = self._gate.read(len(data), now)
+        wait_s = self._allowances.read(len(data), now)
         kind = ""
         try:
             envelope = _opened(data, self._node.run_digest)
             kind = envelope.WhichOneof("body") or ""
             useful = self._dispatch(envelope, kind, len(data), sender)
-            if kind not in BULK:
+            if kind == "fetch" and envelope.fetch.want_chunk:
+                wait_s, units = 0.0, ASKED_UNITS
+            elif kind not in BULK:
                 wait_s, units = 0.0, control_units(len(data))
             else:
                 units = 0.0 if useful else useless_units(len(data))
         except RemoteProtocolError as error:
             self.refuse(sender, error.reason, error.detail, kind)
-            units = refused_units(error.reason, len(data))
+            units = refused_units(error.reason, len(data), kind in BULK)
         except Exception as error:  # named place: a carrier would take our bug for the sender's fault
             self._node.crash(error)
             return
         self._node.pump(timers=kind not in _MEMBERSHIP)
+        units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
         try:
-            wait_s = max(wait_s, self._gate.charge(sender, units, now))
+            wait_s = max(wait_s, self._allowances.charge(sender, units, now))
         except RemoteProtocolError as error:
             self._node.shut_out(sender, str(error))
             raise

@@ -2,12 +2,14 @@
 in.
 
 Each sender has an allowance in units that refills with time. A control message costs a unit and more if it is
-long, bulk that the rounds wait for costs nothing, bulk that nobody waits for and refused messages cost more,
-offences that no honest peer commits most. Who has used up its allowance is read more slowly, so its own link
-holds it back; who goes on pressing is shut out, for longer each time.
+long, bulk that the rounds wait for costs nothing, bulk that nobody waits for by its bytes, refused messages
+more, offences that no honest peer commits most. Asking for a chunk costs next to nothing as long as the asker
+takes what it asked for. Who has used up its allowance is read more slowly, so its own link holds it back; who
+goes on pressing is shut out, for longer each time.
 
-Laws: an honest peer never comes near its allowance, though it were restarted, frozen and woken, or late with
-a whole payload; what one sender can make this peer do is at most ``REFILL_PER_S`` units a second and
+Laws: an honest peer never uses up its allowance, though it were restarted, or were late with 100 MB in the
+smallest pieces (with 400 MB in the largest), or loaded a state at a gigabyte a second; nobody else can use it
+up for it. What one sender can make this peer do is at most ``REFILL_PER_S`` units a second and
 ``ALLOWANCE`` at once; nothing here grows beyond ``MAX_SENDERS``. Over any stretch the bytes read are at most
 the download rate times its length plus one message per link.
 
@@ -28,7 +30,9 @@ from p2p_co2.wire.limits import MAX_PEERS
 ALLOWANCE = 2000.0
 REFILL_PER_S = 200.0
 CONTROL_BYTES_PER_UNIT = 16 << 10
-USELESS_BYTES_PER_UNIT = 256 << 10
+USELESS_UNITS, USELESS_BYTES_PER_UNIT = 0.25, 256 << 10
+ASKED_UNITS, OVERASKED_UNITS = 0.1, 4.0
+"""For asking for a chunk, and for one that found the asker's queue here full of what it does not take."""
 REFUSED_UNITS, GRAVE_UNITS = 4.0, 20.0
 PATIENCE_S = 10.0
 """Seconds of waiting that a sender may cause itself before it is shut out."""
@@ -39,9 +43,15 @@ MAX_SENDERS = MAX_PEERS
 GRAVE = frozenset({
     "unreadable", "unknown message", "another run", "too large", "wrong message size", "bad status",
     "unknown fragment", "wrong signature", "wrong digest length", "wrong attempt length", "bad peer id",
-    "impossible weight", "impossible rate", "impossible duration", "wrong piece", "wrong size",
+    "impossible weight", "impossible rate", "impossible duration",
 })  # fmt: skip
 """Reasons of ``RemoteProtocolError`` for which there is no innocent explanation (a race, a restart)."""
+OTHERS_FAULT = frozenset({
+    "unknown round", "replayed round", "unknown peer", "too much held", "wrong size", "wrong piece",
+    "wrong owner", "wrong parts", "wrong generation", "not a member",
+})  # fmt: skip
+"""Reasons that an honest peer may meet with each piece of a payload: we were started anew, a stranger took
+the room for what comes early, or the coordinator told us another BEGIN than the sender."""
 
 
 @dataclass
@@ -59,14 +69,16 @@ def control_units(size_bytes: int) -> float:
 
 def useless_units(size_bytes: int) -> float:
     """Of bulk that came for nothing: late, doubled, or never asked for."""
-    return 1 + size_bytes / USELESS_BYTES_PER_UNIT
+    return USELESS_UNITS + size_bytes / USELESS_BYTES_PER_UNIT
 
 
-def refused_units(reason: str, size_bytes: int) -> float:
-    return (GRAVE_UNITS if reason in GRAVE else REFUSED_UNITS) + useless_units(size_bytes)
+def refused_units(reason: str, size_bytes: int, is_bulk: bool) -> float:
+    if is_bulk and reason in OTHERS_FAULT:
+        return useless_units(size_bytes)
+    return (GRAVE_UNITS if reason in GRAVE else REFUSED_UNITS) + control_units(size_bytes)
 
 
-class Gate:
+class Allowances:
     """``download_bytes_per_s`` 0 means no cap."""
 
     def __init__(self, download_bytes_per_s: float) -> None:

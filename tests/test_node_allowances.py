@@ -1,0 +1,140 @@
+"""node.allowances: by hand, what honest peers may do, what floods come to, and what is held."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.node import allowances as room
+from p2p_co2.node.allowances import (
+    ALLOWANCE,
+    ASKED_UNITS,
+    OVERASKED_UNITS,
+    PATIENCE_S,
+    REFILL_PER_S,
+    SHUT_OUT_CAP_S,
+    SHUT_OUT_S,
+    Allowances,
+    control_units,
+    refused_units,
+    useless_units,
+)
+from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
+
+A, B = PeerId("a"), PeerId("b")
+SMALL = PIECE_UNIT_BYTES
+
+
+def flood(
+    allowances: Allowances, units: float, seconds: float, started_at: float = 100.0
+) -> tuple[int, float]:
+    """A sends as fast as it is read: (messages read, when it was shut out)."""
+    now, count = started_at, 0
+    while now < started_at + seconds:
+        try:
+            allowances.check(A, now)
+            count += 1
+            now += allowances.charge(A, units, now) + 1e-4  # what reading one takes
+        except RemoteProtocolError:
+            return count, now
+    return count, float("inf")
+
+
+def test_an_allowance_is_spent_and_comes_back() -> None:
+    allowances = Allowances(0.0)
+    assert allowances.charge(A, ALLOWANCE, 10.0) == 0.0
+    assert allowances.charge(A, REFILL_PER_S, 10.0) == 1.0
+    assert allowances.charge(B, 1.0, 10.0) == 0.0  # another sender's own
+    assert allowances.charge(A, REFILL_PER_S, 12.0) == 0.0
+    assert allowances.charge(A, ALLOWANCE, 1000.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("units", "most"),
+    [
+        (control_units(300), 5000),
+        (useless_units(MAX_DATA_BYTES), 2000),
+        (refused_units("unknown round", MAX_DATA_BYTES, True), 2000),
+        (refused_units("unknown round", 300, False), 1000),
+        (ASKED_UNITS + OVERASKED_UNITS, 1100),
+        (refused_units("wrong signature", 300, False), 250),
+    ],
+)
+def test_a_flood_is_read_slowly_and_then_shut_out(units: float, most: int) -> None:
+    allowances = Allowances(0.0)
+    count, out_at = flood(allowances, units, 60.0)
+    assert count <= most
+    assert out_at - 100.0 <= 3 * PATIENCE_S + ALLOWANCE / REFILL_PER_S
+    allowances.charge(B, 1.0, out_at)
+    allowances.check(B, out_at)
+    with pytest.raises(RemoteProtocolError, match="shut out"):
+        allowances.check(A, out_at + SHUT_OUT_S - 1)
+    allowances.check(A, out_at + SHUT_OUT_S + 1)
+
+
+def test_who_comes_back_to_flood_is_shut_out_for_longer() -> None:
+    allowances, now = Allowances(0.0), 100.0
+    for times in range(9):
+        _, out_at = flood(allowances, 50.0, 60.0, now)
+        until = min(SHUT_OUT_CAP_S, SHUT_OUT_S * 2**times)
+        with pytest.raises(RemoteProtocolError):
+            allowances.check(A, out_at + until - 1)
+        allowances.check(A, now := out_at + until + 1)
+
+
+@pytest.mark.parametrize(
+    ("per_s", "units", "seconds"),
+    [
+        (100, control_units(300), 3600),  # short rounds of many fragments
+        (3, control_units(300 << 10), 3600),  # votes of a large group
+        (5, useless_units(MAX_DATA_BYTES), 3600),  # 20 Mbit/s of payload that is always late
+    ],
+)
+def test_an_honest_peer_is_never_held_back(per_s: int, units: float, seconds: int) -> None:
+    allowances = Allowances(0.0)
+    assert {allowances.charge(A, units, n / per_s) for n in range(per_s * seconds)} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("units", "size_bytes", "total_bytes"),
+    [
+        (useless_units(SMALL), SMALL, 100e6),  # late, cut for a slow link
+        (useless_units(MAX_DATA_BYTES), MAX_DATA_BYTES, 400e6),
+        (refused_units("unknown round", SMALL, True), SMALL, 100e6),  # we were restarted
+        (refused_units("too much held", SMALL, True), SMALL, 100e6),  # strangers took the room
+        (refused_units("wrong size", SMALL, True), SMALL, 100e6),  # a coordinator of two tongues
+        (ASKED_UNITS, MAX_DATA_BYTES, 100e9),  # loads a state from the next room
+    ],
+)
+def test_honest_bursts_at_a_gigabyte_a_second_are_not_even_held_back(
+    units: float, size_bytes: int, total_bytes: float
+) -> None:
+    allowances, per_s = Allowances(0.0), 1e9 / size_bytes
+    waits_s = {allowances.charge(A, units, 50.0 + n / per_s) for n in range(int(total_bytes / size_bytes))}
+    assert waits_s == {0.0}
+
+
+def test_a_peer_that_wakes_up_with_a_payload_that_nobody_wants_stays() -> None:
+    allowances = Allowances(0.0)
+    for _ in range(512):  # 256 MiB at once
+        allowances.charge(A, useless_units(MAX_DATA_BYTES), 50.0)
+    for _ in range(60):  # and pieces for a member that was restarted
+        allowances.charge(A, refused_units("unknown round", MAX_DATA_BYTES, True), 60.0)
+    allowances.check(A, 61.0)
+
+
+def test_the_download_cap_is_one_for_all_senders() -> None:
+    allowances = Allowances(1000.0)
+    assert [allowances.read(500, 10.0) for _ in range(3)] == [0.5, 1.0, 1.5]
+    assert allowances.read(500, 20.0) == 0.5
+    assert Allowances(0.0).read(1 << 20, 5.0) == 0.0
+
+
+def test_no_more_senders_than_the_bound_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MAX_SENDERS", 8)
+    allowances = Allowances(0.0)
+    for number in range(100):
+        allowances.charge(PeerId(str(number)), 1.0, float(number))
+        assert len(allowances._senders) <= 8
