@@ -42,11 +42,13 @@ def history() -> dict[str, Any]:
     kept = History(path)
     started_at = time.monotonic()
     names = [*(peer_id(number) for number in range(PEERS)), SWARM]
-    # A board writes every 2 s; every 20 s fills all tiers but the finest, whose rows live 20 minutes only.
-    for t in range(0, WEEK_S, 20):
-        finest = t > WEEK_S - 1300
-        for at in range(t, t + 20, 2 if finest else 20):
-            kept.write(_batch(at, names, with_round=at % ROUND_S < 2))
+    # A board writes every 2 s. Fine samples live for 20 minutes and 4 hours only, so where they would be gone
+    # by the end a minute's step leaves the same rows in the tiers that are kept.
+    at = 0
+    while at < WEEK_S:
+        kept.write(_batch(at, names, with_round=at % ROUND_S < 2))
+        left_s = WEEK_S - at
+        at += 60 if left_s > 5 * 3600 else 20 if left_s > 1500 else 2
     wrote_s = time.monotonic() - started_at
     size_bytes = kept.size_bytes()
     kept.close()

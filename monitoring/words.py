@@ -19,10 +19,12 @@ from p2p_co2.telemetry.events import (
     LinkLost,
     LinkOpened,
     MessageRefused,
+    Paused,
     PeerFinished,
     PeerJoined,
     PeerLeft,
     PeerStarted,
+    Resumed,
     RoundAborted,
     RoundCommitted,
     SendSkipped,
@@ -159,6 +161,10 @@ def _words_of_itself(event: Event, me: str) -> str:
             return f"{me} measured the agreed parameters: held-out loss {figure(event.loss, 4)}"
         case CheckpointSaved():
             return f"{me} saved a checkpoint in {figure(event.duration_s, 2)} s"
+        case Paused():
+            return f"{me} rests: {event.reason}"
+        case Resumed():
+            return f"{me} goes on after {clock(event.paused_s)}"
         case Warned():
             return f"{me} warns: {event.text}"
         case PeerFinished():

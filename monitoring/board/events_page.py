@@ -27,13 +27,13 @@ _OF_KIND = {
     "rounds": ("round_committed", "round_aborted", "send_skipped"),
     "trouble": ("warned", "message_refused", "round_aborted", "send_skipped", "link_lost"),
     "links": ("link_opened", "link_lost"),
-    "state": ("caught_up", "checkpoint_saved", "agreed_measured"),
+    "state": ("caught_up", "checkpoint_saved", "agreed_measured", "paused", "resumed"),
 }
 _NAMES = {
     "peer_started": "started", "peer_joined": "joined", "peer_left": "left", "peer_finished": "finished",
     "round_committed": "commit", "round_aborted": "abort", "send_skipped": "skipped", "warned": "warning",
     "message_refused": "refused", "link_opened": "link", "link_lost": "link lost", "caught_up": "caught up",
-    "checkpoint_saved": "checkpoint", "agreed_measured": "measured",
+    "checkpoint_saved": "checkpoint", "paused": "rests", "resumed": "goes on", "agreed_measured": "measured",
 }  # fmt: skip
 
 
