@@ -1,0 +1,62 @@
+"""Many simulations, one seed after the other, and the command that plays one of them again.
+
+A campaign is the strongest test of the protocol: every fault at once, another mixture for each seed. Law: a
+seed that breaks a law is named with the very command that replays it, on any machine. Price: one seed of 32
+peers takes seconds of processor time; give the seeds to as many processes as there are cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.simnet.faults import Storm
+from p2p_co2.simnet.swarm import Result, Settings, simulate
+
+STORM_ROUND_S, STORM_ROUNDS = 4.0, 6
+STORM_FROM_S, STORM_UNTIL_S = 3.0, 11.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A seed that broke laws. ``replay``: the command that plays it again."""
+
+    seed: int
+    broken: tuple[str, ...]
+    replay: str
+
+    def __str__(self) -> str:
+        return "\n  ".join((f"seed {self.seed}; replay it with: {self.replay}", *self.broken))
+
+
+def storm_settings(seed: int, peers: int = 32) -> Settings:
+    """A short run in which everything goes wrong that can."""
+    clock = ClockConfig(mode="time", round_s=STORM_ROUND_S, rounds=STORM_ROUNDS)
+    run = RunConfig(name="storm", fragments=2, clock=clock)
+    storm = Storm(STORM_FROM_S, STORM_UNTIL_S)
+    return Settings(run=run, peers=peers, seed=seed, faults=storm, checkpoint_every_s=5.0)
+
+
+def replay_command(seed: int, peers: int) -> str:
+    return f"p2p-co2 simulate --storm --peers {peers} --seed {seed}"
+
+
+def failure_of(seed: int, peers: int, result: Result) -> Failure | None:
+    """None if no law was broken."""
+    if not result.violations:
+        return None
+    return Failure(seed, tuple(map(str, result.violations[:5])), replay_command(seed, peers))
+
+
+def storms(seeds: Iterable[int], peers: int = 32) -> Iterator[Failure]:
+    """The seeds that fail. A bug that ends a simulation is a failure of its seed, with the bug as cause."""
+    for seed in seeds:
+        try:
+            result = simulate(storm_settings(seed, peers))
+        except (LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
+            yield Failure(seed, (f"ended by a bug: {error!r}",), replay_command(seed, peers))
+            continue
+        failure = failure_of(seed, peers, result)
+        if failure is not None:
+            yield failure

@@ -1,0 +1,92 @@
+"""Tests of the tests: bugs planted in a simulated peer, each of which a law must catch by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.node.ledger import AgreedMean
+from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
+from p2p_co2.simnet.ledger import CountingLedger, State
+from p2p_co2.simnet.work import add, mean_of, unpack
+
+ROUND_S = 4.0
+SEEDS = range(1, 9)
+"""Storms in which some offers come to nothing: only there can work be lost."""
+
+
+def violations_with(make_ledger: type[CountingLedger], seed: int = 5, storm: bool = False) -> list[Violation]:
+    clock = ClockConfig(mode="time", round_s=ROUND_S, rounds=10 if storm else 5)
+    run = RunConfig(name="planted", fragments=2, clock=clock)
+    faults = Storm(3.0, 19.0) if storm else None
+    settings = Settings(run=run, peers=6, seed=seed, faults=faults, checkpoint_every_s=5.0)
+    return Swarm(settings, EventLog(), make_ledger=make_ledger).run().violations
+
+
+def laws(violations: list[Violation]) -> set[str]:
+    return {violation.law for violation in violations}
+
+
+class CountsTwice(CountingLedger):
+    """An owner that puts its first contributor into the mean twice and names it once."""
+
+    async def reduce(self, fragment: int, slices: Any) -> bytes:
+        _, weight, data = slices[0]
+        return mean_of([*((weight, data) for _, weight, data in slices), (weight, data)])
+
+
+class AppliesWhatItHolds(CountingLedger):
+    """A member that takes the mean of its own offer for agreed, without any decision."""
+
+    def _offer(self, fragment: int, units: int, weight: float) -> Any:
+        offer = super()._offer(fragment, units, weight)
+        mine = self.fragments[fragment]
+        if mine.state.version == 1 and self.work.name.endswith("/2"):
+            own = mean_of([(weight, offer.payload)])
+            mean = AgreedMean(fragment, offer.round, mine.state.version, own, ())
+            after = State.of(fragment, offer.round, add(mine.state.sums, unpack(mean.mean)))
+            self.audit.committed(mean, mine.state, after)
+            mine.state = after
+        return offer
+
+
+class LosesResidual(CountingLedger):
+    """A peer whose offer came to nothing and that throws the work away instead of carrying it over."""
+
+    def _abort(self, fragment: int, round_: int) -> None:
+        offer = self.fragments[fragment].in_flight
+        super()._abort(fragment, round_)
+        if offer is not None and offer.round == round_:
+            self.fragments[fragment].counted = [offer.units] * len(offer.counted)
+
+
+class ForgetsWhatWasMissed(CountingLedger):
+    """A peer that takes a round for its own although the mean was made without it."""
+
+    def _mine(self, mine: Any, mean: AgreedMean) -> Any:
+        offer, is_foreign = super()._mine(mine, mean)
+        if offer is None and mine.in_flight is not None:
+            mine.counted = [mine.in_flight.units] * len(mine.counted)
+        return offer, is_foreign
+
+
+def test_without_a_bug_these_laws_hold() -> None:
+    assert violations_with(CountingLedger) == []
+    for seed in SEEDS:
+        assert "conservation" not in laws(violations_with(CountingLedger, seed, storm=True))
+
+
+def test_a_peer_that_is_counted_twice_is_caught() -> None:
+    assert "conservation" in laws(violations_with(CountsTwice))
+
+
+def test_a_mean_that_nobody_committed_is_caught() -> None:
+    assert "signed" in laws(violations_with(AppliesWhatItHolds))
+
+
+@pytest.mark.parametrize("bug", [LosesResidual, ForgetsWhatWasMissed])
+def test_lost_work_is_caught(bug: type[CountingLedger]) -> None:
+    found = [violation for seed in SEEDS for violation in violations_with(bug, seed, storm=True)]
+    assert any(violation.law == "conservation" and "lost" in violation.text for violation in found)
