@@ -154,19 +154,20 @@ def _words_of_round(event: RoundCommitted | RoundAborted | SendSkipped, me: str)
 
 def _words_of_itself(event: Event, me: str) -> str:
     """An event that is about its writer alone."""
+    words = ""
     match event:
         case PeerStarted():
-            return f"{me} started on {event.device}"
+            words = f"started on {event.device}"
         case AgreedMeasured():
-            return f"{me} measured the agreed parameters: held-out loss {figure(event.loss, 4)}"
+            words = f"measured the agreed parameters: held-out loss {figure(event.loss, 4)}"
         case CheckpointSaved():
-            return f"{me} saved a checkpoint in {figure(event.duration_s, 2)} s"
+            words = f"saved a checkpoint in {figure(event.duration_s, 2)} s"
         case Paused():
-            return f"{me} rests: {event.reason}"
+            words = f"rests: {event.reason}"
         case Resumed():
-            return f"{me} goes on after {clock(event.paused_s)}"
+            words = f"goes on after {clock(event.paused_s)}"
         case Warned():
-            return f"{me} warns: {event.text}"
+            words = f"warns: {event.text}"
         case PeerFinished():
-            return f"{me} finished: {event.reason}"
-    return ""
+            words = f"finished: {event.reason}"
+    return f"{me} {words}" if words else ""
