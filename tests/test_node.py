@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
 from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
 from p2p_co2.node.meter import MEASURABLE_BYTES, Pace, UploadMeter
@@ -154,13 +156,32 @@ async def test_control_overtakes_bulk_and_bulk_is_bounded() -> None:
         grpc.gate.clear()
         links.post(B, b"x", bulk=True)
         await turns()
-        piece = bytes(MAX_QUEUED_BYTES // 2)
-        assert links.post(B, piece, bulk=True)
-        assert links.post(B, piece, bulk=True)
-        assert not links.post(B, b"one too many", bulk=True)
+        assert not links.post(B, bytes(MAX_QUEUED_BYTES), bulk=True)
         assert links.post(B, b"control still passes", bulk=False)
         grpc.gate.set()
         await links.drain(1.0)
+
+
+async def test_who_takes_nothing_off_our_hands_takes_no_room_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_co2.node.links.MAX_QUEUED_BYTES", 1000)
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        links.set_paces({B: 1e-9})
+        links.post(B, b"first of B", bulk=True)
+        await turns()
+        for number in range(500):
+            assert links.post(B, b"%04d" % number, bulk=True)
+            assert links._queued_bytes <= 500
+        for number in range(50):
+            assert links.post(C, b"C%03d" % number, bulk=True)
+        await turns(200)
+        assert [data for data in grpc.sent if data.startswith(b"C")] == [b"C%03d" % n for n in range(50)]
+        links.set_paces({})
+        lane = links._lanes[B]
+        assert lane.bulk[-1] == b"0499"  # the oldest went
+        assert links._queued_bytes == lane.bulk_bytes == sum(map(len, lane.bulk))
 
 
 async def test_the_upload_cap_holds() -> None:

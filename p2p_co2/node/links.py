@@ -28,7 +28,9 @@ from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
 MAX_QUEUED_BYTES = 1 << 30
-"""Bulk bytes waiting for all peers together; more is dropped (the protocol asks again)."""
+"""Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others: who
+takes nothing off our hands takes the room of its own messages only, the oldest first (rounds go by, and the
+protocol asks again for what still matters)."""
 MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 """Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
 MAX_LANES = 2 * MAX_PEERS
@@ -115,8 +117,8 @@ class Links:
                 return False
             lane = self._lanes[peer] = _Lane()
         if bulk:
-            full = self._queued_bytes + len(data) > MAX_QUEUED_BYTES
-            if full or (served and lane.bulk_bytes + len(data) > MAX_SERVED_BYTES):
+            overasked = served and lane.bulk_bytes + len(data) > MAX_SERVED_BYTES
+            if overasked or not self._make_room(lane, len(data)):
                 return False
             lane.bulk.append(data)
             lane.bulk_bytes += len(data)
@@ -128,6 +130,16 @@ class Links:
         lane.wake.set()
         if lane.task is None or lane.task.done():
             lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
+        return True
+
+    def _make_room(self, lane: _Lane, size_bytes: int) -> bool:
+        """Drop the oldest bulk of ``lane`` as far as it takes for ``size_bytes`` more."""
+        while lane.bulk_bytes + size_bytes > MAX_QUEUED_BYTES - self._queued_bytes - size_bytes:
+            if not lane.bulk:
+                return False
+            dropped_bytes = len(lane.bulk.popleft())
+            lane.bulk_bytes -= dropped_bytes
+            self._queued_bytes -= dropped_bytes
         return True
 
     def carriers_used(self) -> dict[str, str]:
