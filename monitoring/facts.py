@@ -33,8 +33,8 @@ class PeerFacts(_Frozen):
     label: str = Field(description="Short and unique here: its name, or the end of its id.")
     name: str = Field(description="Own word.")
     state: str = Field(
-        description="starting, joining, training, draining, paused, finished, left, gone, silent, unreachable or "
-        "unknown."
+        description="starting, joining, training, draining, paused, finished, left, gone, silent, "
+        "unreachable or unknown."
     )
     reason: str = Field(description="Why it is in that state, in words; may be empty.")
     device: str = Field(description="torch's name of it. Own word.")

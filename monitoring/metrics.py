@@ -25,8 +25,8 @@ MAX_PEERS = 512
 MAX_FRAGMENTS = 256
 PREFIX = "p2p_co2_"
 STATES = (
-    "starting", "joining", "training", "draining", "paused", "finished", "left", "gone", "silent", "unreachable",
-    "unknown",
+    "starting", "joining", "training", "draining", "paused", "finished", "left", "gone", "silent",
+    "unreachable", "unknown",
 )  # fmt: skip
 
 _PEER_COUNTERS: tuple[tuple[str, str, Callable[[PeerFacts], float | None]], ...] = (
