@@ -46,7 +46,7 @@ class JournalFeed:
 
     @property
     def place(self) -> str:
-        return f"journals in {self._folder}"
+        return f"journals in {self._folder.resolve().name}"
 
     @property
     def state(self) -> FeedState:
