@@ -11,6 +11,7 @@ decided.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ from p2p_co2.wire.messages_pb2 import Envelope, Fetch, PeerRecord, Status
 FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
 QUICK_FINDS = 10
 ALONE_BEFORE_REBOOTSTRAP_S = 20.0
+GREET_SEEDS_S = 20.0
+"""How often the ticket's seeds are looked for again, whether we miss them or not."""
 NEWS_UNDER_WAY_S = 0.002
 REFRESH_S = 0.25
 """The machines hear of statuses at most this often, but for changes of their own making."""
@@ -344,8 +347,16 @@ class Node:
             text = f"peer {peer} is there but cannot be reached: {reason}"
             self.report(ev.Warned, text=text)
 
+    async def _greet_seeds(self) -> None:
+        """Become known again to a seed that was started anew: it has forgotten everybody, and who comes by
+        it would find nobody. Seeds that are away are no trouble."""
+        self._seeds_greeted_at = self.now()
+        with contextlib.suppress(TransportError):
+            await self._network.rebootstrap()
+
     async def _discover(self) -> None:
         finds = 0
+        self._seeds_greeted_at = self.now()
         while True:
             try:
                 trouble = await self._network.publish_self()
@@ -363,6 +374,8 @@ class Node:
                 self.report(ev.Warned, text=f"peer discovery: {error}")
             self.pump()
             finds += 1
+            if self.now() - self._seeds_greeted_at > GREET_SEEDS_S:
+                await self._greet_seeds()
             await asyncio.sleep(FIND_PEERS_QUICKLY_S if finds < QUICK_FINDS else FIND_PEERS_S)
 
     async def _watch_daemon(self) -> None:
