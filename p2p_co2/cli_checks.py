@@ -1,5 +1,5 @@
-"""The commands that look before anybody joins: ``plan`` and ``doctor``. On the floor of ``cli``, which adds
-them to the program; a file of their own because ``cli`` has enough.
+"""The commands that look before anybody joins: ``plan``, ``doctor`` and ``simulate``. On the floor of
+``cli``, which adds them to the program; a file of their own because ``cli`` has enough.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ def add_to(app: typer.Typer) -> None:
     """Make the commands part of ``app``."""
     app.command()(plan)
     app.command()(doctor)
+    app.command()(simulate)
 
 
 def doctor(
@@ -87,3 +88,30 @@ def plan(
         hours=hours, batch=batch, threads=threads, device=device, as_json=as_json, plot=plot,
     )  # fmt: skip
     raise typer.Exit(run_plan(options))
+
+
+def simulate(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run to play; none with --storm.")
+    ] = None,
+    peers: Annotated[int, typer.Option(help="Peers that take part.")] = 32,
+    profile: Annotated[
+        str, typer.Option(help="Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")
+    ] = "home-mix",
+    hours: Annotated[float, typer.Option(help="Virtual hours of training.")] = 1.0,
+    churn: Annotated[str, typer.Option(help="How often each peer goes, such as 0.1/h.")] = "0/h",
+    seed: Annotated[int, typer.Option(help="Of everything that happens by chance.")] = 0,
+    folder: Annotated[Path | None, typer.Option(help="Where events and summary are written.")] = None,
+    parameters: Annotated[int, typer.Option(help="Size of the model.")] = 1_300_000,
+    step_s: Annotated[float, typer.Option(help="Seconds of a typical peer's inner step.")] = 0.5,
+    storm: Annotated[bool, typer.Option("--storm", help="A short run with every fault at once.")] = False,
+) -> None:
+    """Play a run of many peers on virtual time, with the real protocol, and check its laws at every step.
+    Exit status 0: no law was broken."""
+    from p2p_co2.simulation_watch import SimulationOptions, read_churn, run_simulation
+
+    options = SimulationOptions(
+        run_file=run_file, peers=peers, profile=profile, hours=hours, churn_per_h=read_churn(churn),
+        seed=seed, folder=folder, parameters=parameters, step_s=step_s, storm=storm,
+    )  # fmt: skip
+    raise typer.Exit(run_simulation(options))

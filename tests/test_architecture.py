@@ -53,6 +53,7 @@ FLOORS = {
     "monitoring": 8,
     "demo_watch": 9,
     "rehearsal_watch": 9,
+    "simulation_watch": 9,
     "cli_checks": 9,
     "join_watch": 9,
     "cli_views": 9,

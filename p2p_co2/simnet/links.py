@@ -16,6 +16,7 @@ from p2p_co2.node.links import MAX_LANES, MAX_QUEUED_BYTES, MAX_QUEUED_CONTROL, 
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
 from p2p_co2.simnet.virtual_time import Handle
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Envelope
 
 MEASURED_AFTER_BYTES = 256 << 10
 """Real bytes of bulk after which a peer knows what its uplink carries (``node.meter``)."""
@@ -49,6 +50,7 @@ class VirtualLinks:
         self._going_up: deque[tuple[float, _Lane, int]] = deque()
         """Bulk on the uplink: when it will have left, whose it is, how much."""
         self._measured_bytes = 0.0
+        self._sized: tuple[bytes, float] = b"", 0.0
         self._is_closed = False
         self.up_bytes = 0
         self._up_bytes_per_s = me.profile.up_bits_per_s / 8 / internet.scale
@@ -208,7 +210,7 @@ class VirtualLinks:
         """``counts``: whether the bulk bytes leave the queue with it; a copy was never in it."""
         internet, world, path = self._internet, self._world, lane.path
         assert path is not None
-        size = len(data) * internet.scale if bulk else float(len(data))
+        size = self._real_bytes(data) if bulk else float(len(data))
         self.up_bytes += int(size)
         uplink = self._me.profile.up_bits_per_s / 8
         if not bulk:
@@ -231,6 +233,16 @@ class VirtualLinks:
             arrives_at += internet.rng.random() * noise.late_s
         arguments = (self._me, receiver, departs_at, data, size)
         world.at(arrives_at, Handle(internet.deliver, arguments, receiver.loop))
+
+    def _real_bytes(self, data: bytes) -> float:
+        """What a bulk message stands for: its payload is scaled, what is around it is as large as it is."""
+        if self._internet.scale == 1.0:
+            return float(len(data))
+        if data is not self._sized[0]:  # a mean goes to all members, one after the other
+            envelope = Envelope.FromString(data)
+            payload = len(getattr(envelope, envelope.WhichOneof("body") or "").data)
+            self._sized = data, len(data) + payload * (self._internet.scale - 1.0)
+        return self._sized[1]
 
     def _count_gone(self) -> None:
         while self._going_up and self._going_up[0][0] <= self._world.now:

@@ -175,7 +175,9 @@ class Swarm:
             self._last_start_at = max(self._last_start_at, self.settings.faults.calm_at)
         self.inspector.begin()
         clock = self.run_config.clock
-        limit_s = clock.rounds * clock.round_s + OUTLAST_S
+        slowest_step_s = self.settings.step_s * self.settings.speed_spread * 1.1
+        round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * slowest_step_s
+        limit_s = clock.rounds * round_s + OUTLAST_S
         before = gc.get_threshold()
         gc.set_threshold(200_000, 20, 50)  # tasks and futures are many and short-lived
         try:

@@ -1,0 +1,207 @@
+"""``p2p-co2 simulate``: a swarm on virtual time, its figures and the laws it broke, if any.
+
+Stands on the floor of ``cli``, as ``demo_watch`` does: ``simnet`` plays, ``monitoring`` sums up. Law: the
+same ``events.jsonl`` and ``summary.json`` as a real run writes, so every reader of those reads these. Exit
+status 0 only if no law was broken.
+
+Price: a model's size counts on the links, not its values: nothing is said about its loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from monitoring.summary import RunFacts, summarise
+from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.planning.traffic import payload_bytes
+from p2p_co2.profiles import profile_of
+from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
+from p2p_co2.simnet.campaign import storm_settings
+from p2p_co2.telemetry.view import SwarmView
+
+BLOCKS = 16
+"""Simulated blocks per fragment; each stands for its share of the real bytes."""
+STATE_BYTES_PER_VALUE = 8
+"""Agreed parameters and momentum, fp32."""
+MAX_SIMULATED_PEERS = 4096
+CALM_SHARE = 0.9
+"""Peers come and go during this share of the run, so that its end can be judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """As ``p2p-co2 simulate`` takes them. ``churn_per_h``: times an hour that each peer goes. ``storm``: the
+    campaign's run instead of ``run_file``'s."""
+
+    run_file: Path | None
+    peers: int
+    profile: str
+    hours: float
+    churn_per_h: float
+    seed: int
+    folder: Path | None
+    parameters: int
+    step_s: float
+    storm: bool
+
+
+def read_churn(text: str) -> float:
+    """ "0.1/h" or "0.1": times an hour. Raises ``ConfigError``."""
+    try:
+        rate = float(text.removesuffix("/h"))
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate < 1e4:
+        raise ConfigError(
+            "command line", "--churn", f"times an hour that a peer goes, such as 0.1/h (got {text!r})"
+        )
+    return rate
+
+
+def run_simulation(options: SimulationOptions) -> int:
+    """Play it, print its figures; 0 if every law held. Raises ``ConfigError``, ``EnvironmentFault``."""
+    settings = settings_of(options)
+    folder = _new_folder(options)
+    view = SwarmView()
+    log = EventLog(folder / "events.jsonl")
+    log.readers.append(view.add)
+    began_at = time.monotonic()
+    try:
+        result = Swarm(settings, log).run()
+    finally:
+        log.close()
+    wall_s = time.monotonic() - began_at
+    facts = RunFacts(config=settings.run, expected_peers=options.peers)
+    summary = summarise(view, facts)
+    summary["simulation"] = figures(result, options, wall_s)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(lines_of(summary, result)))
+    print(f"written to {folder}")
+    return 1 if result.violations else 0
+
+
+def settings_of(options: SimulationOptions) -> Settings:
+    """What the options ask for; raises ``ConfigError``."""
+    if not 1 <= options.peers <= MAX_SIMULATED_PEERS:
+        raise ConfigError("command line", "--peers", f"1 to {MAX_SIMULATED_PEERS} (got {options.peers})")
+    if options.storm:
+        return storm_settings(options.seed, options.peers)
+    if options.run_file is None:
+        raise ConfigError("command line", "RUN.toml", "name a run file, or ask for --storm")
+    if not 0 < options.hours < 1e5 or options.step_s <= 0 or options.parameters < 1:
+        raise ConfigError("command line", "", "--hours, --step-s and --parameters must be above 0")
+    profile_of(options.profile, options.seed, 0)
+    run = read_run_config(options.run_file)
+    clock, seconds = run.clock, 3600 * options.hours
+    round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * options.step_s
+    rounds = max(1, math.ceil(seconds / round_s))
+    run = run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
+    return Settings(
+        run=run,
+        peers=options.peers,
+        seed=options.seed,
+        profile=options.profile,
+        faults=Churn(options.churn_per_h, CALM_SHARE * seconds) if options.churn_per_h else None,
+        parameters=options.parameters,
+        step_s=options.step_s,
+        **_sizes(run, options.parameters),
+    )
+
+
+def _sizes(run: RunConfig, parameters: int) -> dict[str, Any]:
+    values = max(1, parameters // run.fragments)
+    encoded = payload_bytes(run.codec.name, values)
+    return {
+        "blocks": (BLOCKS,) * run.fragments,
+        "real_bytes_per_block": max(1.0, encoded / BLOCKS),
+        "state_factor": max(2, round(STATE_BYTES_PER_VALUE * values / encoded)),
+    }
+
+
+def _new_folder(options: SimulationOptions) -> Path:
+    folder = options.folder or Path("runs") / f"simulation-{options.peers}-peers-seed-{options.seed}"
+    try:
+        folder.mkdir(parents=True, exist_ok=options.folder is None)
+    except FileExistsError:
+        raise ConfigError("command line", "--folder", f"{folder} exists; name a new folder") from None
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot make {folder}: {error.strerror}; choose another with --folder"
+        ) from None
+    return folder
+
+
+def figures(result: Result, options: SimulationOptions, wall_s: float) -> dict[str, Any]:
+    """What a simulation knows beyond a real run's summary: plain JSON."""
+    return {
+        **{name: value for name, value in asdict(options).items() if name not in {"run_file", "folder"}},
+        "digest": result.digest,
+        "virtual_s": round(result.virtual_s, 3),
+        "wall_s": round(wall_s, 2),
+        "turns": result.turns,
+        "turns_per_s": round(result.turns / wall_s) if wall_s > 0 else None,
+        "violations": [str(violation) for violation in result.violations],
+        "forks": {"seen": result.forks, "longest_s": result.longest_fork_s},
+        "longest_offer_s": round(result.longest_offer_s, 3),
+        "recovery_s": quantiles(result.recoveries_s),
+        "first_contribution_s": quantiles(result.first_contributions_s),
+        "work": {"units": result.units, "written_off": result.written_off},
+        "held_most": {name: {"held": held, "bound": bound} for name, (held, bound) in result.held.items()},
+    }
+
+
+def quantiles(samples: Sequence[float]) -> dict[str, float | int | None]:
+    """Count, median, 90th percentile and largest; None where there are none."""
+    if not samples:
+        return {"count": 0, "median": None, "p90": None, "max": None}
+    ordered = sorted(samples)
+    p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+    return {
+        "count": len(ordered), "median": round(statistics.median(ordered), 3), "p90": round(p90, 3),
+        "max": round(ordered[-1], 3),
+    }  # fmt: skip
+
+
+def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
+    """The figures in words."""
+    rounds, told = summary["rounds"], summary["simulation"]
+    attempts = rounds["committed"] + rounds["aborted"]
+    rate = rounds["committed"] / attempts if attempts else 0.0
+    staleness = ", ".join(f"{n}: {count}" for n, count in summary["staleness"]["histogram"].items())
+    lines = [
+        f"{told['virtual_s']:.0f} s of {told['peers']} peers in {told['wall_s']:.1f} s: "
+        f"{told['turns']} turns, {told['turns_per_s']} a second",
+        f"rounds: {rounds['committed']} committed, {rounds['aborted']} aborted, commit rate {rate:.3f}",
+        f"staleness: {staleness or 'none'}",
+        f"bytes per peer: {_spread(summary['bytes']['up_per_peer'])} up, "
+        f"{_spread(summary['bytes']['down_per_peer'])} down",
+        f"recovery, start to training again: {_words(told['recovery_s'])}",
+        f"recovery, start to the first contribution: {_words(told['first_contribution_s'])}",
+        f"forks: {result.forks}, the longest {result.longest_fork_s:.0f} s",
+        f"events: sha256 {result.digest}",
+        f"law violations: {len(result.violations)}",
+    ]
+    return lines + [f"  {violation}" for violation in result.violations[:10]]
+
+
+def _spread(values: dict[str, int]) -> str:
+    if not values:
+        return "none"
+    mean = statistics.fmean(values.values())
+    return f"{mean / 1e6:.2f} MB (at most {max(values.values()) / 1e6:.2f})"
+
+
+def _words(told: dict[str, Any]) -> str:
+    if not told["count"]:
+        return "nobody came back"
+    return (
+        f"median {told['median']:.1f} s, p90 {told['p90']:.1f} s, max {told['max']:.1f} s ({told['count']})"
+    )

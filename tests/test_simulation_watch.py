@@ -1,0 +1,78 @@
+"""``p2p-co2 simulate``: what it prints and writes, its exit status; another process plays the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.errors import ConfigError
+from p2p_co2.simnet.campaign import replay_command
+from p2p_co2.simulation_watch import SimulationOptions, quantiles, read_churn, settings_of
+from p2p_co2.telemetry.journal import read_events
+from p2p_co2.telemetry.view import fold
+
+RUN = 'name = "simulated"\nfragments = 2\n[clock]\nround_s = 10.0\n'
+
+
+def simulate(folder: Path, hash_seed: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "p2p_co2.cli", "simulate", *options, "--folder", str(folder)]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def test_two_processes_play_the_same_run_and_write_what_a_real_one_writes(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN)
+    options = (str(run_file), "--peers", "6", "--hours", "0.03", "--churn", "20/h", "--seed", "7")
+    digests = []
+    for hash_seed in ("1", "2"):
+        folder = tmp_path / hash_seed
+        done = simulate(folder, hash_seed, *options)
+        assert done.returncode == 0, done.stderr
+        assert "law violations: 0" in done.stdout
+        digests.append(hashlib.sha256((folder / "events.jsonl").read_bytes()).hexdigest())
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["simulation"]["digest"] == digests[-1]
+    assert digests[0] == digests[1]
+    reader = read_events(tmp_path / "1" / "events.jsonl")
+    view = fold(reader)
+    assert not reader.skipped
+    assert view.committed == summary["rounds"]["committed"] > 0
+    assert summary["digests_equal"]
+
+
+def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN)
+    options = ("--peers", "4", "--hours", "0.03", "--profile", "fibre", "--parameters", "8000000")
+    done = simulate(tmp_path / "out", "0", str(run_file), *options)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    payload = 8_000_000 / 2 * 4.25 / 8  # int4 and a scale for each block of 128, two fragments
+    expected = summary["rounds"]["committed"] * payload * 2 * (1 - 1 / 4)
+    sent = list(summary["bytes"]["up_per_peer"].values())
+    assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_mistake_is_named_with_its_option() -> None:
+    base = SimulationOptions(
+        run_file=None, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
+        parameters=1000, step_s=0.5, storm=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="--storm"):
+        settings_of(base)
+    with pytest.raises(ConfigError, match=r"0\.1/h"):
+        read_churn("often")
+    assert read_churn("0.1/h") == 0.1
+
+
+def test_figures_by_hand() -> None:
+    assert quantiles([]) == {"count": 0, "median": None, "p90": None, "max": None}
+    assert quantiles([3.0, 1.0, 2.0]) == {"count": 3, "median": 2.0, "p90": 3.0, "max": 3.0}
+    assert replay_command(9, 32) == "p2p-co2 simulate --storm --peers 32 --seed 9"
