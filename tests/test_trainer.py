@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,20 +61,20 @@ class RecordingWire:
 
 
 class Bench:
-    """A synchroniser in mode steps: 2 fragments, 4 inner steps per round."""
+    """A synchroniser in mode steps: 2 fragments unless told otherwise, 4 inner steps per round."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, fragments: int = 2, **settings: Any) -> None:
         self.run = RunConfig(
-            fragments=2,
+            fragments=fragments,
             clock=ClockConfig(mode="steps", inner_steps_per_round=4),
             codec=CodecConfig(name="fp32"),
             outer=OuterConfig(**{"blocking_rounds": 0, **settings}),
         )
         self.model = torch.nn.Linear(8, 32)
-        plan = plan_fragments(self.model, 2)
+        plan = plan_fragments(self.model, fragments)
         codec = get_codec("fp32")
         live = LiveParameters(self.model, plan)
-        states = [outer.init(live.snapshot(fragment)) for fragment in range(2)]
+        states = [outer.init(live.snapshot(fragment)) for fragment in range(fragments)]
         self.ledger = TensorLedger(codec, [FragmentLedger(self.run, codec, "me", state) for state in states])
         self.wire = RecordingWire()
         self.sync = Synchroniser(self.run, self.model, plan, self.ledger, self.wire, Progressed())
@@ -227,4 +228,34 @@ def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.Monk
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
     assert made.wire.shown[-1].phase == made.sync.phase
     assert made.wire.seen(ev.Progress)[-1]["phase"] == "draining"
+    made.ledger.close()
+
+
+def test_the_final_flush_holds_half_of_the_snapshots_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Bench(fragments=4)
+    in_flight: list[int] = []
+
+    def answer(offer: Offer) -> None:
+        in_flight.append(len(made.sync._sent))
+        made.wire.offers.append(offer)
+        threading.Thread(target=made.commit, args=(offer.fragment,)).start()
+
+    monkeypatch.setattr(made.wire, "offer", answer)
+    made.wire.is_settled = True
+    made.step(1)
+    made.sync.flush(finished=True)
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
+    assert max(in_flight) == 2
+    assert made.sync.versions == [1, 1, 1, 1]
+    made.ledger.close()
+
+
+def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.trainer.synchroniser.FLUSH_BOUND_S", 0.4)
+    monkeypatch.setattr("p2p_co2.trainer.synchroniser.SETTLE_BOUND_S", 0.0)
+    made = Bench(fragments=4)
+    made.step(1)
+    made.sync.flush(finished=True)  # nobody answers the first two
+    made.ledger.states()
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
     made.ledger.close()
