@@ -9,8 +9,9 @@ sockets cost; what is left, over the model's size in fp32, is the answer:
     copies = ((swarm - alone) of the model - (swarm - alone) of the tiny one) / (4 * parameters)
 
 The bar is 4, for the default settings (the first case): those run ``--repeats`` times and the median counts,
-the others run once. ``copies`` is the strict reading: the process alone has our allocator's setting too (``p2p_co2.memory``). ``copies_over_plain`` is against a process that never
-heard of us; the setting saves it about a copy, which is credited to nobody in ``copies``.
+the others run once. ``copies`` is the strict reading: the process alone has our allocator's setting too
+(``p2p_co2.memory``). ``copies_over_plain`` is against a process that never heard of us; the setting saves it
+about a copy, which is credited to nobody in ``copies``.
 
 ``held`` is the table of what is held, by room, in the same unit, at the largest resident set that was seen
 when the training thread came by; the rest of the peak is temporary. ``caught_up`` counts fragments that a
