@@ -60,6 +60,11 @@ CREATE TABLE IF NOT EXISTS counted (peer INTEGER PRIMARY KEY, weight REAL);
 CREATE TABLE IF NOT EXISTS agreed (at REAL PRIMARY KEY, tokens REAL, loss REAL) WITHOUT ROWID;
 """
 _FORMAT = 1
+_ALL = {
+    "samples": "peer IN (SELECT id FROM peers)",
+    "fragments": "fragment BETWEEN 0 AND 255",
+}
+"""Every key, spelt so that SQLite looks up each one's newest rows and does not read all there are."""
 
 
 class RoundRow(NamedTuple):
@@ -228,9 +233,10 @@ class History:
                 ("fragments", "fragment", FRAGMENT_MEASURES),
             ):
                 means = ", ".join(f"{'max' if name == 'tokens' else 'avg'}({name})" for name in names)
+                fresh = f"step = ? AND {_ALL[table]} AND at >= ? AND at < ?"
                 self._writer.execute(
                     f"INSERT OR REPLACE INTO {table} SELECT {step}, {key}, at / {step} * {step}, {means} "
-                    f"FROM {table} WHERE step = ? AND at >= ? AND at < ? GROUP BY {key}, at / {step}",
+                    f"FROM {table} WHERE {fresh} GROUP BY {key}, at / {step}",
                     (finer, since, until),
                 )
 
@@ -239,7 +245,8 @@ class History:
         for step, kept_s in TIERS:
             for table in ("samples", "fragments"):
                 self._writer.execute(
-                    f"DELETE FROM {table} WHERE step = ? AND at < ?", (step, int(now - kept_s))
+                    f"DELETE FROM {table} WHERE step = ? AND {_ALL[table]} AND at < ?",
+                    (step, int(now - kept_s)),
                 )
         for table, most in (("rounds", MAX_ROUNDS), ("happenings", MAX_HAPPENINGS)):
             self._writer.execute(
