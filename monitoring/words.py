@@ -122,7 +122,10 @@ def describe(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
             # At the start everybody meets everybody: one line for each newcomer is enough.
             key, words = f"joined {event.other}", f"{name(event.other)} joined"
         case PeerLeft():
-            key, words = f"left {event.other}", f"{name(event.other)} left: {event.reason}"
+            key, words = (
+                f"left {event.other}",
+                f"{name(event.other)} left: {event.reason.removeprefix('left: ')}",
+            )
         case LinkOpened():
             why = f" ({event.reason})" if event.reason else ""
             words = f"{me} reaches {name(event.other)} by {event.carrier}{why}"

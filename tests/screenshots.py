@@ -1,7 +1,7 @@
 """Every page of the board as pictures: ``make screenshots`` (or ``python -m tests.screenshots [FOLDER]``).
 
-A real demo runs (five peers, one killed, one late) while a browser looks at its board, light, dark and phone
-width; the states of having nothing to show come from made-up feeds. Two of the pictures go into ``docs/``
+A real demo runs (five peers, one killed, one late) while a browser looks at its board; dark and phone width
+are taken of the same run from its journals; the states of having nothing to show come from made-up feeds. Two of the pictures go into ``docs/``
 with ``--docs``.
 """
 
@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from selenium.webdriver.chrome.webdriver import WebDriver
@@ -27,7 +29,7 @@ PAGES = {
     "peers": "peers",
     "events": "events",
 }
-MODES = {"light": {}, "dark": {"dark": True}, "phone": {"phone": True}}
+MODES: dict[str, dict[str, bool]] = {"light": {}, "dark": {"dark": True}, "phone": {"phone": True}}
 READY = {
     "swarm": "tokens",
     "staleness": "staleness-mean",
@@ -56,24 +58,43 @@ def main() -> int:
         print(f"looking at {address}", flush=True)
         with browser() as driver:
             _wait_for_the_late_one(driver, address)
-        for mode, options in MODES.items():
-            with browser(**options) as driver:
-                for name, path in PAGES.items():
-                    _picture(
-                        driver, address + path, READY[name], folder / f"{name}-{mode}.png", mode == "phone"
-                    )
-                if mode != "phone":
-                    _deeper(driver, address, folder, mode)
+        _all_pages(folder, address, "light")  # live, while the swarm runs
     finally:
         demo.send_signal(signal.SIGINT)
         demo.wait(60)
         log.close()
+    with _board(["-m", "p2p_co2.cli", "board", str(run)]) as address:
+        for mode in ("dark", "phone"):
+            _all_pages(folder, address, mode)  # the same run from its journals, as long as it takes
     _states(folder)
     if "--docs" in sys.argv:
         for source, target in DOCS.items():
             (ROOT / "docs" / target).write_bytes((folder / f"{source}.png").read_bytes())
     print(f"written to {folder}")
     return 0
+
+
+def _all_pages(folder: Path, address: str, mode: str) -> None:
+    with browser(**MODES[mode]) as driver:
+        for name, path in PAGES.items():
+            _picture(driver, address + path, READY[name], folder / f"{name}-{mode}.png", mode == "phone")
+        if mode != "phone":
+            _deeper(driver, address, folder, mode)
+
+
+@contextmanager
+def _board(arguments: list[str]) -> Iterator[str]:
+    """A board as a process; its address."""
+    command = [sys.executable, "-u", *arguments]
+    board = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
+    try:
+        assert board.stdout is not None
+        yield board.stdout.readline().removeprefix("board: ").strip()
+    finally:
+        board.send_signal(signal.SIGINT)
+        board.wait(15)
+        if board.stdout is not None:
+            board.stdout.close()
 
 
 def _address(log: Path, demo: subprocess.Popen[bytes]) -> str:
@@ -123,18 +144,8 @@ def _deeper(driver: WebDriver, address: str, folder: Path, mode: str) -> None:
 
 def _states(folder: Path) -> None:
     for kind, ready in (("connecting", "nothing-connecting"), ("empty", "nothing-empty"), ("lost", "banner")):
-        command = [sys.executable, "-m", "tests.board_server", kind]
-        board = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
-        try:
-            assert board.stdout is not None
-            address = board.stdout.readline().removeprefix("board: ").strip()
-            with browser() as driver:
-                _picture(driver, address, ready, folder / f"state-{kind}.png", False)
-        finally:
-            board.send_signal(signal.SIGINT)
-            board.wait(15)
-            if board.stdout is not None:
-                board.stdout.close()
+        with _board(["-m", "tests.board_server", kind]) as address, browser() as driver:
+            _picture(driver, address, ready, folder / f"state-{kind}.png", False)
 
 
 if __name__ == "__main__":
