@@ -1,8 +1,8 @@
 """Every page of the board as pictures: ``make screenshots`` (or ``python -m tests.screenshots [FOLDER]``).
 
 A real demo runs (five peers, one killed, one late) while a browser looks at its board; dark and phone width
-are taken of the same run from its journals; the states of having nothing to show come from made-up feeds. Two of the pictures go into ``docs/``
-with ``--docs``.
+are taken of the same run from its journals; the states of having nothing to show come from made-up feeds.
+Two of the pictures go into ``docs/`` with ``--docs``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ READY = {
     "peers": "peers-count",
     "events": "events",
 }
-DOCS = {"swarm-light": "board.png", "staleness-dark": "board-staleness.png"}
+DOCS = {"swarm-light": "board.png", "staleness-light": "board-staleness.png"}
 
 
 def main() -> int:
