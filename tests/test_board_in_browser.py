@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +112,7 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
         assert number(text_of(driver, "tokens")) > first, "the page does not move by itself"
         wait_until(driver, "troubles", f"~{killed[-6:]}")
         assert "is gone" in text_of(driver, "troubles") or "aborted" in text_of(driver, "troubles")
+        wait_until_heard(address, running.events("late")[0].peer)
         for name in ("a", "b", "c", "late"):
             running.processes[name].send_signal(signal.SIGINT)
         running.wait("a", "b", "c", "late", bound_s=60)
@@ -136,6 +138,18 @@ def wait_until(driver: WebDriver, test_id: str, part: str, bound_s: float = 25.0
     while part not in text_of(driver, test_id):
         assert time.monotonic() < ends_at, f"{part!r} not in {text_of(driver, test_id)!r}"
         time.sleep(0.1)
+
+
+def wait_until_heard(address: str, peer: str, bound_s: float = 40.0) -> None:
+    """Until the board has tokens of a peer from its own reports: the DHT is asked every few seconds."""
+    ends_at = time.monotonic() + bound_s
+    while time.monotonic() < ends_at:
+        with urllib.request.urlopen(f"{address}api/swarm", timeout=20) as answer:
+            told = json.load(answer)
+        if any(known["peer"] == peer and known["tokens"] for known in told["peers"]):
+            return
+        time.sleep(0.3)
+    raise AssertionError(f"{peer} is not heard: {told['connection_words']}")
 
 
 def lost_of(summary: dict[str, Any], killed: str) -> float:
