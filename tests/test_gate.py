@@ -125,6 +125,9 @@ def test_an_answer_to_a_program_that_is_gone_is_not_given_to_the_next(tmp_path: 
     try:
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             get(gate.address)
+        ends_at = time.monotonic() + 20
+        while gate._program is not None and time.monotonic() < ends_at:
+            time.sleep(0.01)  # until the gate knows that the program is gone
         late.set_result(Relayed(answer=b"another's"))
         assert get(gate.address) == "mine"
     finally:

@@ -339,7 +339,8 @@ async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> Non
 def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
     ledger = make_ledger()
     called = []
-    future = ledger.submit_offer(0, torch.full((BLOCK,), math.nan), 1.0, 0, lambda *offer: called.append(offer))
+    snapshot = torch.full((BLOCK,), math.nan)
+    future = ledger.submit_offer(0, snapshot, 1.0, 0, lambda *offer: called.append(offer))
     future.result()
     outcome = ledger.outcomes.get_nowait()
     assert not called

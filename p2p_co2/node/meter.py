@@ -5,8 +5,8 @@ The upload rate sizes this peer's part of a round, so it must say what the link 
 processor was in one moment: it is measured over whole bursts, and the best burst of late counts. Law: over
 any stretch the bytes that a ``Pace`` admits are at most its rate times the length plus one message.
 
-Price: what the kernel still buffers at the end of a burst counts as sent, so short bursts flatter a slow
-link; what the rounds themselves say corrects that (``Standing``).
+Price: what the kernel or libp2p's daemon still buffers at the end of a burst counts as sent, so short bursts
+flatter a slow link, and nothing corrects that yet but the owner's cap.
 """
 
 from __future__ import annotations

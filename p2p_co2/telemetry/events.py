@@ -61,7 +61,8 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOpened(Event):
-    """We can send to ``other`` over ``carrier``; ``reason`` says why not the preferred one, if so."""
+    """We can send to ``other`` over ``carrier``; ``reason`` says why not the preferred one, if so, and what
+    is between: "relayed by" a seed, or "direct, through a punched hole"."""
 
     kind: ClassVar[str] = "link_opened"
     other: str
