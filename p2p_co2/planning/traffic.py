@@ -57,7 +57,8 @@ def payload_bytes(codec: CodecName, values: int) -> int:
 
 
 def shares_of(uploads_bytes_per_s: Sequence[float]) -> list[float]:
-    """The share of a fragment that each peer averages: in proportion to its upload, as rounds cut it."""
+    """The share of a fragment that each peer averages, as rounds cut it: what its upload has left after its
+    own payload."""
     from p2p_co2.rounds.parts import split_blocks
 
     fine = 1 << 20

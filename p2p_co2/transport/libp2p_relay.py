@@ -38,7 +38,7 @@ ENOUGH_BYTES = 1 << 30
 """Relays that cut a circuit off sooner are of no use for payload; libp2p's default is 128 KiB."""
 _RESERVE, _STATUS, _OK = 0, 2, 100
 _MAX_ANSWER_BYTES = 8 << 10
-_STARTS = 6
+_STARTS = 12
 
 
 @dataclass(frozen=True)
