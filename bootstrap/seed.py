@@ -168,6 +168,7 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
         p2p = await start_relay(
             options.folder / "identity", options.host, options.port,
             announce_host=options.announce_host, public=bool(options.announce_host), relay=options.relay,
+            say=say,
         )  # fmt: skip
         stack.push_async_callback(stop_p2p, p2p)
         discovery = Discovery(p2p, seed.identity, seed.run_digest, refused)

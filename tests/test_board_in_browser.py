@@ -154,7 +154,7 @@ def wait_until_heard(address: str, peer: str, bound_s: float = 40.0) -> None:
 
 def lost_of(summary: dict[str, Any], killed: str) -> float:
     """What the killed peer did after it was last asked is lost with it: the board asks every second,
-    progress is reported every second, an answer takes its time; the rate is a mean, and at times it is faster."""
+    progress is reported every second, answers take their time; the rate is a mean, at times it is faster."""
     (peer,) = [peer for peer in summary["peer_table"].values() if peer["peer"] == killed]
     return 6.0 * float(peer["tokens_per_s"])
 

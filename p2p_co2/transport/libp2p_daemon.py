@@ -26,6 +26,7 @@ import socket
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 STARTUP_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 DAEMON_GONE = "the libp2p daemon of this process is gone"
+_PUBLIC = "-forceReachabilityPublic"
 _IDLE_TIMEOUT_S = 30
 """The daemon ends itself if we do not connect within this after its start."""
 _OUTPUT_LINES = 30
@@ -225,7 +227,7 @@ async def _launch(arguments: list[str]) -> Daemon:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
+            env=_environment(arguments),
         )
     except (OSError, asyncio.CancelledError) as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -281,12 +283,22 @@ def _arguments(
     if not ipaddress.ip_address(host).is_loopback:
         arguments.append("-natPortMap")  # asks the router (UPnP, NAT-PMP) to let others in
     if public:
-        arguments.append("-forceReachabilityPublic")
+        arguments.append(_PUBLIC)
     if not relay:
         arguments.append("-relayService=false")  # leaves libp2p's default, of 128 KiB at a time
     if announce_host:
         arguments.append(f"-announceAddrs={multiaddr_of(announce_host, port)}")
     return arguments
+
+
+def _environment(arguments: Sequence[str]) -> dict[str, str]:
+    """The daemon's. One that serves as a relay from its start makes two of them, which race for one protocol,
+    and libp2p's own with 128 KiB per circuit wins wherever Go has a second thread (8 of 8 starts with two
+    processors, 0 of 8 with one)."""
+    environment = {**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")}
+    if _PUBLIC in arguments:
+        environment["GOMAXPROCS"] = "1"
+    return environment
 
 
 def _require_free(host: str, port: int) -> None:

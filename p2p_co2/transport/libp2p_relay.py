@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ ENOUGH_BYTES = 1 << 30
 """Relays that cut a circuit off sooner are of no use for payload; libp2p's default is 128 KiB."""
 _RESERVE, _STATUS, _OK = 0, 2, 100
 _MAX_ANSWER_BYTES = 8 << 10
-_STARTS = 12
+_STARTS = 6
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,18 @@ async def _read_answer(reader: asyncio.StreamReader) -> bytes:
 
 
 async def start_relay(
-    identity_path: Path, host: str, port: int, *, announce_host: str, public: bool, relay: bool = True
-) -> P2P:
+    identity_path: Path, host: str, port: int, *, announce_host: str, public: bool, relay: bool = True,
+    say: Callable[[str], None] = lambda words: None,
+) -> P2P:  # fmt: skip
     """The daemon of a seed: ``start_p2p``, until its relay is the one with our limits; ``relay`` False: none.
+    If it never is, the last daemon serves as it is, and ``say`` hears what that means.
 
     The daemon starts two relays that race for the same protocol, one of them with libp2p's default of 128 KiB
-    per circuit (seen in half of the starts on a busy machine). Who won is known by asking, from a daemon of
-    our own that lives for the question only. A daemon that does not know that it is public (``public`` False)
+    per circuit. ``start_p2p`` sees to it that ours wins, and this one asks who did, from a daemon of our own
+    that lives for the question only. A daemon that does not know that it is public (``public`` False)
     relays with the default until it finds out, and is taken as it is. Raises as ``start_p2p``.
     """
-    for _ in range(_STARTS):
+    for left in reversed(range(_STARTS)):
         p2p = await start_p2p(
             identity_path, host, port, announce_host=announce_host, public=public, relay=relay
         )
@@ -141,11 +143,14 @@ async def start_relay(
         except BaseException:
             await stop_p2p(p2p)
             raise
+        if not left:
+            say(
+                f"warning: in {_STARTS} starts the relay had libp2p's default of 128 KiB per circuit, "
+                "so peers that nobody can dial will lose their links; start the seed again, or add another"
+            )
+            return p2p
         await stop_p2p(p2p)
-    raise EnvironmentFault(
-        f"the libp2p daemon's relay did not come up with its limits in {_STARTS} starts; start the seed "
-        "again when this machine is less busy"
-    )
+    raise AssertionError("the last start returns")
 
 
 async def _circuit_bytes(p2p: P2P, host: str, port: int) -> int:
