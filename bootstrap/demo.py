@@ -25,9 +25,9 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from bootstrap.local_swarm import Child, LocalSwarm, environment, program
+from bootstrap.local_swarm import Child, LocalSwarm, environment, new_run_folder, program
 from p2p_co2.config import RunConfig, write_toml
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError
 from p2p_co2.process import require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
@@ -114,7 +114,7 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
         print(f"--seconds {options.seconds:g} is made whole: {rounds}, {trained_s:g} s", flush=True)
     before = signal.signal(signal.SIGTERM, _interrupted)
     try:
-        folder = _new_folder(options)
+        folder = new_run_folder(options.folder, "demo")
         try:
             config, loss_start = _prepared(options, config, folder)
         except BaseException:
@@ -140,21 +140,6 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _new_folder(options: DemoOptions) -> Path:
-    folder = options.folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    try:
-        (folder / "logs").mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(
-            "command line", "--folder", f"{folder} holds a run already; name a new folder"
-        ) from None
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot make {folder}: {error.strerror}; choose another with --folder"
-        ) from None
-    return folder
 
 
 def _remove_empty(folder: Path) -> None:

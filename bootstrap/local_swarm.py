@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from p2p_co2.errors import EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.process import processes_below
 
 _POLL_S = 0.1
@@ -197,3 +197,20 @@ def environment(threads: int = 1) -> dict[str, str]:
         known = os.environ.get("PYTHONPATH")
         variables["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{known}" if known else str(_ROOT)
     return variables
+
+
+def new_run_folder(folder: Path | None, kind: str) -> Path:
+    """Make ``folder`` (None: ``runs/KIND-<time>``) with its ``logs``. Raises ``ConfigError`` if it holds a
+    run already, ``EnvironmentFault`` if it cannot be made."""
+    folder = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
+    try:
+        (folder / "logs").mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            "command line", "--folder", f"{folder} holds a run already; name a new folder"
+        ) from None
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot make {folder}: {error.strerror}; choose another with --folder"
+        ) from None
+    return folder

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,9 +23,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from bootstrap.demo import software_versions
 from bootstrap.lines import Line, LineChanges, lines_of
+from bootstrap.local_swarm import new_run_folder
 from bootstrap.rehearsal_swarm import RehearsalSwarm, Traffic
 from p2p_co2.config import RunConfig, read_run_config, write_toml
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError
 from p2p_co2.process import require_supported_platform
 from p2p_co2.telemetry.events import Event
 
@@ -115,7 +115,7 @@ def _rehearse(
     lines: list[Line],
     watch_with: Callable[[RunConfig, Path], RehearsalWatch],
 ) -> list[str]:
-    folder = _new_folder(options)
+    folder = new_run_folder(options.folder, "rehearsal")
     config, recipe = _prepared(options, config, folder)
     loss_start = recipe.held_out(recipe.model) if recipe.held_out is not None else None
     with ExitStack() as stack:
@@ -143,21 +143,6 @@ def _rehearse(
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _new_folder(options: RehearsalOptions) -> Path:
-    folder = options.folder or Path("runs") / time.strftime("rehearsal-%Y%m%d-%H%M%S")
-    try:
-        (folder / "logs").mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(
-            "command line", "--folder", f"{folder} holds a run already; name a new folder"
-        ) from None
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot make {folder}: {error.strerror}; choose another with --folder"
-        ) from None
-    return folder
 
 
 def run_config(options: RehearsalOptions) -> RunConfig:
