@@ -52,6 +52,8 @@ from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
 
 REACH_TIMEOUT_S = 10.0
 """Bound on reaching the seeds, all at once."""
+BACKOFF_STEP_S = 0.5
+"""Between two tries while libp2p does not dial: it waits 5 s after a first failure, longer after more."""
 CALL_TIMEOUT_S = 15.0
 """Bound on one store or search."""
 MAX_STORED_KEYS = 16384
@@ -247,12 +249,25 @@ class Discovery:
         peer = PeerId(seed.rpartition("/p2p/")[2])
         try:
             public_key_of(peer)
-            await reach(self._p2p, peer, [seed], REACH_TIMEOUT_S)
+            await self._reach(peer, seed)
             async with self._calling(f"it did not answer within {CALL_TIMEOUT_S:.0f} s"):
                 known = await self._running().protocol.call_ping(PeerID.from_base58(peer))
         except (TransportError, RemoteProtocolError) as error:
             return str(error)
         return "" if known is not None else "it is there, but does not serve a DHT"
+
+    async def _reach(self, peer: PeerId, seed: str) -> None:
+        """Reach a seed. One that was away is tried until libp2p may dial again: after a failure the daemon
+        refuses for some seconds without a look, and the seed may be back. Raises ``TransportError``."""
+        clock = asyncio.get_running_loop()
+        give_up_at = clock.time() + REACH_TIMEOUT_S
+        while True:
+            try:
+                return await reach(self._p2p, peer, [seed], REACH_TIMEOUT_S)
+            except TransportError as error:
+                if "dial backoff" not in str(error) or clock.time() + BACKOFF_STEP_S > give_up_at:
+                    raise
+            await asyncio.sleep(BACKOFF_STEP_S)
 
     async def _store(self, key: str, writer: PeerId, sealed: bytes, expires_at: float) -> None:
         lifetime_s = expires_at - get_dht_time()
