@@ -1,18 +1,12 @@
-"""Catching up: a late peer and its donors on virtual time, then lying, slow, silent and vanishing donors.
+"""Catching up: a late peer and its donors on virtual time.
 
-Every donor sends one message after the other at a rate of its own; ``World.tamper`` may change or drop a
-message under way. What is counted are chunks that travelled and virtual seconds.
+Lying donors are in test_catchup_liars, slow and lost ones in test_catchup_donors.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
-import random
 from collections import Counter
-from collections.abc import Callable
-from functools import lru_cache
-from itertools import count
 
 import pytest
 
@@ -20,139 +14,36 @@ from p2p_co2.catchup import (
     ROUND,
     STATE,
     CatchUp,
-    CatchUpEvent,
-    CatchUpMessage,
-    DonorRefused,
     ExportWanted,
     Fetched,
     FetchFailed,
     Goal,
     Shape,
-    chunk_at,
-    chunk_count,
     chunk_digest,
     split_donors,
 )
 from p2p_co2.catchup.donor import EXPORT_IN_USE_S, EXPORT_KEPT_S, EXPORT_LONGEST_S
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
 from p2p_co2.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
-from p2p_co2.catchup.source import SLOW_CAP_S
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
-
-RUN = bytes(range(32))
-CHUNKS = 40
-SMALL, LARGE = 3 * MAX_DATA_BYTES + 17, CHUNKS * MAX_DATA_BYTES - 5
-SHAPE = Shape(mean_bytes=(MAX_DATA_BYTES + 5, 10, 10), state_bytes=(SMALL, LARGE, LARGE))
-IDENTITIES = [Identity.generate() for _ in range(6)]
-LATE, *DONORS = (identity.peer_id for identity in IDENTITIES)
-D1, D2, D3, D4, D5 = DONORS
-CONTENT = [random.Random(fragment).randbytes(size) for fragment, size in enumerate(SHAPE.state_bytes)]
-MEAN = random.Random(9).randbytes(SHAPE.mean_bytes[0])
-LATENCY_S = 0.02
-
-
-@lru_cache(32)
-def state_of(fragment: int, version: int) -> bytes:
-    """Each version has other bytes everywhere."""
-    return bytes([version]) + CONTENT[fragment][1:-1] + bytes([version])
-
-
-class World:
-    """A late peer and donors. ``rates``: bytes per second that each donor sends."""
-
-    def __init__(self, donors: int = 2, rate: float = 50e6, shape: Shape = SHAPE) -> None:
-        self.shape = shape
-        self.machines = {i.peer_id: CatchUp(i, RUN, shape) for i in IDENTITIES[: donors + 1]}
-        self.rates = dict.fromkeys(self.machines, rate)
-        self.versions = dict.fromkeys(self.machines, 7)
-        self.free_at = dict.fromkeys(self.machines, 0.0)
-        self.events: list[CatchUpEvent] = []
-        self.tamper: Callable[[PeerId, CatchUpMessage], CatchUpMessage | None] = lambda sender, message: (
-            message
-        )
-        self.sent: list[tuple[PeerId, CatchUpMessage]] = []
-        self.now = 10.0
-        self._under_way: list[tuple[float, int, PeerId, PeerId, CatchUpMessage]] = []
-        self._order = count()
-        for peer in self.machines:
-            self.move(peer, 7)
-
-    def move(self, peer: PeerId, version: int) -> None:
-        self.versions[peer] = version
-        for fragment in range(len(self.shape.state_bytes)):
-            self.machines[peer].moved(fragment, version)
-
-    def want(self, fragment: int = 1, version: int = 7, **more: object) -> None:
-        donors = tuple(peer for peer in self.machines if peer != LATE)
-        goal = Goal(STATE, fragment, version, donors, **more)  # type: ignore[arg-type]
-        self.machines[LATE].want(goal, self.now)
-
-    def run(self, seconds: float = 300.0, enough: int = 1) -> None:
-        """Until the late peer has told ``enough`` endings, or nothing moves, or time is up."""
-        ends_at = self.now + seconds
-        self._take_all()
-        while sum(isinstance(event, Fetched | FetchFailed) for event in self.events) < enough:
-            times = [at for machine in self.machines.values() if (at := machine.get_timer()) is not None]
-            times += [self._under_way[0][0]] if self._under_way else []
-            if not times or min(times) > ends_at:
-                self.now = ends_at if times else self.now
-                return
-            self.now = max(self.now, min(times))
-            while self._under_way and self._under_way[0][0] <= self.now:
-                _, _, sender, receiver, message = heapq.heappop(self._under_way)
-                self.machines[receiver].receive(message, sender, self.now)
-            for machine in self.machines.values():
-                machine.handle_timer(self.now)
-            self._take_all()
-
-    def _take_all(self) -> None:
-        for peer, machine in self.machines.items():
-            while (event := machine.next_event()) is not None:
-                if isinstance(event, ExportWanted):
-                    self._export(machine, event.fragment, self.versions[peer])
-                elif peer == LATE:
-                    self.events.append(event)
-            for receiver, message in machine.messages_to_send():
-                self.sent.append((peer, message))
-                changed = self.tamper(peer, message)
-                if changed is not None and receiver in self.machines:
-                    self._send(peer, receiver, changed)
-        if any(machine.donor._waiting for machine in self.machines.values()):
-            self._take_all()
-
-    def _export(self, machine: CatchUp, fragment: int, version: int) -> None:
-        data = state_of(fragment, version)[-self.shape.state_bytes[fragment] :]
-        digests = [chunk_digest(data[chunk_at(i, len(data))]) for i in range(chunk_count(len(data)))]
-        machine.exported(fragment, version, data, hashlib.sha256(data).digest(), digests, self.now)
-
-    def _send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
-        arrives_at = self.now + LATENCY_S
-        if isinstance(message, Chunk):  # small messages overtake them, as in the node's lanes
-            self.free_at[sender] = (
-                max(self.now, self.free_at[sender]) + len(message.data) / self.rates[sender]
-            )
-            arrives_at += self.free_at[sender] - self.now
-        heapq.heappush(self._under_way, (arrives_at, next(self._order), sender, receiver, message))
-
-    def fetched(self) -> Fetched:
-        (event,) = [event for event in self.events if not isinstance(event, DonorRefused)]
-        assert isinstance(event, Fetched), event
-        self.check(event)
-        return event
-
-    def check(self, event: Fetched) -> None:
-        fragment = event.goal.fragment
-        assert bytes(event.data) == state_of(fragment, event.version)[-self.shape.state_bytes[fragment] :]
-
-    def chunks_from(self, donor: PeerId) -> list[int]:
-        return [m.chunk for sender, m in self.sent if sender == donor and isinstance(m, Chunk)]
-
-    def chunks_sent(self) -> Counter[int]:
-        return Counter(m.chunk for _, m in self.sent if isinstance(m, Chunk))
-
+from tests.catchup_world import (
+    CHUNKS,
+    D1,
+    D2,
+    D3,
+    D4,
+    DONORS,
+    IDENTITIES,
+    LARGE,
+    LATE,
+    MEAN,
+    RUN,
+    SMALL,
+    World,
+    state_of,
+)
 
 # ---- what it is for
 
@@ -321,250 +212,6 @@ def test_a_second_newcomer_loads_what_the_donors_are_giving() -> None:
     loading = machine._fetcher._downloads[1]
     assert loading._chosen is not None
     assert loading._chosen.version == 7
-
-
-# ---- lies
-
-
-def lying(liar: PeerId, wrong: Callable[[Chunk], None]) -> Callable[[PeerId, CatchUpMessage], CatchUpMessage]:
-    def tamper(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
-        if sender == liar and isinstance(message, Chunk):
-            changed = Chunk()
-            changed.CopyFrom(message)
-            wrong(changed)
-            return changed
-        return message
-
-    return tamper
-
-
-def zero(chunk: Chunk) -> None:
-    chunk.data = bytes(len(chunk.data))
-
-
-def shorten(chunk: Chunk) -> None:
-    chunk.data = chunk.data[:-1]
-
-
-@pytest.mark.parametrize("wrong", [zero, shorten])
-def test_a_donor_that_sends_wrong_bytes_costs_one_chunk(wrong: Callable[[Chunk], None]) -> None:
-    world = World(donors=4, rate=2e6)
-    world.tamper = lying(D2, wrong)
-    world.want()
-    world.run()
-    refused = [event for event in world.events if isinstance(event, DonorRefused)]
-    assert [event.peer for event in refused] == [D2]
-    event = world.fetched()
-    assert event.chunks_wasted == 1
-    assert D2 not in event.donors or event.donors[-1] == D2
-    assert len(world.chunks_from(D2)) == 1
-    assert sum(world.chunks_sent().values()) <= CHUNKS + 1 + 3
-
-
-def test_a_liar_is_not_asked_for_the_next_fragment_either() -> None:
-    world = World(donors=2)
-    world.tamper = lying(D1, zero)
-    world.want(fragment=1)
-    world.want(fragment=2)
-    world.run(enough=2)
-    assert len(world.chunks_from(D1)) == 1
-    assert [type(event) for event in world.events] == [DonorRefused, Fetched, Fetched]
-
-
-def test_a_donor_that_begins_to_lie_later_keeps_what_it_gave_right() -> None:
-    world = World(donors=2, rate=2e6)
-    given = count()
-    world.tamper = lying(D1, lambda chunk: zero(chunk) if next(given) >= 10 else None)
-    world.want()
-    world.run()
-    assert world.fetched().chunks_wasted == 1
-    repeated = [chunk for chunk, times in world.chunks_sent().items() if times > 1]
-    assert len(repeated) <= 1 + 6 + 2  # the wrong one, what was under way, the end
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"total_bytes": 1 << 40},
-        {"chunk_bytes": 1},
-        {"version": 2},
-        {"fragment": 0},
-        {"digest": bytes(32)},
-        {"signature": bytes(64)},
-        {"chunk_digests": [bytes(32)] * CHUNKS},
-    ],
-)
-def test_a_manifest_that_was_changed_is_refused_before_anything_is_allocated(
-    change: dict[str, object],
-) -> None:
-    world = World(donors=1)
-
-    def lie(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
-        if not isinstance(message, Manifest):
-            return message
-        return Manifest(**{f.name: v for f, v in message.ListFields()} | change)  # type: ignore[arg-type]
-
-    world.tamper = lie
-    world.want()
-    world.run()
-    assert [type(event) for event in world.events] == [DonorRefused, FetchFailed]
-    assert not world.chunks_sent()
-
-
-def test_a_lone_false_promise_is_outvoted_and_costs_nothing() -> None:
-    world = World(donors=3)
-    liar = world.machines[D1]
-    data = bytes(LARGE)
-    digests = [chunk_digest(data[chunk_at(i, LARGE)]) for i in range(CHUNKS)]
-    liar.exported(1, 7, data, hashlib.sha256(data).digest(), digests, world.now)
-    world.want()
-    world.run()
-    event = world.fetched()
-    assert set(event.donors) == {D2, D3}
-    assert not world.chunks_from(D1)
-    assert event.chunks_wasted <= 1
-
-
-def test_a_chunk_that_was_not_asked_for_puts_its_donor_out() -> None:
-    world = World(donors=2, rate=2e6)
-    world.want()
-    world.run(seconds=2.0)
-    loading = world.machines[LATE]._fetcher._downloads[1]
-    request = loading.sources[D1].request
-    world.machines[LATE].receive(Chunk(request=request, fragment=1, chunk=CHUNKS + 1), D1, world.now)
-    assert D1 not in loading.sources
-    world.run()
-    assert world.fetched().donor == D2
-
-
-# ---- slow, silent and vanishing donors
-
-
-def test_a_silent_donor_is_replaced_and_a_silent_swarm_ends_the_wait() -> None:
-    world = World(donors=2)
-    world.tamper = lambda sender, message: None if sender == D1 else message
-    world.want(fragment=0)
-    world.run()
-    assert world.fetched().donors == (D2,)
-
-    world = World(donors=2)
-    world.tamper = lambda sender, message: None if sender != LATE else message
-    world.want(fragment=0)
-    world.run()
-    assert isinstance(world.events[0], FetchFailed)
-    assert world.now <= 10.0 + 2 * SLOW_CAP_S
-
-
-def test_a_donor_that_falls_silent_in_the_middle_gives_its_chunks_to_the_others() -> None:
-    world = World(donors=3, rate=2e6)
-    given = count()
-    world.tamper = lambda sender, message: (
-        None if sender == D1 and isinstance(message, Chunk) and next(given) >= 4 else message
-    )
-    world.want()
-    world.run()
-    event = world.fetched()
-    assert event.duration_s < 1.6 * LARGE / (2 * 2e6) + 2.0
-    assert event.chunks_wasted <= 2
-
-
-def test_a_donor_much_slower_than_the_others_is_dropped_and_its_chunks_given_away() -> None:
-    world = World(donors=3)
-    world.rates |= {D1: 20e3, D2: 4e6, D3: 4e6}  # 26 s a chunk beside 0.13 s
-    world.want()
-    world.run()
-    assert world.fetched().duration_s < LARGE / 8e6 + 3.0
-    assert len(world.chunks_from(D1)) <= 1
-
-
-def test_a_swarm_that_is_slow_throughout_is_waited_for() -> None:
-    world = World(donors=2, rate=60e3)  # 9 s a chunk
-    world.want(fragment=0)
-    world.run()
-    assert world.fetched().version == 7
-
-
-def test_a_donor_that_leaves_is_replaced_at_once() -> None:
-    world = World(donors=2, rate=2e6)
-    world.want()
-    world.run(seconds=3.0)
-    before = set(world.chunks_from(D1)) | set(world.chunks_from(D2))
-    del world.machines[D1]
-    world.machines[LATE].forget_donor(D1, world.now)
-    world.run()
-    again = [chunk for chunk, times in world.chunks_sent().items() if times > 1 and chunk in before]
-    assert world.fetched().donors[0] == D2
-    assert len(again) <= 6  # only what the lost donor had under way
-
-
-@pytest.mark.parametrize("kind", [Fetch, Manifest, Chunk])
-def test_a_lost_message_of_the_only_donor_is_asked_for_again(kind: type) -> None:
-    world = World(donors=1)
-    lost = count()
-    world.tamper = lambda sender, message: None if isinstance(message, kind) and next(lost) == 0 else message
-    world.want(fragment=0)
-    world.run()
-    assert world.fetched().donors == (D1,)
-
-
-def test_doubled_messages_are_no_offence() -> None:
-    world = World(donors=2)
-    world.want()
-    original = world._send
-
-    def twice(sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
-        original(sender, receiver, message)
-        original(sender, receiver, message)
-
-    world._send = twice  # type: ignore[method-assign]
-    world.run()
-    world.fetched()
-    assert not [event for event in world.events if isinstance(event, DonorRefused)]
-
-
-def test_an_export_that_is_gone_is_made_anew() -> None:
-    world = World(donors=1, rate=2e6)
-    world.want()
-    world.run(seconds=3.0)
-    donor = world.machines[D1].donor
-    world.move(D1, 9)
-    donor._exports.clear()
-    world.run()
-    assert world.fetched().version == 9
-
-
-def test_no_donor_known_is_a_failure_not_a_wait() -> None:
-    world = World(donors=0)
-    world.want()
-    world.run()
-    assert isinstance(world.events[0], FetchFailed)
-
-
-def test_random_faults_end_in_the_right_bytes_or_a_failure_and_no_timer_is_left() -> None:
-    for seed in range(25):
-        random_ = random.Random(seed)
-        world = World(donors=5, shape=Shape((10, 10, 10), (SMALL, SMALL, 3 * SMALL)))
-        for donor in DONORS:
-            world.rates[donor] = 10 ** random_.uniform(5.0, 7.5)
-            world.move(donor, random_.choice([6, 7, 7, 7, 8]))
-
-        def tamper(
-            sender: PeerId, message: CatchUpMessage, random_: random.Random = random_
-        ) -> CatchUpMessage | None:
-            fate = random_.random()
-            if fate < 0.03:
-                return None
-            return lying(sender, zero)(sender, message) if fate < 0.06 else message
-
-        world.tamper = tamper
-        for fragment in (0, 1, 2):
-            world.want(fragment)
-        world.run(seconds=3600.0, enough=3)
-        for event in world.events:
-            if isinstance(event, Fetched):
-                world.check(event)
-        assert sum(isinstance(event, Fetched | FetchFailed) for event in world.events) == 3, seed
-        assert world.machines[LATE].get_timer() is None
 
 
 # ---- what a donor holds

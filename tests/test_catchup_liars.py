@@ -1,11 +1,19 @@
-"""Catching up beside a donor that does not lie in its bytes but in what it says of itself: it may cost time,
-by a bound, and never the state."""
+"""Catching up beside donors that lie, in their bytes or in what they say of themselves: it may cost time, by
+a bound, and never the state."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from itertools import count
+
+import pytest
 
 from p2p_co2.catchup import (
     STATE,
     CatchUp,
+    CatchUpMessage,
+    DonorRefused,
     ExportWanted,
     Fetched,
     FetchFailed,
@@ -14,10 +22,124 @@ from p2p_co2.catchup import (
     chunk_count,
     chunk_digest,
 )
-from p2p_co2.catchup.goals import CatchUpMessage
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Fetch, Refusal
-from tests.test_catchup import D1, DONORS, IDENTITIES, LATE, RUN, SHAPE, World, state_of
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+from tests.catchup_world import (
+    CHUNKS,
+    D1,
+    D2,
+    D3,
+    DONORS,
+    IDENTITIES,
+    LARGE,
+    LATE,
+    RUN,
+    SHAPE,
+    World,
+    lying,
+    state_of,
+    zero,
+)
+
+# ---- lies in bytes
+
+
+def shorten(chunk: Chunk) -> None:
+    chunk.data = chunk.data[:-1]
+
+
+@pytest.mark.parametrize("wrong", [zero, shorten])
+def test_a_donor_that_sends_wrong_bytes_costs_one_chunk(wrong: Callable[[Chunk], None]) -> None:
+    world = World(donors=4, rate=2e6)
+    world.tamper = lying(D2, wrong)
+    world.want()
+    world.run()
+    refused = [event for event in world.events if isinstance(event, DonorRefused)]
+    assert [event.peer for event in refused] == [D2]
+    event = world.fetched()
+    assert event.chunks_wasted == 1
+    assert D2 not in event.donors or event.donors[-1] == D2
+    assert len(world.chunks_from(D2)) == 1
+    assert sum(world.chunks_sent().values()) <= CHUNKS + 1 + 3
+
+
+def test_a_liar_is_not_asked_for_the_next_fragment_either() -> None:
+    world = World(donors=2)
+    world.tamper = lying(D1, zero)
+    world.want(fragment=1)
+    world.want(fragment=2)
+    world.run(enough=2)
+    assert len(world.chunks_from(D1)) == 1
+    assert [type(event) for event in world.events] == [DonorRefused, Fetched, Fetched]
+
+
+def test_a_donor_that_begins_to_lie_later_keeps_what_it_gave_right() -> None:
+    world = World(donors=2, rate=2e6)
+    given = count()
+    world.tamper = lying(D1, lambda chunk: zero(chunk) if next(given) >= 10 else None)
+    world.want()
+    world.run()
+    assert world.fetched().chunks_wasted == 1
+    repeated = [chunk for chunk, times in world.chunks_sent().items() if times > 1]
+    assert len(repeated) <= 1 + 6 + 2  # the wrong one, what was under way, the end
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"total_bytes": 1 << 40},
+        {"chunk_bytes": 1},
+        {"version": 2},
+        {"fragment": 0},
+        {"digest": bytes(32)},
+        {"signature": bytes(64)},
+        {"chunk_digests": [bytes(32)] * CHUNKS},
+    ],
+)
+def test_a_manifest_that_was_changed_is_refused_before_anything_is_allocated(
+    change: dict[str, object],
+) -> None:
+    world = World(donors=1)
+
+    def lie(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if not isinstance(message, Manifest):
+            return message
+        return Manifest(**{f.name: v for f, v in message.ListFields()} | change)  # type: ignore[arg-type]
+
+    world.tamper = lie
+    world.want()
+    world.run()
+    assert [type(event) for event in world.events] == [DonorRefused, FetchFailed]
+    assert not world.chunks_sent()
+
+
+def test_a_lone_false_promise_is_outvoted_and_costs_nothing() -> None:
+    world = World(donors=3)
+    liar = world.machines[D1]
+    data = bytes(LARGE)
+    digests = [chunk_digest(data[chunk_at(i, LARGE)]) for i in range(CHUNKS)]
+    liar.exported(1, 7, data, hashlib.sha256(data).digest(), digests, world.now)
+    world.want()
+    world.run()
+    event = world.fetched()
+    assert set(event.donors) == {D2, D3}
+    assert not world.chunks_from(D1)
+    assert event.chunks_wasted <= 1
+
+
+def test_a_chunk_that_was_not_asked_for_puts_its_donor_out() -> None:
+    world = World(donors=2, rate=2e6)
+    world.want()
+    world.run(seconds=2.0)
+    loading = world.machines[LATE]._fetcher._downloads[1]
+    request = loading.sources[D1].request
+    world.machines[LATE].receive(Chunk(request=request, fragment=1, chunk=CHUNKS + 1), D1, world.now)
+    assert D1 not in loading.sources
+    world.run()
+    assert world.fetched().donor == D2
+
+
+# ---- lies about themselves
 
 
 def test_a_donor_that_names_ever_another_fragment_does_not_keep_us_from_loading_any() -> None:

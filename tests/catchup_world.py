@@ -1,0 +1,161 @@
+"""A late peer and its donors on virtual time, for tests of catching up.
+
+Every donor sends one message after the other at a rate of its own; ``World.tamper`` may change or drop a
+message under way. What is counted are chunks that travelled and virtual seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import count
+
+from p2p_co2.catchup import (
+    STATE,
+    CatchUp,
+    CatchUpEvent,
+    CatchUpMessage,
+    DonorRefused,
+    ExportWanted,
+    Fetched,
+    FetchFailed,
+    Goal,
+    Shape,
+    chunk_at,
+    chunk_count,
+    chunk_digest,
+)
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.messages_pb2 import Chunk
+
+RUN = bytes(range(32))
+CHUNKS = 40
+SMALL, LARGE = 3 * MAX_DATA_BYTES + 17, CHUNKS * MAX_DATA_BYTES - 5
+SHAPE = Shape(mean_bytes=(MAX_DATA_BYTES + 5, 10, 10), state_bytes=(SMALL, LARGE, LARGE))
+IDENTITIES = [Identity.generate() for _ in range(6)]
+LATE, *DONORS = (identity.peer_id for identity in IDENTITIES)
+D1, D2, D3, D4, D5 = DONORS
+CONTENT = [random.Random(fragment).randbytes(size) for fragment, size in enumerate(SHAPE.state_bytes)]
+MEAN = random.Random(9).randbytes(SHAPE.mean_bytes[0])
+LATENCY_S = 0.02
+
+
+@lru_cache(32)
+def state_of(fragment: int, version: int) -> bytes:
+    """Each version has other bytes everywhere."""
+    return bytes([version]) + CONTENT[fragment][1:-1] + bytes([version])
+
+
+class World:
+    """A late peer and donors. ``rates``: bytes per second that each donor sends."""
+
+    def __init__(self, donors: int = 2, rate: float = 50e6, shape: Shape = SHAPE) -> None:
+        self.shape = shape
+        self.machines = {i.peer_id: CatchUp(i, RUN, shape) for i in IDENTITIES[: donors + 1]}
+        self.rates = dict.fromkeys(self.machines, rate)
+        self.versions = dict.fromkeys(self.machines, 7)
+        self.free_at = dict.fromkeys(self.machines, 0.0)
+        self.events: list[CatchUpEvent] = []
+        self.tamper: Callable[[PeerId, CatchUpMessage], CatchUpMessage | None] = lambda sender, message: (
+            message
+        )
+        self.sent: list[tuple[PeerId, CatchUpMessage]] = []
+        self.now = 10.0
+        self._under_way: list[tuple[float, int, PeerId, PeerId, CatchUpMessage]] = []
+        self._order = count()
+        for peer in self.machines:
+            self.move(peer, 7)
+
+    def move(self, peer: PeerId, version: int) -> None:
+        self.versions[peer] = version
+        for fragment in range(len(self.shape.state_bytes)):
+            self.machines[peer].moved(fragment, version)
+
+    def want(self, fragment: int = 1, version: int = 7, **more: object) -> None:
+        donors = tuple(peer for peer in self.machines if peer != LATE)
+        goal = Goal(STATE, fragment, version, donors, **more)  # type: ignore[arg-type]
+        self.machines[LATE].want(goal, self.now)
+
+    def run(self, seconds: float = 300.0, enough: int = 1) -> None:
+        """Until the late peer has told ``enough`` endings, or nothing moves, or time is up."""
+        ends_at = self.now + seconds
+        self._take_all()
+        while sum(isinstance(event, Fetched | FetchFailed) for event in self.events) < enough:
+            times = [at for machine in self.machines.values() if (at := machine.get_timer()) is not None]
+            times += [self._under_way[0][0]] if self._under_way else []
+            if not times or min(times) > ends_at:
+                self.now = ends_at if times else self.now
+                return
+            self.now = max(self.now, min(times))
+            while self._under_way and self._under_way[0][0] <= self.now:
+                _, _, sender, receiver, message = heapq.heappop(self._under_way)
+                self.machines[receiver].receive(message, sender, self.now)
+            for machine in self.machines.values():
+                machine.handle_timer(self.now)
+            self._take_all()
+
+    def _take_all(self) -> None:
+        for peer, machine in self.machines.items():
+            while (event := machine.next_event()) is not None:
+                if isinstance(event, ExportWanted):
+                    self._export(machine, event.fragment, self.versions[peer])
+                elif peer == LATE:
+                    self.events.append(event)
+            for receiver, message in machine.messages_to_send():
+                self.sent.append((peer, message))
+                changed = self.tamper(peer, message)
+                if changed is not None and receiver in self.machines:
+                    self._send(peer, receiver, changed)
+        if any(machine.donor._waiting for machine in self.machines.values()):
+            self._take_all()
+
+    def _export(self, machine: CatchUp, fragment: int, version: int) -> None:
+        data = state_of(fragment, version)[-self.shape.state_bytes[fragment] :]
+        digests = [chunk_digest(data[chunk_at(i, len(data))]) for i in range(chunk_count(len(data)))]
+        machine.exported(fragment, version, data, hashlib.sha256(data).digest(), digests, self.now)
+
+    def _send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+        arrives_at = self.now + LATENCY_S
+        if isinstance(message, Chunk):  # small messages overtake them, as in the node's lanes
+            self.free_at[sender] = (
+                max(self.now, self.free_at[sender]) + len(message.data) / self.rates[sender]
+            )
+            arrives_at += self.free_at[sender] - self.now
+        heapq.heappush(self._under_way, (arrives_at, next(self._order), sender, receiver, message))
+
+    def fetched(self) -> Fetched:
+        (event,) = [event for event in self.events if not isinstance(event, DonorRefused)]
+        assert isinstance(event, Fetched), event
+        self.check(event)
+        return event
+
+    def check(self, event: Fetched) -> None:
+        fragment = event.goal.fragment
+        assert bytes(event.data) == state_of(fragment, event.version)[-self.shape.state_bytes[fragment] :]
+
+    def chunks_from(self, donor: PeerId) -> list[int]:
+        return [m.chunk for sender, m in self.sent if sender == donor and isinstance(m, Chunk)]
+
+    def chunks_sent(self) -> Counter[int]:
+        return Counter(m.chunk for _, m in self.sent if isinstance(m, Chunk))
+
+
+def lying(liar: PeerId, wrong: Callable[[Chunk], None]) -> Callable[[PeerId, CatchUpMessage], CatchUpMessage]:
+    def tamper(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == liar and isinstance(message, Chunk):
+            changed = Chunk()
+            changed.CopyFrom(message)
+            wrong(changed)
+            return changed
+        return message
+
+    return tamper
+
+
+def zero(chunk: Chunk) -> None:
+    chunk.data = bytes(len(chunk.data))
