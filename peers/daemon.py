@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.gate import Gate
 from p2p_co2.process import StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.run_recipe import load_run_recipe
 from p2p_co2.telemetry.events import Event
@@ -136,26 +134,14 @@ def _join_and_train(
     torch.set_num_threads(options.config.limits.threads or len(os.sched_getaffinity(0)))
     say("looking for the swarm ...")
     connection = connect(options.ticket, options.config, on_event)
-    gate: Gate | None = None
     try:
-        if options.config.board:
-            gate = open_board(options.config, connection)
-            say(f"board: {gate.address}")
+        if connection.board:
+            say(f"board: {connection.board}")
         say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
         _train(connection, recipe, options, device, running)
     finally:
-        if gate is not None:
-            gate.close()
         connection.close()
-
-
-def open_board(config: PeerConfig, connection: Connection) -> Gate:
-    """This peer's own page: nothing runs for it until somebody looks. Raises ``EnvironmentFault`` if the port
-    is taken."""
-    history = (config.folder / "board.sqlite").resolve()
-    command = [sys.executable, "-P", "-m", "monitoring", "peer", "--history", str(history)]
-    return Gate("127.0.0.1", config.board_port, command, connection.ask_report)
 
 
 def _train(

@@ -20,7 +20,6 @@ import torch
 
 from p2p_co2 import PeerConfig
 from p2p_co2.trainer import connect
-from peers.daemon import open_board
 from tests.swarm_peer import WIDTH, make_model
 
 
@@ -54,7 +53,6 @@ def cycle(ticket: str, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = PeerConfig(folder=folder)
     connection = connect(ticket, config, lambda event: None)
-    gate = open_board(config, connection)
     try:
         with connection.start(model, optimizer) as peer:
             for step in range(40):
@@ -64,12 +62,11 @@ def cycle(ticket: str, folder: Path) -> None:
                 optimizer.step()
                 time.sleep(0.05)
                 if step == 30:
-                    look(gate.address)
+                    look(peer.board)
                 if not peer.step(tokens=8, loss=loss):
                     break
             peer.stop()
     finally:
-        gate.close()
         connection.close()
 
 

@@ -49,6 +49,8 @@ def test_the_readmes_loop_and_the_example_train_together(tmp_path: Path) -> None
         running.start("three", [*example, str(tmp_path / "three")])
         running.wait("one", "two", "three")
         assert "inner steps" in running.log("three")
+        for name in ("one", "two", "three"):  # each has a page of its own (test_leaks looks at one)
+            assert "board: http://127.0.0.1:" in running.log(name)
     agreed = [load_agreed(tmp_path / name / "checkpoint") for name in ("one", "two", "three")]
     assert len({tuple(state_digest(state) for state in each.states) for each in agreed}) == 1
     assert min(state.version for state in agreed[0].states) >= 3

@@ -7,9 +7,9 @@ Between the two the caller knows the run's settings and can refuse, before anyth
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,6 @@ from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer, Plan
 from p2p_co2.trainer.synchroniser import Progressed
-from p2p_co2.wire.messages_pb2 import Relayed
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 """A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
@@ -51,8 +50,8 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     safe.
 
     ``on_event`` is called from several threads. Raises ``TicketError`` (damaged, foreign), ``TransportError``
-    (no seed answers), ``EnvironmentFault`` (this machine), ``ConfigError`` (settings that this version does
-    not know).
+    (no seed answers), ``EnvironmentFault`` (this machine; the board's port), ``ConfigError`` (settings that
+    this version does not know).
     """
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
@@ -70,8 +69,13 @@ def join(
     config: PeerConfig | None = None,
     on_event: EventSink = lambda event: None,
 ) -> Peer:
-    """``connect`` and ``start`` in one: for one's own training loop. Use the peer as a context manager."""
+    """``connect`` and ``start`` in one: for one's own training loop. Use the peer as a context manager.
+
+    Prints where this peer's board is served, on stderr; ``PeerConfig(board=False)`` serves none.
+    """
     connection = connect(ticket, config or PeerConfig(), on_event)
+    if connection.board:
+        print(f"board: {connection.board}", file=sys.stderr, flush=True)
     try:
         return connection.start(model, optimizer)
     except BaseException:
@@ -93,9 +97,11 @@ class Connection:
         """What all peers of the run agree on."""
         return self._thread.network.run
 
-    def ask_report(self, relayed: Relayed) -> Future[Relayed]:
-        """For this peer's own board; see ``NetworkThread.ask_report``. Any thread, never blocks."""
-        return self._thread.ask_report(relayed)
+    @property
+    def board(self) -> str:
+        """The address of this peer's own page on the loopback; "" if ``config.board`` is False. Nothing runs
+        for it until somebody looks, and then a process of its own."""
+        return self._thread.board
 
     def close(self) -> None:
         """Leave the network. May be called twice."""

@@ -8,6 +8,7 @@ socket or file.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -18,6 +19,7 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.gate import Gate
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.reporting import Reporting
@@ -39,6 +41,7 @@ class NetworkThread:
     def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
         self._ticket, self._config, self._tell = ticket, config, on_event
         self._reporting: Reporting | None = None
+        self._gate: Gate | None = None
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
         self._network: Network | None = None
@@ -59,11 +62,21 @@ class NetworkThread:
             raise LocalProtocolError("the node is not started")
         return self._node
 
+    @property
+    def board(self) -> str:
+        """Where this peer's own page is served; "" if it was not asked for."""
+        return self._gate.address if self._gate is not None else ""
+
     def open(self) -> None:
-        """Join the DHT and read the manifest; errors as ``Network.open``."""
+        """Join the DHT and read the manifest; errors as ``Network.open``, and ``EnvironmentFault`` if the
+        board's port is taken."""
         self._thread.start()
         self._network = self._ask(Network.open(self._ticket, self._config, self._refused))
         self._reporting = Reporting(self._network, self._loop, self._count_refusal)
+        if self._config.board:
+            history = (self._config.folder / "board.sqlite").resolve()
+            command = [sys.executable, "-P", "-m", "monitoring", "peer", "--history", str(history)]
+            self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
 
     def on_event(self, event: ev.Event) -> None:
         """What happened, for the caller and for observers; from any thread."""
@@ -92,14 +105,22 @@ class NetworkThread:
         self._closed = True
         if self._thread.is_alive():
             try:
-                if self._reporting is not None:
-                    self._ask(self._reporting.say_last_words())
+                self._close_board()
                 self._ask(self._shut_down(), CLOSE_BOUND_S)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
         if not self._loop.is_closed():
             self._loop.close()
+
+    def _close_board(self) -> None:
+        """Let observers fetch the last events, then end the board: it asks the loop, so it goes first."""
+        try:
+            if self._reporting is not None:
+                self._ask(self._reporting.say_last_words())
+        finally:
+            if self._gate is not None:
+                self._gate.close()
 
     # ---- what the training thread reads and asks
 

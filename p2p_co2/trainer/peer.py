@@ -62,6 +62,11 @@ class Peer:
         return self._plan.run
 
     @property
+    def board(self) -> str:
+        """The address of this peer's own page on the loopback; "" if ``PeerConfig.board`` is False."""
+        return self._thread.board
+
+    @property
     def position(self) -> float:
         """Where the swarm is, in rounds."""
         return self._sync.position
@@ -137,8 +142,8 @@ class Peer:
         return self._thread.network.identity.peer_id
 
     def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:
-        """Report the agreed parameters' ``held_out`` loss (nats per token) as an event; how long it took,
-        seconds.
+        """Report the agreed parameters' loss, in whatever unit ``held_out`` gives it, as an event; how long
+        it took, seconds.
 
         They take the live ones' place in the model meanwhile: one more copy of them for that time. Counted as
         a pause, neither training nor communication.
