@@ -66,7 +66,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoEnd:
-    """What a watcher cannot know from events. Losses in nats per token, None if not measured; ``killed``:
+    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured; ``killed``:
     names of the peers that were killed on purpose; ``deaths``: last words of those that died by
     themselves."""
 

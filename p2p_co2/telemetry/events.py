@@ -72,6 +72,8 @@ class LinkOpened(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLost(Event):
+    """We can no longer send to ``other`` over ``carrier``; ``reason`` in words. Another way is looked for."""
+
     kind: ClassVar[str] = "link_lost"
     other: str
     carrier: str
@@ -193,6 +195,9 @@ class RoundCounted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundAborted(Event):
+    """An attempt ended without a mean, and changed nothing: the outer gradient carries over. Written by every
+    member that learned of it; ``reason`` in words."""
+
     kind: ClassVar[str] = "round_aborted"
     fragment: int
     round: int
@@ -225,7 +230,8 @@ class FragmentApplied(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedMeasured(Event):
-    """Held-out loss of the agreed parameters (nats per token), as this peer measured it."""
+    """Held-out loss of the agreed parameters as this peer measured it, in its recipe's unit ("byte-gpt": nats
+    per token)."""
 
     kind: ClassVar[str] = "agreed_measured"
     loss: float
@@ -266,10 +272,14 @@ class MessageRefused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
+    """This peer's checkpoint is on its disk, whole, at ``path``."""
+
     kind: ClassVar[str] = "checkpoint_saved"
     path: str
     versions: tuple[int, ...]
+    """Outer version by fragment."""
     duration_s: float
+    """What saving cost the training thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
