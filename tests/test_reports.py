@@ -169,6 +169,18 @@ def test_a_signed_decision_with_a_witness_counts_once() -> None:
     assert weights_told(*tables) == [members]
 
 
+def test_a_coordinator_that_offered_nothing_decides_like_any_other() -> None:
+    members = {A.peer_id: 300.0, B.peer_id: 100.0}
+    tables = tuple((who, desk(who)) for who in (A, B, C))
+    for who, table in tables[:2]:
+        table.see(committed(1, who, coordinator=C))
+        table.remember(0, 1, decision(1, C, members))
+    talk = Talk(*tables)
+    told = [event for _ in range(4) for event in talk.turn()]
+    assert [event.weights for event in told if isinstance(event, ev.RoundCounted)] == [members]
+    assert not any(asked.sighting.refused for asked in talk.poller._asked.values())
+
+
 def test_somebody_elses_decision_does_not_crowd_out_the_coordinators() -> None:
     members = {A.peer_id: 300.0, B.peer_id: 100.0}
     tables = ((A, desk(A)), (C, desk(C)), (B, desk(B)))
@@ -184,6 +196,10 @@ def test_a_coordinator_without_a_witness_counts_nothing() -> None:
     table.see(committed(1, A, coordinator=A))
     table.remember(0, 1, decision(1, A, {A.peer_id: 1e9, C.peer_id: 1.0}))
     assert weights_told((A, table), (B, desk(B))) == []
+    stranger = desk(C)
+    stranger.see(committed(1, C, coordinator=C))
+    stranger.remember(0, 1, decision(1, C, {A.peer_id: 1e9}))
+    assert weights_told((C, stranger), (A, desk(A))) == []
 
 
 def test_a_decision_of_another_run_or_with_a_wrong_signature_counts_nothing() -> None:

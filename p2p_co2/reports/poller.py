@@ -65,9 +65,10 @@ class _Wanted:
         return self.reads.get(Counter(self.tellers.values()).most_common(1)[0][0])
 
     def is_witnessed(self, read: RoundCounted) -> bool:
-        """Whether another member than its signer tells of the round."""
+        """Whether another member than its signer tells of the round. The signer need not be a member: who
+        coordinates may have nothing to offer."""
         others = [teller for teller in self.tellers if teller in read.weights and teller != read.decided_by]
-        return bool(others) or len(read.weights) == 1
+        return bool(others) or set(read.weights) == {read.decided_by}
 
 
 class Poller:

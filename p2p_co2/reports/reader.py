@@ -199,8 +199,8 @@ def read_decision(decision: Decision, run: bytes, at: float) -> RoundCounted:
         raise RemoteProtocolError("unreadable", "not an Outcome") from None
     verify(outcome.decided_by, DECISION_CONTEXT, decision.outcome, decision.signature)
     weights = {member.peer: member.weight for member in outcome.members}
-    if outcome.run != run or not outcome.committed or outcome.decided_by not in weights:
-        raise RemoteProtocolError("bad decision", "of another run, of no commit, or signed by no member")
+    if outcome.run != run or not outcome.committed:
+        raise RemoteProtocolError("bad decision", "of another run, or of no commit")
     if not 0 < len(weights) <= MAX_MEMBERS or len(outcome.parts) > MAX_MEMBERS:
         raise RemoteProtocolError("bad decision", "too many members or parts")
     if not all(_is_peer_id(peer) and 0 < weight < MAX_REAL for peer, weight in weights.items()):
