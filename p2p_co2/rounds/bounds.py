@@ -52,6 +52,8 @@ GATHER_SHARE = 1 / 4
 """Of the time between two rounds of a fragment, what READYs are waited for at most."""
 VOTES_FLOOR_S = 0.1
 """How long a quorum waits at the least for the votes of the others."""
+COMPLETE_FLOOR_S, COMPLETE_DEADLINES = 30.0, 4.0
+"""How long means may go on coming after the decision: at the least, and in times of ``parts_within_s``."""
 ASSUMED_UPLOAD_BYTES_PER_S = 1e6
 """A home link, where nobody has measured one yet."""
 GRACE_S = 2.0

@@ -1,8 +1,9 @@
 """A member whose round has committed before all means had come: a slow link is not waited for, but what is on
 its way to it is not thrown away either.
 
-Law: it waits as long as pieces keep coming and their owners live, and then says so: the bytes are fetched
-from donors instead.
+Law: it waits as long as pieces keep coming and their owners live, at most ``bounds.COMPLETE_DEADLINES`` times
+as long as owners waited for slices, and then says so: the bytes are fetched from donors instead. So an owner
+that sends its mean a drop at a time keeps nobody from the swarm's next versions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Completing:
         self.has_stalled = not member.may_complete(outcome)
         self._member, self._swarm = member, swarm
         self._patience_s = max(bounds.GRACE_S, member.attempt.parts_within_s)
-        self._give_up_at = now + bounds.ROUND_CAP_S
+        patience_s = max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * member.attempt.parts_within_s)
+        self._give_up_at = now + min(patience_s, bounds.ROUND_CAP_S)
         self.came(now)
 
     def came(self, now: float) -> None:

@@ -10,7 +10,8 @@ round. So a link ten times slower brings a tenth of its work to each round and h
 
 Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
 over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
-as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median.
+as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median. What one member says of its
+link can make the others wait for a link of that kind, and no longer.
 
 Price: parts for slow members are cut finer, which makes votes longer; ``MAX_PARTS`` bounds that.
 """
@@ -51,7 +52,8 @@ class Rates(NamedTuple):
 @dataclass(frozen=True)
 class Division:
     """Part ``i`` is ``ranges[i]``, averaged by ``owners[i]``, from the slices of ``senders[i]`` (the owner is
-    among them). ``transfer_s``: how long the slowest link needs for its share of it all."""
+    among them). ``transfer_s``: how long the slowest link needs for what others wait for: slices and
+    averaging."""
 
     ranges: tuple[BlockRange, ...]
     owners: tuple[PeerId, ...]
@@ -83,10 +85,12 @@ def divide(
         for part in range(len(ranges))
     )
     others = len(members) - 2
+    # Who only receives the means may take its time over them: nobody waits, so a cap says nothing here.
     needed = [
-        (1 + others * share) / rate for share, rate, upload in zip(shares, links, uploads, strict=True)
+        (1 + others * share) / link if share else 1 / upload
+        for share, link, upload in zip(shares, links, uploads, strict=True)
         if upload * time_s >= 1
-    ]  # fmt: skip
+    ]
     return Division(ranges, owners, senders, max([*needed, time_s if budgets else 0.0]))
 
 
@@ -108,12 +112,13 @@ def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
 
 
 def _credible(uploads_bytes_per_s: Sequence[float]) -> list[float]:
-    """Rates above 0: unknown ones like the mean of the others, boasts cut down."""
+    """Rates above 0: boasts cut down, unknown ones like the mean of the others. The median that a boast is
+    measured by counts unknown rates as home links: where one peer alone names a rate, its word sets none."""
     rates = [min(max(rate, 1.0), MAX_UPLOAD_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
-    known = [rate for rate in rates if rate > 0]
+    ceiling = FASTEST_SHARE * median_low([rate or ASSUMED_UPLOAD_BYTES_PER_S for rate in rates])
+    known = [min(rate, ceiling) for rate in rates if rate > 0]
     typical = sum(known) / len(known) if known else ASSUMED_UPLOAD_BYTES_PER_S
-    ceiling = FASTEST_SHARE * median_low(known) if known else typical
-    return [min(rate or typical, ceiling) for rate in rates]
+    return [min(rate, ceiling) or typical for rate in rates]
 
 
 def _shortest_s(rates: Sequence[float]) -> float:

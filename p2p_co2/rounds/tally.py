@@ -218,8 +218,7 @@ class Tally:
             if generation > first + bounds.MAX_REASSIGNS or not heirs:
                 self._abort(f"part {part} was lost again and again, last by {short(self._owners[part])}")
                 return True
-            loads = Counter(self._owners)
-            self._owners[part] = min(heirs, key=lambda peer: (loads[peer], heirs.index(peer)))
+            self._owners[part] = self._heir(heirs)
             self._generations[part] = generation
             self._is_held[part] = bool(living)
         self._votes.clear()
@@ -230,6 +229,12 @@ class Tally:
             for peer in self.attempt.shares:
                 self._tell_reassigned(peer, part)
         return True
+
+    def _heir(self, heirs: list[PeerId]) -> PeerId:
+        """Of those who may take a lost part, the one with the fewest. Who was given none by BEGIN has a link
+        that could not carry one (``parts``), and comes after all others."""
+        loads = Counter(self._owners)
+        return min(heirs, key=lambda peer: (peer not in self.attempt.owners, loads[peer], heirs.index(peer)))
 
     def _holders(self, part: int) -> tuple[list[PeerId], list[PeerId]]:
         """Who holds the newest mean of a part: all who voted so, and those of them who live."""

@@ -1,0 +1,229 @@
+"""Rounds to which slow links bring a part: what a lie about a link can cost the others, who takes over a lost
+part, how long means may trickle in, and that no work is lost or counted twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from p2p_co2.config import CodecConfig, OuterConfig
+from p2p_co2.node.ledger import PartWeights
+from p2p_co2.rounds import PayloadShape, PeerView, bounds
+from p2p_co2.rounds.attempt import Attempt, Share
+from p2p_co2.rounds.completing import Completing
+from p2p_co2.rounds.deadline import Durations
+from p2p_co2.rounds.parts import BlockRange, Rates, divide
+from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.rounds.tally import Tally
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
+from tests.fuzz import world
+from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
+from tests.round_machine import DIGEST
+
+NAMES = tuple(PeerId(f"p{i}") for i in range(4))
+
+
+def waited_s(*links: Rates) -> float:
+    return divide(1200, 1, dict(zip(NAMES, links, strict=False)), (0, 1), 0.0).transfer_s
+
+
+# ---- lies
+
+
+def test_a_link_of_nearly_nothing_makes_nobody_wait() -> None:
+    honest = Rates(1200.0)
+    most_s = waited_s(honest, honest, honest, Rates(120.0))  # an honest link, ten times slower
+    assert waited_s(honest, honest, honest, Rates(1200.0, 1.0)) <= most_s
+    assert waited_s(honest, honest, honest, Rates(1e-300, 1e-300)) <= most_s
+
+
+def test_where_only_one_names_a_rate_its_boast_is_held_against_home_links() -> None:
+    unknown = Rates(0.0)
+    assert waited_s(unknown, unknown, unknown, Rates(1e300)) >= 0.06 * waited_s(*[unknown] * 4)
+    assert waited_s(Rates(5e6), unknown, unknown, unknown) < waited_s(*[unknown] * 4)  # it may well be so
+
+
+# ---- a lost part
+
+
+def tally_of(owners: Sequence[PeerId], lost: int) -> list[PeerId]:
+    """Everybody reports part ``lost``: who is asked to take it, as the coordinator ``p0`` tells it."""
+    outlet = Outlet(NAMES[0])
+    swarm = Swarm(NAMES[0], PayloadShape(1, (len(owners),)), 32)
+    swarm.set_live({name: PeerView(1e6) for name in NAMES})
+    attempt = Attempt(
+        0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)),
+        tuple(BlockRange(i, i + 1) for i in range(len(owners))), tuple(owners),
+        (frozenset(NAMES),) * len(owners), DIGEST, NAMES[0], 5.0, 12.0,
+    )  # fmt: skip
+    tally = Tally(attempt, swarm, outlet, lambda outcome: None, observed=Durations(), now=0.0)
+    tally.start(0.0)
+    parts = [
+        wire.PartOutcome(
+            start_block=i,
+            stop_block=i + 1,
+            digest=b"" if i == lost else DIGEST,
+            contributors=[] if i == lost else [wire.Contributor(peer=NAMES[0], weight=1.0)],
+        )
+        for i in range(len(owners))
+    ]
+    for name in NAMES:
+        tally.result(wire.Result(key=attempt.key(), parts=parts, lost_parts=[lost]), name, 1.0)
+    return [message.owner for _, message in outlet.messages if isinstance(message, wire.Reassign)]
+
+
+def test_a_lost_part_goes_to_a_link_that_could_carry_one() -> None:
+    """Those who own nothing were found too slow to own: they must not inherit because they have room."""
+    fast = (NAMES[0], NAMES[1], NAMES[1], NAMES[2])
+    heirs = tally_of(fast, lost=0)
+    assert heirs
+    assert set(heirs) <= {NAMES[1], NAMES[2]}
+    assert NAMES[3] not in heirs
+
+
+# ---- means that come after the decision
+
+
+@dataclass
+class Receiver:
+    """What ``Completing`` asks its member: one mean is missing, and its owner lives."""
+
+    attempt: Attempt
+    missing: PeerId = NAMES[1]
+
+    def may_complete(self, outcome: wire.Outcome) -> bool:
+        return True
+
+    def owners_of_missing(self) -> set[PeerId]:
+        return {self.missing}
+
+
+@pytest.mark.parametrize(("parts_within_s", "most_s"), [(2.0, 30.0), (60.0, 240.0), (300.0, 1200.0)])
+def test_an_owner_that_trickles_its_mean_keeps_nobody_for_ever(parts_within_s: float, most_s: float) -> None:
+    swarm = Swarm(NAMES[0], PayloadShape(1, (2,)), 32)
+    swarm.set_live({name: PeerView(1e6) for name in NAMES})
+    attempt = Attempt(
+        0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)), (BlockRange(0, 2),), (NAMES[1],),
+        (frozenset(NAMES),), DIGEST, NAMES[1], parts_within_s, 12.0,
+    )  # fmt: skip
+    completing = Completing(Receiver(attempt), wire.Decision(), wire.Outcome(), swarm, 100.0)  # type: ignore[arg-type]
+    now = 100.0
+    while not completing.has_stalled:
+        now += 0.9 * max(bounds.GRACE_S, parts_within_s)  # just in time, again and again
+        completing.handle_timer(now)
+        completing.came(now)
+        assert now - 100.0 <= most_s + parts_within_s
+    assert now - 100.0 >= most_s
+
+
+# ---- conservation
+
+
+class Books:
+    """What one peer learned, and what of it the commits counted, by fragment: fp64 [n] each."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._codec = trainer, trainer.ledger._codec
+        self._fragments = trainer.ledger._fragments
+        sizes = [ledger.state.params.numel() for ledger in self._fragments]
+        self.counted = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+        self.partly = 0
+        """Commits that counted this peer in some parts and not in others."""
+        self._offers: dict[tuple[int, int, float], torch.Tensor] = {}
+        self._start = [self._live(fragment) for fragment in range(len(sizes))]
+        self.learned = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+        for fragment, ledger in enumerate(self._fragments):
+            ledger.offer = self._noting_offer(fragment, ledger.offer)  # type: ignore[method-assign]
+            ledger.commit = self._noting_commit(fragment, ledger.commit)  # type: ignore[method-assign]
+
+    def _live(self, fragment: int) -> torch.Tensor:
+        return self._trainer.sync.live.snapshot(fragment).double()
+
+    def _noting_offer(self, fragment: int, offer: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(snapshot: torch.Tensor, weight: float) -> Any:
+            made = offer(snapshot, weight)
+            size = self._fragments[fragment].state.params.numel()
+            codes = torch.frombuffer(bytearray(made.payload), dtype=torch.uint8)
+            self._offers[fragment, made.round, weight] = self._codec.decode(codes)[:size].double()
+            return made
+
+        return noting
+
+    def _noting_commit(self, fragment: int, commit: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(round_: int, base_version: int, mean: torch.Tensor, parts: Sequence[PartWeights]) -> Any:
+            me, values = self._trainer.me, self._codec.block_values
+            for part in parts:
+                if me in part.weights:
+                    place = slice(part.start_block * values, part.stop_block * values)
+                    offer = self._offers[fragment, round_, part.weights[me]]
+                    self.counted[fragment][place] += offer[place]
+            self.partly += len({me in part.weights for part in parts}) > 1
+            return commit(round_, base_version, mean, parts)
+
+        return noting
+
+    def step(self) -> None:
+        """As ``Trainer.step``, and note what is learned."""
+        trainer = self._trainer
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=trainer.noise), alpha=1e-2)
+        before = [self._live(fragment) for fragment in range(len(self.learned))]
+        for fragment, (now, then) in enumerate(zip(before, self._start, strict=True)):
+            self.learned[fragment] += now - then
+        trainer.sync.after_step(32, 1.0)
+        self.settle()
+
+    def settle(self) -> None:
+        self._trainer.sync.take_outcomes()
+        self._start = [self._live(fragment) for fragment in range(len(self.learned))]
+
+    def check(self) -> None:
+        """All that was learned is in the commits, in the residual, or still in the live parameters: once."""
+        self.settle()
+        for fragment, ledger in enumerate(self._fragments):
+            waiting = ledger.state.params.double() - self._start[fragment]
+            if ledger.residual is not None:
+                waiting += ledger.residual.double()
+            torch.testing.assert_close(
+                self.counted[fragment] + waiting, -self.learned[fragment], atol=1e-4, rtol=0.0
+            )
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_what_a_slow_link_could_not_bring_is_neither_lost_nor_counted_twice(
+    codec: Literal["fp32", "int4"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = OuterConfig(
+        lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none", blocking_rounds=0
+    )
+    lossy = CodecConfig(name=codec, error_feedback=codec != "fp32", error_feedback_decay=1.0)
+    monkeypatch.setattr(world, "RUN", world.RUN.model_copy(update={"codec": lossy, "outer": plain}))
+
+    async def work() -> None:
+        swarm = World("a", "b", "c")
+        swarm.start()
+        await asyncio.sleep(0)
+        slow = swarm.trainers[2]
+        slow.node._links.upload_bytes_per_s = 0.3 * slow.node.shape.payload_bytes(0) / bounds.CHEAP_S  # type: ignore[union-attr]
+        await asyncio.sleep(1.5)
+        books = [Books(trainer) for trainer in swarm.trainers]
+        for _ in range(200):
+            for book in books:
+                book.step()
+            await asyncio.sleep(STEP_S)
+        for book in books:
+            book.check()
+        assert books[2].partly >= 10
+        assert min(min(versions) for versions in swarm.versions()) >= 15
+        assert len({tuple(held.items()) for held in swarm.digests()}) == 1
+        await swarm.close()
+
+    torch.set_num_threads(1)
+    run_virtual(work())
