@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
 import pytest
 from google.protobuf.message import Message
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import Offer, PayloadShape, PeerView, Rounds
+from p2p_co2.rounds.attempt import seal_begin
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -53,7 +55,7 @@ def begun_member() -> tuple[Rounds, wire.Begin, PeerId, PeerId]:
     machine.offer(offer_of(), 0.0)
     machine.messages_to_send()
     begin = wire.Begin(
-        key=wire.RoundKey(fragment=0, round=1, attempt=bytes(16)),
+        key=wire.RoundKey(fragment=0, round=1),
         members=[wire.Member(peer=name, weight=2.0, base_version=0) for name in names],
         parts=[
             wire.PartSpec(owner=me, start_block=0, stop_block=8),
@@ -62,13 +64,21 @@ def begun_member() -> tuple[Rounds, wire.Begin, PeerId, PeerId]:
         state_digest=DIGEST,
         parts_within_s=5.0,
         result_within_s=12.0,
+        nonce=bytes(16),
     )
+    seal_begin(begin, first)
     other = next(name for name in names if name not in (me, first))
     return machine, begin, first, other
 
 
+@cache
+def begun_key() -> wire.RoundKey:
+    """The key of the round of ``begun_member``."""
+    return begun_member()[1].key
+
+
 def part_of(**change: object) -> wire.Part:
-    key = wire.RoundKey(fragment=0, round=1, attempt=bytes(16))
+    key = begun_key()
     fields = {"key": key, "part": 0, "offset": 0, "total": 64, "data": bytes(64)} | change
     return wire.Part(**fields)  # type: ignore[arg-type]
 

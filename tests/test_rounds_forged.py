@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import ReduceWanted
+from p2p_co2.rounds.attempt import seal_begin
 from p2p_co2.rounds.early import EarlyPieces
 from p2p_co2.wire import messages_pb2 as wire
-from tests.round_machine import DIGEST, begun_member, drain, one_machine, part_of, refusal
+from tests.round_machine import DIGEST, begun_key, begun_member, drain, one_machine, part_of, refusal
 from tests.round_network import RUN, make_identity
 
 
@@ -86,6 +87,8 @@ BEGIN_FORGERIES: dict[str, tuple[Callable[[wire.Begin], object], str]] = {
     "negative time": (lambda b: setattr(b, "parts_within_s", -1.0), "impossible duration"),
     "attempt length": (lambda b: setattr(b.key, "attempt", bytes(17)), "wrong attempt length"),
     "round": (lambda b: setattr(b.key, "round", 5), "unknown round"),
+    "another's attempt": (lambda b: setattr(b.key, "attempt", bytes(16)), "wrong attempt"),
+    "no nonce": (lambda b: b.ClearField("nonce"), "wrong attempt"),
 }
 
 
@@ -94,13 +97,42 @@ def test_forged_begin(name: str) -> None:
     machine, begin, first, _ = begun_member()
     change, reason = BEGIN_FORGERIES[name]
     change(begin)
+    if reason not in ("wrong attempt", "wrong attempt length"):
+        seal_begin(begin, first)  # or it would be refused for that
     assert refusal(machine, begin, first) == reason
     assert not any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())
 
 
 def test_begin_by_a_peer_that_was_not_asked() -> None:
     machine, begin, _, other = begun_member()
+    assert refusal(machine, begin, other) == "wrong attempt"  # another's words as one's own
+    seal_begin(begin, other)
     assert refusal(machine, begin, other) == "wrong sender"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda begin: setattr(begin.parts[1], "owner", begin.parts[0].owner),
+        lambda begin: setattr(begin.parts[0], "senders", b"\x07"),
+        lambda begin: setattr(begin.members[2], "weight", 7.0),
+        lambda begin: setattr(begin, "nonce", bytes(range(16))),
+    ],
+)
+def test_a_coordinator_that_tells_two_begins_for_one_attempt_is_named(
+    change: Callable[[wire.Begin], object],
+) -> None:
+    """Each member sees only the BEGIN that it was told: one of the two does not fit the attempt's id."""
+    machine, begin, first, _ = begun_member()
+    told = wire.Begin()
+    told.CopyFrom(begin)
+    change(told)
+    assert told != begin
+    assert refusal(machine, told, first) == "wrong attempt"
+    machine.receive(begin, first, 1.0)  # the other one
+    begin.parts_within_s /= 2
+    machine.receive(begin, first, 1.0)  # repeated for one that missed it: less time is left
+    assert refusal(machine, told, first) == "wrong attempt"
 
 
 # ---- PART, MEAN, RESULT, REASSIGN
@@ -119,7 +151,7 @@ def test_begin_by_a_peer_that_was_not_asked() -> None:
         ({"part": 2}, "wrong parts"),
         ({"part": 2**32 - 1}, "wrong parts"),
         ({"generation": 99}, "wrong generation"),
-        ({"key": wire.RoundKey(fragment=0, round=7, attempt=bytes(16))}, ""),
+        ({"key": wire.RoundKey(fragment=0, round=7, attempt=begun_key().attempt)}, ""),
         ({"key": wire.RoundKey(fragment=0, round=1, attempt=b"x" * 16)}, "unknown round"),
     ],
 )
@@ -243,7 +275,7 @@ def test_arbitrary_messages_never_break_the_machine(seed: int) -> None:
         machine.receive(begin, first, 0.5)
     strings = [first, other, make_identity(0).peer_id, "", "nobody", "x" * 1000]
     reasons: list[str] = []
-    blobs = [bytes(16), DIGEST, RUN, bytes(64), b"", b"short"]
+    blobs = [begin.key.attempt, DIGEST, RUN, bytes(64), b"", b"short"]
     for step in range(30):
         message = chance.choice(HEARD)()
         fill(message, chance, strings, blobs)

@@ -42,8 +42,8 @@ SHUT_OUT_S, SHUT_OUT_CAP_S = 60.0, 3600.0
 MAX_SENDERS = MAX_PEERS
 GRAVE = frozenset({
     "unreadable", "unknown message", "another run", "too large", "wrong message size", "bad status",
-    "unknown fragment", "wrong signature", "wrong digest length", "wrong attempt length", "bad peer id",
-    "impossible weight", "impossible rate", "impossible duration",
+    "unknown fragment", "wrong signature", "wrong digest length", "wrong attempt length", "wrong attempt",
+    "bad peer id", "impossible weight", "impossible rate", "impossible duration",
 })  # fmt: skip
 """Reasons of ``RemoteProtocolError`` for which there is no innocent explanation (a race, a restart)."""
 OTHERS_FAULT = frozenset({

@@ -87,6 +87,7 @@ def round_control_bytes(peers: int, payload: int) -> float:
     parts = [outcome_part] * peers
     begin = Begin(
         key=key, members=members, state_digest=digest, parts_within_s=_NUMBER, result_within_s=_NUMBER,
+        nonce=bytes(ATTEMPT_BYTES),
         parts=[PartSpec(owner=_PEER_ID, start_block=_ROUND, stop_block=_ROUND)] * peers,
     )  # fmt: skip
     outcome = Outcome(

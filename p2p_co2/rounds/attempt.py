@@ -6,6 +6,7 @@ Law: an ``Attempt`` or a checked value is never built from an unchecked number; 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,25 @@ def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:
     return key.fragment, key.round, key.attempt
 
 
+def seal_begin(begin: Begin, coordinator: PeerId) -> None:
+    """Give a BEGIN its attempt's id."""
+    begin.key.attempt = _attempt_of(begin, coordinator)
+
+
+def _attempt_of(begin: Begin, coordinator: PeerId) -> bytes:
+    """The digest of what a BEGIN says and of who says it, without its times: they shrink when it is repeated.
+
+    So a coordinator cannot tell two members different things about one attempt: one of them would see that
+    the id is another's.
+    """
+    bare = Begin()
+    bare.CopyFrom(begin)
+    bare.key.attempt = b""
+    bare.parts_within_s = bare.result_within_s = 0.0
+    content = coordinator.encode() + b"\0" + bare.SerializeToString(deterministic=True)
+    return hashlib.sha256(content).digest()[: bounds.ATTEMPT_BYTES]
+
+
 def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     """Check a BEGIN against the agreed shape; raises ``RemoteProtocolError``."""
     fragment, round_, attempt = read_key(message.key, shape)
@@ -189,6 +209,8 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
         raise RemoteProtocolError("wrong owner", "an owner does not send its own slice")
     if any(part.generation for part in message.parts):
         raise RemoteProtocolError("wrong generation", "parts begin with generation 0")
+    if len(message.nonce) != bounds.ATTEMPT_BYTES or attempt != _attempt_of(message, sender):
+        raise RemoteProtocolError("wrong attempt", "BEGIN is not the one that its attempt's id stands for")
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
         message.parts_within_s, message.result_within_s,

@@ -15,7 +15,7 @@ from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
 from p2p_co2.rounds.events import Began
-from p2p_co2.rounds.gathering import Gathering, attempt_id, behind_message
+from p2p_co2.rounds.gathering import Gathering, attempt_nonce, behind_message
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.rounds.tally import Tally
@@ -162,14 +162,14 @@ class Coordination:
     def _close(self, place: Place, gathering: Gathering, now: float) -> None:
         del self._gatherings[place]
         self._counter += 1
-        attempt = attempt_id(self._swarm.me, *place, self._counter, now)
+        nonce = attempt_nonce(self._swarm.me, *place, self._counter, now)
         digest, camp = gathering.agreeing()
         shortage = gathering.shortage(camp, now)
         if shortage:
-            self._abort_gathering(place, gathering, attempt, digest, shortage)
+            self._abort_gathering(place, gathering, nonce, digest, shortage)
             return
         gathering.note_punctuality(self._moved_to(place))
-        begin = gathering.begin(attempt, self.observed[place[0]])
+        begin = gathering.begin(nonce, self.observed[place[0]])
         tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape), now)
         tally.start(now)
         self._begun[place] = begun = _Begun(begin, tally, gathering, now)

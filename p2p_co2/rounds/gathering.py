@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 
 from p2p_co2.rounds import bounds
-from p2p_co2.rounds.attempt import write_senders
+from p2p_co2.rounds.attempt import seal_begin, write_senders
 from p2p_co2.rounds.bounds import DIGEST_BYTES
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory, parts_deadline_s
 from p2p_co2.rounds.parts import Rates, divide
@@ -127,8 +127,9 @@ class Gathering:
         missing = named([peer for peer in live if peer not in camp])
         return f"only {len(camp)} of {len(live)} live peers were ready {waited} (missing {missing})"
 
-    def begin(self, attempt: bytes, observed: Durations) -> Begin:
-        """BEGIN for the agreeing camp, at most ``group_size`` of it; the minority is told to catch up."""
+    def begin(self, nonce: bytes, observed: Durations) -> Begin:
+        """BEGIN for the agreeing camp, at most ``group_size`` of it; the minority is told to catch up.
+        ``nonce``: 16 bytes that tell this attempt from others with the same members."""
         digest, camp = self.agreeing()
         size = min(self._swarm.group_size, MAX_MEMBERS)
         group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
@@ -137,8 +138,8 @@ class Gathering:
         rates = {peer: self._rates(peer) for peer in group}
         division = divide(shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s)
         parts_s = parts_deadline_s(division.transfer_s, observed)
-        return Begin(
-            key=RoundKey(fragment=self.fragment, round=self.round, attempt=attempt),
+        begin = Begin(
+            key=RoundKey(fragment=self.fragment, round=self.round),
             members=[self._member(peer) for peer in group],
             parts=[
                 PartSpec(
@@ -151,7 +152,10 @@ class Gathering:
             state_digest=digest,
             parts_within_s=parts_s,
             result_within_s=2 * parts_s + bounds.GRACE_S,
+            nonce=nonce,
         )
+        seal_begin(begin, self._swarm.me)
+        return begin
 
     def _rates(self, peer: PeerId) -> Rates:
         return Rates(self.readies[peer].upload_bytes_per_s, self.readies[peer].download_bytes_per_s)
@@ -179,7 +183,7 @@ class Gathering:
         return Member(peer=peer, weight=ready.weight, base_version=ready.base_version)
 
 
-def attempt_id(me: PeerId, fragment: int, round_: int, counter: int, now: float) -> bytes:
+def attempt_nonce(me: PeerId, fragment: int, round_: int, counter: int, now: float) -> bytes:
     """16 bytes that no other attempt has: ``now`` is in it so that a restarted peer does not repeat
     itself."""
     text = f"{me}/{fragment}/{round_}/{counter}/{now!r}"

@@ -174,20 +174,22 @@ class PartSpec(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ..., senders: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("key", "members", "parts", "state_digest", "parts_within_s", "result_within_s")
+    __slots__ = ("key", "members", "parts", "state_digest", "parts_within_s", "result_within_s", "nonce")
     KEY_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PARTS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     RESULT_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     members: _containers.RepeatedCompositeFieldContainer[Member]
     parts: _containers.RepeatedCompositeFieldContainer[PartSpec]
     state_digest: bytes
     parts_within_s: float
     result_within_s: float
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartSpec, _Mapping]]] = ..., state_digest: _Optional[bytes] = ..., parts_within_s: _Optional[float] = ..., result_within_s: _Optional[float] = ...) -> None: ...
+    nonce: bytes
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartSpec, _Mapping]]] = ..., state_digest: _Optional[bytes] = ..., parts_within_s: _Optional[float] = ..., result_within_s: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("key", "part", "generation", "offset", "total", "data")
