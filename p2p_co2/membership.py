@@ -25,7 +25,7 @@ from statistics import median
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_PEERS, MAX_STRING
+from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_PEERS, MAX_STRING, MAX_VERSION
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
 HEARTBEAT_S = 1.0
@@ -177,8 +177,13 @@ class Membership:
     def unreachable(self, peer: PeerId, reason: str, now: float) -> None:
         """No carrier can open a link to ``peer``: it is gone until the DHT lists it again."""
         self._drop(peer, reason)
-        self._candidates[peer] = now + REVISIT_S
-        self._one_way_until = {other: until for other, until in self._one_way_until.items() if until > now}
+        self._await_return(peer, now)
+        while self._one_way_until:
+            oldest, until = next(iter(self._one_way_until.items()))
+            if until > now and len(self._one_way_until) < MAX_PEERS:
+                break
+            del self._one_way_until[oldest]
+        self._one_way_until.pop(peer, None)
         self._one_way_until[peer] = now + ONE_WAY_S
 
     def announce(self, now: float) -> None:
@@ -203,7 +208,7 @@ class Membership:
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * beat_s):
                 self._drop(peer, f"silent for {silent_s:.0f} s")
-                self._candidates[peer] = now + REVISIT_S
+                self._await_return(peer, now)
             elif now - info.pinged_us_at > beat_s or now - info.answered_us_at > MEASURE_EVERY_S:
                 due.append(peer)
         self._ping(due, now)
@@ -266,6 +271,11 @@ class Membership:
             info.versions, info.digests, info.view = versions, digests, None
             self.revision += 1
 
+    def _await_return(self, peer: PeerId, now: float) -> None:
+        """Try a peer that is gone again in a while, as long as there is room: anybody can come and go."""
+        if peer in self._candidates or len(self._candidates) < MAX_PEERS:
+            self._candidates[peer] = now + REVISIT_S
+
     def _greet(self, now: float) -> None:
         due = [peer for peer, at in self._candidates.items() if at <= now]
         for peer in due:
@@ -292,5 +302,7 @@ def check_status(status: Status) -> None:
     digests = status.digests
     if len(status.versions) > MAX_FRAGMENTS or len(digests) not in (0, len(status.versions)):
         raise RemoteProtocolError("bad status", "versions and digests do not belong together")
+    if max(status.versions, default=0) > MAX_VERSION:
+        raise RemoteProtocolError("bad status", f"a version of {max(status.versions)}")
     if not {32}.issuperset(map(len, digests)) or len(status.software) > MAX_STRING:
         raise RemoteProtocolError("bad status", "a digest has the wrong length")

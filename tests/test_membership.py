@@ -221,6 +221,7 @@ def test_positions_are_extrapolated_and_only_of_training_peers() -> None:
         Status(versions=[1, 2], digests=[bytes(32)]),
         Status(versions=[1], digests=[b"short"]),
         Status(versions=[1] * 300),
+        Status(versions=[2**48 + 1]),
         Status(software="x" * 1000),
     ],
     ids=lambda status: str(status)[:40].replace("\n", " "),
@@ -245,3 +246,22 @@ def test_a_pong_of_a_peer_that_found_no_room_is_no_event(monkeypatch: pytest.Mon
     machine.receive(Pong(nonce=1, ping_sent_at=100.0, answered_at=100.1, status=Status()), C, 100.2)
     assert set(machine.live) == {B}
     assert drain(machine) == [Joined(B)]
+
+
+def test_strangers_that_come_and_go_leave_no_more_behind_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "MAX_PEERS", 8)
+    machine = Membership(A)
+    machine.found([B], 100.0)
+    for number in range(100):
+        stranger, now = PeerId(f"stranger {number}"), 100.0 + 0.01 * number
+        machine.receive(Ping(nonce=1, status=Status()), stranger, now)
+        machine.unreachable(stranger, "no record of this peer is known", now)
+        assert all(count <= bound for count, bound in machine.held().values()), machine.held()
+        assert stranger not in machine.live
+        machine.receive(Ping(nonce=2, status=Status()), stranger, now)
+        assert stranger not in machine.live  # no peer for a moment, also where there was little room
+    machine.messages_to_send()
+    machine.found([B], 110.0)
+    assert B in {peer for peer, _ in machine.messages_to_send()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 from google.protobuf.message import Message
 
 from p2p_co2.rounds import (
@@ -140,6 +141,24 @@ def test_behind_that_names_our_own_state_is_refused_and_the_offer_goes_on() -> N
     assert drain(machine) == []
     machine.receive(begin, first, 1.0)  # the offer is still open
     assert any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())
+
+
+@pytest.mark.parametrize("version", [limits.AHEAD_AT_MOST + 1, 1000, 2**48])
+def test_a_version_beyond_what_most_peers_say_is_refused_and_another_coordinator_asked(version: int) -> None:
+    machine, _, first, other = begun_member()
+    donors = [make_identity(1).peer_id]
+    behind = wire.Behind(fragment=0, round=1, version=version, state_digest=bytes(32), donors=donors)
+    assert refusal(machine, behind, first) == "impossible version"
+    assert drain(machine) == []
+    machine.handle_timer(1.0)
+    asking = machine._fragments[0].asking
+    assert asking is not None
+    assert len(asking.asked) == 2  # the next one, at once
+    behind.version = limits.AHEAD_AT_MOST
+    machine.receive(behind, first, 1.0)  # a little ahead of its last heartbeat is nothing unusual
+    (event,) = drain(machine)
+    assert isinstance(event, FellBehind)
+    assert event.version == limits.AHEAD_AT_MOST
 
 
 def test_three_histories_without_a_majority_become_one() -> None:

@@ -13,7 +13,7 @@ from p2p_co2.catchup.goals import ROUND, Goal
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import Identity, PeerId, verify
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_VERSION
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest
 
 MANIFEST_CONTEXT = b"p2p-co2 chunk manifest"
@@ -83,7 +83,9 @@ def check_manifest(
         problem = "wrong number or size of chunk digests"
     elif len(manifest.digest) != (0 if goal.what == ROUND else DIGEST_BYTES):
         problem = "no digest of a state"
-    elif manifest.version < oldest or (goal.what == ROUND and manifest.version != goal.version):
+    elif not oldest <= manifest.version <= MAX_VERSION or (
+        goal.what == ROUND and manifest.version != goal.version
+    ):
         problem = f"version {manifest.version} where {goal.version} was asked"
     if problem:
         raise RemoteProtocolError("bad manifest", problem)

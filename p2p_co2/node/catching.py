@@ -26,6 +26,7 @@ from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.rounds import open_decision
+from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Status
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 REPLAY_AT_MOST = 8
 """Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
 OTHER_HISTORY = "other history"
-AHEAD_AT_MOST = 4
-"""Versions that a donor may be ahead of what the last heartbeats of most peers said."""
 AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
 """A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""

@@ -53,6 +53,18 @@ class Asking:
         self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
 
+    def farthest(self) -> int:
+        """The highest version that one coordinator's word can send us after: a little more than at least half
+        of those who train have reached as far as we hear, this peer included."""
+        training = self._swarm.training()
+        versions = [self._swarm.version_of(peer, self.offer.fragment) or 0 for peer in training]
+        versions.sort(reverse=True)
+        return (versions[(len(versions) - 1) // 2] if versions else 0) + bounds.AHEAD_AT_MOST
+
+    def mistrust(self) -> None:
+        """Who was asked told us what cannot be: ask the next one at once."""
+        self._tries, self._timer_at = TRIES, self._sent_at
+
     def poke(self, now: float) -> None:
         """Pieces of a round that we know nothing of came in: our BEGIN may be lost, so ask again soon."""
         self._timer_at = min(self._timer_at, now + self._receipt_s())

@@ -5,7 +5,7 @@ Law: no list, buffer or wait in ``rounds`` grows with what a peer sends beyond o
 
 from __future__ import annotations
 
-from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.limits import MAX_MEMBERS, MAX_VERSION
 
 DIGEST_BYTES = 32
 ATTEMPT_BYTES = 16
@@ -29,8 +29,10 @@ MAX_TERMS = 3
 MAX_GENERATION = (MAX_REASSIGNS + 1) * MAX_TERMS - 1
 """Each coordinator counts a part's generations in a range of its own, so that two never use the same
 number."""
+AHEAD_AT_MOST = 4
+"""Versions that one peer may be ahead of what the last heartbeats of most peers said."""
 MAX_UPLOAD_BYTES_PER_S = 1e12
-MAX_ROUND = 1 << 48
+MAX_ROUND = MAX_VERSION
 MAX_WEIGHT = 1e15
 MAX_PEER_ID = 64
 """Characters of a peer id."""

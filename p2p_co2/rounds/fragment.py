@@ -206,6 +206,11 @@ class FragmentRounds:
             return
         if (message.version, message.state_digest) == (self.version, self.digest):
             raise RemoteProtocolError("impossible version", f"{message.version}, which is where we are")
+        if message.version > asking.farthest():
+            if sender == asking.asked[-1]:
+                asking.mistrust()
+            farthest = f"{message.version}; as far as we hear most peers are not beyond {asking.farthest()}"
+            raise RemoteProtocolError("impossible version", farthest)
         donors = tuple(PeerId(donor) for donor in message.donors)
         self._end()
         self._hinted_version = message.version
