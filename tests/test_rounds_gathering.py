@@ -145,7 +145,7 @@ def test_behind_that_names_our_own_state_is_refused_and_the_offer_goes_on() -> N
 
 @pytest.mark.parametrize("version", [limits.AHEAD_AT_MOST + 1, 1000, 2**48])
 def test_a_version_beyond_what_most_peers_say_is_refused_and_another_coordinator_asked(version: int) -> None:
-    machine, _, first, other = begun_member()
+    machine, _, first, _ = begun_member()
     donors = [make_identity(1).peer_id]
     behind = wire.Behind(fragment=0, round=1, version=version, state_digest=bytes(32), donors=donors)
     assert refusal(machine, behind, first) == "impossible version"
