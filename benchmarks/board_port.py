@@ -4,9 +4,10 @@
 
 Two peers of one thread each train on two cores; a browser of this machine opens the first one's page, looks,
 and goes, several times. Its peer's rate is held against the phase before, and that ratio against the other
-peer's, which shares the machine but not the page: other work on the machine cancels out. What the page's process and the browser take is
-given apart: a browser elsewhere (over ssh) costs the volunteer only the first of the two. There is no bar:
-the law is that training never waits for the page, so the price can only be processor time.
+peer's, which shares the machine but not the page: other work on the machine cancels out. What the page's
+process and the browser take is given apart: a browser elsewhere (over ssh) costs the volunteer only the first
+of the two. There is no bar: the law is that training never waits for the page, so the price can only be
+processor time.
 """
 
 from __future__ import annotations
