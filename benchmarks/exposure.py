@@ -50,7 +50,6 @@ import os
 import platform
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,6 +63,7 @@ from typing import Any
 
 import psutil
 import torch
+from exposure_figures import Figures, rounded, sum_up
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -81,8 +81,6 @@ RUN = RunConfig(
 """The demo's; codec int4 and rule keep are the defaults."""
 CORES = 2
 LEAD_S = 1.0
-QUIET = 0.1
-"""CPU seconds per second of others, above which a window counts as disturbed."""
 BARS = {"ratio": 0.95, "exposed_share": 0.01}
 NOTES = (
     "All threads of a layout share two cores. With four peers training wants four cores, so the run queue "
@@ -93,8 +91,6 @@ NOTES = (
     "training_thread.*.queued_share is the run queue's pressure: the share of wall time for which a training "
     "thread was ready and had no core.",
 )
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -170,8 +166,8 @@ def _measure(name: str, cores: Sequence[int], options: argparse.Namespace) -> Fi
             answers = [_answer(process) for process in swarm.peers]
         finally:
             swarm.stop()
-    figures = _sum_up(layout, answers, others)
-    figures["others_cpu_s_per_s"] = {"off": _rounded(others[::2]), "on": _rounded(others[1::2])}
+    figures = sum_up(layout.words, answers, others)
+    figures["others_cpu_s_per_s"] = {"off": rounded(others[::2]), "on": rounded(others[1::2])}
     figures["load_1_min"] = round(os.getloadavg()[0], 2)
     print(name, json.dumps(figures), file=sys.stderr)
     return figures
@@ -254,90 +250,6 @@ def _answer(process: subprocess.Popen[str]) -> Figures:
             answer: Figures = json.loads(line)
             return answer
     raise SystemExit(f"a peer ended with {process.wait()}: {process.args}")
-
-
-def _sum_up(layout: Layout, answers: Sequence[Figures], others: Sequence[float]) -> Figures:
-    """``answers``: per peer, ``windows`` (off, on, off, on, ...), and ``events`` of the on windows;
-    ``others``: foreign CPU per window."""
-    peers = [answer["windows"] for answer in answers]
-    rates = [[window["steps"] / window["wall_s"] for window in windows] for windows in peers]
-    swarm = [sum(together) for together in zip(*rates, strict=True)]
-    phases = {"off": [w for windows in peers for w in windows[::2]],
-              "on": [w for windows in peers for w in windows[1::2]]}  # fmt: skip
-    on_by_peer = [windows[1::2] for windows in peers]
-    pairs = _on_by_off(swarm)
-    quiet = [pair for pair, *both in zip(pairs, others[::2], others[1::2], strict=True) if max(both) <= QUIET]
-    equal_cpu = _on_by_off([_steps_per_cpu_s(together) for together in zip(*peers, strict=True)])
-    exposed = [_share(windows, "in_step_s") for windows in on_by_peer]
-    threads = {phase: _training_thread(windows) for phase, windows in phases.items()}
-    own_s = {phase: figures["cpu_and_sleep_ms_per_step"] for phase, figures in threads.items()}
-    taken = {phase: _other_threads(windows)["all"] for phase, windows in phases.items()}
-    trains = {
-        phase: threads[phase]["cpu_share"] / (threads[phase]["cpu_share"] + taken[phase]) for phase in taken
-    }
-    up_bytes = [sum(w["up_bytes"] for w in ws) / sum(w["wall_s"] for w in ws) for ws in on_by_peer]
-    return {
-        "layout": layout.words,
-        "steps_per_s": {
-            "off": _rounded([statistics.mean(rate[::2]) for rate in rates]),
-            "on": _rounded([statistics.mean(rate[1::2]) for rate in rates]),
-        },
-        "ratio": round(statistics.median(pairs), 4),
-        "ratio_of_pairs": _rounded(pairs),
-        "ratio_of_quiet_pairs": round(statistics.median(quiet), 4) if quiet else None,
-        "ratio_by_peer": _rounded([statistics.median(_on_by_off(rate)) for rate in rates]),
-        "ratio_at_equal_cpu": round(statistics.median(equal_cpu), 4),
-        "ratio_at_equal_cpu_of_pairs": _rounded(equal_cpu),
-        "ratio_of_cpu_for_training": round(trains["on"] / trains["off"], 4),
-        "ratio_without_queue": round(own_s["off"] / own_s["on"], 4),
-        "exposed_share": round(max(exposed), 5),
-        "exposed_share_by_peer": _rounded(exposed, 5),
-        "exposed_s_share": round(max(_share(windows, "exposed_s") for windows in on_by_peer), 5),
-        "longest_step_call_ms": round(1e3 * max(w["longest_s"] for w in phases["on"]), 1),
-        "training_thread": threads,
-        "cpu_s_per_s": {phase: _other_threads(windows) for phase, windows in phases.items()},
-        "up_bytes_per_s": round(statistics.mean(up_bytes)),
-        "events": dict(sum((Counter(answer["events"]) for answer in answers), Counter())),
-        "round_s_median": round(statistics.median(s for answer in answers for s in answer["round_s"]), 3),
-    }
-
-
-def _on_by_off(values: Sequence[float]) -> list[float]:
-    return [on / off for off, on in zip(values[::2], values[1::2], strict=True)]
-
-
-def _steps_per_cpu_s(windows: Sequence[Figures]) -> float:
-    """Of one window of all peers, with the CPU of all their threads and daemons."""
-    cpu_s = sum(value for window in windows for kind, value in window["cpu_s"].items() if kind != "queued")
-    steps: int = sum(window["steps"] for window in windows)
-    return steps / cpu_s
-
-
-def _share(windows: Sequence[Figures], key: str) -> float:
-    return sum(w[key] for w in windows) / sum(w["wall_s"] for w in windows)
-
-
-def _training_thread(windows: Sequence[Figures]) -> Figures:
-    wall_s, steps = sum(w["wall_s"] for w in windows), sum(w["steps"] for w in windows)
-    cpu_s, queued_s = (sum(w["cpu_s"][key] for w in windows) for key in ("training", "queued"))
-    return {
-        "cpu_share": round(cpu_s / wall_s, 4),
-        "queued_share": round(queued_s / wall_s, 4),
-        "slept_share": round(1 - (cpu_s + queued_s) / wall_s, 4),
-        "cpu_ms_per_step": round(1e3 * cpu_s / steps, 3),
-        "cpu_and_sleep_ms_per_step": round(1e3 * (wall_s - queued_s) / steps, 3),
-    }
-
-
-def _other_threads(windows: Sequence[Figures]) -> Figures:
-    wall_s = sum(w["wall_s"] for w in windows)
-    kinds = sorted(windows[0]["cpu_s"].keys() - {"training", "queued"})
-    shares = {kind: sum(w["cpu_s"][kind] for w in windows) / wall_s for kind in kinds}
-    return {kind: round(value, 5) for kind, value in {**shares, "all": sum(shares.values())}.items()}
-
-
-def _rounded(values: Sequence[float], digits: int = 4) -> list[float]:
-    return [round(value, digits) for value in values]
 
 
 # ---- a peer
