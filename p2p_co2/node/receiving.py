@@ -70,6 +70,12 @@ class Receiving:
     async def on_message(self, sender: PeerId, data: bytes) -> None:
         """Take one message; returns when the sender's next one may be read. Raises ``RemoteProtocolError``
         for a sender that is not heard (any more): its link is dropped."""
+        wait_s = self.take(sender, data)
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+
+    def take(self, sender: PeerId, data: bytes) -> float:
+        """``on_message``, without the waiting: seconds until the sender's next one may be read."""
         now = self._node.now()
         self._allowances.check(sender, now)
         self.down_bytes += len(data)
@@ -90,16 +96,14 @@ class Receiving:
             units = refused_units(error.reason, len(data), kind in BULK)
         except Exception as error:  # named place: a carrier would take our bug for the sender's fault
             self._node.crash(error)
-            return
+            return 0.0
         self._node.pump(timers=kind not in _MEMBERSHIP)
         units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
         try:
-            wait_s = max(wait_s, self._allowances.charge(sender, units, now))
+            return max(wait_s, self._allowances.charge(sender, units, now))
         except RemoteProtocolError as error:
             self._node.shut_out(sender, str(error))
             raise
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
 
     def on_link_refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
         self.refuse(peer or "unknown", error.reason, error.detail)

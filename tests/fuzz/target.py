@@ -1,11 +1,12 @@
-"""The same games under a coverage-guided fuzzer: what reaches new lines of the message rooms is kept and
-changed further.
+"""Under a coverage-guided fuzzer: what reaches new lines of the message rooms is kept and changed further.
 
     pip install -e '.[fuzz]'
     python -m tests.fuzz.target CORPUS_FOLDER -max_total_time=600 -max_len=600 -rss_limit_mb=3000
+    python -m tests.fuzz.target --games CORPUS_FOLDER ...
 
-The first byte of an input says who may lie and whether messages are lost, the rest is the tape. A game that
-breaks a law ends the fuzzer with the input that did it; its last line says how many games there were.
+An input is a tape for ``scenes`` (some hundred a second: one peer's machines behind the decoding), or with
+``--games`` for ``play`` (some a second: three real nodes that train). One that breaks a law ends the fuzzer
+with the input that did it; the last line says how many there were.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ import sys
 import atheris
 
 with atheris.instrument_imports(
-    include=["p2p_co2.node", "p2p_co2.rounds", "p2p_co2.catchup", "p2p_co2.membership"]
+    include=["p2p_co2.node", "p2p_co2.rounds", "p2p_co2.catchup", "p2p_co2.membership", "p2p_co2.wire"]
 ):
     import torch
 
     from tests.fuzz.play import Game
+    from tests.fuzz.scenes import Scene, examples
 
 
-def one_input(data: bytes) -> None:
+def one_scene(data: bytes) -> None:
+    if len(data) > 2:
+        Scene(data).play()
+
+
+def one_game(data: bytes) -> None:
+    """The first byte says who may lie and whether messages are lost."""
     if len(data) < 3:
         return
     game = Game(data[1:], insiders=bool(data[0] & 1), losses=bool(data[0] & 2))
@@ -33,7 +41,9 @@ def one_input(data: bytes) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    atheris.Setup(sys.argv, one_input)
+    games = "--games" in sys.argv
+    examples()
+    atheris.Setup([word for word in sys.argv if word != "--games"], one_game if games else one_scene)
     atheris.Fuzz()
 
 

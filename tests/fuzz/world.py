@@ -12,6 +12,7 @@ import random
 import selectors
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class Inline(Executor):
         return future
 
 
+@cache
 def make_identity(name: str) -> Identity:
     return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(name.encode()).digest()))
 

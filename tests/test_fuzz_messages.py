@@ -1,0 +1,177 @@
+"""Every message of the schema, wrong in every way that a tape can say, into what reads it.
+
+Those inside an ``Envelope`` go into one peer's machines (``fuzz.scenes``), kind by kind; every other one into
+its own reader, inside a good seal where it has one, so that what is wrong gets past the signature. Both lists
+are held against ``messages.proto``: a message that nobody tries fails a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from p2p_co2.config import RunConfig
+from p2p_co2.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, Records
+from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.gate import receive_relayed
+from p2p_co2.reports.desk import Desk
+from p2p_co2.reports.reader import REPORT_CONTEXT, open_report
+from p2p_co2.transport.door import HELLO_CONTEXT, Door
+from p2p_co2.transport.libp2p_relay import _read_answer
+from p2p_co2.transport.probe import HEADER_BYTES, _parsed
+from p2p_co2.transport.probing import Prober
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import unseal
+from tests.fuzz.mutate import Mutator, Tape
+from tests.fuzz.scenes import Scene, examples
+from tests.fuzz.world import make_identity, run_virtual
+
+KINDS = {field.name for field in wire.Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
+US, THEM = make_identity("us"), make_identity("them")
+CONFIG = RunConfig(name="fuzz").canonical_bytes()
+RUN = RunConfig(name="fuzz").digest()
+NOW = 1.7e9
+PATIENT = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def records() -> Records:
+    return Records(RUN, lambda peer, error: None, lambda: NOW)
+
+
+def relayed(content: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(len(content).to_bytes(4) + content)
+        receive_relayed(ours)
+
+
+def from_stream(data: bytes, read: Callable[[asyncio.StreamReader], object]) -> None:
+    """``read`` from a stream with ``data`` and nothing after it."""
+
+    async def work() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        await read(reader)  # type: ignore[misc]
+
+    run_virtual(work())
+
+
+def probe_answer(content: bytes) -> None:
+    def read(reader: asyncio.StreamReader) -> object:
+        return Prober(THEM.peer_id, RUN, (reader, None))._read()  # type: ignore[arg-type]
+
+    with suppress(RemoteProtocolError):  # ``_gone`` makes a ``TransportError`` of it
+        from_stream(len(content).to_bytes(HEADER_BYTES) + content, read)
+
+
+def circuit_hop(content: bytes) -> None:
+    async def read(reader: asyncio.StreamReader) -> None:
+        with suppress(DecodeError):  # ``ask_for_place`` says so in words
+            wire.CircuitHop.FromString(await _read_answer(reader))
+
+    length = len(content)
+    from_stream(bytes((length & 0x7F | 0x80, length >> 7 & 0x7F)) + content[:16383], read)
+
+
+READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
+    wire.PeerRecord: (
+        wire.PeerRecord(
+            peer=THEM.peer_id, run=RUN, maddrs=["/ip4/127.0.0.1/tcp/1"], grpc_addresses=["127.0.0.1:1"],
+            certificate_digest=bytes(32), software="p2p-co2", expires_at=NOW + 60,
+        ),
+        lambda data: records().peer_record(THEM.peer_id, THEM.seal(PEER_CONTEXT, data)),
+    ),
+    wire.RunManifest: (
+        wire.RunManifest(run=RUN, config=CONFIG, recipe_digest=bytes(32), published_at=NOW),
+        lambda data: records().manifest(THEM.peer_id, THEM.seal(MANIFEST_CONTEXT, data)),
+    ),
+    wire.Signed: (
+        wire.Signed.FromString(THEM.seal(b"something", b"content")),
+        lambda data: unseal(b"something", data),
+    ),
+    wire.LinkHello: (
+        wire.LinkHello(
+            from_peer=THEM.peer_id, to_peer=US.peer_id, run=RUN, certificate_digest=bytes(32), sent_at=NOW,
+            nonce=bytes(16),
+        ),
+        lambda data: Door(US, RUN, lambda: NOW).admit(THEM.seal(HELLO_CONTEXT, data), bytes(32)),
+    ),
+    wire.ReportRequest: (
+        wire.ReportRequest(run=RUN, process=1, decisions=[wire.RoundRef(fragment=0, round=3)]),
+        lambda data: Desk(US, RUN, 1).answer(data, THEM.peer_id, 10.0, NOW),
+    ),
+    wire.Report: (
+        wire.Report(run=RUN, peer=THEM.peer_id, process=1, first=1, sent_at=NOW, decisions=[wire.Decision()]),
+        lambda data: open_report(THEM.seal(REPORT_CONTEXT, data), THEM.peer_id, RUN),
+    ),
+    wire.Relayed: (wire.Relayed(id=1, peer=THEM.peer_id, request=b"request", peers=["a"]), relayed),
+    wire.Probe: (wire.Probe(run=RUN, dial_back=wire.DialBackProbe(port=1, host="x", expect=b"y")), _parsed),
+    wire.ProbeAnswer: (
+        wire.ProbeAnswer(observed="/ip4/127.0.0.1/tcp/1", clock=NOW, duration_s=1.0), probe_answer,
+    ),
+    wire.CircuitHop: (
+        wire.CircuitHop(
+            type=2, status=100, place=wire.CircuitPlace(expires_at=1), limit=wire.CircuitLimit(data_bytes=1)
+        ),
+        circuit_hop,
+    ),
+}  # fmt: skip
+"""By type: a right one, and what reads it."""
+EXPECTED = (RemoteProtocolError, TransportError)
+
+
+def inside(descriptor: Descriptor) -> set[str]:
+    """A message and all that can be in it."""
+    names = {descriptor.name}
+    for field in descriptor.fields:
+        if field.message_type is not None and field.message_type.name not in names:
+            names |= inside(field.message_type)
+    return names
+
+
+def test_no_message_of_the_schema_is_left_out() -> None:
+    assert set(examples()) == KINDS
+    tried = inside(wire.Envelope.DESCRIPTOR) | {"Outcome"}  # signed inside a Decision
+    for kind in READERS:
+        tried |= inside(kind.DESCRIPTOR)
+    assert tried == set(wire.DESCRIPTOR.message_types_by_name)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@given(data=st.binary(min_size=8, max_size=120))
+@PATIENT
+def test_wrong_messages_of_each_kind_break_no_machine(kind: str, data: bytes) -> None:
+    scene = Scene(data, kind)
+    scene.play()
+
+
+def test_scenes_do_try_wrong_messages_and_refuse_them() -> None:
+    scene = Scene(bytes(range(1, 120)))
+    scene.play()
+    assert scene.wrong > 3
+    assert scene.bench.receiving.refusals.total() > 3
+
+
+@pytest.mark.parametrize("kind", READERS, ids=lambda kind: kind.__name__)
+def test_a_right_message_is_read(kind: type[Message]) -> None:
+    right, read = READERS[kind]
+    read(right.SerializeToString())
+
+
+@pytest.mark.parametrize("kind", READERS, ids=lambda kind: kind.__name__)
+@given(data=st.binary(min_size=2, max_size=60))
+@PATIENT
+def test_a_wrong_message_outside_of_envelopes_is_refused_in_words(kind: type[Message], data: bytes) -> None:
+    right, read = READERS[kind]
+    wrong = Mutator(Tape(data)).mutate_one(right)
+    with suppress(*EXPECTED):
+        read(wrong)
