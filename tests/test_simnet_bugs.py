@@ -65,8 +65,8 @@ class LosesResidual(CountingLedger):
 class ForgetsWhatWasMissed(CountingLedger):
     """A peer that takes a round for its own although the mean was made without it."""
 
-    def _mine(self, mine: Any, mean: AgreedMean) -> Any:
-        offer, is_foreign = super()._mine(mine, mean)
+    def _mine(self, mine: Any, round_: int, parts: Any) -> Any:
+        offer, is_foreign = super()._mine(mine, round_, parts)
         if offer is None and mine.in_flight is not None:
             mine.counted = [mine.in_flight.units] * len(mine.counted)
         return offer, is_foreign
@@ -90,3 +90,4 @@ def test_a_mean_that_nobody_committed_is_caught() -> None:
 def test_lost_work_is_caught(bug: type[CountingLedger]) -> None:
     found = [violation for seed in SEEDS for violation in violations_with(bug, seed, storm=True)]
     assert any(violation.law == "conservation" and "lost" in violation.text for violation in found)
+    assert ("failed round" in laws(found)) is (bug is LosesResidual)

@@ -193,18 +193,67 @@ def test_residuals_advance_only_where_the_offer_was_counted() -> None:
     assert torch.equal(peer.ledger.residual, before)  # type: ignore[arg-type]
 
 
-def test_adopting_a_state_keeps_this_peers_own_work() -> None:
-    for rule in ("keep", "co2"):
-        run = run_config(PLAIN.model_copy(update={"rule": rule}))
-        peer = Simulated("a", run, torch.zeros(BLOCK))
-        peer.live += 5.0
-        peer.offer()
-        peer.live += 1.0
-        there = outer.init(torch.full((BLOCK,), 100.0))._replace(version=7)
-        peer.take(peer.ledger.adopt(there))
-        assert torch.equal(peer.live, torch.full((BLOCK,), 106.0)), rule
-        assert peer.ledger.state.version == 7
-        peer.offer()  # nothing is in flight any more
+THERE = outer.init(torch.full((2 * BLOCK,), 100.0))._replace(version=7)
+NOBODY, HALF = PartWeights(0, 2, {"b": 1.0}), (PartWeights(0, 1, {"a": 1.0}), PartWeights(1, 2, {"b": 1.0}))
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "first", "second"),
+    [
+        ((NOBODY,), 106.0, 106.0),  # the outcome says that the offer came to nothing: all is kept
+        ((PartWeights(0, 2, {"a": 1.0}),), 101.0, 101.0),  # counted: only what came after it is kept
+        (HALF, 101.0, 106.0),
+        (None, 101.0, 101.0),  # nobody knows: it must not count twice
+        ((PartWeights(0, 2, {"a": 9.0}),), 100.0, 100.0),  # one that we do not know was counted
+    ],
+)
+def test_adopting_a_newer_state_counts_the_last_offer_at_most_once(
+    rule: str, given_up: bool, parts: tuple[PartWeights, ...] | None, first: float, second: float
+) -> None:
+    peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
+    peer.live += 5.0
+    peer.offer()
+    if given_up:
+        peer.take(peer.ledger.abort(1)[1])
+    peer.live += 1.0
+    peer.take(peer.ledger.adopt(THERE, parts))
+    assert torch.equal(peer.live, torch.cat([torch.full((BLOCK,), first), torch.full((BLOCK,), second)]))
+    assert peer.ledger.state.version == 7
+    peer.offer()  # nothing is in flight any more
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_a_counted_offer_that_was_given_up_leaves_the_work_of_the_next_one(rule: str) -> None:
+    peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
+    peer.live += 5.0
+    peer.offer()
+    peer.take(peer.ledger.abort(1)[1])
+    peer.live += 1.0
+    peer.weight = 2.0
+    peer.offer()  # holds the first one's work too
+    peer.take(peer.ledger.adopt(THERE, (PartWeights(0, 2, {"a": 1.0}),)))
+    assert torch.equal(peer.live, torch.full((2 * BLOCK,), 101.0))
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_another_state_of_the_same_version_holds_no_open_offer(rule: str) -> None:
+    peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
+    peer.live += 5.0
+    peer.offer()
+    peer.take(peer.ledger.adopt(THERE._replace(version=0)))
+    assert torch.equal(peer.live, torch.full((2 * BLOCK,), 105.0))
+
+
+def test_a_resumed_peer_does_not_offer_again_what_its_last_process_may_have_offered() -> None:
+    codec = get_codec("fp32")
+    ledger = FragmentLedger(run_config(), codec, "a", outer.init(torch.zeros(2 * BLOCK)))
+    other = TensorLedger(codec, [ledger])
+    other.set_residuals({})
+    other.close()
+    assert ledger.adopt(THERE, (NOBODY,)).keep == 0.0  # and in the rounds after that one, nobody knows
+    assert ledger.adopt(THERE._replace(version=8), (NOBODY,)).keep == 1.0
 
 
 def test_an_offer_that_was_given_up_and_counted_after_all_counts_once() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import chunk_at, chunk_count, chunk_digest
 from p2p_co2.errors import TransportError
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean, weights_of
 from p2p_co2.rounds import (
     Aborted,
     Began,
@@ -135,7 +135,9 @@ class Deciding:
         is open goes on, and the tensor side must not take it for ended."""
         if agreed == self._node.agreed[fragment]:
             return
-        self._agree(fragment, await self._ledger.adopt(fragment, data, agreed))
+        known = self._node.rounds.next_commit(fragment)
+        parts = None if known is None else weights_of(known)
+        self._agree(fragment, await self._ledger.adopt(fragment, data, agreed, parts))
         self._node.pump()
 
     def give_up_offer(self, fragment: int) -> None:

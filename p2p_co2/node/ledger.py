@@ -32,12 +32,17 @@ class AgreedMean:
     parts: tuple[PartWeights, ...]
 
 
-def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
-    """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
-    parts = tuple(
+def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
+    """Who is in the mean of a checked, committed outcome, part by part."""
+    return tuple(
         PartWeights(part.start_block, part.stop_block, {c.peer: c.weight for c in part.contributors})
         for part in outcome.parts
     )
+
+
+def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
+    """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
+    parts = weights_of(outcome)
     base_version = min(member.base_version for member in outcome.members)
     return AgreedMean(outcome.key.fragment, outcome.key.round, base_version, mean, parts)
 
@@ -74,6 +79,12 @@ class Ledger(Protocol):
     async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
         """The fragment's state, serialised, for a peer that is behind."""
 
-    async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> AgreedVersion:
-        """Take over a donor's state; raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes
-        nothing."""
+    async def adopt(
+        self,
+        fragment: int,
+        data: bytes | bytearray,
+        agreed: AgreedVersion,
+        parts: Sequence[PartWeights] | None = None,
+    ) -> AgreedVersion:
+        """Take over a donor's state. ``parts``: who is in the round after the state that we hold, None if
+        nobody told us. Raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""

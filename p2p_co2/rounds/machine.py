@@ -100,6 +100,12 @@ class Rounds:
         """
         self._fragments[fragment].verdicts.forget(round_)
 
+    def next_commit(self, fragment: int) -> wire.Outcome | None:
+        """The commit that follows the state that we hold, if anybody told us of it."""
+        mine = self._fragments[fragment]
+        known = None if mine.version is None else mine.verdicts.commit(mine.version + 1)
+        return known[1] if known is not None and known[1].state_digest == mine.digest else None
+
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
         twice."""

@@ -8,10 +8,11 @@ counted in one of them is not counted in the other.
 conservation   a commit adds exactly the offers of the contributors that it names; no unit of work is in a
                history twice; a unit that is neither counted nor with its peer has a written-off reason
 agreed state   whoever is at a version got there by commits or a donor's state, from the common start
+failed round   an abort changes nothing that is agreed or counted
 signed         nobody applies a mean that no signed outcome names piece by piece
 forks          two states of one version exist only after peers' views could differ, and not for long
-deadlines      an open offer has a timer that is not overdue, and ends within its bounds
-memory         what a machine holds stays within the bound that it names
+deadlines      no machine's timer is overdue; an open offer has one, and ends within its bounds
+memory         what a machine or a link's queue holds stays within the bound that it names
 
 Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
 """
@@ -26,7 +27,7 @@ from itertools import islice, product
 from p2p_co2.digest import digest
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.rounds import DECISION_CONTEXT
-from p2p_co2.simnet.ledger import Offered, State
+from p2p_co2.simnet.ledger import Offered, Saved, State
 from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
 from p2p_co2.wire.messages_pb2 import Outcome
 
@@ -143,6 +144,10 @@ class Auditor:
 
     def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None:
         self._compare(fragment, after, counted, "a commit")
+
+    def aborted(self, fragment: int, before: Saved, after: Saved) -> None:
+        if before != after:
+            self._broken("failed round", f"fragment {fragment}: an abort changed what is agreed or counted")
 
     def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None:
         histories = self._books.histories[fragment]

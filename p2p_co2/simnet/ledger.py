@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from p2p_co2.digest import digest
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
 from p2p_co2.simnet.virtual_time import ProcessLoop
 from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
 
@@ -70,6 +70,7 @@ class Audit(Protocol):
     def offered(self, fragment: int, base: State, merged_version: int, offer: Offered) -> None: ...
     def committed(self, mean: AgreedMean, before: State, after: State) -> None: ...
     def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None: ...
+    def aborted(self, fragment: int, before: Saved, after: Saved) -> None: ...
     def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None: ...
     def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None: ...
 
@@ -164,7 +165,12 @@ class CountingLedger:
         return await self._ask(len(mean.mean), lambda: self._commit(mean))
 
     async def abort(self, fragment: int, round_: int) -> None:
-        await self._ask(0, lambda: self._abort(fragment, round_))
+        def work() -> None:
+            before = self.save()[fragment]
+            self._abort(fragment, round_)
+            self.audit.aborted(fragment, before, self.save()[fragment])
+
+        await self._ask(0, work)
 
     async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
         def work() -> tuple[AgreedVersion, bytes]:
@@ -174,8 +180,14 @@ class CountingLedger:
 
         return await self._ask(self._state_bytes[fragment], work)
 
-    async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> AgreedVersion:
-        return await self._ask(len(data), lambda: self._adopt(fragment, data, agreed))
+    async def adopt(
+        self,
+        fragment: int,
+        data: bytes | bytearray,
+        agreed: AgreedVersion,
+        parts: Sequence[PartWeights] | None = None,
+    ) -> AgreedVersion:
+        return await self._ask(len(data), lambda: self._adopt(fragment, data, agreed, parts))
 
     # ---- the steps
 
@@ -186,25 +198,31 @@ class CountingLedger:
             return AgreedVersion(before.version, before.digest)
         after = State.of(mean.fragment, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
-        offer, is_foreign = self._mine(mine, mean)
-        everywhere = offer is not None
-        for part in mean.parts:
-            is_in = self.peer in part.weights
-            everywhere &= is_in
-            if is_in and offer is not None:
-                for block in range(part.start_block, part.stop_block):
-                    mine.counted[block] = max(mine.counted[block], offer.units)
-        if is_foreign:
-            self._write_off(mean.fragment, "a forgotten offer was counted", [self.work.units])
+        offer = self._count(mean.fragment, mean.round, mean.parts)
+        everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.counted(mean.fragment, after, mine.counted)
         self.outcomes.append(Outcome(mean.fragment, mean.round, stepped=True, contributed=everywhere))
         return AgreedVersion(after.version, after.digest)
 
-    def _mine(self, mine: _Fragment, mean: AgreedMean) -> tuple[Offered | None, bool]:
+    def _count(self, fragment: int, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
+        """Note what a mean holds of this peer's work; which of its offers that was."""
+        mine = self.fragments[fragment]
+        offer, is_foreign = self._mine(mine, round_, parts)
+        if offer is not None:
+            for part in (part for part in parts if self.peer in part.weights):
+                for block in range(part.start_block, part.stop_block):
+                    mine.counted[block] = max(mine.counted[block], offer.units)
+        if is_foreign:
+            self._write_off(fragment, "a forgotten offer was counted", [self.work.units])
+        return offer
+
+    def _mine(
+        self, mine: _Fragment, round_: int, parts: Sequence[PartWeights]
+    ) -> tuple[Offered | None, bool]:
         """Which of this peer's offers the mean holds, and whether it holds one that it no longer knows."""
-        known = [offer for offer in (mine.in_flight, mine.withdrawn) if offer and offer.round == mean.round]
-        weights = {part.weights[self.peer] for part in mean.parts if self.peer in part.weights}
+        known = [offer for offer in (mine.in_flight, mine.withdrawn) if offer and offer.round == round_]
+        weights = {part.weights[self.peer] for part in parts if self.peer in part.weights}
         if not weights:
             return None, False
         offer = next((offer for offer in known if weights == {offer.weight}), None)
@@ -217,7 +235,13 @@ class CountingLedger:
         mine.in_flight, mine.withdrawn = None, mine.in_flight
         self.outcomes.append(Outcome(fragment, mine.state.version))
 
-    def _adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> AgreedVersion:
+    def _adopt(
+        self,
+        fragment: int,
+        data: bytes | bytearray,
+        agreed: AgreedVersion,
+        parts: Sequence[PartWeights] | None,
+    ) -> AgreedVersion:
         mine, before = self.fragments[fragment], self.fragments[fragment].state
         lanes = unpack(bytes(data[: 8 * (1 + len(before.sums))]))
         after = State.of(fragment, lanes[0], lanes[1:])
@@ -226,12 +250,22 @@ class CountingLedger:
         if after.digest != agreed.digest:
             raise DigestMismatch("the state does not have the digest its donor promised")
         if after.version > before.version:
-            offers = [offer.units for offer in (mine.in_flight, mine.withdrawn) if offer is not None]
-            self._write_off(fragment, "may be in a state that was adopted", [*offers, mine.doubtful_units])
+            self._settle_doubts(fragment, parts)
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.adopted(fragment, before, after, mine.counted)
         self.outcomes.append(Outcome(fragment, after.version))
         return AgreedVersion(after.version, after.digest)
+
+    def _settle_doubts(self, fragment: int, parts: Sequence[PartWeights] | None) -> None:
+        """What the last offers came to if a newer state is taken over; as ``FragmentLedger.adopt``."""
+        mine, why = self.fragments[fragment], "may be in a state that was adopted"
+        if any(counted < mine.doubtful_units for counted in mine.counted):
+            self._write_off(fragment, why, [self.work.units])
+        elif parts is not None:
+            self._count(fragment, mine.state.version + 1, parts)
+        else:
+            offers = [offer.units for offer in (mine.in_flight, mine.withdrawn) if offer is not None]
+            self._write_off(fragment, why, offers)
 
     def _write_off(self, fragment: int, why: str, until: Sequence[int]) -> None:
         """Work up to these units that is not counted yet comes to nothing."""

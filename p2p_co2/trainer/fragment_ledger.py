@@ -83,6 +83,8 @@ class FragmentLedger:
         self._in_flight: _InFlight | None = None
         self._withdrawn: _InFlight | None = None
         """The last offer for the next version that was given up: a commit may still turn out to hold it."""
+        self.is_resumed = False
+        """Whether live parameters hold work that an earlier process may have offered."""
         self._measured_from = state
         """Rules "co2" and "eager": the state from which the live parameters set out at the last boundary."""
         self._correction: Tensor | None = None
@@ -139,6 +141,8 @@ class FragmentLedger:
         if mine is not None:
             self._advance_residual(mine, missed)
             self._remember_stale(mine, report, parts, missed)
+        if mine is not None and not missed:
+            self.is_resumed = False  # what an earlier process did was in this offer, at the latest
         self._in_flight = self._withdrawn = None
         self.state = new
         if not self._delayed:
@@ -156,10 +160,23 @@ class FragmentLedger:
         self._in_flight, self._withdrawn = None, mine
         return True, Merge(1.0, -mine.gradient) if mine.gradient is not None else None
 
-    def adopt(self, state: OuterState) -> Merge:
-        """Replace the agreed state by a donor's; all that this peer learned since its own stays in its live
-        parameters."""
+    def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Merge:
+        """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
+        parameters. ``parts``: who is in the round after our state, None if its outcome is not known.
+
+        A newer state may hold this peer's last offers. Where the outcome does not say, they are taken for
+        counted: that costs at most the work of one offer, once. The other guess would count it twice, and a
+        peer that is often late would pull the swarm its way again and again.
+        """
+        is_newer = state.version > self.state.version
         merge = Merge(1.0, self._rebased_on(state))
+        mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
+        if is_newer and (is_foreign or self.is_resumed):
+            merge = Merge(0.0, state.params)  # as in ``_merge_after``
+            self.is_resumed = False
+        elif mine is not None:
+            merge.addend.add_(self._counted_work(mine, missed))
+            self._advance_residual(mine, missed)
         self._in_flight = self._withdrawn = None
         self._correction, self._stale = None, None
         self.state = self._measured_from = state
@@ -222,6 +239,25 @@ class FragmentLedger:
         if not weights:
             return mine[0] if mine and mine[0] is self._in_flight else None
         return next((offer for offer in mine if weights == {offer.weight}), None)
+
+    def _fate(self, parts: Sequence[PartWeights] | None) -> tuple[_InFlight | None, list[slice], bool]:
+        """Of the round after our state: our offer that was counted or may have been, where it was missed, and
+        whether one was counted that we do not know."""
+        if parts is None:
+            return self._in_flight or self._withdrawn, [], False
+        if not any(self._peer in part.weights for part in parts):
+            return None, [], False
+        mine = self._mine(self.state.version + 1, parts)
+        return mine, self._missed(parts, ""), mine is None
+
+    def _counted_work(self, mine: _InFlight, missed: list[slice]) -> Tensor:
+        """What an offer took out of the live parameters, as an outer gradient; 0 where it was missed."""
+        gradient = mine.gradient
+        if gradient is None:
+            assert mine.snapshot is not None
+            gradient = self.state.params - mine.snapshot
+        lost = outer.lost_work_of(gradient, missed)
+        return gradient if lost is None else gradient - lost
 
     def _missed(self, parts: Sequence[PartWeights], refused: str) -> list[slice]:
         size = self.state.params.numel()

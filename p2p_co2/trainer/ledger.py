@@ -25,7 +25,7 @@ from p2p_co2.codec import Codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.memory import Buffer
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, SliceRefused
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
 
@@ -88,9 +88,12 @@ class TensorLedger:
         return self._worker.submit(copy).result()
 
     def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
-        """Put saved residuals back, before the node runs."""
+        """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
+        had offered is in doubt from now on."""
         for fragment, residual in residuals.items():
             self._fragments[fragment].residual = residual
+        for ledger in self._fragments:
+            ledger.is_resumed = True
 
     def rebased(self) -> dict[int, Tensor]:
         """``FragmentLedger.rebased`` of the fragments that need it. Any thread; waits for the worker."""
@@ -194,7 +197,13 @@ class TensorLedger:
 
         return await self._ask(work)
 
-    async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> AgreedVersion:
+    async def adopt(
+        self,
+        fragment: int,
+        data: bytes | bytearray,
+        agreed: AgreedVersion,
+        parts: Sequence[PartWeights] | None = None,
+    ) -> AgreedVersion:
         def work() -> AgreedVersion:
             ledger = self._fragments[fragment]
             state = state_from_bytes(data, ledger.state.params.numel())
@@ -204,7 +213,7 @@ class TensorLedger:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
-            merge = ledger.adopt(state)
+            merge = ledger.adopt(state, parts)
             return self._moved(fragment, lambda: Outcome(fragment, state.version, merge))
 
         return await self._ask(work)
