@@ -13,8 +13,9 @@ each link is a TCP connection of its own, so that one slow peer never stands in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -32,6 +33,7 @@ from p2p_co2.transport.base import (
     check_outgoing,
 )
 from p2p_co2.transport.door import MAX_INBOUND_LINKS, Door
+from p2p_co2.transport.names import Lookups
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -43,6 +45,8 @@ NEAR_TIMEOUT_S = 2.0
 """Bound on one attempt at an address of somebody's home network: it is ours too, or nobody answers."""
 KEEPALIVE_S = 8.0
 KEEPALIVE_TIMEOUT_S = 12.0
+MAX_NUMBERS = 4
+"""Addresses of one host name that are tried."""
 MAX_CONNECTIONS = MAX_INBOUND_LINKS + 64
 """TCP connections to us: the links, and those that are shaking hands or only read our certificate."""
 _HARD_LIMIT_BYTES = 2 * MAX_MESSAGE_BYTES
@@ -92,6 +96,7 @@ class GrpcCarrier:
         self._host, self.port = host, port
         self._server: grpc.aio.Server | None = None
         self._links: set[GrpcLink] = set()
+        self._lookups = Lookups()
         self._on_message: OnMessage | None = None
         self._on_refused: OnRefused | None = None
 
@@ -145,9 +150,12 @@ class GrpcCarrier:
     async def _connect_to(self, address: str, record: PeerRecord) -> GrpcLink:
         host, port = _split_address(address)
         timeout_s = NEAR_TIMEOUT_S if is_near(host) else CONNECT_TIMEOUT_S
-        pem = await fetch_certificate(host, port, record.certificate_digest, timeout_s)
+        numbers = (await self._lookups.addresses_of(host, timeout_s))[:MAX_NUMBERS]
+        pem, number = await self._certificate_at(numbers, port, record.certificate_digest, timeout_s)
         channel = grpc.aio.secure_channel(
-            address, grpc.ssl_channel_credentials(root_certificates=pem), options=_CLIENT_OPTIONS
+            f"[{number}]:{port}" if ":" in number else f"{number}:{port}",
+            grpc.ssl_channel_credentials(root_certificates=pem),
+            options=_CLIENT_OPTIONS,
         )
         link = GrpcLink(PeerId(record.peer), channel, self._links.discard)
         self._links.add(link)
@@ -157,6 +165,15 @@ class GrpcCarrier:
             await link.drop("never opened")
             raise
         return link
+
+    async def _certificate_at(
+        self, numbers: Sequence[str], port: int, digest: bytes, timeout_s: float
+    ) -> tuple[bytes, str]:
+        """The certificate, and which of one host's addresses shows it."""
+        for number in numbers[:-1]:
+            with contextlib.suppress(TransportError):
+                return await fetch_certificate(number, port, digest, timeout_s), number
+        return await fetch_certificate(numbers[-1], port, digest, timeout_s), numbers[-1]
 
     async def _serve(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
         assert self._on_message is not None
