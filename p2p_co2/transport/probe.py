@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.transport.hivemind_quiet import P2P, P2PDaemonError, StreamInfo
 from p2p_co2.transport.libp2p_control import hang_up
+from p2p_co2.transport.names import Lookups
 from p2p_co2.transport.probe_limits import ProbeLimits, address_of, check_dial_back
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
@@ -40,6 +40,8 @@ FRAME_BYTES = 16 << 10
 MAX_STREAMS, MAX_STREAMS_PER_PEER = 16, 2
 QUESTION_S = 20.0
 """A stream without a question for this long is hung up on."""
+MAX_LOOKUPS = 2
+"""Names of askers that are looked up at once."""
 DIAL_S = 3.0
 """Bound on looking a name up, and on a connection back."""
 BULK_S = 3.0
@@ -56,7 +58,7 @@ class ProbeServer:
         self, p2p: P2P, run: bytes, upload_bytes_per_s: float = 0.0, clock: Callable[[], float] = time.time
     ) -> None:
         self._p2p, self._run, self._cap, self._clock = p2p, run, upload_bytes_per_s, clock
-        self._limits = ProbeLimits()
+        self._limits, self._lookups = ProbeLimits(), Lookups(MAX_LOOKUPS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._of: Counter[str] = Counter()
         self._listening = False
@@ -145,7 +147,7 @@ class ProbeServer:
         """Connect to the address at which the asker is seen, read as many bytes as it foretold, compare."""
         address = check_dial_back(probe.port, probe.expect, probe.host, observed)
         self._limits.dial(address, time.monotonic())
-        if probe.host and address not in await _addresses_of(probe.host):
+        if probe.host and address not in await self._addresses_of(probe.host):
             raise RemoteProtocolError(
                 "other host", f"{probe.host!r} is not {address}, where it is seen from here"
             )
@@ -161,6 +163,13 @@ class ProbeServer:
             return False  # somebody else answers there
         finally:
             await hang_up(writer)
+
+    async def _addresses_of(self, host: str) -> list[str]:
+        """The addresses of a name; empty if it has none."""
+        try:
+            return await self._lookups.addresses_of(host, DIAL_S)
+        except TransportError:
+            return []
 
 
 async def read_frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
@@ -213,16 +222,6 @@ async def take_bulk(reader: asyncio.StreamReader, most_bytes: int) -> tuple[int,
     except TimeoutError:
         return taken - first_bytes, BULK_S, False
     return taken - first_bytes, last_at - first_at, True
-
-
-async def _addresses_of(host: str) -> set[str]:
-    """The addresses of a name; empty if it has none."""
-    try:
-        async with asyncio.timeout(DIAL_S):
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError, UnicodeError):
-        return set()
-    return {str(entry[4][0]) for entry in found}
 
 
 def _parsed(question: bytes) -> Probe:
