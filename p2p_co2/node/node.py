@@ -104,6 +104,8 @@ class Node:
             observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
             cap = self._network.config.limits.upload_bytes_per_s
             await self._network.start_carriers(self.receiving.on_message, self.receiving.on_link_refused)
+            for carrier in self._network.carriers:
+                carrier.keep_places(self.rounds.has_worked)
             find_record = self._network.find_record
             self._links = self._make_links(self._network.carriers, find_record, observer, tasks, cap)
             background = [

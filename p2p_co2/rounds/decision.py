@@ -21,7 +21,7 @@ from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import check_digest, check_place, read_contributors, read_key, read_members
 from p2p_co2.rounds.events import PayloadShape
 from p2p_co2.rounds.parts import BlockRange, covers
-from p2p_co2.wire.identity import Identity, verify
+from p2p_co2.wire.identity import Identity, PeerId, verify
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
@@ -131,6 +131,8 @@ class Verdicts:
 
     def __init__(self) -> None:
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
+        self._workers: dict[int, frozenset[str]] = {}
+        """Of each kept commit, whose slices are in its mean."""
         self._aborts: OrderedDict[bytes, Decision] = OrderedDict()
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
 
@@ -144,6 +146,8 @@ class Verdicts:
             self._commits[outcome.key.round] = (decision, outcome)
             while len(self._commits) > bounds.KEEP_DECISIONS:
                 self._commits.pop(min(self._commits))
+            counted = frozenset(one.peer for part in outcome.parts for one in part.contributors)
+            self._workers = {round_: self._workers.get(round_, counted) for round_ in self._commits}
 
     def end(self, attempt: bytes) -> None:
         """Remember an attempt that is over, so that its stragglers are recognised."""
@@ -157,6 +161,10 @@ class Verdicts:
 
     def has_ended(self, attempt: bytes) -> bool:
         return attempt in self._ended
+
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether a slice of ``peer`` is in one of the kept commits."""
+        return any(peer in workers for workers in self._workers.values())
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""

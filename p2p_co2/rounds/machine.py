@@ -106,6 +106,10 @@ class Rounds:
         known = None if mine.version is None else mine.verdicts.commit(mine.version + 1)
         return known[1] if known is not None and known[1].state_digest == mine.digest else None
 
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether a slice of ``peer`` is in one of the last means that we know of."""
+        return any(fragment.verdicts.has_worked(peer) for fragment in self._fragments)
+
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
         twice."""

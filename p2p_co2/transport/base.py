@@ -78,6 +78,9 @@ class Carrier(Protocol):
     async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         """Begin to listen. Raises ``EnvironmentFault`` with the fix when this machine does not let us."""
 
+    def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
+        """Keep some places for peers of whom ``is_known`` says that they have worked with us."""
+
     async def connect(self, record: PeerRecord) -> Link:
         """Open a link to the peer of ``record``, in bounded time.
 

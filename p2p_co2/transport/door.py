@@ -5,9 +5,15 @@ So a hello cannot be forged, shown to another peer, carried into another run, pa
 middle (his certificate differs), or used twice: within ``HELLO_WINDOW_S`` its nonce is remembered, after that
 it is too old.
 
+Identities are free to make, so places are also shared out by network (an IPv4 address, 64 bits of an IPv6
+one; all that come by relays are one network, this machine itself is none), and some are kept for those who
+work: peers whose slices are in a mean of late (``is_known``). Whoever wants all places needs several
+networks, and even then those who are in the swarm get in again.
+
 Pure but for the injected clock. Everything it remembers is bounded: ``MAX_INBOUND_LINKS``,
 ``MAX_INBOUND_LINKS_PER_PEER``, ``MAX_NONCES``, ``MAX_NONCES_PER_PEER``. Price: peers' clocks must agree to
-within two minutes, and a peer that dials very often is refused for a while.
+within two minutes, a peer that dials very often is refused for a while, and newcomers may find no place while
+somebody with many networks holds them all.
 """
 
 from __future__ import annotations
@@ -15,19 +21,31 @@ from __future__ import annotations
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.transport.addresses import is_loopback
+from p2p_co2.transport.probe_limits import network_of
 from p2p_co2.wire.identity import Identity, PeerId, unseal
 from p2p_co2.wire.limits import HELLO_WINDOW_S
 from p2p_co2.wire.messages_pb2 import LinkHello
 
+_Key = TypeVar("_Key")
 HELLO_CONTEXT = b"p2p-co2 link hello"
 MAX_HELLO_BYTES = 1024
 MAX_INBOUND_LINKS = 256
-"""Links that all peers together may hold to us, strangers that have not said hello included."""
+"""Links that all peers together may hold to us."""
+KEPT_LINKS = 64
+"""Of these, places for peers that we have worked with."""
+MAX_LINKS_PER_NETWORK = 96
+"""What peers behind one address may hold together, but for those that we have worked with."""
+MAX_STRANGERS, MAX_STRANGERS_PER_NETWORK = 64, 24
+"""Who is at the door and has not said hello."""
 MAX_INBOUND_LINKS_PER_PEER = 4
+RELAYED = "relays"
+"""The network of all that do not come directly."""
 MAX_NONCES = 16384
 MAX_NONCES_PER_PEER = 64
 
@@ -38,8 +56,12 @@ class Door:
 
     def __init__(self, identity: Identity, run: bytes, clock: Callable[[], float]) -> None:
         self._identity, self._run, self._clock = identity, run, clock
+        self.is_known: Callable[[PeerId], bool] = lambda peer: False
+        """Whether a peer has worked with us of late."""
         self._inside: Counter[PeerId] = Counter()
-        self._strangers = 0
+        self._strangers: Counter[str] = Counter()
+        self._networks: Counter[str] = Counter()
+        """Links by network."""
         self._nonces: OrderedDict[tuple[PeerId, bytes], float] = OrderedDict()
         self._nonces_of: Counter[PeerId] = Counter()
 
@@ -55,18 +77,19 @@ class Door:
         )
         return self._identity.seal(HELLO_CONTEXT, hello.SerializeToString())
 
-    def knock(self) -> None:
-        """A stranger dialled; every ``knock`` is followed by one ``forget``. Raises ``RemoteProtocolError``
-        when full."""
-        if self._strangers + self._inside.total() >= MAX_INBOUND_LINKS:
-            raise RemoteProtocolError("too many links", f"all {MAX_INBOUND_LINKS} are taken")
-        self._strangers += 1
+    def knock(self, network: str = "") -> None:
+        """A stranger dialled from ``network`` (empty for this machine); every ``knock`` is followed by one
+        ``forget``. Raises ``RemoteProtocolError`` when full."""
+        here = self._strangers[network] if network else 0
+        if self._strangers.total() >= MAX_STRANGERS or here >= MAX_STRANGERS_PER_NETWORK:
+            raise RemoteProtocolError("too many links", "too many have dialled and not said hello")
+        self._strangers[network] += 1
 
-    def forget(self) -> None:
+    def forget(self, network: str = "") -> None:
         """The stranger has been admitted or is gone."""
-        self._strangers -= 1
+        _take_off(self._strangers, network)
 
-    def admit(self, sealed: bytes, certificate_digest: bytes) -> PeerId:
+    def admit(self, sealed: bytes, certificate_digest: bytes, network: str = "") -> PeerId:
         """The peer behind a hello that passed every check; ``leave`` it later. Raises
         ``RemoteProtocolError``."""
         if len(sealed) > MAX_HELLO_BYTES:
@@ -78,17 +101,29 @@ class Door:
         except DecodeError:
             raise RemoteProtocolError("wrong hello", "unreadable") from None
         self._check(hello, signer, certificate_digest)
-        if self._inside[signer] >= MAX_INBOUND_LINKS_PER_PEER:
+        if self._inside.get(signer, 0) >= MAX_INBOUND_LINKS_PER_PEER:
             raise RemoteProtocolError("too many links", f"{signer} holds {self._inside[signer]}")
+        self._check_room(signer, network)
         self._remember(signer, hello.nonce)
         self._inside[signer] += 1
+        self._networks[network] += 1
         return signer
 
-    def leave(self, peer: PeerId) -> None:
+    def leave(self, peer: PeerId, network: str = "") -> None:
         """A link of an admitted peer ended."""
-        self._inside[peer] -= 1
-        if self._inside[peer] <= 0:
-            del self._inside[peer]
+        _take_off(self._inside, peer)
+        _take_off(self._networks, network)
+
+    def _check_room(self, peer: PeerId, network: str) -> None:
+        taken = self._inside.total()
+        if taken < MAX_INBOUND_LINKS - KEPT_LINKS and (
+            not network or self._networks[network] < MAX_LINKS_PER_NETWORK
+        ):
+            return
+        if taken >= MAX_INBOUND_LINKS or not self.is_known(peer):
+            raise RemoteProtocolError(
+                "too many links", f"{taken} are open, {self._networks[network]} from there"
+            )
 
     def _check(self, hello: LinkHello, signer: PeerId, certificate_digest: bytes) -> None:
         if hello.from_peer != signer:
@@ -119,9 +154,21 @@ class Door:
                 del self._nonces_of[old]
         if (signer, nonce) in self._nonces:
             raise RemoteProtocolError("replayed hello", f"by {signer}")
-        if len(self._nonces) >= MAX_NONCES or self._nonces_of[signer] >= MAX_NONCES_PER_PEER:
+        is_full = len(self._nonces) >= MAX_NONCES and not self.is_known(signer)
+        if is_full or len(self._nonces) >= 2 * MAX_NONCES or self._nonces_of[signer] >= MAX_NONCES_PER_PEER:
             raise RemoteProtocolError("too many links", "dialled too often; wait a few minutes")
         self._nonces[signer, nonce] = (
             now + 2 * HELLO_WINDOW_S
         )  # the latest moment at which it could still pass as fresh
         self._nonces_of[signer] += 1
+
+
+def network_at(address: str) -> str:
+    """What an address at which we see somebody counts as: empty for this machine itself."""
+    return "" if is_loopback(address) else network_of(address)
+
+
+def _take_off(counter: Counter[_Key], key: _Key) -> None:
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -32,7 +33,7 @@ from p2p_co2.transport.base import (
     check_incoming,
     check_outgoing,
 )
-from p2p_co2.transport.door import MAX_INBOUND_LINKS, Door
+from p2p_co2.transport.door import MAX_INBOUND_LINKS, RELAYED, Door, network_at
 from p2p_co2.transport.names import Lookups
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.wire.identity import Identity, PeerId
@@ -128,6 +129,10 @@ class GrpcCarrier:
         await server.start()
         self._server, self.port = server, bound
 
+    def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
+        """See ``Carrier``."""
+        self._door.is_known = is_known
+
     async def connect(self, record: PeerRecord) -> GrpcLink:
         """See ``Carrier``; tries the record's addresses one after the other."""
         if not record.grpc_addresses:
@@ -179,8 +184,9 @@ class GrpcCarrier:
         assert self._on_message is not None
         assert self._on_refused is not None
         peer: PeerId | None = None
+        network = _network_of(context.peer())
         try:
-            peer = await self._admit(context)
+            peer = await self._admit(context, network)
             await context.send_initial_metadata((WELCOME,))
             while (data := await _next_message(context)) is not grpc.aio.EOF:
                 check_incoming(len(data))
@@ -190,21 +196,21 @@ class GrpcCarrier:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         finally:
             if peer is not None:
-                self._door.leave(peer)
+                self._door.leave(peer, network)
         return b""
 
-    async def _admit(self, context: grpc.aio.ServicerContext) -> PeerId:
-        self._door.knock()
+    async def _admit(self, context: grpc.aio.ServicerContext, network: str) -> PeerId:
+        self._door.knock(network)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 sealed = await context.read()
         except TimeoutError:
             raise RemoteProtocolError("no hello", f"silent for {HELLO_TIMEOUT_S:.0f} s") from None
         finally:
-            self._door.forget()
+            self._door.forget(network)
         if sealed is grpc.aio.EOF:
             raise RemoteProtocolError("no hello", "left without a word")
-        return self._door.admit(sealed, self._certificate.digest)
+        return self._door.admit(sealed, self._certificate.digest, network)
 
 
 class GrpcLink:
@@ -301,6 +307,15 @@ async def _next_message(context: grpc.aio.ServicerContext) -> bytes:
             return data
     except TimeoutError:
         raise RemoteProtocolError("too slow", f"no whole message in {MESSAGE_TIMEOUT_S:.0f} s") from None
+
+
+def _network_of(seen: str) -> str:
+    """The network of gRPC's "ipv4:127.0.0.1:50051" or "ipv6:%5B::1%5D:50051"."""
+    host = unquote(seen.partition(":")[2]).rpartition(":")[0].strip("[]")
+    try:
+        return network_at(host)
+    except ValueError:
+        return RELAYED
 
 
 def _split_address(address: str) -> tuple[str, int]:

@@ -29,10 +29,11 @@ from p2p_co2.transport.base import (
     check_incoming,
     check_outgoing,
 )
-from p2p_co2.transport.door import MAX_HELLO_BYTES, MAX_INBOUND_LINKS, Door
+from p2p_co2.transport.door import MAX_HELLO_BYTES, MAX_INBOUND_LINKS, RELAYED, Door, network_at
 from p2p_co2.transport.hivemind_quiet import P2P, P2PDaemonError, StreamInfo
 from p2p_co2.transport.libp2p_control import Stream, hang_up, is_relayed, open_stream_by, reach
 from p2p_co2.transport.libp2p_ways import DIRECT, Ways, way_in_words
+from p2p_co2.transport.probe_limits import address_of
 from p2p_co2.wire.identity import Identity, PeerId, public_key_of
 from p2p_co2.wire.limits import MAX_STRING, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -74,6 +75,10 @@ class Libp2pCarrier:
         await self._p2p.add_binary_stream_handler(PROTOCOL, self._serve)
         self._listening = True
         self._ways.start()
+
+    def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
+        """See ``Carrier``."""
+        self._door.is_known = is_known
 
     async def connect(self, record: PeerRecord) -> Libp2pLink:
         """See ``Carrier``; without usable ``maddrs`` the daemon asks its routing table for the peer."""
@@ -122,7 +127,9 @@ class Libp2pCarrier:
             return
         self._inbound.add(task)
         try:
-            await self._receive(PeerId(info.peer_id.to_base58()), reader, writer)
+            place = address_of(str(info.addr))
+            network = network_at(place[0]) if place is not None else RELAYED
+            await self._receive(PeerId(info.peer_id.to_base58()), network, reader, writer)
         except OSError:
             pass  # the peer is gone; its link ends here
         except asyncio.CancelledError:
@@ -140,12 +147,12 @@ class Libp2pCarrier:
         await hang_up(writer)
 
     async def _receive(
-        self, dialler: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, dialler: PeerId, network: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         assert self._on_refused is not None
         peer: PeerId | None = None
         try:
-            peer = await self._admit(dialler, reader)
+            peer = await self._admit(dialler, network, reader)
             _answer(writer, WELCOME)
             await self._take_messages(peer, reader, writer)
             _answer(writer, GOODBYE)
@@ -158,7 +165,7 @@ class Libp2pCarrier:
             return  # died in the middle: its node will tell, or not
         finally:
             if peer is not None:
-                self._door.leave(peer)
+                self._door.leave(peer, network)
 
     async def _take_messages(
         self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -172,8 +179,8 @@ class Libp2pCarrier:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
 
-    async def _admit(self, dialler: PeerId, reader: asyncio.StreamReader) -> PeerId:
-        self._door.knock()
+    async def _admit(self, dialler: PeerId, network: str, reader: asyncio.StreamReader) -> PeerId:
+        self._door.knock(network)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 length = int.from_bytes(await reader.readexactly(HEADER_BYTES))
@@ -183,10 +190,10 @@ class Libp2pCarrier:
         except TimeoutError:
             raise RemoteProtocolError("no hello", f"silent for {HELLO_TIMEOUT_S:.0f} s") from None
         finally:
-            self._door.forget()
-        peer = self._door.admit(sealed, _NO_CERTIFICATE)
+            self._door.forget(network)
+        peer = self._door.admit(sealed, _NO_CERTIFICATE, network)
         if peer != dialler:
-            self._door.leave(peer)
+            self._door.leave(peer, network)
             raise RemoteProtocolError("wrong hello", f"signed by {peer}, sent by {dialler}")
         return peer
 

@@ -102,6 +102,9 @@ class SlowCarrier:
 
         await self._carrier.start(slowly, on_refused)
 
+    def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
+        self._carrier.keep_places(is_known)
+
     async def connect(self, record: PeerRecord) -> Link:
         link = await self._carrier.connect(record)
         await asyncio.sleep(4 * self._together.line.latency_s)  # TCP's handshake and TLS's, a round trip each
