@@ -17,28 +17,30 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.transport import libp2p_relay
 
 PYTHON = [sys.executable, "-c"]
+BOUND_S = 120.0
+"""On what takes less than a second on a machine that is at rest."""
 POLITE = """
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
 print("ready: yes", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 DEAF = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("below:", below.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def test_a_child_that_listens_leaves_by_itself(tmp_path: Path) -> None:
-    with LocalSwarm(tmp_path, grace_s=20) as swarm:
+    with LocalSwarm(tmp_path, grace_s=BOUND_S) as swarm:
         child = swarm.start("polite", [*PYTHON, POLITE])
-        assert swarm.wait_for_line(child, "ready:", 20) == "yes"
+        assert swarm.wait_for_line(child, "ready:", BOUND_S) == "yes"
         assert swarm.running() == [child]
         swarm.interrupt(child)
-        assert swarm.wait([child], 20)
+        assert swarm.wait([child], BOUND_S)
         assert child.exit_status() == 0
         assert swarm.dead_unasked() == []
     assert not psutil.pid_exists(child.pid)
@@ -47,7 +49,7 @@ def test_a_child_that_listens_leaves_by_itself(tmp_path: Path) -> None:
 def test_nothing_survives_a_child_that_does_not_listen(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path, grace_s=0.5) as swarm:
         child = swarm.start("deaf", [*PYTHON, DEAF])
-        below = int(swarm.wait_for_line(child, "below:", 20))
+        below = int(swarm.wait_for_line(child, "below:", BOUND_S))
         assert psutil.pid_exists(below)
     assert child.exit_status() == -signal.SIGKILL
     assert not psutil.pid_exists(child.pid)
@@ -58,9 +60,9 @@ def test_nothing_survives_an_error_in_the_parent(tmp_path: Path) -> None:
     started = []
 
     def fail() -> None:
-        with LocalSwarm(tmp_path, grace_s=20) as swarm:
+        with LocalSwarm(tmp_path, grace_s=BOUND_S) as swarm:
             started.append(swarm.start("polite", [*PYTHON, POLITE]))
-            swarm.wait_for_line(started[0], "ready:", 20)
+            swarm.wait_for_line(started[0], "ready:", BOUND_S)
             raise RuntimeError("the parent failed")
 
     with pytest.raises(RuntimeError, match="the parent failed"):
@@ -70,13 +72,14 @@ def test_nothing_survives_an_error_in_the_parent(tmp_path: Path) -> None:
 
 def test_a_grandchild_left_behind_by_a_dead_child_is_ended(tmp_path: Path) -> None:
     orphaning = (
-        "import subprocess, sys; b = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        "print('below:', b.pid, flush=True)"
+        "import subprocess, sys;"
+        "below = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        "print('below:', below.pid, flush=True)"
     )
-    with LocalSwarm(tmp_path, grace_s=20) as swarm:
+    with LocalSwarm(tmp_path, grace_s=BOUND_S) as swarm:
         child = swarm.start("orphaning", [*PYTHON, orphaning])
-        below = int(swarm.wait_for_line(child, "below:", 20))
-        assert swarm.wait([child], 20)
+        below = int(swarm.wait_for_line(child, "below:", BOUND_S))
+        assert swarm.wait([child], BOUND_S)
         assert psutil.pid_exists(below)
     assert _gone(below)
 
@@ -85,7 +88,7 @@ def test_a_death_that_nobody_asked_for_is_seen_with_its_last_words(tmp_path: Pat
     with LocalSwarm(tmp_path) as swarm:
         child = swarm.start("failing", [*PYTHON, "import sys; sys.exit('error: no room')"])
         with pytest.raises(EnvironmentFault, match="error: no room"):
-            swarm.wait_for_line(child, "ticket:", 20)
+            swarm.wait_for_line(child, "ticket:", BOUND_S)
         assert swarm.dead_unasked() == [child]
         assert child.exit_status() == 1
 
@@ -116,14 +119,14 @@ def test_our_programs_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     with LocalSwarm(tmp_path) as swarm:
         child = swarm.start("peer", program("peers", "--help"), environment())
-        assert swarm.wait([child], 60)
+        assert swarm.wait([child], BOUND_S)
         assert child.exit_status() == 0
         assert "TICKET" in child.last_lines(200)
 
 
 def _gone(pid: int) -> bool:
     """A killed orphan is reaped by init in its own time: a zombie counts as gone."""
-    for _ in range(100):
+    for _ in range(int(BOUND_S / 0.05)):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return True

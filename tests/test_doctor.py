@@ -28,7 +28,7 @@ OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKN
 def doctor(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "p2p_co2.cli", "doctor", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=90, check=False, **settings,  # type: ignore[call-overload]
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **settings,  # type: ignore[call-overload]
     )  # fmt: skip
 
 
@@ -288,11 +288,15 @@ def test_the_built_in_model_is_counted_without_making_it() -> None:
     assert needs.parameters_of(RunConfig(recipe="file.py:make")) is None
 
 
+ENORMOUS: dict[str, str | int | float | bool] = {"layers": 1, "width": 1 << 20, "heads": 2}  # 500 TB
+
+
 def test_a_runs_needs_in_each_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config, link = PeerConfig(folder=tmp_path), MeasuredLink(up_bytes_per_s=1e6, down_bytes_per_s=1e6)
     for run, available, states in (
         (RunConfig(), 1e12, {"run's memory": OK, "run's disk": OK, "run's link": OK}),
         (RunConfig(), 1e8, {"run's memory": CANNOT}),
+        (RunConfig(recipe_options=ENORMOUS), 1e18, {"run's disk": LIMITED}),
         (RunConfig(clock={"round_s": 0.1}), 1e12, {"run's link": LIMITED}),  # type: ignore[arg-type]
         (RunConfig(recipe="file.py:make"), 1e12, {"this run": UNKNOWN}),
     ):

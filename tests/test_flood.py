@@ -34,7 +34,7 @@ from p2p_co2.wire.messages_pb2 import Chunk, Envelope, Mean, Ping, Result, Round
 from tests.fuzz.world import RUN as RUN_OF_WORLD
 from tests.fuzz.world import Trainer, World
 from tests.test_transport_grpc import hello_for
-from tests.transport_peers import RUN, Peer, open_pair, open_peer, until
+from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer, until
 
 # ---- HTTP/2 by hand: gRPC's own client never sends half a message
 
@@ -78,31 +78,35 @@ async def http2_call(b: Peer) -> AsyncIterator[tuple[asyncio.StreamReader, async
 
 async def trickle(writer: asyncio.StreamWriter, b: Peer, wrap: bool) -> None:
     """A byte at a time, until somebody does something about it."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not b.refused:
             writer.write(http2_frame(DATA, 0, 1, b"x") if wrap else b"x")
             await asyncio.sleep(0.02)
 
 
 async def test_grpc_drops_a_peer_that_trickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_carrier, "MESSAGE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(grpc_carrier, "MESSAGE_TIMEOUT_S", 1.5)
     async with open_peer("grpc", tmp_path / "b") as b, http2_call(b) as (reader, writer):
         writer.write(http2_frame(DATA, 0, 1, grpc_message(hello_for(b)) + grpc_message(b"whole")))
         await until(lambda: len(b.received) == 1)
         writer.write(http2_frame(DATA, 0, 1, grpc_message(bytes(1000))[:10]))
         await trickle(writer, b, wrap=True)
         assert b.reasons == ["too slow"]
-        assert b"too slow" in await reader.read(10_000)
+        said = b""
+        while b"too slow" not in said:  # in the trailers, after frames of other kinds
+            more = await reader.read(10_000)
+            assert more, said
+            said += more
         assert [data for _, data in b.received] == [b"whole"]
 
 
 async def test_libp2p_drops_a_peer_that_trickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libp2p_carrier, "MESSAGE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(libp2p_carrier, "MESSAGE_TIMEOUT_S", 1.5)
     async with open_pair("libp2p", tmp_path) as (a, b):
         p2p = a.carrier._p2p  # type: ignore[attr-defined]
         hello = Door(a.identity, RUN, time.time).hello(b.identity.peer_id, b"")
-        await reach(p2p, b.identity.peer_id, b.record.maddrs, 2)
-        _, writer = await open_stream(p2p, b.identity.peer_id, PROTOCOL, 2)
+        await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
+        _, writer = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
         for message in (hello, b"whole"):
             writer.write(len(message).to_bytes(HEADER_BYTES) + message)
         await until(lambda: len(b.received) == 1)
@@ -146,12 +150,12 @@ async def test_streams_without_end_are_bounded(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(libp2p_carrier, "MAX_STREAMS", 8)
     async with open_pair("libp2p", tmp_path) as (a, b):
         p2p = a.carrier._p2p  # type: ignore[attr-defined]
-        await reach(p2p, b.identity.peer_id, b.record.maddrs, 2)
+        await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
         inbound = b.carrier._inbound  # type: ignore[attr-defined]
         streams = []
         for _ in range(40):
             try:
-                streams.append(await open_stream(p2p, b.identity.peer_id, PROTOCOL, 2))
+                streams.append(await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S))
             except TransportError:
                 continue  # turned away before the two had agreed on a protocol
             assert len(inbound) <= 8
@@ -228,7 +232,7 @@ async def test_a_flood_is_slowed_and_its_sender_dropped_while_others_are_heard(
 
             pouring = asyncio.create_task(pour())
             me, refusals = mallory.identity.peer_id, trainer.node.receiving.refusals
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not refusals[me, "", "too many messages"]:
                     await good.send(ping)
                     await asyncio.sleep(0.05)

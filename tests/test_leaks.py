@@ -31,7 +31,7 @@ def test_joining_and_leaving_leaves_nothing(tmp_path: Path) -> None:
             [sys.executable, str(ROOT / "tests" / "leak_check.py"), running.ticket, str(tmp_path / "peer")],
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=400,
             env={**ENVIRONMENT, "TMPDIR": str(temporary)},
             cwd=ROOT,
             check=False,
@@ -42,8 +42,8 @@ def test_joining_and_leaving_leaves_nothing(tmp_path: Path) -> None:
         assert after["threads"] == []
         assert after["children"] == []
         assert after["files"] == []
-    assert third["fds"] == second["fds"], (first, second, third)
-    assert third["sockets"] == second["sockets"]
+    assert third["fds"] <= second["fds"], (first, second, third)
+    assert third["sockets"] <= second["sockets"]
     left = [
         path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")
     ]  # torch's own

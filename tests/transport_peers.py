@@ -1,10 +1,17 @@
-"""Carriers over real sockets of this machine, one or two at a time, and what came in through them."""
+"""Carriers over real sockets of this machine, one or two at a time, and what came in through them.
+
+A machine that tests many things at once may stand still for seconds: every wait here is for a condition, and
+only bounded by ``PATIENCE_S``; the carriers' own shortest bounds are as patient as that.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
+import random
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.transport import grpc_carrier, libp2p_carrier
 from p2p_co2.transport.base import Carrier
 from p2p_co2.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
@@ -23,6 +31,15 @@ from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RUN = hashlib.sha256(b"a run").digest()
 BOTH = pytest.mark.parametrize("kind", ["grpc", "libp2p"])
+PATIENCE_S = 60.0
+"""Bound on what takes milliseconds on a machine that is at rest."""
+_IMPATIENT = [
+    (grpc_carrier, "NEAR_TIMEOUT_S"),
+    (grpc_carrier, "CLOSE_TIMEOUT_S"),
+    (grpc_carrier, "CONNECT_TIMEOUT_S"),
+    (libp2p_carrier, "CLOSE_TIMEOUT_S"),
+    (libp2p_carrier, "CONNECT_TIMEOUT_S"),
+]
 
 
 @dataclass
@@ -75,12 +92,15 @@ async def open_peer(
         await carrier.start(peer.on_message, peer.on_refused)
         record.maddrs.extend(str(maddr) for maddr in await p2p.get_visible_maddrs())
     peer.gate.set()
-    try:
-        yield peer
-    finally:
-        await carrier.close()
-        if p2p is not None:
-            await stop_p2p(p2p)
+    with pytest.MonkeyPatch.context() as patch:
+        for room, name in _IMPATIENT:
+            patch.setattr(room, name, PATIENCE_S)
+        try:
+            yield peer
+        finally:
+            await carrier.close()
+            if p2p is not None:
+                await stop_p2p(p2p)
 
 
 @asynccontextmanager
@@ -89,7 +109,16 @@ async def open_pair(kind: str, folder: Path) -> AsyncIterator[tuple[Peer, Peer]]
         yield a, b
 
 
-async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
+def free_port() -> int:
+    """A port that nobody listens on, below those that the kernel hands out to whoever asks for any."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+async def until(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 (sockets and processes set no event)
             await asyncio.sleep(0.005)
