@@ -67,7 +67,8 @@ class PeerFacts(_Frozen):
     down_bytes_per_s: float | None = Field(description="Over the last ten seconds.")
     upload_cap_bytes_per_s: float | None = Field(description="Its owner's cap; null for none. Own word.")
     needed_bytes_per_s: float | None = Field(
-        description="What the rounds ask of each direction at least: 2 (1 - 1/M) payload bytes per round."
+        description="The floor: what the rounds ask of each direction of the average member, 2 (1 - 1/M) "
+        "payload bytes per round. Slow members are given less."
     )
     fragment_age_s: tuple[float | None, ...] = Field(
         description="By fragment, seconds since agreed parameters last reached its live ones."
@@ -130,7 +131,9 @@ class SwarmFacts(_Frozen):
     tokens: int = Field(description="Sum of the peers' own words.")
     tokens_counted: float = Field(description="By signed decisions.")
     tokens_per_s: float
-    utilisation: float | None = Field(description="Mean over the peers that train, 0 to 1.")
+    utilisation: float | None = Field(
+        description="Mean over the peers online, of all once nobody is; 0 to 1."
+    )
     utilisation_predicted: float | None = Field(
         description="What the planner expects of these settings, step times and measured links, 0 to 1."
     )

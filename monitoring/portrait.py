@@ -22,7 +22,8 @@ from p2p_co2.telemetry.peer_view import PeerView
 from p2p_co2.telemetry.view import RoundView, SwarmView, mean_of
 
 ROUNDS_SHOWN = 240
-RATE_OVER_S = 10.0
+RATE_OVER_S, RATE_FROM_S = 10.0, 3.0
+"""A rate is over so many seconds; over fewer than the second a round's burst would pass for the rate."""
 MAX_FRAGMENTS = 256
 ASKS_PER_S = 64.0
 """As in ``reports.poller``: with more peers each is asked less often, and silence means less."""
@@ -46,12 +47,14 @@ class Pace:
             self.points.popleft()
 
     def rates(self, now: float) -> tuple[float | None, float | None]:
-        """Bytes per second (up, down); None before two points, 0 when they are old."""
+        """Bytes per second (up, down); None before two points far enough apart, 0 when they are old."""
         if len(self.points) < 2:
             return None, None
         (start, up0, down0), (end, up1, down1) = self.points[0], self.points[-1]
         if now - end > RATE_OVER_S:
             return 0.0, 0.0
+        if end - start < RATE_FROM_S:
+            return None, None
         return (up1 - up0) / (end - start), (down1 - down0) / (end - start)
 
 
@@ -102,7 +105,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
     online = [peer for peer in peers if peer.state in ONLINE]
     agreed = max((peer.agreed.points[-1] for peer in view.peers.values() if peer.agreed.points), default=None)
     staleness = view.staleness
-    used = [peer.utilisation for peer in online if peer.utilisation is not None]
+    used = [peer.utilisation for peer in online or peers if peer.utilisation is not None]
     losses = [peer.loss for peer in online or peers if peer.loss is not None]
     fragments = known.fragments
     return SwarmFacts(
@@ -249,10 +252,17 @@ def _committed(known: Known) -> int:
 
 
 def _needed_bytes_per_s(known: Known, peer: PeerView) -> float | None:
-    seconds, members = round_s(known), known.members
+    seconds, members = round_s(known) or _round_of_steps_s(known, peer), known.members
     if not seconds or not peer.payload_bytes or members < 2:
         return None
     return 2 * (1 - 1 / members) * sum(peer.payload_bytes.values()) / seconds
+
+
+def _round_of_steps_s(known: Known, peer: PeerView) -> float | None:
+    """Seconds that a round of a run by steps takes this peer."""
+    if known.run is None or not peer.totals.inner_steps:
+        return None
+    return known.run.clock.inner_steps_per_round * peer.totals.wall_s / peer.totals.inner_steps
 
 
 def _open_links(peer: PeerView) -> dict[str, int]:

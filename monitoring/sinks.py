@@ -11,7 +11,7 @@ own dependencies, which is why neither is installed with p2p-co2.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,12 +110,15 @@ def figures_of(facts: SwarmFacts) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def export_feed(feed: Feed, sinks: Sequence[Sink], seconds: float = 0.0) -> int:
-    """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed. Returns the exit status;
-    closes feed and sinks."""
+def export_feed(
+    feed: Feed, sinks: Sequence[Sink], seconds: float = 0.0, say: Callable[[str], None] = print
+) -> int:
+    """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed; ``say`` hears when the
+    swarm comes or goes. Returns the exit status; closes feed and sinks."""
     model = Model(feed, History(None))
     stop = StopSignals(lambda: None)
     ends_at = time.monotonic() + seconds if seconds else float("inf")
+    told = ""
     try:
         with stop:
             while not stop.asked and time.monotonic() < ends_at:
@@ -123,6 +126,9 @@ def export_feed(feed: Feed, sinks: Sequence[Sink], seconds: float = 0.0) -> int:
                 model.step(time.time())
                 model.keep(time.time())
                 facts = model.facts()
+                if facts.connection != told:
+                    told = facts.connection
+                    say(f"{told}: {plain(facts.connection_words, 300)}")
                 if facts.peers_known:
                     for sink in sinks:
                         sink.write(figures_of(facts), facts.tokens)

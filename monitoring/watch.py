@@ -27,6 +27,7 @@ _LINES_BESIDE_PEERS = 17
 _BAR_CELLS = 30
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
                  "unreachable": "red", "unknown": "yellow"}  # fmt: skip
+_CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
 _OUTCOME_STYLES = {"committed": ("■", "blue"), "partial": ("p", "cyan"), "late": ("L", "yellow"),
                    "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
 
@@ -98,7 +99,7 @@ def _head(facts: SwarmFacts) -> RenderableType:
     of = f" of {facts.rounds_total}" if facts.rounds_total else ""
     title = Text.assemble(
         (plain(facts.run or "a run", 64), "bold"), f"  {plain(facts.place, 80)}  ",
-        (facts.connection, "green" if facts.connection == "connected" else "red"),
+        (facts.connection, _CONNECTION_STYLES.get(facts.connection, "red")),
     )  # fmt: skip
     first = Text.assemble(
         "loss ", (figure(loss, 3), "bold"), f" {facts.loss_unit} ({kind})   peers ",

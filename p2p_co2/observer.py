@@ -113,7 +113,7 @@ class Observer:
             try:
                 network = await Network.open(self._ticket, self._config, _ignore)
             except P2PCo2Error as error:
-                self._state = FeedState("connecting" if self._run is None else "lost", str(error))
+                self._state = FeedState("lost", str(error))
                 await asyncio.sleep(RETRY_S)
                 continue
             try:
@@ -145,10 +145,12 @@ class Observer:
         while True:
             try:
                 records = await network.find_peers()
-                failed_since = None
                 with self._lock:
                     peers = [PeerId(record.peer) for record in records]
                     self._poller.listed(peers, time.monotonic(), time.time())
+                if not self._poller.answering:
+                    await network.rebootstrap()  # nobody trains, or nobody is there: only a seed can tell
+                failed_since = None
             except TransportError as error:
                 failed_since = failed_since or time.monotonic()
                 self._state = FeedState("lost", str(error))

@@ -1,7 +1,7 @@
 """A board over a made-up swarm, as a process: ``python -m tests.board_server KIND``. Prints its address.
 
-KIND: a number of peers; ``evil`` (a peer that says all that the checks let pass); ``connecting``, ``empty``
-or ``lost`` (states of having nothing, or nothing new, to show).
+KIND: a number of peers; ``evil`` (a peer that says all that the checks let pass); ``connecting``, ``empty``,
+``gone`` or ``lost`` (states of having nothing, or nothing new, to show).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ STATES = {
     "connecting": FeedState("connecting", "looking for a seed of the run"),
     "empty": FeedState("connected", "the seed answers, but no peer is listed: nobody trains now"),
     "lost": FeedState("lost", "no seed can be reached; is the organiser's seed up?"),
+    "gone": FeedState("lost", "no seed can be reached; is the organiser's seed up?"),
 }
 
 

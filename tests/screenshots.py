@@ -78,8 +78,7 @@ def _all_pages(folder: Path, address: str, mode: str) -> None:
     with browser(**MODES[mode]) as driver:
         for name, path in PAGES.items():
             _picture(driver, address + path, READY[name], folder / f"{name}-{mode}.png", mode == "phone")
-        if mode != "phone":
-            _deeper(driver, address, folder, mode)
+        _deeper(driver, address, folder, mode)
 
 
 @contextmanager
@@ -133,17 +132,27 @@ def _deeper(driver: WebDriver, address: str, folder: Path, mode: str) -> None:
         "return [...document.querySelectorAll('a[href*=\"/round/\"]')].map(a => a.href)"
     )
     if links:
-        _picture(driver, links[min(8, len(links) - 1)], "round-outcome", folder / f"round-{mode}.png", False)
+        _picture(
+            driver,
+            links[min(8, len(links) - 1)],
+            "round-outcome",
+            folder / f"round-{mode}.png",
+            mode == "phone",
+        )
     driver.get(f"{address}peers")
     wait_for(driver, "peers-count")
     driver.execute_script("document.querySelector('[data-testid=\"peers-table\"] tbody tr').click()")
     wait_for(driver, "peer-state")
     time.sleep(2.5)
-    whole_page(driver, folder / f"peer-{mode}.png", phone=False)
+    whole_page(driver, folder / f"peer-{mode}.png", phone=mode == "phone")
 
 
 def _states(folder: Path) -> None:
-    for kind, ready in (("connecting", "nothing-connecting"), ("empty", "nothing-empty"), ("lost", "banner")):
+    shown = {
+        "connecting": "nothing-connecting", "empty": "nothing-empty", "gone": "nothing-lost",
+        "lost": "banner",
+    }  # fmt: skip
+    for kind, ready in shown.items():
         with _board(["-m", "tests.board_server", kind]) as address, browser() as driver:
             _picture(driver, address, ready, folder / f"state-{kind}.png", False)
 

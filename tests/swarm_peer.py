@@ -83,6 +83,7 @@ def main() -> None:
         target = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9))
         data = torch.Generator().manual_seed(options.seed)
         connection = connect(options.ticket, config, on_event)
+        print("board:", connection.board, flush=True)
         peer = connection.start(model, optimizer, resume=options.resume)
         signal.signal(signal.SIGINT, lambda *_: peer.stop())
         with peer:

@@ -22,6 +22,7 @@ from monitoring.journals import JournalFeed
 from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
 from monitoring.model import Model
 from monitoring.predicted import predicted_utilisation
+from monitoring.portrait import Pace
 from monitoring.report import write_report
 from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sinks
 from monitoring.watch import frame, line, watch_feed
@@ -65,6 +66,16 @@ def walk(value: Any) -> Iterator[Any]:
 
 
 # ---- facts
+
+
+def test_a_burst_is_no_rate() -> None:
+    pace = Pace()
+    for at, up_bytes in ((0.0, 0), (0.4, 900_000)):
+        pace.add(at, up_bytes, 0)
+    assert pace.rates(0.4) == (None, None)
+    pace.add(9.0, 1_800_000, 900)
+    assert pace.rates(9.0) == (200_000.0, 100.0)
+    assert pace.rates(60.0) == (0.0, 0.0)
 
 
 def test_facts_add_up(model: Model) -> None:

@@ -127,7 +127,7 @@ def _of_link(link: LinkFacts) -> str:
 def _against(peer: PeerFacts) -> str:
     cap = f"{size(peer.upload_cap_bytes_per_s)}/s" if peer.upload_cap_bytes_per_s else "none"
     need = f"{size(peer.needed_bytes_per_s)}/s" if peer.needed_bytes_per_s else "not known yet"
-    return f"Its owner's cap: {cap}. What the rounds need at least, each direction: {need}."
+    return f"Its owner's cap: {cap}. Floor, what rounds ask of the average member each direction: {need}."
 
 
 def peer_traffic(frame: Frame, peer: PeerFacts, since: float, until: float) -> charts.Options:
@@ -140,7 +140,7 @@ def peer_traffic(frame: Frame, peer: PeerFacts, since: float, until: float) -> c
     options = charts.over_time(frame.palette, rows, lines)
     for value, name, colour in (
         (peer.upload_cap_bytes_per_s, "upload cap", charts.VERMILLION),
-        (peer.needed_bytes_per_s, "needed at least", charts.GREEN),
+        (peer.needed_bytes_per_s, "floor of the rounds", charts.GREEN),
     ):
         charts.mark(options, value / 1000 if value else None, name, colour)
     options["yAxis"]["name"] = "kB/s"

@@ -15,17 +15,24 @@ from monitoring.words import UNKNOWN, clock, date, figure, percent, plain, size
 SLOW_TABLE_PEERS = 128
 """With more peers the table is sent every other second."""
 _COLUMNS = (
-    ("label", "Peer", "left"), ("state", "State", "left"), ("device", "Device", "left"),
-    ("tokens", "Tokens, own word", "right"), ("share", "Share, counted (%)", "right"),
-    ("rate", "Tokens/s", "right"), ("loss", "Training loss", "right"),
-    ("staleness", "Staleness", "right"), ("used", "Used (%)", "right"),
-    ("up", "Up (kB/s)", "right"), ("links", "Links", "left"), ("version", "Software", "left"),
-    ("seen", "Seen (s ago)", "right"), ("joined", "Joined", "left"), ("why", "Left, and why", "left"),
+    ("label", "Peer", "left", 0), ("state", "State", "left", 0), ("device", "Device", "left", 0),
+    ("tokens", "Tokens, own word", "right", 0), ("share", "Share, counted (%)", "right", 2),
+    ("rate", "Tokens/s", "right", 0), ("loss", "Training loss", "right", 3),
+    ("staleness", "Staleness (outer steps)", "right", 2), ("used", "Used (%)", "right", 1),
+    ("up", "Up (kB/s)", "right", 1), ("links", "Links", "left", 0), ("version", "Software", "left", 0),
+    ("seen", "Seen (s ago)", "right", 0), ("joined", "Joined", "left", 0),
+    ("why", "Left, and why", "left", 0),
 )  # fmt: skip
-_SHOW = (
-    "value => value === null || value === undefined ? '-' : typeof value === 'number' "
-    "? value.toLocaleString('en-US', {maximumFractionDigits: 3}) : value"
-)
+"""Name, heading, side, decimals."""
+
+
+def _shown_with(decimals: int) -> str:
+    """How a cell becomes text, in the browser: there it is also sorted by."""
+    digits = f"{{minimumFractionDigits: {decimals}, maximumFractionDigits: {decimals}}}"
+    return (
+        "value => value === null || value === undefined ? '-' : typeof value === 'number' "
+        f"? value.toLocaleString('en-US', {digits}) : value"
+    )
 
 
 class PeersPage:
@@ -40,9 +47,10 @@ class PeersPage:
             ui.element("div").classes("b-grow")
             search = ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
         columns = [
-            {"name": name, "label": label, "field": name, "sortable": True, "align": align, ":format": _SHOW}
-            for name, label, align in _COLUMNS
-        ]
+            {"name": name, "label": label, "field": name, "sortable": True, "align": align,
+             ":format": _shown_with(decimals)}
+            for name, label, align, decimals in _COLUMNS
+        ]  # fmt: skip
         with panel:
             self._table = ui.table(columns=columns, rows=[], row_key="peer", pagination=25)
             self._table.props("dense flat data-testid=peers-table")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from nicegui import ui
 from nicegui.element import Element
 
-from monitoring.charts import DARK, LIGHT, OUTCOME_WORDS, OUTCOMES, Options, Palette
+from monitoring.charts import BLUE, DARK, LIGHT, OUTCOME_WORDS, OUTCOMES, Options, Palette
 from monitoring.facts import SwarmFacts
 from monitoring.model import Model
 from monitoring.words import UNKNOWN, clock, plain
@@ -31,7 +31,7 @@ REFRESH_S = 1.0
 CHARTS_EVERY_S = 2.0
 """Charts over time change with the history's finest samples, so no faster than those."""
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
-_STATES = {"connected": "live", "connecting": "connecting", "lost": "connection lost", "ended": "run is over"}
+_STATES = {"connected": "live", "connecting": "connecting", "lost": "out of reach", "ended": "run is over"}
 
 
 class Page(Protocol):
@@ -126,6 +126,7 @@ class Frame:
         self._page: Page | None = None
         self._drawn_at = 0.0
         ui.add_css(STYLE)
+        ui.colors(primary=BLUE)
         self._dark = ui.dark_mode(None)
         self._header()
         with ui.element("main").classes("b-page"):
@@ -254,7 +255,8 @@ def nothing(kind: str, words: str) -> None:
         ),
         "lost": (
             "The swarm is out of reach",
-            "It is tried again every few seconds; nothing needs to be done here.",
+            "It is tried again every few seconds. If it stays so, the run is over or its seed is down: ask "
+            "its organiser.",
         ),
         "ended": ("Nothing was written", "The journals of this folder hold no event."),
     }.get(kind, ("Nothing to show", ""))

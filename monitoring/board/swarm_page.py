@@ -29,7 +29,8 @@ class SwarmPage:
             }  # fmt: skip
         with card("What is wrong now"):
             self._troubles = ui.element("div").props("data-testid=troubles")
-        with card("Loss of the agreed parameters", self._model.facts().loss_unit) as panel:
+        unit = self._model.facts().loss_unit or "in the recipe's own unit"
+        with card("Loss of the agreed parameters", unit) as panel:
             with panel.default_slot.children[0]:
                 self._axis = ui.toggle(
                     ["over time", "over tokens"], value="over time", on_change=self._frame.redraw_soon

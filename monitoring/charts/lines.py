@@ -61,7 +61,7 @@ def over_time(
     if len(lines) == 1:
         options["grid"]["top"] = 28
     options["xAxis"] = axis(palette, "time")
-    options["yAxis"] = value_axis(palette, min=0, **({"max": 100} if share else {}))
+    options["yAxis"] = value_axis(palette, min=0, **({"max": 100, "interval": 25} if share else {}))
     options["series"] = [
         line(name, points(rows, column(measure), scale), colour)
         for name, (measure, colour, scale) in lines.items()

@@ -71,6 +71,8 @@ def ages(palette: Palette, peers: Sequence[PeerFacts], fragments: int) -> Option
         if age is not None
     ]  # fmt: skip
     most = max((cell["value"][2] for cell in cells), default=1.0)
+    for cell in cells:
+        cell["label"] = {"color": _on_cividis(float(cell["value"][2]) / max(1.0, most))}
     options = base(palette, legend=False)
     options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}"}
     options["xAxis"] = axis(palette, "category", "fragment", data=[str(f) for f in range(fragments)])
@@ -115,6 +117,8 @@ def link_matrix(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
             text = f"{_short(rate)}{' R' if link.relayed else ''}\n{_milliseconds(link.round_trip_s)}"
             cells.append({"value": [at[link.other], row, rate or 0.0, text], "name": words})
     most = max((float(cell["value"][2]) for cell in cells), default=1.0)
+    for cell in cells:
+        cell["label"] = {"color": _on_cividis(float(cell["value"][2]) / max(1.0, most))}
     names = [named(peer.label, 14) for peer in chosen]
     options = base(palette, legend=False)
     options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}"}
@@ -122,11 +126,15 @@ def link_matrix(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
     options["yAxis"] = axis(palette, "category", data=names, inverse=True)
     options["grid"] = {"left": 8, "right": 96, "top": 48, "bottom": 8, "containLabel": True}
     options["visualMap"] = _scale(palette, 0.0, max(1.0, most), "Mbit/s")
-    label = {"show": len(chosen) <= 10, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}",
-             "textBorderColor": "#101418", "textBorderWidth": 2, "color": "#ffffff"}  # fmt: skip
+    label = {"show": len(chosen) <= 10, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"}
     cell_style = {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3}
     options["series"] = [{"type": "heatmap", "data": cells, "label": label, "itemStyle": cell_style}]
     return options
+
+
+def _on_cividis(share: float) -> str:
+    """What can be read on the colour at ``share`` (0 to 1) of the scale."""
+    return "#101418" if share > 0.5 else "#ffffff"
 
 
 def _short(rate: float | None) -> str:

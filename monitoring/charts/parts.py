@@ -67,6 +67,10 @@ def base(palette: Palette, *, legend: bool = True) -> Options:
     }  # fmt: skip
 
 
+_EDGES = {"time": {"showMaxLabel": False}}
+"""A time at the very end would be cut off."""
+
+
 def axis(palette: Palette, kind: str, name: str = "", **more: Any) -> Options:  # ECharts' own axis options
     return {
         "type": kind,
@@ -74,7 +78,7 @@ def axis(palette: Palette, kind: str, name: str = "", **more: Any) -> Options:  
         "nameLocation": "middle",
         "nameGap": 30,
         "nameTextStyle": {"color": palette.soft},
-        "axisLabel": {"color": palette.soft, "hideOverlap": True},
+        "axisLabel": {"color": palette.soft, "hideOverlap": True, **_EDGES.get(kind, {})},
         "axisLine": {"lineStyle": {"color": palette.line}},
         "splitLine": {"show": kind == "value", "lineStyle": {"color": palette.line}},
         **more,
