@@ -113,6 +113,8 @@ def _mark(axes: Any, plan: Plan) -> None:
         textcoords="offset points",
         fontsize=9,
         color=INK,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+        zorder=5,
     )
     axes.annotate(
         f"target {plan.advice.target:.0%}", (10**_TO, 100 * plan.advice.target), xytext=(-4, -12),

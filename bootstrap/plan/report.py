@@ -134,7 +134,7 @@ _ROWS: tuple[Row, ...] = (
     ("exchange hidden, per round", lambda s, f: seconds(f.hidden_s)),
     ("exchange exposed, per round", lambda s, f: seconds(f.exposed_s)),
     ("compute utilisation", lambda s, f: f"{f.utilisation:.1%}"),
-    ("... if it waited for answers", lambda s, f: f"{f.utilisation_if_waiting:.1%}"),
+    ("... if it waited for late answers", lambda s, f: f"{f.utilisation_if_waiting:.1%}"),
     ("memory of a peer", lambda s, f: f"{size(f.memory_bytes)}, exchange {f.exchange_copies:.1f} copies"),
     ("whole run" , lambda s, f: ("no end; per " if f.endless else "") + seconds(f.run_s)),
     ("... a peer sends", lambda s, f: size(f.run_up_bytes)),
