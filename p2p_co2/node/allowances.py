@@ -34,6 +34,11 @@ USELESS_UNITS, USELESS_BYTES_PER_UNIT = 0.25, 256 << 10
 ASKED_UNITS, OVERASKED_UNITS = 0.1, 4.0
 """For asking for a chunk, and for one that found the asker's queue here full of what it does not take."""
 REFUSED_UNITS, GRAVE_UNITS = 4.0, 20.0
+LINK_UNITS = 100.0
+"""For a link that was turned away, or broke the rules of links."""
+TOO_SLOW = "too slow"
+"""Reason of the carriers for a link that brought no whole message in ``MESSAGE_TIMEOUT_S``: longer than any
+honest peer is silent and still a peer."""
 PATIENCE_S = 10.0
 """Seconds of waiting that a sender may cause itself before it is shut out."""
 FORGIVING = 0.1
@@ -106,10 +111,22 @@ class Allowances:
             known.pressed_s += units / REFILL_PER_S
         if known.pressed_s <= PATIENCE_S:
             return wait_s
+        raise self._shut_out(known, now, "too many messages")
+
+    def charge_link(self, sender: PeerId, reason: str, now: float) -> None:
+        """A link of ``sender`` was dropped or turned away for ``reason``. Who trickles is shut out for it.
+
+        Raises ``RemoteProtocolError("too many messages")`` or ``("too slow")`` when it is shut out by this.
+        """
+        if reason == TOO_SLOW:
+            raise self._shut_out(self._known(sender), now, TOO_SLOW)
+        self.charge(sender, LINK_UNITS, now)
+
+    def _shut_out(self, known: _Sender, now: float, reason: str) -> RemoteProtocolError:
         shut_out_s = min(SHUT_OUT_CAP_S, SHUT_OUT_S * 2**known.times)
         known.times, known.shut_out_until = known.times + 1, now + shut_out_s
         known.left, known.pressed_s = ALLOWANCE, 0.0
-        raise RemoteProtocolError("too many messages", f"shut out for {shut_out_s:.0f} s")
+        return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s")
 
     def read(self, size_bytes: int, now: float) -> float:
         """A message was read: seconds to wait before the next one, for the download cap."""

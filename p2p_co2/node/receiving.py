@@ -42,6 +42,8 @@ _COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "reassign", "decision", 
 _ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | {"part", "mean"}
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
 BULK = frozenset({"part", "mean", "chunk"})
+_SAID = frozenset({"shut out", "too many messages"})
+"""Reasons for which we dropped a link ourselves."""
 
 
 class Receiving:
@@ -107,6 +109,13 @@ class Receiving:
 
     def on_link_refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
         self.refuse(peer or "unknown", error.reason, error.detail)
+        if peer is None or error.reason in _SAID:
+            return
+        try:
+            self._allowances.charge_link(peer, error.reason, self._node.now())
+        except RemoteProtocolError as out:
+            self.refuse(peer, "shut out", out.detail)
+            self._node.shut_out(peer, str(out))
 
     def refuse(self, peer: str, reason: str, detail: str, message: str = "") -> None:
         """Count a broken rule against ``peer``; the first few of a kind become events one by one."""

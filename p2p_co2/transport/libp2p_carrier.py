@@ -296,10 +296,15 @@ class Libp2pLink:
 
 async def _read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """One message, or None at a goodbye. Raises ``RemoteProtocolError`` before it allocates too much, and for
-    one that takes too long."""
+    one that takes too long. Who says nothing at all may be asleep; who says a byte now and then is not."""
     try:
         async with asyncio.timeout(MESSAGE_TIMEOUT_S):
-            length = int.from_bytes(await reader.readexactly(HEADER_BYTES))
+            head = await reader.readexactly(1)
+    except TimeoutError:
+        raise RemoteProtocolError("silent", f"not a byte in {MESSAGE_TIMEOUT_S:.0f} s") from None
+    try:
+        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+            length = int.from_bytes(head + await reader.readexactly(HEADER_BYTES - 1))
             if not length:
                 return None
             check_incoming(length)

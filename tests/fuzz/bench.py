@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -30,6 +30,7 @@ from p2p_co2.catchup import (
 )
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.membership import Membership
+from p2p_co2.node.links import MAX_SERVED_BYTES
 from p2p_co2.node.receiving import Receiving
 from p2p_co2.rounds import (
     Committed,
@@ -44,7 +45,7 @@ from p2p_co2.rounds import (
 )
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Decision, Envelope, Status
+from p2p_co2.wire.messages_pb2 import Chunk, Decision, Envelope, Status
 from tests.fuzz.world import make_identity
 from tests.round_network import toy_mean
 
@@ -79,6 +80,7 @@ class Bench:
         self.sent: list[tuple[PeerId, bytes]] = []
         self.shut: set[str] = set()
         self.reported: Counter[str] = Counter()
+        self.unread_bytes: Counter[str] = Counter()
         for fragment, digest in enumerate(self.digests):
             self.rounds.set_state(fragment, 0, digest)
 
@@ -107,11 +109,20 @@ class Bench:
         for _ in range(100):
             for machine in (self.membership, self.rounds, self.catchup):
                 going = machine.messages_to_send()
+                self._serve(going)
                 if self.is_heard:
                     self.sent += [(peer, envelope(message)) for peer, message in going]
             if not self._handle_all():
                 return
         raise AssertionError("the machines never fall silent")
+
+    def _serve(self, going: Sequence[tuple[PeerId, Message]]) -> None:
+        """Chunks wait until their receiver takes them, up to the bound of ``Links``."""
+        for peer, message in going:
+            if isinstance(message, Chunk):
+                self.unread_bytes[peer] += len(message.data)
+                if self.unread_bytes[peer] > MAX_SERVED_BYTES:
+                    self.receiving.overasked(peer)
 
     # ---- driving
 
@@ -120,8 +131,8 @@ class Bench:
         self.tick(at)
         try:
             self.receiving.take(sender, data)
-        except RemoteProtocolError:
-            return
+        except RemoteProtocolError as error:
+            self.receiving.on_link_refused(sender, error)
 
     def tick(self, at: float) -> None:
         """Fire what is due until ``at``."""
