@@ -6,6 +6,7 @@ the journal has the rest.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -39,7 +40,7 @@ class StatusLines:
     text at a time."""
 
     def __init__(self, say: Callable[[str], None], every_s: float = EVERY_S) -> None:
-        self.say, self._every_s = say, every_s
+        self._say, self._every_s = say, every_s
         self._lock = threading.Lock()
         self._next_at = 0.0
         self._carriers: dict[str, str] = {}
@@ -57,6 +58,11 @@ class StatusLines:
                 text = self._status(event)
         if text:
             self.say(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def say(self, text: str) -> None:
+        """One line. A pipe that nobody reads any more, or a log on a full disk, must not end a peer."""
+        with contextlib.suppress(OSError):
+            self._say(text)
 
     def close(self) -> None:
         return  # lines need no end

@@ -31,6 +31,7 @@ from p2p_co2.config import OuterConfig, RunConfig
 from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.fragments import LiveParameters, plan_fragments
+from tests.disks import fill
 
 RUN = RunConfig(name="tested", fragments=2)
 Maker = Callable[[Any], torch.optim.Optimizer]
@@ -243,6 +244,39 @@ def test_a_torn_file_falls_back_to_the_previous(tmp_path: Path, where: float, ha
         assert read.passed_over[0].startswith("state-000000000020.safetensors: ")
 
 
+def test_a_file_that_cannot_be_read_falls_back_to_the_previous(tmp_path: Path) -> None:
+    older, newest = saved(tmp_path, 10, 20)
+    newest.unlink()
+    newest.mkdir()  # what even root cannot read
+    read = load(tmp_path)
+    assert read.inner_steps == 10
+    assert read.passed_over[0].startswith("state-000000000020.safetensors: cannot read")
+    older.unlink()
+    with pytest.raises(EnvironmentFault, match=r"cannot read .*000020"):
+        load(tmp_path)
+
+
+def test_a_missing_file_is_no_damage(tmp_path: Path) -> None:
+    _, newest = saved(tmp_path, 10, 20)
+    newest.unlink()
+    assert (load(tmp_path).inner_steps, load(tmp_path).passed_over) == (10, ())
+
+
+def test_swapped_files_are_whole_and_none_is_lost(tmp_path: Path) -> None:
+    older, newest = saved(tmp_path, 10, 20)
+    older.rename(tmp_path / "spare")
+    newest.rename(older)
+    (tmp_path / "spare").rename(newest)
+    assert load(tmp_path).inner_steps == 10
+    saved(tmp_path, 15)
+    assert names(tmp_path) == [
+        "state-000000000010.safetensors",
+        "state-000000000015.safetensors",
+        "state-000000000020.set-aside",
+    ]
+    assert load(older).inner_steps == 20
+
+
 def test_a_longer_file_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     (path,) = saved(tmp_path, 10)
     path.write_bytes(path.read_bytes() + b"\0")
@@ -300,6 +334,19 @@ def test_a_write_that_stops_in_the_middle_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(EnvironmentFault, match="the disk is full; free some space"), small_files():
         saved(tmp_path, 20)
     assert names(tmp_path) == []
+
+
+def test_a_disk_that_is_full_keeps_what_it_has_and_takes_more_when_there_is_room(small_disk: Path) -> None:
+    folder = small_disk / "checkpoint"
+    saved(folder, 10)
+    fill(small_disk)
+    with pytest.raises(EnvironmentFault, match="the disk is full; free some space or give another folder"):
+        saved(folder, 20)
+    assert names(folder) == ["state-000000000010.safetensors"]
+    assert load(folder).inner_steps == 10
+    (small_disk / "filling").unlink()
+    saved(folder, 20)
+    assert (load(folder).inner_steps, load(folder).passed_over) == (20, ())
 
 
 def test_what_only_pickle_could_save_is_refused_before_writing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ nothing left behind by what did not begin."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -38,6 +39,19 @@ def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:
     lines.see(progress(2.5))
     assert "loss - |" in said[0]
     assert "loss 2.500 |" in said[1]
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_peer() -> None:
+    tried: list[str] = []
+
+    def refuse(text: str) -> None:
+        tried.append(text)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lines = StatusLines(refuse, every_s=0.0)
+    lines.say("looking for the swarm ...")
+    lines.see(progress(2.5))
+    assert len(tried) == 2
 
 
 def test_only_the_built_in_recipe_counts_in_nats() -> None:

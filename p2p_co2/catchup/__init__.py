@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2p_co2.catchup.donor import Donor
-from p2p_co2.catchup.fetcher import Fetcher, NewBuffer, in_memory
+from p2p_co2.catchup.fetcher import Fetcher
 from p2p_co2.catchup.goals import (
     ROUND,
     STATE,
@@ -34,6 +34,7 @@ from p2p_co2.catchup.goals import (
     Shape,
     split_donors,
 )
+from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer
@@ -52,6 +53,7 @@ __all__ = [
     "Fetched",
     "Goal",
     "Shape",
+    "Store",
     "chunk_at",
     "chunk_count",
     "chunk_digest",
@@ -60,15 +62,18 @@ __all__ = [
 
 
 class CatchUp:
-    """Both sides behind the verbs of a machine. ``run`` is the run's digest; ``buffer`` gives the memory that
-    a download goes into."""
+    """Both sides behind the verbs of a machine. ``run`` is the run's digest."""
 
-    def __init__(self, identity: Identity, run: bytes, shape: Shape, buffer: NewBuffer = in_memory) -> None:
+    def __init__(self, identity: Identity, run: bytes, shape: Shape) -> None:
         self.shape = shape
         self._fragments = len(shape.mean_bytes)
         self._out = Outbox()
         self.donor = Donor(identity, run, shape, self._out)
-        self._fetcher = Fetcher(run, shape, self._out, buffer)
+        self._fetcher = Fetcher(run, shape, self._out)
+
+    def keep_in(self, store: Store) -> None:
+        """From now on the chunks of states go to ``store``, and come from it after a restart."""
+        self._fetcher.store = store
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""

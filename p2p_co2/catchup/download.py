@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from p2p_co2.catchup.goals import ROUND, Fetched, FetchFailed, Goal, Outbox
+from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.manifest import (
     Content,
     check_chunk,
@@ -58,14 +59,17 @@ class Context:
     out: Outbox
     next_request: Callable[[], int]
     load: Callable[[PeerId], int]
-    buffer: Callable[[Manifest], bytearray]
 
 
 class Download:
     """``ended`` is set when it is over: the machine takes it as its event."""
 
-    def __init__(self, goal: Goal, total_bytes: int, context: Context, now: float) -> None:
+    def __init__(self, goal: Goal, total_bytes: int, context: Context, store: Store, now: float) -> None:
         self.goal, self.total_bytes = goal, total_bytes
+        self._store = store
+        held = store.held_version(goal.fragment, total_bytes)
+        self._held = held if (goal.oldest or goal.version) <= held <= goal.version else 0
+        """The version that an interrupted process had begun to load: asked for first."""
         self.ended: Fetched | FetchFailed | None = None
         self.sources: dict[PeerId, Source] = {}
         self._context = context
@@ -80,7 +84,7 @@ class Download:
         self._pending: deque[int] = deque()
         self._missing: set[int] = set()
         self._gave: dict[PeerId, int] = {}
-        self._wasted = self._newest = 0
+        self._wasted = self._newest = self._kept = 0
         self._reason = "no donor is known"
         self._fill(now)
 
@@ -114,7 +118,9 @@ class Download:
         self._moved_at = now
         if chunk.chunk in self._missing:
             self._missing.discard(chunk.chunk)
-            self._data[chunk_at(chunk.chunk, self.total_bytes)] = chunk.data
+            place = chunk_at(chunk.chunk, self.total_bytes)
+            self._data[place] = chunk.data
+            self._store.keep(self._chosen, place.start, chunk.data)
             self._gave[source.peer] = self._gave.get(source.peer, 0) + 1
         else:
             self._wasted += 1
@@ -122,6 +128,10 @@ class Download:
 
     def take_refusal(self, source: Source, refusal: Refusal, now: float) -> None:
         """The donor cannot help, or not now."""
+        if source.held and source.manifest is None and not refusal.again:
+            self._held = 0  # that version is gone: whatever there is, then, from everybody
+            self._ask_manifest(source, now)
+            return
         self._newest = max(self._newest, refusal.newest_version)
         reason = refusal.reason[:200] or "refused without a reason"
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
@@ -210,6 +220,9 @@ class Download:
             fetch.version = goal.version
         elif self._chosen is not None:
             fetch.version = fetch.newest = self._chosen.version
+        elif self._held:
+            fetch.version = fetch.newest = self._held
+        source.held = bool(self._held) and self._chosen is None
         source.request = fetch.request = self._context.next_request()
         source.asked_at, source.again_at = now, None
         self._context.out.send(source.peer, fetch)
@@ -281,12 +294,13 @@ class Download:
 
     def _begin(self, manifest: Manifest) -> None:
         """Chunks that a buffer brings along from an earlier attempt are kept if they are right."""
-        self._data = self._context.buffer(manifest)
+        self._data = self._store.buffer(manifest)
         self._missing = {
             chunk
             for chunk, digest in enumerate(manifest.chunk_digests)
             if chunk_digest(memoryview(self._data)[chunk_at(chunk, self.total_bytes)]) != digest
         }
+        self._kept = len(manifest.chunk_digests) - len(self._missing)
         self._pending = deque(sorted(self._missing))
         self._gave = {}
 
@@ -354,6 +368,7 @@ class Download:
             donors=tuple(sorted(given, key=lambda peer: (-given[peer], peer))),
             duration_s=now - self._started_at,
             chunks_wasted=self._wasted,
+            chunks_kept=self._kept,
         )
 
     def _fail(self, reason: str) -> None:

@@ -8,11 +8,12 @@ by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from p2p_co2.catchup.download import Context, Download
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, STATE, DonorRefused, FetchFailed, Goal, Outbox, Shape
+from p2p_co2.catchup.kept import NothingKept, Store
 from p2p_co2.catchup.source import Source
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
@@ -22,27 +23,20 @@ QUARANTINE_S = 120.0
 """A donor that broke the rules is not asked again for so long."""
 MAX_QUARANTINED = 256
 
-NewBuffer = Callable[[Manifest], bytearray]
-"""Memory for what a checked manifest promises; it may hold chunks of an earlier attempt."""
-
-
-def in_memory(manifest: Manifest) -> bytearray:
-    """A fresh buffer."""
-    return bytearray(manifest.total_bytes)
-
 
 class Fetcher:
     """One goal per fragment at a time; a new goal for it replaces the old one."""
 
-    def __init__(self, run: bytes, shape: Shape, out: Outbox, buffer: NewBuffer) -> None:
+    def __init__(self, run: bytes, shape: Shape, out: Outbox) -> None:
         self._shape, self._out = shape, out
+        self.store: Store = NothingKept()
         self._downloads: dict[int, Download] = {}
         self._waiting: dict[int, Goal] = {}
         self._quarantined: dict[PeerId, float] = {}
         self._put_aside: set[int] = set()
         """Fragments whose download has waited for another one already."""
         self._requests = 0
-        self._context = Context(run, out, self._next_request, self._load, buffer)
+        self._context = Context(run, out, self._next_request, self._load)
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
@@ -131,7 +125,13 @@ class Fetcher:
             self._out.emit(FetchFailed(goal, "no donor is known", 0))
             return
         total_bytes = self._shape.bytes_of(goal.what, goal.fragment)
-        self._downloads[goal.fragment] = Download(goal, total_bytes, self._context, now)
+        self._downloads[goal.fragment] = Download(
+            goal, total_bytes, self._context, self._store_for(goal), now
+        )
+
+    def _store_for(self, goal: Goal) -> Store:
+        """Rounds are small and are asked for anew."""
+        return self.store if goal.what == STATE else NothingKept()
 
     def _may_start(self, goal: Goal) -> bool:
         if goal.what != STATE:

@@ -64,6 +64,8 @@ class Fetched:
     duration_s: float
     chunks_wasted: int
     """Chunks that came and were thrown away: wrong, or given by two donors."""
+    chunks_kept: int = 0
+    """Chunks that an earlier process of this peer had loaded."""
 
     @property
     def donor(self) -> PeerId:

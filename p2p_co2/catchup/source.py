@@ -46,6 +46,8 @@ class Source:
     asked: dict[int, float] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
     window: int = 1
+    held: bool = False
+    """Whether it was asked for the very version that an interrupted process of this peer had begun."""
     again_at: float | None = None
     """Set while the donor wants to be asked later."""
     agains: int = 0

@@ -110,7 +110,8 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 def load(folder: Path) -> Checkpoint:
     """The newest whole checkpoint in ``folder``.
 
-    Raises ``ConfigError`` if there is none, ``EnvironmentFault`` if this machine refuses to read it.
+    Raises ``ConfigError`` if there is none, ``EnvironmentFault`` if there is none that this machine would
+    read.
     """
 
     def build(path: Path, passed_over: tuple[str, ...]) -> Checkpoint:
@@ -173,14 +174,20 @@ def _of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _newest(folder: Path, build: Callable[[Path, tuple[str, ...]], _Loaded], otherwise: str = "") -> _Loaded:
     """The newest whole checkpoint; ``otherwise``: what else there is to do, in the words of the error."""
     passed_over: list[str] = []
+    refused: EnvironmentFault | None = None
     for path in _candidates(folder):
         try:
             return build(path, tuple(passed_over))
+        except EnvironmentFault as error:  # a bad sector need not have hit the one before it, too
+            refused = refused or error
+            passed_over.append(f"{path.name}: {error}")
         except tensorfile.Damaged as error:
             passed_over.append(f"{path.name}: {error}")
         except (RemoteProtocolError, ValueError, KeyError, IndexError, TypeError) as error:
             # The digest was right, so somebody wrote this; it is not ours to read all the same.
             passed_over.append(f"{path.name}: its content is not a checkpoint ({error})")
+    if refused is not None:
+        raise refused
     problem = "no checkpoint there"
     if passed_over:
         problem = "no whole checkpoint there: " + "; ".join(passed_over)

@@ -142,6 +142,7 @@ class Connection:
             restore(saved, model, optimizer, ledger)
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
         shape = PayloadShape(codec.block_bytes, tuple(codec.blocks(f.numel) for f in plan.fragments))
+        self._tell_of_damaged(saved)
         self._on_event(
             ev.PeerStarted(
                 at=time.time(),
@@ -161,6 +162,7 @@ class Connection:
         try:
             self._gather()
             self._catch_up(node)
+            self._thread.caught_up()
         except BaseException:
             ledger.close()
             raise
@@ -185,6 +187,11 @@ class Connection:
                 where, "", "is of another model; join without --resume, or with another --folder"
             )
         return saved
+
+    def _tell_of_damaged(self, saved: Checkpoint | None) -> None:
+        for damage in saved.passed_over if saved is not None else ():
+            text = f"a checkpoint is damaged, went on from the checkpoint before it: {damage}"
+            self._thread.report(ev.Warned, {"text": text})
 
     def _gather(self) -> None:
         """Wait until enough peers are live."""

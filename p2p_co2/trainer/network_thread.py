@@ -20,6 +20,7 @@ import uvloop
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.gate import Gate
+from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.reporting import Reporting
@@ -49,6 +50,7 @@ class NetworkThread:
         self._node_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._closed = False
+        self._kept = KeptChunks(config.folder / "catching-up")
 
     @property
     def network(self) -> Network:
@@ -89,6 +91,7 @@ class NetworkThread:
 
         async def start() -> Node:
             node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event)
+            node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
             if self._reporting is not None:
@@ -145,6 +148,10 @@ class NetworkThread:
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
         return self.node.standing.abreast
+
+    def caught_up(self) -> None:
+        """What was kept of states for the case of an interruption is not needed any more."""
+        self._loop.call_soon_threadsafe(self._kept.end)
 
     def live_peers(self) -> int:
         return self.node.live_peers()
