@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import chain, repeat
 
+from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry.events import Paused, Progress, Resumed, RoundAborted, RoundCommitted, SendSkipped
 from p2p_co2.wire.messages_pb2 import Status
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
@@ -54,6 +55,61 @@ def test_the_others_do_not_wait_and_the_peer_goes_on_where_they_are() -> None:
         assert len({tuple(versions) for versions in world.versions()}) == 1
         last = [event for event in others[0].events if isinstance(event, RoundCommitted)][-1]
         assert last.group_size == last.contributors == 3
+        await world.close()
+
+    run_virtual(work())
+
+
+def test_many_that_rest_do_not_hold_back_a_newcomer_nor_serve_it() -> None:
+    """Two train, three rest at an old version: the newcomer goes where the two are, and by their bytes."""
+
+    async def work() -> None:
+        world = World("a", "b", "c", "d", "e")
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(5)
+        first, second, *resting = world.trainers
+        for trainer in resting:
+            show(trainer, Status.PAUSED)
+        await asyncio.sleep(0.5)
+        for _ in range(int(8 / STEP_S)):
+            first.step()
+            second.step()
+            await asyncio.sleep(STEP_S)
+        served_before = [trainer.node.links.up_bytes for trainer in resting]
+        world.add("late")
+        late = world.trainers[-1]
+        show(late, Status.JOINING)
+        world.start()
+        await asyncio.sleep(4)
+        newest = min(agreed.version for agreed in first.node.agreed)
+        assert newest > max(agreed.version for agreed in resting[0].node.agreed) + AHEAD_AT_MOST
+        assert late.node.standing.abreast
+        assert [agreed.version for agreed in late.node.agreed] == [
+            agreed.version for agreed in first.node.agreed
+        ]
+        assert not late.refused
+        for trainer, before in zip(resting, served_before, strict=True):
+            assert trainer.node.links.up_bytes - before < 10_000  # heartbeats; a state has 17 kB
+        await world.close()
+
+    run_virtual(work())
+
+
+def test_who_rests_gives_what_nobody_else_has() -> None:
+    async def work() -> None:
+        world = World("a", "b")
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(5)
+        for trainer in world.trainers:
+            show(trainer, Status.PAUSED)
+        world.add("late")
+        show(world.trainers[-1], Status.JOINING)
+        world.start()
+        await asyncio.sleep(4)
+        assert min(world.versions()[-1]) > 1
+        assert world.trainers[-1].node.standing.abreast
         await world.close()
 
     run_virtual(work())

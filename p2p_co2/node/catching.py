@@ -259,7 +259,7 @@ class Catching:
     def swarm_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers have reached, this one included unless it is
         joining: one peer's word alone moves nobody where three or more train."""
-        versions = sorted((version for version, _ in self._votes(fragment)), reverse=True)
+        versions = sorted(self._votes(fragment), reverse=True)
         if not versions:
             return self._node.agreed[fragment].version
         if self._node.standing.progress.phase != Status.JOINING:
@@ -280,17 +280,22 @@ class Catching:
         training = {peer for peer, info in live.items() if info.status.phase == Status.TRAINING}
         return 2 * len(training & group) >= len(training - {self._node.me})
 
-    def _votes(self, fragment: int) -> list[tuple[int, bytes]]:
-        return [
-            (info.versions[fragment], info.digests[fragment])
-            for info in self._node.membership.live.values()
-            if fragment < len(info.digests)
-        ]
+    def _votes(self, fragment: int) -> list[int]:
+        """Where those are who move the state. A peer that rests, or only joins, tells where it was left: many
+        of them would hold the others' newest state for impossible. Where there are no others, their word
+        counts."""
+        heard = [info for info in self._node.membership.live.values() if fragment < len(info.digests)]
+        moving = [info for info in heard if info.status.phase not in (Status.JOINING, Status.PAUSED)]
+        return [info.versions[fragment] for info in moving or heard]
 
     def _majority(self, fragment: int, version: int) -> bytes | None:
-        """The digest that most peers at ``version`` report, this one included; None without a majority of
-        them."""
-        votes = Counter(digest for voted, digest in self._votes(fragment) if voted == version)
+        """The digest that most peers at ``version`` report, this one included, and those that rest: what a
+        version was does not grow old. None without a majority of them."""
+        votes = Counter(
+            info.digests[fragment]
+            for info in self._node.membership.live.values()
+            if fragment < len(info.digests) and info.versions[fragment] == version
+        )
         agreed = self._node.agreed[fragment]
         if agreed.version == version:
             votes[agreed.digest] += 1
@@ -300,9 +305,12 @@ class Catching:
         return digest if 2 * count > votes.total() else None
 
     def _donors(self, fragment: int, version: int) -> tuple[PeerId, ...]:
-        peers = sorted(
-            peer
-            for peer, info in self._node.membership.live.items()
+        """Peers that have it; one that rests, whose owner wants the machine or the line, only if no other
+        has."""
+        phases = {
+            peer: info.status.phase
+            for peer, info in sorted(self._node.membership.live.items())
             if fragment < len(info.versions) and info.versions[fragment] >= version
-        )
-        return split_donors(peers, fragment)
+        }
+        awake = [peer for peer, phase in phases.items() if phase != Status.PAUSED]
+        return split_donors(awake or list(phases), fragment)

@@ -104,7 +104,8 @@ class Peer:
 
     def pause(self) -> None:
         """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
-        training, no fetching, only heartbeats. The swarm does not wait for this peer and it keeps its place.
+        training, no fetching, only heartbeats. The swarm does not wait for this peer and it keeps its place;
+        where the swarm is, others judge without it, and newcomers ask it only for what nobody else has.
         Safe in a signal handler and from other threads, as are the next two."""
         self._governor.pause()
 
