@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +19,8 @@ from p2p_co2.config import ClockConfig, RunConfig, write_toml
 from p2p_co2.process import processes_below
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import Event, PeerFinished, Progress, RoundAborted, RoundCommitted
-from p2p_co2.telemetry.journal import read_events
+from p2p_co2.telemetry.journal import Tail
+from p2p_co2.ticket import Ticket
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = f"{ROOT / 'tests' / 'paced_recipe.py'}:make"
@@ -26,9 +29,11 @@ START_S = 150.0
 _E = TypeVar("_E", bound=Event)
 
 
-def paced_run(round_s: float, fragments: int = 2, step_s: float = 0.1, rounds: int = 0) -> RunConfig:
-    """A run whose peers rest ``step_s`` in every step."""
-    options: dict[str, str | int | float | bool] = {"step_s": step_s}
+def paced_run(
+    round_s: float, fragments: int = 2, step_s: float = 0.1, rounds: int = 0, width: int = 32
+) -> RunConfig:
+    """A run whose peers rest ``step_s`` in every step; two layers of ``width``."""
+    options: dict[str, str | int | float | bool] = {"step_s": step_s, "width": width}
     return RunConfig(
         name="faults",
         recipe=RECIPE,
@@ -44,19 +49,23 @@ def console(*arguments: str) -> list[str]:
     return [str(Path(sys.executable).parent / "p2p-co2"), *arguments]
 
 
+@dataclass
 class Campaign(LocalSwarm):
     """A seed, peers, and what was done to them. Every peer has a folder and a journal under its name."""
 
-    ticket = ""
-    seed_port = 0
+    ticket: str = ""
+    _read: dict[str, tuple[Tail, list[Event]]] = field(default_factory=dict)
+    """What was read of each peer's journal so far."""
 
-    def start_seed(self, run: RunConfig, name: str = "seed", port: int = 0) -> Child:
-        """Start (again, with the same folder and port) a seed of ``run``; sets ``ticket`` the first time."""
+    def start_seed(self, run: RunConfig, name: str = "seed") -> Child:
+        """Start a seed of ``run``, or start it again with the same folder and port; sets ``ticket`` the first
+        time."""
+        port = Ticket.parse(self.ticket).seeds[0].split("/")[4] if self.ticket else "0"
         run_file = self.folder / "run.toml"
         run_file.write_text(write_toml(run))
         folder = ["--folder", str(self.folder / name), "--host", "127.0.0.1"]
         (self.folder / f"{name}.log").unlink(missing_ok=True)
-        seed = self.start(name, console("seed", str(run_file), *folder, "--port", str(port)), environment())
+        seed = self.start(name, console("seed", str(run_file), *folder, "--port", port), environment())
         ticket = self.wait_for_line(seed, "ticket:", START_S)
         self.ticket = self.ticket or ticket
         return seed
@@ -71,6 +80,17 @@ class Campaign(LocalSwarm):
         """Freeze a process and all below it (SIGSTOP), or wake them (``back``)."""
         for pid in (child.pid, *processes_below(child.pid)):
             os.kill(pid, signal.SIGCONT if back else signal.SIGSTOP)
+
+    def fill_disk(self, child: Child, size_bytes: int | None = None) -> None:
+        """From now on the kernel refuses ``child`` writes past so much of a file, as a full disk would;
+        without a size, the disk has room again."""
+        hard_bytes = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)[1]
+        soft_bytes = hard_bytes if size_bytes is None else size_bytes
+        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (soft_bytes, hard_bytes))
+
+    def toggle_pause(self, child: Child) -> None:
+        """What ``kill -USR1`` does."""
+        os.kill(child.pid, signal.SIGUSR1)
 
     def wait_for_coordinator(self, children: Sequence[Child], bound_s: float) -> Child | None:
         """The first of ``children`` that writes that it began a round, at that moment: it is in the middle of
@@ -94,9 +114,11 @@ class Campaign(LocalSwarm):
     # ---- what they say
 
     def events(self, name: str, kind: type[_E], since: float = 0.0) -> list[_E]:
-        path = self.folder / name / "events.jsonl"
-        found = read_events(path) if path.exists() else ()
-        return [event for event in found if isinstance(event, kind) and event.at >= since]
+        if name not in self._read:
+            self._read[name] = (Tail(self.folder / name / "events.jsonl"), [])
+        tail, known = self._read[name]
+        known += tail.new_events()
+        return [event for event in known if isinstance(event, kind) and event.at >= since]
 
     def steps(self, name: str, since: float, until: float) -> tuple[int, float]:
         """(inner steps, seconds) between the first and the last report of a training peer in a time."""
@@ -127,6 +149,11 @@ class Campaign(LocalSwarm):
 
     def aborts(self, name: str, since: float = 0.0) -> list[RoundAborted]:
         return self.events(name, RoundAborted, since)
+
+    def wait_for(self, name: str, kind: type[_E], since: float = 0.0) -> _E:
+        """The first event of a kind that a peer writes after ``since``."""
+        self.wait_until(f"{kind.__name__} of {name}", lambda: bool(self.events(name, kind, since)))
+        return self.events(name, kind, since)[0]
 
     def wait_for_commits(self, *names: str, count: int = 2, since: float = 0.0, group: int = 1) -> float:
         """Wait until each of these peers saw ``count`` rounds of at least ``group`` contributors."""

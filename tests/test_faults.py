@@ -1,5 +1,6 @@
 """Real faults in real swarms, through the console script: peers killed in the middle of rounds they
-coordinate, and replaced. ``benchmarks/faults.py`` does the long campaign.
+coordinate, and replaced; peers that freeze, pause, break or find their disk full; seeds that go and come
+back; everything killed, and resumed from checkpoints. ``benchmarks/faults.py`` does the long campaign.
 
 The others go on, nobody hangs or dies of it, and all end with one digest.
 """
@@ -7,17 +8,33 @@ The others go on, nobody hangs or dies of it, and all end with one digest.
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from p2p_co2.telemetry.events import FragmentApplied, LinkOpened, PeerFinished
-from tests.campaign import Campaign, choose, paced_run
+from bootstrap.local_swarm import Child
+from p2p_co2 import checkpoint
+from p2p_co2.telemetry.events import (
+    FragmentApplied,
+    LinkOpened,
+    Paused,
+    PeerFinished,
+    PeerLeft,
+    Progress,
+    Resumed,
+    Warned,
+)
+from tests.campaign import START_S, Campaign, choose, paced_run
 
 pytestmark = pytest.mark.swarm
 ROUND_S = 1.0
+WIDE = 128
+"""Layers whose checkpoint, 0.7 MB, is larger than all else that a peer writes in a test."""
+FULL_BYTES = 300_000
+FROZEN_S = 20.0
 
 
 @pytest.fixture
@@ -61,3 +78,136 @@ def test_peers_are_killed_and_replaced_and_the_rest_ends_with_one_digest(swarm: 
     assert {event.carrier for name in names for event in swarm.events(name, LinkOpened)} == {"grpc", "libp2p"}
     aborts = [abort for name in survivors for abort in swarm.aborts(name, since=kills[0])]
     assert len({(abort.fragment, abort.round) for abort in aborts}) <= len(kills), aborts
+
+
+def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign) -> None:
+    """A peer's own code raises; a peer freezes; the seed dies and comes back; a peer pauses, and its disk
+    fills; somebody comes late, with the first ticket; everything is killed, and resumed."""
+    seldom, often = (swarm.folder / name for name in ("seldom.toml", "often.toml"))
+    seldom.write_text("checkpoint_every_s = 3600.0\n")
+    often.write_text("checkpoint_every_s = 1.0\n")
+    settings = {"frozen": often, "full": seldom, "calm": often}
+    run = paced_run(ROUND_S, step_s=0.05, width=WIDE)
+    seed = swarm.start_seed(run)
+    frozen, full, _ = (join_three(swarm, name, config) for name, config in settings.items())
+    broken = swarm.join("broken", variables={"PACED_RAISE_AFTER": "40"})
+    broken.asked_to_end = True
+    swarm.wait_for_commits(*settings, count=2, group=3)
+    assert_left_with_its_traceback(swarm, broken)
+
+    swarm.stop(frozen)
+    stopped_at = time.time()
+    swarm.kill(seed)
+    swarm.wait_for_commits("full", "calm", count=2, since=stopped_at)  # nobody needs a seed to go on
+    seed = swarm.start_seed(run)
+    pause_and_fill_the_disk_of(swarm, full)
+    swarm.wait_until("the end of the frost", lambda: time.time() > stopped_at + FROZEN_S)
+    swarm.stop(frozen, back=True)
+    swarm.wait_until("peers greet the seed anew", lambda: "peers: " in seed.last_lines())
+    swarm.join("late")
+    assert_one_history(swarm, *settings, "late")
+    kill_everything(swarm)
+    swarm.start_seed(run)
+    resume_from_checkpoints(swarm, settings)
+
+
+def join_three(swarm: Campaign, name: str, config: Path, *options: str) -> Child:
+    return swarm.join(name, "--min-peers", "3", "--config", str(config), *options)
+
+
+def assert_left_with_its_traceback(swarm: Campaign, broken: Child) -> None:
+    assert swarm.wait([broken], START_S), swarm.tails()
+    said = broken.last_lines(60)
+    assert broken.exit_status() == 1, said
+    assert "Traceback" in said
+    assert "paced_recipe.py" in said
+    assert said.splitlines()[-1] == "RuntimeError: the model of this peer is broken"
+    (end,) = swarm.events(broken.name, PeerFinished)
+    assert end.reason == "RuntimeError in the training loop"
+    left = swarm.wait_for("calm", PeerLeft)
+    assert left.other == end.peer
+    assert checkpoint.load(swarm.folder / broken.name / "checkpoint").inner_steps > 0
+
+
+def pause_and_fill_the_disk_of(swarm: Campaign, peer: Child) -> None:
+    """By SIGUSR1. A peer that rests writes a checkpoint first: the second one finds no room."""
+    name, folder = peer.name, swarm.folder / peer.name / "checkpoint"
+    swarm.toggle_pause(peer)
+    paused_at = swarm.wait_for(name, Paused).at
+    swarm.wait_for_commits("calm", count=2, since=paused_at)
+    steps = swarm.events(name, Progress)[-1].inner_steps
+    before = checkpoint.load(folder)
+
+    swarm.toggle_pause(peer)
+    resumed_at = swarm.wait_for(name, Resumed, since=paused_at).at
+    swarm.wait_for_commits(name, count=2, since=resumed_at)
+    assert swarm.events(name, Progress, paused_at)[0].inner_steps == steps  # it did rest
+    swarm.fill_disk(peer, FULL_BYTES)
+    swarm.toggle_pause(peer)
+    warned = swarm.wait_for(name, Warned, since=resumed_at)
+    rested_at = swarm.wait_for(name, Paused, since=resumed_at).at
+    assert "no checkpoint was written" in warned.text
+    assert "the disk is full; free some space or give another folder" in warned.text
+    assert peer.last_lines(200).count("the disk is full") == 1
+    assert checkpoint.load(folder).inner_steps == before.inner_steps  # the one before it is whole
+
+    swarm.toggle_pause(peer)
+    went_on_at = swarm.wait_for(name, Resumed, since=rested_at).at
+    swarm.wait_for_commits(name, count=2, since=went_on_at)  # training goes on with a full disk
+    swarm.fill_disk(peer)
+
+
+def assert_one_history(swarm: Campaign, *names: str) -> None:
+    """From now on all of them contribute to the same rounds, which they can only from one state; and what
+    each outer step does to a fragment is the same at all who take it, bit for bit."""
+    healed_at = swarm.wait_for_commits(*names, count=1, since=time.time(), group=len(names))
+    swarm.wait_for_commits(*names, count=2, since=healed_at, group=len(names))
+    did: dict[tuple[int, int], set[tuple[float, ...]]] = {}
+    for name in names:
+        for step in swarm.events(name, FragmentApplied, healed_at):
+            norms = (step.gap, step.gradient_norm, step.momentum_norm)
+            did.setdefault((step.fragment, step.version), set()).add(norms)
+    assert len(did) >= 2
+    assert {len(norms) for norms in did.values()} == {1}, did
+
+
+def kill_everything(swarm: Campaign) -> None:
+    """The seed as well; and the disk tears a checkpoint of one peer, and both of another."""
+    for child in swarm.running():
+        swarm.kill(child)
+    shutil.copytree(swarm.folder / "frozen" / "checkpoint", swarm.folder / "torn" / "checkpoint")
+    torn = checkpoints_of(swarm, "torn")
+    assert len(torn) >= 2
+    for path in (*torn, checkpoints_of(swarm, "calm")[-1]):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def checkpoints_of(swarm: Campaign, name: str) -> list[Path]:
+    """Oldest first."""
+    return sorted((swarm.folder / name / "checkpoint").glob("state-*.safetensors"))
+
+
+def resume_from_checkpoints(swarm: Campaign, settings: dict[str, Path]) -> None:
+    saved = {name: checkpoint.load(swarm.folder / name / "checkpoint") for name in settings}
+    resumed_at = time.time()
+    again = [join_three(swarm, name, config, "--resume") for name, config in settings.items()]
+    torn = swarm.join("torn", "--resume")
+    torn.asked_to_end = True
+    assert swarm.wait([torn], START_S), swarm.tails()
+    assert torn.exit_status() == 2, torn.last_lines()
+    (error,) = (line for line in torn.last_lines(60).splitlines() if line.startswith("error: "))
+    assert "no whole checkpoint there: state-" in error
+    assert "or start without resuming" in error
+    assert_one_history(swarm, *settings)
+    for name, before in saved.items():
+        reports = swarm.events(name, Progress, resumed_at)
+        assert reports[0].inner_steps == before.inner_steps
+        losses = [report.loss for report in swarm.events(name, Progress) if report.loss == report.loss]
+        assert next(report.loss for report in reports if report.loss == report.loss) < losses[0]
+    told = [event.text for event in swarm.events("calm", Warned, resumed_at)]
+    damage = f"a checkpoint is damaged, went on from the checkpoint before it: {saved['calm'].passed_over[0]}"
+    assert told.count(damage) == 1
+    ends = swarm.leave_together(*again)
+    reached = sum(state.version for state in saved["frozen"].states)
+    assert min(sum(end.versions) for end in ends) > reached
+    assert len({(end.digest, end.versions) for end in ends}) == len({end.versions for end in ends})
