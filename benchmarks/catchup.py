@@ -1,6 +1,6 @@
 """How fast a newcomer loads the agreed state from several donors, and what bad donors cost it. Prints JSON.
 
-    python benchmarks/catchup.py [--cases one four liar killed slow committing] [--width 1000]
+    python benchmarks/catchup.py [--cases one four liar killed slow committing interrupted] [--width 1000]
 
 Real processes over real sockets: a seed, donors that train a model of 4 * width * width parameters (keep,
 int4) and give at most ``CAP_BYTES_PER_S`` each, and one newcomer that joins when every fragment has had a
@@ -12,6 +12,8 @@ round. What it loads is 8 bytes a parameter: parameters and momentum.
 - ``slow``: one of four gives 30 kB/s: it is dropped, and its chunks come from the others.
 - ``committing``: four donors that commit a fragment every ``0.5`` s, faster than one loads: it loads
   each fragment at one version and replays the rounds since.
+- ``interrupted``: the newcomer is killed (SIGKILL) in the middle and started again with its folder.
+  ``chunks_kept`` is what it did not load again; the figures are those of its second start.
 
 A newcomer that is few rounds behind replays them instead, which costs far less. So that one round is enough
 here, the newcomer does not replay what it has only the start of, but in ``committing``. ``rate`` counts the
@@ -66,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "killed": {"donors": ["", "", "", ""], "kill_after_s": 2.5},
     "slow": {"donors": ["slow", "", "", ""]},
     "committing": {"donors": ["", "", "", ""], "round_s": FAST_ROUND_S},
+    "interrupted": {"donors": ["", "", "", ""], "restart_after_s": 3.0},
 }
 
 
@@ -114,8 +117,15 @@ def _measure(case: str, width: int) -> dict[str, Any]:
                 processes.append(_spawn("donor", *shared, f"donor{index}", fault or "honest", versions))
             for process in processes[1:]:
                 _answer(process)
-            newcomer = _spawn("newcomer", *shared, "replay" if committing else "states")
+            how = "replay" if committing else "states"
+            newcomer = _spawn("newcomer", *shared, how)
             processes.append(newcomer)
+            if "restart_after_s" in settings:
+                _answer(newcomer)
+                time.sleep(settings["restart_after_s"])
+                newcomer.kill()
+                newcomer.wait()
+                newcomer = processes[-1] = _spawn("newcomer", *shared, how)
             if "kill_after_s" in settings:
                 _answer(newcomer)
                 time.sleep(settings["kill_after_s"])
@@ -288,6 +298,7 @@ def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> No
             for _, event in fetched
         ],
         "chunks": sum(-(-len(event.data) // MAX_DATA_BYTES) for _, event in fetched),
+        "chunks_kept": sum(event.chunks_kept for _, event in fetched),
         "chunks_wasted": sum(event.chunks_wasted for _, event in fetched),
         "chunks_wrong": wrong,
         "refused": [f"{refusal.reason}: {refusal.detail}" for refusal in refused],
