@@ -19,6 +19,7 @@ from p2p_co2.rounds import (
     ReduceWanted,
     open_decision,
 )
+from p2p_co2.rounds.attempt import seal_begin
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -208,9 +209,9 @@ def test_a_withdrawn_offer_ends_and_may_be_made_again() -> None:
     machine.receive(begin, first, 1.1)  # for the READY that we withdrew: no offence, no effect
     machine.receive(part_of(), other, 1.2)
     assert not any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())
-    begin.key.attempt = b"n" * 16
     for member in begin.members:
         member.weight = 3.0
+    seal_begin(begin, first)
     machine.receive(begin, first, 1.3)
     assert machine.withdraw(0, "after BEGIN", 2.0)
     assert [type(event) for event in drain(machine)] == [Aborted]
