@@ -25,7 +25,7 @@ from tests.fuzz.play import STRANGER, Game, check_bounds
 from tests.fuzz.world import RUN, World, make_identity, run_virtual
 
 KINDS = {field.name for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
-PATIENT = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MUTANTS_PER_MESSAGE, MESSAGES_PER_KIND = 6, 8
 
 
