@@ -4,8 +4,9 @@ in.
 Each sender has an allowance in units that refills with time. A control message costs a unit and more if it is
 long, bulk that the rounds wait for costs nothing, bulk that nobody waits for by its bytes, refused messages
 more, offences that no honest peer commits most. Asking for a chunk costs next to nothing as long as the asker
-takes what it asked for. Who has used up its allowance is read more slowly, so its own link holds it back; who
-goes on pressing is shut out, for longer each time.
+takes what it asked for. A link that was turned away costs too; who trickled is shut out at once, since such a
+link holds a place for a minute. Who has used up its allowance is read more slowly, so its own link holds it
+back; who goes on pressing is shut out, for longer each time.
 
 Laws: an honest peer never uses up its allowance, though it were restarted, or were late with 100 MB in the
 smallest pieces (with 400 MB in the largest), or loaded a state at a gigabyte a second; nobody else can use it
