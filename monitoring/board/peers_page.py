@@ -20,7 +20,7 @@ _COLUMNS = (
     ("rate", "Tokens/s", "right", 0), ("loss", "Training loss", "right", 3),
     ("staleness", "Staleness (outer steps)", "right", 2), ("used", "Used (%)", "right", 1),
     ("up", "Up (kB/s)", "right", 1), ("links", "Links", "left", 0), ("version", "Software", "left", 0),
-    ("seen", "Seen (s ago)", "right", 0), ("joined", "Joined", "left", 0),
+    ("seen", "Seen, s ago", "right", 0), ("joined", "Joined", "left", 0),
     ("why", "Left, and why", "left", 0),
 )  # fmt: skip
 """Name, heading, side, decimals."""

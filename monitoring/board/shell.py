@@ -70,6 +70,7 @@ class Tile:
             self._sub = Text("b-sub", f"{test_id}-sub")
 
     def set(self, number: str, unit: str = "", sub: str = "") -> None:
+        unit = "" if number == UNKNOWN else unit
         if self._number_text.text != number:
             self._number_text.set_text(number)
         if self._unit.text != unit:

@@ -8,7 +8,7 @@ from nicegui import ui
 
 from monitoring import charts
 from monitoring.board.shell import Chart, Frame, Text, Tile, card, outcome_legend
-from monitoring.facts import RoundFacts, SwarmFacts
+from monitoring.facts import PeerFacts, RoundFacts, SwarmFacts
 from monitoring.standing import ONLINE
 from monitoring.words import clock, figure
 
@@ -66,8 +66,7 @@ class StalenessPage:
         self._tiles["late"].set(figure(odd), "", f"of the newest {len(facts.rounds)}; {aborted} aborted")
         ages = [
             (age, peer.label)
-            for peer in facts.peers
-            if peer.state in ONLINE
+            for peer in _those_that_count(facts)
             for age in peer.fragment_age_s
             if age is not None
         ]
@@ -87,8 +86,7 @@ class StalenessPage:
                 for value, times in counts.items():
                     known[value] = known.get(value, 0) + times
         self._histogram.set(charts.staleness(palette, histograms))
-        online = [peer for peer in facts.peers if peer.state in ONLINE]
-        self._ages.set(charts.ages(palette, online, facts.fragments))
+        self._ages.set(charts.ages(palette, _those_that_count(facts), facts.fragments))
         since, until = self._frame.span(facts)
         rows = {fragment: history.fragment_series(fragment, since, until) for fragment in range(shown)}
         self._gap.set(charts.fragment_lines(palette, rows, 1))
@@ -98,3 +96,8 @@ class StalenessPage:
         value = click.data["value"] if isinstance(click.data, dict) else click.value
         numbers = sorted({found.round for found in self._rounds})[-charts.MAX_ROUND_COLUMNS :]
         ui.navigate.to(f"/round/{int(value[1])}/{numbers[int(value[0])]}")
+
+
+def _those_that_count(facts: SwarmFacts) -> list[PeerFacts]:
+    """The peers online; once nobody is, all of them."""
+    return [peer for peer in facts.peers if peer.state in ONLINE] or list(facts.peers)
