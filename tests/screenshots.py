@@ -21,7 +21,7 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from tests.browser import browser, missing, wait_for, whole_page
 from tests.swarms import ENVIRONMENT, ROOT
 
-SECONDS = 120
+SECONDS = 180
 PAGES = {
     "swarm": "",
     "staleness": "staleness",

@@ -37,7 +37,11 @@ RUN = RunConfig(
     fragments=3,
     clock=ClockConfig(mode="time", round_s=1.0),  # it ends when the test has seen enough
 )
-PAGES = ("", "staleness", "bandwidth", "peers", "events")
+READY = {
+    "": "tokens", "staleness": "staleness-mean", "bandwidth": "sent", "peers": "peers-count",
+    "events": "events",
+}  # fmt: skip
+"""By page, what has a text as soon as it is drawn."""
 
 
 def number(text: str) -> float:
@@ -66,14 +70,19 @@ def board_of(running: Swarm) -> str:
     folder = str(running.folder / "board")
     command = [sys.executable, "-u", "-m", "p2p_co2.cli", "board", running.ticket, "--folder", folder]
     running.start("board", command)
+    return address_in_log_of(running, "board")
+
+
+def address_in_log_of(running: Swarm, name: str) -> str:
+    """The address of a board that a process has printed."""
     ends_at = time.monotonic() + 60
     while time.monotonic() < ends_at:
-        found = re.search(r"board: (\S+)", running.log("board"))
+        found = re.search(r"board: (\S+)", running.log(name))
         if found:
             return found[1]
-        assert running.processes["board"].poll() is None, running.log("board")
+        assert running.processes[name].poll() is None, running.log(name)
         time.sleep(0.05)
-    raise AssertionError(running.log("board"))
+    raise AssertionError(running.log(name))
 
 
 def peer_rows(driver: WebDriver) -> dict[str, list[str]]:
@@ -105,6 +114,8 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
         running.wait_for("a", RoundCommitted, 12)
         wait_until(driver, "peers-online", "4")
         first = number(wait_for(driver, "tokens"))
+        see_a_peers_own_page(driver, running)
+        driver.get(address)
         killed = running.events("d")[0].peer
         running.processes["d"].kill()
         running.start_peer("late", "--seed", "9")
@@ -118,6 +129,7 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
         running.wait("a", "b", "c", "late", bound_s=60)
         summary = summary_of(running, names)
         wait_until(driver, "peers-online", "0")
+        running.processes["seed"].kill()  # now nobody is left who could answer; what is known stays
         time.sleep(3.0)  # the page is brought up to date once a second
         check_swarm_page(driver, summary, killed)
         driver.get(f"{address}peers")
@@ -131,6 +143,24 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
         driver.get(f"{address}events")
         assert "committed" in wait_for(driver, "events")
         assert errors(driver) == []
+        wait_until(driver, "state", "out of reach", 120.0)
+        assert "no seed can be reached" in wait_for(driver, "banner")
+
+
+def see_a_peers_own_page(driver: WebDriver, running: Swarm) -> None:
+    """A peer in the user's own loop serves a page too, with what the others say."""
+    driver.get(address_in_log_of(running, "a"))
+    wait_until(driver, "peers-online", "4", 90.0)
+    wait_until(driver, "run", f"seen by peer ~{running.events('a')[0].peer[-6:]}")
+    assert number(wait_for(driver, "tokens")) > 0
+    assert errors(driver) == []
+
+
+def see(driver: WebDriver, address: str, ready: str) -> None:
+    """Open a page, and let it draw what it has to."""
+    driver.get(address)
+    wait_for(driver, ready)
+    time.sleep(0.7)
 
 
 def wait_until(driver: WebDriver, test_id: str, part: str, bound_s: float = 25.0) -> None:
@@ -190,9 +220,10 @@ def check_peers(rows: dict[str, list[str]], summary: dict[str, Any], killed: str
 
 def test_a_hostile_peer_is_shown_as_text_and_breaks_no_page() -> None:
     with made_board("evil") as address, browser() as driver:
-        for page in (*PAGES, "round/3/12", "peer/" + "x" * 60, "round/0/999999"):
-            driver.get(address + page)
-            time.sleep(2.5)
+        others = {"round/3/12": "round-outcome", "peer/" + "x" * 60: "peer-title",
+                  "round/0/999999": "round-outcome"}  # fmt: skip
+        for page, ready in (READY | others).items():
+            see(driver, address + page, ready)
             assert driver.title == "p2p-co2"
             assert not driver.find_elements(By.CSS_SELECTOR, "img[src='x']")
             assert errors(driver) == [], page
@@ -204,14 +235,17 @@ def test_a_hostile_peer_is_shown_as_text_and_breaks_no_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("connecting", "Looking for the swarm"), ("empty", "Nobody is training right now")],
+    ("kind", "state", "words"),
+    [
+        ("connecting", "connecting", "Looking for the swarm"),
+        ("empty", "empty", "Nobody is training right now"),
+        ("gone", "lost", "The swarm is out of reach"),
+    ],
 )
-def test_having_nothing_to_show_is_designed(kind: str, words: str) -> None:
+def test_having_nothing_to_show_is_designed(kind: str, state: str, words: str) -> None:
     with made_board(kind) as address, browser(phone=True) as driver:
-        for page in PAGES[:2]:
-            driver.get(address + page)
-            assert words in wait_for(driver, f"nothing-{kind}")
+        driver.get(address)
+        assert words in wait_for(driver, f"nothing-{state}")
         assert errors(driver) == []
 
 
@@ -219,14 +253,13 @@ def test_a_lost_swarm_is_shown_as_it_was_with_its_age() -> None:
     with made_board("lost") as address, browser(dark=True) as driver:
         driver.get(address)
         assert "out of reach" in wait_for(driver, "banner")
-        assert text_of(driver, "state") == "connection lost"
+        assert text_of(driver, "state") == "out of reach"
         assert number(wait_for(driver, "tokens")) > 0
 
 
 def test_a_page_fits_a_phone() -> None:
     with made_board("6") as address, browser(phone=True) as driver:
-        for page in PAGES:
-            driver.get(address + page)
-            time.sleep(2.0)
+        for page, ready in READY.items():
+            see(driver, address + page, ready)
             wider = driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
             assert wider <= 0, page
