@@ -4,6 +4,7 @@ part, how long means may trickle in, and that no work is lost or counted twice."
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +14,12 @@ import torch
 
 from p2p_co2.config import CodecConfig, OuterConfig
 from p2p_co2.node.ledger import PartWeights
-from p2p_co2.rounds import PayloadShape, PeerView, bounds
+from p2p_co2.rounds import PayloadShape, PeerView, ReduceWanted, bounds
+from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.rounds.attempt import Attempt, Share
 from p2p_co2.rounds.completing import Completing
 from p2p_co2.rounds.deadline import Durations
+from p2p_co2.rounds.owner import PartJob, Room
 from p2p_co2.rounds.parts import BlockRange, Rates, divide
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.rounds.tally import Tally
@@ -47,6 +50,45 @@ def test_where_only_one_names_a_rate_its_boast_is_held_against_home_links() -> N
     unknown = Rates(0.0)
     assert waited_s(unknown, unknown, unknown, Rates(1e300)) >= 0.06 * waited_s(*[unknown] * 4)
     assert waited_s(Rates(5e6), unknown, unknown, unknown) < waited_s(*[unknown] * 4)  # it may well be so
+
+
+# ---- memory
+
+
+def test_a_fast_link_among_many_is_not_given_more_than_it_can_hold() -> None:
+    rates = {PeerId(f"p{i:02}"): Rates(16e6 if i == 7 else 1e6) for i in range(32)}
+    division = divide(1 << 16, 1, rates, (0, 1), 0.0)
+    held: Counter[PeerId] = Counter()
+    for (start, stop), owner, senders in zip(division.ranges, division.owners, division.senders, strict=True):
+        held[owner] += (stop - start) * (len(senders) - 1)
+    assert held.total() == 31 * (1 << 16)
+    assert max(held.values()) <= 1.01 * bounds.OWNED_PAYLOADS * (1 << 16)
+    assert held[PeerId("p07")] == max(held.values())
+
+
+def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None:
+    names = tuple(PeerId(f"p{i:02}") for i in range(40))
+    size = PIECE_UNIT_BYTES
+    swarm, outlet = Swarm(names[0], PayloadShape(size, (1,)), 64), Outlet(names[0])
+    swarm.set_live({name: PeerView(1e6) for name in names})
+    attempt = Attempt(
+        0, 1, bytes(16), dict.fromkeys(names, Share(1.0, 0)), (BlockRange(0, 1),), (names[0],),
+        (frozenset(names),), DIGEST, names[1], 5.0, 12.0,
+    )  # fmt: skip
+    room = Room(int(bounds.MAX_OWNED_PAYLOADS * size))
+    job = PartJob(
+        attempt, 0, 0, memoryview(bytes(size)), swarm=swarm, outlet=outlet, room=room, observed=Durations(),
+        now=0.0,
+    )  # fmt: skip
+    piece = wire.Part(key=attempt.key(), total=size, data=bytes(size))
+    taken = [job.add(piece, name, 1.0) for name in names[1:]]
+    assert sum(taken) == bounds.MAX_OWNED_PAYLOADS
+    job.check(5.0)  # the deadline: those who found room are averaged
+    (wanted,) = outlet.events
+    assert isinstance(wanted, ReduceWanted)
+    assert len(wanted.job.slices) == 1 + bounds.MAX_OWNED_PAYLOADS
+    job.reduced(bytes(size))
+    assert room.take(int(bounds.MAX_OWNED_PAYLOADS * size))  # all is given back
 
 
 # ---- a lost part

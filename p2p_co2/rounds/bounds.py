@@ -20,6 +20,9 @@ KEEP_ATTEMPTS = 64
 """Attempts that ended, remembered so that their stragglers are ignored and not counted against anybody."""
 MAX_PARTS = MAX_MEMBERS
 """Parts of one round; a large group has one for each member, a small one may cut finer."""
+OWNED_PAYLOADS, MAX_OWNED_PAYLOADS = 8.0, 16.0
+"""Slices that one owner is given to hold by an honest coordinator, and that it holds by anybody's BEGIN, in
+payloads."""
 MAX_REASSIGNS = 3
 """One coordinator gives a part to another owner at most this often."""
 MAX_ASKED = 4

@@ -18,7 +18,7 @@ from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt, check_duration, read_contributors
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer, ReduceJob
-from p2p_co2.rounds.owner import Contributors, PartJob, send_mean
+from p2p_co2.rounds.owner import Contributors, PartJob, Room, send_mean
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import (
@@ -84,6 +84,7 @@ class Member:
             for part, owner in enumerate(attempt.owners)
         ]
         self._jobs: dict[int, PartJob] = {}
+        self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
 
     def start(self, now: float) -> None:
         """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""
@@ -125,7 +126,7 @@ class Member:
         own_slice = self._slice(part, self._payload)
         job = PartJob(
             self.attempt, part, generation, own_slice, swarm=self._swarm, outlet=self._outlet,
-            observed=self._observed, now=now,
+            room=self._room, observed=self._observed, now=now,
         )  # fmt: skip
         self._jobs[part] = job
         job.check(now)
@@ -205,7 +206,9 @@ class Member:
             raise RemoteProtocolError("wrong generation", str(message.generation))
         check_duration(message.parts_within_s, bounds.PARTS_CAP_S)
         if sender == self.coordinators[-1] and message.generation > self._parts[message.part].generation:
-            self._jobs.pop(message.part, None)
+            old = self._jobs.pop(message.part, None)
+            if old is not None:
+                old.give_up()
             self._told = None
             within_s = message.parts_within_s or self.attempt.parts_within_s
             self._decide_by_at = now + 2 * within_s + 2 * bounds.GRACE_S

@@ -2,7 +2,8 @@
 
 Laws: a slice counts only if it arrived whole, once, from a member; the divisor is the weight of what is in
 the job; the own slice is always there; nothing waits longer than ``due_at``. What is held is at most the
-slices of this part: about one payload, whatever the size of the group.
+slices of this part: about one payload where links are equal, and at most ``MAX_OWNED_PAYLOADS`` in all parts
+of one owner, whatever BEGIN says; what finds no room is not counted.
 """
 
 from __future__ import annotations
@@ -20,14 +21,31 @@ from p2p_co2.wire.messages_pb2 import Contributor, Mean, Part
 Contributors = tuple[tuple[PeerId, float], ...]
 
 
+class Room:
+    """Bytes of others' slices that one owner holds in an attempt."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free_bytes = size_bytes
+
+    def take(self, size_bytes: int) -> bool:
+        """Whether there is room; it is taken then."""
+        has_room = size_bytes <= self._free_bytes
+        self._free_bytes -= size_bytes if has_room else 0
+        return has_room
+
+    def give_back(self, size_bytes: int) -> None:
+        self._free_bytes += size_bytes
+
+
 class PartJob:
     """One part in one generation, at its owner. Slices are waited for from those whom BEGIN asked to send
     them."""
 
     def __init__(
         self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
-        swarm: Swarm, outlet: Outlet, observed: Durations, now: float,
+        swarm: Swarm, outlet: Outlet, room: Room, observed: Durations, now: float,
     ) -> None:  # fmt: skip
+        self._room, self._taken_bytes = room, 0
         self.attempt, self.part, self.generation = attempt, part, generation
         self.job: ReduceJob | None = None
         """What the tensor side was asked to average."""
@@ -52,7 +70,12 @@ class PartJob:
             if message.offset + len(message.data) == message.total and now < self._due_at:
                 self._swarm.slices.came(sender)  # it was not waited for, but would have been in time
             return False  # too late for this round; the sender did nothing wrong
-        transfer = self._transfers.setdefault(sender, Assembly(self._size_bytes))
+        if sender not in self._transfers:
+            if not self._room.take(self._size_bytes):
+                return False
+            self._taken_bytes += self._size_bytes
+            self._transfers[sender] = Assembly(self._size_bytes)
+        transfer = self._transfers[sender]
         is_new = transfer.add(message.offset, message.total, message.data)
         if is_new and transfer.whole is not None:
             self._whole[sender] = transfer.whole
@@ -96,6 +119,11 @@ class PartJob:
         )
         self._outlet.emit(ReduceWanted(self.job))
 
+    def give_up(self) -> None:
+        """Nothing more is held for this part."""
+        self._room.give_back(self._taken_bytes)
+        self._taken_bytes = 0
+
     def is_answered_by(self, job: ReduceJob) -> bool:
         """Whether ``job`` is the one that is open now; a job that was re-issued is not."""
         mine = self.job
@@ -125,6 +153,7 @@ class PartJob:
         )  # fmt: skip
         self.is_done = True
         self._whole.clear()
+        self.give_up()
         self.job = None
         return contributors
 

@@ -26,7 +26,12 @@ from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
 
-from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_PARTS, MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.rounds.bounds import (
+    ASSUMED_UPLOAD_BYTES_PER_S,
+    MAX_PARTS,
+    MAX_UPLOAD_BYTES_PER_S,
+    OWNED_PAYLOADS,
+)
 from p2p_co2.wire.identity import PeerId
 
 FASTEST_SHARE = 16.0
@@ -78,6 +83,7 @@ def divide(
     budgets = {
         peer: upload * time_s for peer, upload in zip(members, uploads, strict=True) if upload * time_s < 1
     }
+    shares = _capped(shares, OWNED_PAYLOADS / max(1, len(members) - len(budgets)))
     ranges, owners = _cut(blocks, members, shares, min(budgets.values(), default=2.0) / 2)
     asked = {peer: _asked(peer, ranges, budget * blocks, place) for peer, budget in budgets.items()}
     senders = tuple(
@@ -139,6 +145,23 @@ def _shares(rates: Sequence[float], time_s: float) -> list[float]:
     left = [max(0.0, rate * time_s - 1) for rate in rates]
     total = sum(left)
     return [one / total for one in left]
+
+
+def _capped(shares: Sequence[float], most: float) -> list[float]:
+    """The same with none above ``most``, the rest in proportion to the others, as far as there are others: an
+    owner holds everybody's slices of its share, and a fast link does not mean much memory."""
+    capped = list(shares)
+    while True:
+        over = [index for index, share in enumerate(capped) if share > most]
+        takers = [index for index, share in enumerate(capped) if 0 < share < most]
+        if not over or not takers:
+            return capped
+        excess = sum(capped[index] for index in over) - most * len(over)
+        for index in over:
+            capped[index] = most
+        total = sum(capped[index] for index in takers)
+        for index in takers:
+            capped[index] *= 1 + excess / total
 
 
 def _edges(blocks: int, shares: Sequence[float]) -> tuple[BlockRange, ...]:
