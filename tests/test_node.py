@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
-from p2p_co2.node.meter import MEASURABLE_BYTES, Pace, UploadMeter
+from p2p_co2.node.links import AHEAD_BYTES, MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.node.meter import DRAINED_BYTES, LONGEST_BURST_S, MEASURABLE_BYTES, Pace, Progress, UploadMeter
 from p2p_co2.transport.base import OnMessage, OnRefused
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -222,30 +223,92 @@ async def test_a_slow_receiver_gets_its_rate_and_does_not_hold_up_the_others() -
         assert [len(data) for data in grpc.sent] == [1000, 1001, 1001, 1001]
 
 
+async def test_a_lane_with_less_to_carry_lets_the_other_go_ahead() -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        links.post(B, b"B", bulk=True)
+        links.post(C, b"C", bulk=True)
+        await turns()
+        ahead, behind = links._lanes[C], links._lanes[B]
+        grpc.gate.clear()
+        for number in range(4):
+            links.post(B, bytes(AHEAD_BYTES), bulk=True)
+            if number < 2:
+                links.post(C, bytes(AHEAD_BYTES), bulk=True)
+        assert not links._is_ahead(ahead)  # what the line can do is not known
+        links._meter.bytes_per_s = 2e6
+        now, behind.progress = time.monotonic(), Progress()
+        behind.progress.sent(1_000_000, now - 1.0, now)  # an equal share of it
+        assert links._is_ahead(ahead)
+        assert not links._is_ahead(behind)
+        behind.progress = Progress()
+        behind.progress.sent(100_000, now - 1.0, now)  # its receiver is slow
+        assert not links._is_ahead(ahead)
+        grpc.gate.set()
+        await links.drain(5.0)
+
+
+def test_progress_forgets() -> None:
+    progress = Progress()
+    assert progress.bytes_per_s(0.0) == 0.0
+    for second in range(20):
+        progress.sent(1000 if second < 10 else 100, float(second), second + 1.0)
+    assert 100 <= progress.bytes_per_s(20.0) < 105
+    progress.sent(5000, 30.0, 31.0)  # after a rest it counts anew
+    assert progress.bytes_per_s(31.0) == 5000
+
+
 def burst(meter: UploadMeter, size_bytes: int, started_at: float, duration_s: float) -> None:
-    meter.started(started_at)
-    meter.finished(size_bytes, started_at + duration_s)
+    """Of eight messages, one after the other at an even rate."""
+    for number in range(8):
+        meter.started(started_at + number * duration_s / 8)
+        meter.finished(size_bytes // 8, started_at + (number + 1) * duration_s / 8)
 
 
 def test_the_rate_is_that_of_the_best_burst_of_late() -> None:
     meter = UploadMeter()
     burst(meter, MEASURABLE_BYTES * 4, 1.0, 1.0)
-    burst(meter, 10, 10.0, 0.001)  # too small to tell
-    assert meter.bytes_per_s == MEASURABLE_BYTES * 4
-    burst(meter, MEASURABLE_BYTES, 20.0, 10.0)  # the machine was busy
-    burst(meter, 10, 40.0, 0.001)
+    burst(meter, 8, 10.0, 0.001)  # too small to tell
+    assert meter.bytes_per_s == pytest.approx(MEASURABLE_BYTES * 4)
+    burst(meter, MEASURABLE_BYTES, 20.0, 5.0)  # the machine was busy
+    burst(meter, 8, 40.0, 0.001)
     assert 0.9 * MEASURABLE_BYTES * 4 <= meter.bytes_per_s < MEASURABLE_BYTES * 4
     burst(meter, MEASURABLE_BYTES * 40, 50.0, 1.0)
-    burst(meter, 10, 60.0, 0.001)
-    assert meter.bytes_per_s == MEASURABLE_BYTES * 40
+    burst(meter, 8, 60.0, 0.001)
+    assert meter.bytes_per_s == pytest.approx(MEASURABLE_BYTES * 40)
 
 
 def test_messages_close_together_are_one_burst() -> None:
     meter = UploadMeter()
     for number in range(10):
-        burst(meter, MEASURABLE_BYTES // 4, 1.0 + number * 0.1, 0.05)
-    burst(meter, 1, 10.0, 0.001)
-    assert 2.4 * MEASURABLE_BYTES <= meter.bytes_per_s <= 2.8 * MEASURABLE_BYTES
+        meter.started(1.0 + number * 0.1)
+        meter.finished(MEASURABLE_BYTES // 4, 1.05 + number * 0.1)
+    burst(meter, 8, 10.0, 0.001)
+    # Of ten quarters, the last five left in half a second.
+    assert meter.bytes_per_s == pytest.approx(2.5 * MEASURABLE_BYTES)
+
+
+def test_what_buffers_swallow_is_no_rate() -> None:
+    meter = UploadMeter()
+    burst(meter, DRAINED_BYTES, 1.0, 0.002)  # all of it into buffers
+    burst(meter, 8, 10.0, 0.001)
+    assert meter.bytes_per_s == 0.0
+    for number in range(8):  # the first half into buffers, the rest at the speed of the link
+        meter.started(20.0 + 0.1 * max(0, number - 3))
+        meter.finished(100_000, 20.0 + 0.1 * max(0, number - 3) + 0.001)
+    burst(meter, 8, 30.0, 0.001)
+    assert meter.bytes_per_s == pytest.approx(1e6)
+    burst(meter, 4 * DRAINED_BYTES, 40.0, 0.02)  # no buffer holds so much
+    burst(meter, 8, 50.0, 0.001)
+    assert meter.bytes_per_s == pytest.approx(200 * DRAINED_BYTES)
+
+
+def test_a_burst_without_end_is_measured_all_the_same() -> None:
+    meter = UploadMeter()
+    for number in range(int(20 * LONGEST_BURST_S)):
+        meter.started(number * 0.1)
+        meter.finished(50_000, number * 0.1 + 0.09)
+    assert meter.bytes_per_s == pytest.approx(5e5, rel=0.05)
 
 
 def test_turns_come_in_the_order_of_asking_and_keep_the_rate() -> None:

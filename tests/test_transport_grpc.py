@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,9 +15,11 @@ import grpc.aio
 import pytest
 
 from p2p_co2.errors import EnvironmentFault, TransportError
+from p2p_co2.transport import unsent
 from p2p_co2.transport.door import Door
 from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
+from p2p_co2.transport.unsent import UNSENT_BYTES
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
 from tests.transport_peers import RUN, Peer, open_pair, open_peer
@@ -125,3 +129,33 @@ async def test_no_tls_there() -> None:
 def test_the_private_key_is_not_shown() -> None:
     certificate = make_certificate(time.time())
     assert "PRIVATE" not in f"{certificate!r} {certificate}"
+
+
+async def test_a_link_leaves_little_unsent_in_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_pair("grpc", tmp_path) as (a, b):
+        assert isinstance(b.carrier, GrpcCarrier)
+        for near_s, is_bounded in ((60.0, False), (0.0, True)):
+            monkeypatch.setattr(unsent, "NEAR_S", near_s)
+            link = await a.carrier.connect(b.record)
+            bounds = [unsent_bound(int(name), b.carrier.port) for name in os.listdir("/proc/self/fd")]
+            assert (UNSENT_BYTES in bounds) == is_bounded
+            await link.close()
+    assert unsent.keep_little_unsent("127.0.0.1", 9) == 0  # nobody is connected there
+
+
+def unsent_bound(descriptor: int, port: int) -> int | None:
+    """``TCP_NOTSENT_LOWAT`` of our connection to ``port`` if ``descriptor`` is one."""
+    try:
+        connection = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        return None
+    with connection:
+        try:
+            is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if not is_internet or connection.getpeername()[1] != port:
+                return None
+        except OSError:
+            return None
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)

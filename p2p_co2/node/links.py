@@ -7,7 +7,10 @@ message of the protocol may be lost.
 
 Bulk keeps to two rates: this peer's own cap, for all links together, and the rate at which the receiver said
 that it wants it. Lanes get their turns in the order in which they ask, one message each; a control message
-never waits for a turn.
+never waits for a turn. A lane that has less to carry than another lets it go ahead: a round is over when its
+last lane is, and connections that share a line share it unevenly, so that the last one would go on alone,
+with the line half empty. Only a lane that carries its share of the line is let ahead, not one whose receiver
+is slow.
 
 Law: all that leaves this machine for a peer leaves through ``post``.
 """
@@ -21,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.node.meter import Pace, UploadMeter
+from p2p_co2.node.meter import Pace, Progress, UploadMeter
 from p2p_co2.transport.base import Carrier, Link
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
@@ -35,6 +38,12 @@ MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 """Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
 MAX_LANES = 2 * MAX_PEERS
 MAX_QUEUED_CONTROL = 4096
+AHEAD_BYTES = 64 << 10
+"""A lane with this much less to carry than another waits for it."""
+AHEAD_S = 0.01
+"""How often it looks again."""
+FAIR = 0.2
+"""Of an equal share of the line: a lane that carries less is held up by its receiver."""
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
 
@@ -69,6 +78,7 @@ class _Lane:
     """When the first bulk message may go, as far as it has asked for its turns."""
     asked_cap: bool = False
     """Whether it has its turn of our own cap, after that of the receiver's rate."""
+    progress: Progress = field(default_factory=Progress)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
     task: asyncio.Task[None] | None = None
@@ -222,7 +232,7 @@ class Links:
                 await link.send(data)
                 self.up_bytes += len(data)
                 continue
-            wait_s = self._wait_s(peer, lane, time.monotonic())
+            wait_s = self._wait_s(peer, lane, time.monotonic()) or AHEAD_S * self._is_ahead(lane)
             if wait_s > 0:
                 await _wait_for_news(lane, wait_s)
                 continue
@@ -230,7 +240,20 @@ class Links:
             data = lane.bulk.popleft()
             lane.bulk_bytes -= len(data)
             self._queued_bytes -= len(data)
-            await self._send_bulk(link, data)
+            await self._send_bulk(lane, link, data)
+
+    def _is_ahead(self, lane: _Lane) -> bool:
+        """Whether another lane has more to carry and could do it if this one made room on the line."""
+        others = [other for other in self._lanes.values() if other.bulk and other.link is not None]
+        if not self._meter.bytes_per_s or lane.bulk_bytes + AHEAD_BYTES >= max(
+            (other.bulk_bytes for other in others), default=0
+        ):
+            return False
+        fair, now = FAIR * self._meter.bytes_per_s / len(others), time.monotonic()
+        return any(
+            other.bulk_bytes > lane.bulk_bytes + AHEAD_BYTES and other.progress.bytes_per_s(now) > fair
+            for other in others
+        )
 
     def _wait_s(self, peer: PeerId, lane: _Lane, now: float) -> float:
         """How long the lane's first bulk message has to wait: first for the receiver's rate, then for our
@@ -243,7 +266,7 @@ class Links:
             lane.turn_at, lane.asked_cap = self._cap.admit_at(size_bytes, now), True
         return lane.turn_at - now
 
-    async def _send_bulk(self, link: Link, data: bytes) -> None:
+    async def _send_bulk(self, lane: _Lane, link: Link, data: bytes) -> None:
         started_at = time.monotonic()
         self._meter.started(started_at)
         sent_bytes = 0
@@ -255,7 +278,9 @@ class Links:
         self.up_bytes += sent_bytes
         traffic = self.traffic.setdefault(link.peer, LinkTraffic())
         traffic.bulk_bytes += sent_bytes
-        traffic.bulk_s += time.monotonic() - started_at
+        now = time.monotonic()
+        traffic.bulk_s += now - started_at
+        lane.progress.sent(sent_bytes, started_at, now)
 
     async def _wait(self, lane: _Lane, link: Link) -> None:
         """Until there is something to send; raises ``PeerLost`` when the link dies first."""

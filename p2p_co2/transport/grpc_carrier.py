@@ -36,6 +36,7 @@ from p2p_co2.transport.base import (
 from p2p_co2.transport.door import MAX_INBOUND_LINKS, RELAYED, Door, network_at
 from p2p_co2.transport.names import Lookups
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
+from p2p_co2.transport.unsent import keep_little_unsent
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -169,6 +170,7 @@ class GrpcCarrier:
         except BaseException:
             await link.drop("never opened")
             raise
+        keep_little_unsent(number, port)
         return link
 
     async def _certificate_at(
