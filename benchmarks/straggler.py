@@ -2,14 +2,15 @@
 
 Three peers train a model by paced steps (a sleep of ``--step-s`` after each, so that two cores suffice) over
 links capped at ``--rate``; a fourth has ten times longer steps, or a link of a tenth of the rate in both
-directions, or both. Reported per case, over a window after the first rounds: the fast peers' tokens per
-second, committed rounds per minute, the share of time that training stood still, and how long answers took
-(``sync_delay_s``), each beside the same without the slow peer. Prints JSON.
+directions, or both. It rests (as after SIGUSR1: heartbeats only) and takes part in turn, ``--pairs`` times,
+in one swarm and beside the same processes. Reported per case: the fast peers' tokens per second with it over
+without it, pair by pair; committed rounds per minute, and how long answers took (``sync_delay_s``). JSON.
 
-    python benchmarks/straggler.py [--seconds 40] [--cases compute link both]
+    python benchmarks/straggler.py [--pairs 3] [--seconds 12] [--cases compute link both]
 
-Law: all peers of a case are started together with ``min_peers``, so nobody joins inside the window.
-Price: caps stand for slow links: what is queued in a modem is not modelled (``p2p-co2 rehearse`` does that).
+``noise``: half the spread of the pairs' ratios. Law: after each change the first ``--settle-s`` count for
+nothing. Price: caps stand for slow links: what is queued in a modem is not modelled (``p2p-co2 rehearse``
+does that).
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ RUN = RunConfig(
 CASES = {"compute": (TIMES, 1.0), "link": (1.0, 1 / TIMES), "both": (TIMES, 1 / TIMES)}
 """(times longer steps, share of the rate) of the slow peer."""
 BAR = 0.98
+REPORT_EVERY_S = 1.5
+"""Peers report once a second."""
 Figures = dict[str, Any]
 
 
@@ -53,8 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--warm-s", type=float, default=20.0)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=12.0, help="measured in each half of a pair")
+    parser.add_argument("--settle-s", type=float, default=3.0)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--step-s", type=float, default=0.1)
     parser.add_argument("--rate", type=float, default=1e6, help="bytes per second, each direction")
@@ -64,65 +68,95 @@ def main() -> None:
         ticket, folder, peers, step_s, rate, seed = options.worker
         _work(ticket, Path(folder), int(peers), float(step_s), float(rate), int(seed))
         return
-    alone = _measure(options, None)
     cases = {}
     for name in options.cases:
-        beside = _measure(options, CASES[name])
-        ratios = {key: round(beside[key] / alone[key], 4) for key in ("tokens_per_s", "rounds_per_min")}
-        cases[name] = {**beside, "with_by_without": ratios}
+        cases[name] = _measure(options, CASES[name])
         print(name, json.dumps(cases[name]), file=sys.stderr)
     values = 2 * WIDTH * WIDTH
     job = {"parameters": values, "round_s": ROUND_S, "fast_peers": FAST, "seconds": options.seconds,
            "step_s": options.step_s, "rate_bytes_per_s": options.rate, "bar": BAR}  # fmt: skip
     machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "load_1_min": os.getloadavg()[0]}
-    print(json.dumps({"at": time.strftime("%F %R"), **machine, **job, "alone": alone, **cases}, indent=2))
+    print(json.dumps({"at": time.strftime("%F %R"), **machine, **job, **cases}, indent=2))
 
 
-def _measure(options: argparse.Namespace, slow: tuple[float, float] | None) -> Figures:
-    """The fast peers' figures, with a slow one beside them or not."""
-    peers = FAST + (slow is not None)
+def _measure(options: argparse.Namespace, slow: tuple[float, float]) -> Figures:
+    """The pairs of one case."""
     with tempfile.TemporaryDirectory() as folder:
         swarm = Swarm(Path(folder), RUN)
         try:
-            for number in range(peers):
-                times, share = slow if slow is not None and number == FAST else (1.0, 1.0)
+            for number in range(FAST + 1):
+                times, share = slow if number == FAST else (1.0, 1.0)
                 swarm.start(
                     f"peer{number}",
                     [sys.executable, str(ROOT / "benchmarks" / "straggler.py"), "--worker", swarm.ticket,
-                     str(Path(folder) / f"peer{number}"), str(peers), str(options.step_s * times),
+                     str(Path(folder) / f"peer{number}"), str(FAST + 1), str(options.step_s * times),
                      str(options.rate * share), str(number)],
                 )  # fmt: skip
-            for number in range(peers):
-                swarm.wait_for(f"peer{number}", RoundCommitted, count=2, bound_s=120.0)
-            began_at = time.time() + options.warm_s
-            time.sleep(options.warm_s + options.seconds)
-            figures = [_figures(swarm, f"peer{number}", began_at) for number in range(peers)]
+            for number in range(FAST + 1):
+                swarm.wait_for(f"peer{number}", RoundCommitted, count=2, bound_s=90.0)
+            halves = _halves(options, swarm)
         finally:
             swarm.close()
-    fast = figures[:FAST]
-    result = {key: round(statistics.mean(one[key] for one in fast), 4) for key in fast[0]}
-    if slow is not None:
-        result["slow_peer"] = {key: round(value, 4) for key, value in figures[-1].items()}
-    return result
-
-
-def _figures(swarm: Swarm, name: str, began_at: float) -> dict[str, float]:
-    events = [event for event in swarm.events(name) if event.at >= began_at]
-    progress = [event for event in events if isinstance(event, Progress)]
-    first, last = progress[0], progress[-1]
-    seconds = last.at - first.at
-    applied = [event for event in events if isinstance(event, FragmentApplied)]
-    counted = [event for event in applied if event.contributed]
+    ratios = [_ratio(pair) for pair in zip(halves[True], halves[False], strict=True)]
     return {
-        "tokens_per_s": (last.tokens - first.tokens) / seconds,
-        "rounds_per_min": 60 * sum(isinstance(event, RoundCommitted) for event in events) / seconds,
-        "exposed_share": (last.exposed_s - first.exposed_s) / seconds,
-        "sync_delay_s": statistics.mean([event.sync_delay_s for event in applied] or [0.0]),
-        "skipped": float(sum(isinstance(event, SendSkipped) for event in events)),
-        "counted_whole_share": len(counted) / max(1, len(applied)),
-        "up_bytes_per_s": (last.up_bytes - first.up_bytes) / seconds,
-        "down_bytes_per_s": (last.down_bytes - first.down_bytes) / seconds,
+        "tokens_with_by_without": round(statistics.median(ratios), 4),
+        "pairs": [round(ratio, 4) for ratio in ratios],
+        "noise": round((max(ratios) - min(ratios)) / 2, 4),
+        "with": _medians(halves[True]),
+        "without": _medians(halves[False]),
     }
+
+
+def _halves(options: argparse.Namespace, swarm: Swarm) -> dict[bool, list[Figures]]:
+    """The figures with the slow peer (True) and while it rests, one of each per pair; which comes first
+    changes from pair to pair, so that a drift of the machine favours neither."""
+    slow = swarm.processes[f"peer{FAST}"]
+    halves: dict[bool, list[Figures]] = {True: [], False: []}
+    for pair in range(options.pairs):
+        for takes_part in (pair % 2 == 0, pair % 2 == 1):
+            slow.send_signal(signal.SIGUSR2 if takes_part else signal.SIGUSR1)
+            time.sleep(options.settle_s)
+            began_at = time.time()
+            time.sleep(options.seconds)
+            ended_at = time.time()
+            time.sleep(REPORT_EVERY_S)  # the last report but one is the last before the end
+            fast = [_figures(swarm, f"peer{number}", began_at, ended_at) for number in range(FAST)]
+            means = {key: statistics.mean(one[key] for one in fast) for key in fast[0]}
+            took_part = _figures(swarm, f"peer{FAST}", began_at, ended_at)
+            halves[takes_part].append({**means, "slow_peer_tokens_per_s": took_part["tokens_per_s"]})
+    return halves
+
+
+def _ratio(pair: tuple[Figures, Figures]) -> float:
+    return float(pair[0]["tokens_per_s"] / pair[1]["tokens_per_s"])
+
+
+def _medians(halves: list[Figures]) -> Figures:
+    return {key: round(statistics.median(half[key] for half in halves), 4) for key in halves[0]}
+
+
+def _figures(swarm: Swarm, name: str, began_at: float, ended_at: float) -> dict[str, float]:
+    events = swarm.events(name)
+    seconds = ended_at - began_at
+    progress = [event for event in events if isinstance(event, Progress)]
+    within = [event for event in events if began_at <= event.at < ended_at]
+    applied = [event for event in within if isinstance(event, FragmentApplied)]
+    return {
+        "tokens_per_s": (_tokens(progress, ended_at) - _tokens(progress, began_at)) / seconds,
+        "rounds_per_min": 60 * sum(isinstance(event, RoundCommitted) for event in within) / seconds,
+        "sync_delay_s": statistics.mean([event.sync_delay_s for event in applied] or [0.0]),
+        "skipped": float(sum(isinstance(event, SendSkipped) for event in within)),
+    }
+
+
+def _tokens(progress: list[Progress], at: float) -> float:
+    """By then, between the two reports around it."""
+    after = next((event for event in progress if event.at >= at), progress[-1])
+    before = next((event for event in reversed(progress) if event.at < at), progress[0])
+    if after.at <= before.at:
+        return float(after.tokens)
+    share = min(1.0, (at - before.at) / (after.at - before.at))
+    return before.tokens + share * (after.tokens - before.tokens)
 
 
 def _work(ticket: str, folder: Path, peers: int, step_s: float, rate: float, seed: int) -> None:
@@ -138,6 +172,8 @@ def _work(ticket: str, folder: Path, peers: int, step_s: float, rate: float, see
     with Journal(folder / "events.jsonl") as journal:
         peer = connect(ticket, config, journal.write).start(model, optimizer)
         signal.signal(signal.SIGINT, lambda *_: peer.stop())
+        signal.signal(signal.SIGUSR1, lambda *_: peer.pause())
+        signal.signal(signal.SIGUSR2, lambda *_: peer.go_on())
         with peer:
             while True:
                 inputs = torch.randn(4, WIDTH, generator=data)

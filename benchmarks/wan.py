@@ -1,14 +1,23 @@
 """Training over internet lines: four peers in network namespaces, ours and hivemind's own Optimizer.
 
-    python benchmarks/wan.py [--cases dsl transatlantic slow] [--seconds 100] [--hivemind]
+    python benchmarks/wan.py [--cases dsl transatlantic slow] [--seconds 100] [--hivemind] [--folder DIR]
 
 Needs root (see ``p2p-co2 rehearse``). The model's exchange takes half of a round at the line's upload rate at
 best (the floor of ALGORITHMS section 5), in case ``slow`` twice the round. Steps have a fixed length
 (``wan_recipe``), since four peers share two cores: utilisation is what the network leaves of the wall time
 between the first rounds and the last. Prints JSON; ``bars`` says what each figure should be.
 
-``--hivemind`` runs the same recipe, data and lines with hivemind 1.1.12's ``Optimizer`` afterwards: tokens
-per second, utilisation, and the held-out loss at equal wall time (ours: of the agreed parameters).
+``--hivemind`` runs the same recipe, data and lines with hivemind 1.1.12's ``Optimizer`` afterwards, for as
+long as ours took from its first step to its end (``--only-hivemind``: for ``--seconds``): tokens per second,
+utilisation, and the held-out loss at equal wall time (ours: of the agreed parameters). ``steady`` leaves out
+what comes before the first outer step, for both, and the writing of our checkpoints, which is told beside it
+(four peers write to one disk); ``training`` leaves out nothing but, for ours, the wait for the last rounds,
+which hivemind is given time for as well. hivemind averages gradients, so its one step per round is given a
+larger learning rate (``HIVEMIND_LEARNING_RATE_TIMES``).
+
+``line_share``: bytes on the line while an exchange is on; ``transfer_share``: payload alone, from BEGIN until
+the last member has all means ("achieved bandwidth during an exchange"); ``goodput_share``: the same with
+votes and decision.
 """
 
 from __future__ import annotations
@@ -19,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +40,29 @@ from bootstrap import netns
 from bootstrap.internet import Internet
 from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.profiles import PROFILES
+from p2p_co2.telemetry.events import Progress
+from p2p_co2.telemetry.journal import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS, STEP_S, WIDTH, PARTS, BATCH = 4, 0.5, 512, 4, 512
+PEERS, WIDTH, PARTS, BATCH = 4, 512, 4, 512
 BITS_PER_VALUE = 4.25
 """int4: four bits, and a scale of 32 bits for 128 values."""
+HIVEMIND_LEARNING_RATE_TIMES = 20.0
+"""The best of 1, 10, 20, 40, 54 and 84 (the micro-batches of a round) for the recipe's error over six steps
+on mean gradients that are one step old; from 40 on it diverges."""
 CASES: dict[str, dict[str, Any]] = {
-    "dsl": {"profile": "dsl", "loss": 0.01, "rows": 8192, "floor": 0.5, "utilisation": 0.97, "line": 0.8},
+    "dsl": {
+        "profile": "dsl", "loss": 0.01, "rows": 8192, "fragments": 2, "step_s": 0.5, "floor": 0.5,
+        "utilisation": 0.97, "line": 0.8,
+    },
     "transatlantic": {
-        "profile": "transatlantic", "loss": None, "rows": 16384, "floor": 0.5,
+        "profile": "transatlantic", "loss": None, "rows": 16384, "fragments": 2, "step_s": 1.0, "floor": 0.5,
         "utilisation": 0.95, "line": 0.8,
     },
-    "slow": {"profile": "dsl", "loss": 0.01, "rows": 8192, "floor": 2.0, "utilisation": 0.95, "line": None},
+    "slow": {
+        "profile": "dsl", "loss": 0.01, "rows": 8192, "fragments": 4, "step_s": 0.5, "floor": 2.0,
+        "utilisation": 0.95, "line": None,
+    },
 }  # fmt: skip
 
 
@@ -51,7 +73,7 @@ def floor_s(case: dict[str, Any]) -> float:
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
-    return {"rows": case["rows"], "width": WIDTH, "parts": PARTS, "step_s": STEP_S}
+    return {"rows": case["rows"], "width": WIDTH, "parts": PARTS, "step_s": case["step_s"]}
 
 
 def ours(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
@@ -59,7 +81,7 @@ def ours(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
     round_s = floor_s(case) / case["floor"]
     options = "\n".join(f"{key} = {value}" for key, value in options_of(case).items())
     (folder / "run.toml").write_text(
-        f'name = "wan"\nrecipe = "{ROOT}/benchmarks/wan_recipe.py:make"\nfragments = 4\n'
+        f'name = "wan"\nrecipe = "{ROOT}/benchmarks/wan_recipe.py:make"\nfragments = {case["fragments"]}\n'
         f"[recipe_options]\n{options}\n[clock]\nround_s = {round_s:.3f}\n"
     )
     command = [sys.executable, "-m", "bootstrap", "rehearse", str(folder / "run.toml"), "--peers", str(PEERS)]
@@ -71,25 +93,43 @@ def ours(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
     if done.returncode:
         return {"failed": (done.stdout + done.stderr)[-2000:]}
     summary = json.loads((folder / "run" / "summary.json").read_text())
-    used = summary["steady"]["utilisation"]
+    used, saving = summary["steady"]["utilisation"], summary["steady"]["saving_share"]
     exchanges = summary["exchanges"]
     return {
         "round_s": round(round_s, 2),
         "floor_s": round(floor_s(case), 2),
-        "utilisation_steady": min(used.values(), default=None),
-        "utilisation_whole": summary["utilisation"]["mean"],
-        "line_share_median": exchanges["line_share"]["median"],
-        "goodput_share_median": exchanges["goodput_share"]["median"],
+        "utilisation_steady": min(used[peer] / (1 - saving[peer]) for peer in used),
+        "utilisation_with_checkpoints": min(used.values()),
+        "wall_s": max(peer["wall_s"] for peer in summary["peer_table"].values()),
+        "training": _training(folder / "run" / "events.jsonl"),
+        "line_share": exchanges["line_share"],
+        "goodput_share": exchanges["goodput_share"],
+        "transfer_share": exchanges["transfer_share"],
         "exchange_s": exchanges["duration_s"],
         "exchanging_share": exchanges["exchanging_share"],
         "while_exchanging": exchanges["while_exchanging"],
         "staleness": summary["staleness"],
         "committed": summary["rounds"]["committed"],
         "aborted": summary["rounds"]["abort_reasons"],
-        "tokens_per_s": summary["steady"]["tokens_per_s"],
+        "tokens_per_s_steady": summary["steady"]["tokens_per_s"],
         "loss": summary["loss"],
         "forwarder": summary["forwarder"],
-        "bars": {"utilisation_steady": case["utilisation"], "line_share_median": case["line"]},
+        "bars": {"utilisation_steady": case["utilisation"], "transfer_share": case["line"]},
+    }
+
+
+def _training(journal: Path) -> dict[str, float]:
+    """From the first inner step until the training loop ended, first rounds included: before the last rounds
+    are waited for."""
+    last = {
+        event.peer: event
+        for event in read_events(journal)
+        if isinstance(event, Progress) and event.phase == "training" and event.inner_steps
+    }
+    return {
+        "wall_s": round(max(event.wall_s for event in last.values()), 1),
+        "tokens_per_s": round(sum(event.tokens / event.wall_s for event in last.values()), 1),
+        "utilisation": round(min(event.train_s / event.wall_s for event in last.values()), 4),
     }
 
 
@@ -103,10 +143,12 @@ def theirs(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]
         "recipe": f"{ROOT}/benchmarks/wan_recipe.py:make",
         "options": options_of(case),
         "seconds": seconds,
-        "target_batch_size": max(1, round(PEERS * BATCH * round_s / STEP_S)),
+        "target_batch_size": max(1, round(PEERS * BATCH * round_s / case["step_s"])),
         "matchmaking_s": 3.0,
         "averaging_timeout_s": 60.0,
-        "begin_at": time.time() + 40.0,
+        "next_chunk_timeout_s": 30.0,  # its default, the matchmaking time, ends transfers on such lines
+        "learning_rate_times": HIVEMIND_LEARNING_RATE_TIMES,
+        "begin_at": time.time() + 32.0,
     }
     (folder / "job.json").write_text(json.dumps(job))
     workers: list[Child] = []
@@ -123,23 +165,45 @@ def theirs(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]
             if index == 0:
                 seed = json.loads("{" + swarm.wait_for_line(workers[0], "{", 90))["maddr"]
         swarm.wait(workers, 60 + seconds + 60)
-        ends = [_last_figures(worker) for worker in workers]
-    told = [end for end in ends if end]
-    if len(told) < PEERS or any("loss" not in end for end in told):
+        moved = {name: up for name, (up, _) in internet.traffic_bytes().items()}
+        told = [_figures(worker) for worker in workers]
+    if any(not figures or "loss" not in figures[-1] for figures in told):
         return {"failed": [worker.last_lines(5) for worker in workers], "figures": told}
+    ends = [figures[-1] for figures in told]
     return {
-        "tokens_per_s": round(sum(end["tokens"] / end["wall_s"] for end in told), 1),
-        "utilisation": round(min(end["train_s"] / end["wall_s"] for end in told), 4),
-        "loss_end": round(sum(end["loss"] for end in told) / len(told), 5),
-        "epochs": [end["epoch"] for end in told],
+        "wall_s": round(max(end["wall_s"] for end in ends), 1),
+        "training": {
+            "tokens_per_s": round(sum(end["tokens"] / end["wall_s"] for end in ends), 1),
+            "utilisation": round(min(end["train_s"] / end["wall_s"] for end in ends), 4),
+        },
+        "utilisation_steady": min(_share(figures, "train_s") for figures in told),
+        "tokens_per_s_steady": round(sum(_share(figures, "tokens") for figures in told), 1),
+        "loss": [figures[-1]["loss"] for figures in told],
+        "steps_taken": [figures[-1]["epoch"] for figures in told],
+        "swarm_seen": [figures[-1]["peers"] for figures in told],
+        "up_bytes_per_peer": moved,
     }
 
 
-def _last_figures(worker: Child) -> dict[str, Any]:
-    lines = [
-        line for line in worker.log.read_text(errors="replace").splitlines() if line.startswith('{"tokens')
-    ]
-    return dict(json.loads(lines[-1])) if lines else {}
+def _figures(worker: Child) -> list[dict[str, Any]]:
+    lines = worker.log.read_text(errors="replace").splitlines()
+    return [json.loads(line) for line in lines if line.startswith('{"tokens')]
+
+
+def _share(figures: list[dict[str, Any]], name: str) -> float:
+    """Growth of ``name`` per second since the first outer step."""
+    first = next((each for each in figures if each["epoch"]), figures[0])
+    seconds = figures[-1]["wall_s"] - first["wall_s"]
+    return round((figures[-1][name] - first[name]) / seconds, 4) if seconds else 0.0
+
+
+@contextmanager
+def _folder(kept: Path | None, name: str) -> Iterator[Path]:
+    """A new folder for a case, removed afterwards unless it is to be ``kept``."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = kept / name if kept else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def main() -> None:
@@ -148,19 +212,22 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--folder", type=Path, help="keep our runs here, one folder each")
     parser.add_argument("--hivemind", action="store_true")
     parser.add_argument("--only-hivemind", action="store_true")
     options = parser.parse_args()
-    report: dict[str, Any] = {"at": time.strftime("%F %R"), "peers": PEERS, "step_s": STEP_S}
+    report: dict[str, Any] = {"at": time.strftime("%F %R"), "peers": PEERS}
     for name in options.cases:
         case = CASES[name]
         report[name] = {}
         if not options.only_hivemind:
-            with tempfile.TemporaryDirectory() as folder:
-                report[name]["ours"] = ours(case, options.seconds, Path(folder))
+            with _folder(options.folder, name) as folder:
+                report[name]["ours"] = ours(case, options.seconds, folder)
+            print(name, json.dumps(report[name]), file=sys.stderr, flush=True)
         if options.hivemind or options.only_hivemind:
             with tempfile.TemporaryDirectory() as folder:
-                report[name]["hivemind"] = theirs(case, options.seconds, Path(folder))
+                seconds = report[name].get("ours", {}).get("wall_s") or options.seconds
+                report[name]["hivemind"] = theirs(case, seconds, Path(folder))
         print(name, json.dumps(report[name]), file=sys.stderr)
     print(json.dumps(report, indent=2))
 

@@ -14,11 +14,13 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hivemind
 import torch
+from hivemind.compression import Uniform8BitQuantization
 
 from p2p_co2.recipes import load_recipe
 
@@ -27,6 +29,13 @@ def main(folder: str, index: str, host: str, seed: str, job_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(1)
     recipe = load_recipe(job["recipe"], job["options"], 0)
+
+    def scaled(parameters: Any) -> torch.optim.Optimizer:
+        made = recipe.optimizer(parameters)
+        for group in made.param_groups:
+            group["lr"] *= job["learning_rate_times"]
+        return made
+
     dht = hivemind.DHT(
         initial_peers=[seed] if seed != "-" else [], host_maddrs=[f"/ip4/{host}/tcp/0"], start=True,
         startup_timeout=60, identity_path=str(Path(folder) / f"identity{index}"),
@@ -35,11 +44,12 @@ def main(folder: str, index: str, host: str, seed: str, job_file: str) -> None:
     batch_size = recipe.default_batch
     optimizer = hivemind.Optimizer(
         dht=dht, run_id="wan", batch_size_per_step=batch_size, target_batch_size=job["target_batch_size"],
-        params=list(recipe.model.parameters()), optimizer=recipe.optimizer,
+        params=list(recipe.model.parameters()), optimizer=scaled,
         offload_optimizer=True, delay_optimizer_step=True, delay_grad_averaging=True,
-        grad_compression=hivemind.Uniform8BitQuantization(),
-        state_averaging_compression=hivemind.Uniform8BitQuantization(),
+        grad_compression=Uniform8BitQuantization(),
+        state_averaging_compression=Uniform8BitQuantization(),
         matchmaking_time=job["matchmaking_s"], averaging_timeout=job["averaging_timeout_s"],
+        next_chunk_timeout=job["next_chunk_timeout_s"],
         tracker_opts={"min_refresh_period": 1.0, "default_refresh_period": 1.0}, verbose=False,
         average_state_every=10**6,
     )  # fmt: skip
@@ -57,7 +67,8 @@ def main(folder: str, index: str, host: str, seed: str, job_file: str) -> None:
         wall_s = time.monotonic() - began_at
         if wall_s - told_at >= 1.0 or wall_s >= job["seconds"]:
             told_at = wall_s
-            figures = {"tokens": tokens, "train_s": train_s, "wall_s": wall_s, "epoch": optimizer.local_epoch}
+            figures = {"tokens": tokens, "train_s": train_s, "wall_s": wall_s, "epoch": optimizer.local_epoch,
+                       "peers": optimizer.tracker.global_progress.num_peers}  # fmt: skip
             if wall_s >= job["seconds"]:
                 figures["loss"] = recipe.held_out(recipe.model)
             print(json.dumps(figures), flush=True)

@@ -3,7 +3,8 @@
 An exchange is a committed round from its BEGIN to the moment when its last member knew of the commit. Its
 bytes are what the lines' own counters say, packet headers and retransmissions included, so a figure here is
 of the line and not of the program's hopes. ``goodput`` is the other side: the payload that the reduction
-needs (2 (1 - 1/M) times the fragment's bytes per peer and direction) over the same time.
+needs (2 (1 - 1/M) times the fragment's bytes per peer and direction) over the same time. Its transfer is the
+part in which payload moves: until the last member holds all means; votes and the decision come after it.
 
 Law: a pure function of events, samples and profiles. Price: counters are read ten times a second and
 interpolated between, so an exchange of less than a second is measured coarsely; where exchanges overlap, the
@@ -35,6 +36,7 @@ class ExchangeLog:
     _begun: dict[Place, tuple[float, int]] = field(default_factory=dict)
     _ended: dict[Place, float] = field(default_factory=dict)
     _payload_bytes: dict[int, int] = field(default_factory=dict)
+    _transfer_s: dict[Place, float] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
         match event:
@@ -47,11 +49,20 @@ class ExchangeLog:
             case RoundCommitted():
                 place = event.fragment, event.round
                 self._ended[place] = max(event.at, self._ended.get(place, 0.0))
+                transfer_s = event.means_s - event.begun_s
+                self._transfer_s[place] = max(transfer_s, self._transfer_s.get(place, 0.0))
 
     def exchanges(self) -> list[Exchange]:
         """Those of which both ends are known, by their beginning."""
         known = [
-            Exchange(*place, begun[0], self._ended[place], begun[1], self._payload_bytes.get(place[0], 0))
+            Exchange(
+                *place,
+                begun[0],
+                self._ended[place],
+                begun[1],
+                self._payload_bytes.get(place[0], 0),
+                self._transfer_s[place],
+            )
             for place, begun in self._begun.items()
             if place in self._ended and self._ended[place] > begun[0]
         ]
@@ -60,7 +71,8 @@ class ExchangeLog:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One committed round; times unix seconds, ``payload_bytes`` one encoded fragment."""
+    """One committed round; times unix seconds, ``payload_bytes`` one encoded fragment, ``transfer_s`` from
+    BEGIN until the slowest member held all means (0: nobody told)."""
 
     fragment: int
     round: int
@@ -68,16 +80,16 @@ class Exchange:
     ended_at: float
     group_size: int
     payload_bytes: int
+    transfer_s: float = 0.0
 
     @property
     def duration_s(self) -> float:
         return self.ended_at - self.began_at
 
     @property
-    def goodput_bits_per_s(self) -> float:
+    def moved_bits(self) -> float:
         """What each peer sent, and received, of payload and means."""
-        share = 2 * (1 - 1 / self.group_size) if self.group_size else 0.0
-        return 8 * share * self.payload_bytes / self.duration_s
+        return 8 * 2 * (1 - 1 / self.group_size) * self.payload_bytes if self.group_size else 0.0
 
 
 def exchange_figures(
@@ -87,20 +99,24 @@ def exchange_figures(
 
     ``line_share``: of each exchange, the bytes on its members' lines over what the lines could carry in the
     time, the busier direction of each, mean over the peers; None without ``traffic``. ``goodput_share``: the
-    same of the payload alone, against the mean upload rate. ``while_exchanging``: per peer, Mbit/s in the
+    same of the payload alone, against the mean upload rate; ``transfer_share``: the same over the exchange's
+    transfer. ``while_exchanging``: per peer, Mbit/s in the
     time in which at least one exchange was going on, and the share of the line.
     """
     found = [exchange for exchange in log.exchanges() if exchange.began_at >= since]
     counters = _Counters(traffic)
     shares = [share for exchange in found if (share := _line_share(exchange, counters, lines)) is not None]
     upload = statistics.fmean(line.up_bits_per_s for line in lines.values()) if lines else 0.0
-    goodput = [exchange.goodput_bits_per_s / upload for exchange in found] if upload else []
+    moved = [exchange for exchange in found if upload and exchange.moved_bits]
+    goodput = [exchange.moved_bits / exchange.duration_s / upload for exchange in moved]
+    moving = [each.moved_bits / each.transfer_s / upload for each in moved if each.transfer_s > 0]
     busy = _union([(exchange.began_at, exchange.ended_at) for exchange in found])
     return {
         "count": len(found),
         "duration_s": _spread([exchange.duration_s for exchange in found]),
         "line_share": _spread(shares),
         "goodput_share": _spread(goodput),
+        "transfer_share": _spread(moving),
         "exchanging_share": _exchanging_share(busy),
         "while_exchanging": {
             name: _while(name, line, busy, counters) for name, line in lines.items() if counters

@@ -83,7 +83,8 @@ def exchanges_line(summary: dict[str, Any]) -> Text:
         f"{figures['count']} exchanges, median {figure(duration['median'], 2)} s "
         f"({figure(duration['lowest'], 2)} to {figure(duration['highest'], 2)}); "
         f"line used in an exchange: median {percent(share['median'])}, "
-        f"payload alone {percent(figures['goodput_share']['median'])}; "
+        f"payload alone {percent(figures['goodput_share']['median'])}, "
+        f"until all means had come {percent(figures['transfer_share']['median'])}; "
         f"an exchange was going on {percent(figures['exchanging_share'])} of the time"
     )
 

@@ -2,7 +2,8 @@
 
 Training waits for the first round of each fragment by design, and for the last answers at the end; both are
 seconds once in a run, but a fifth of a rehearsal. The summary has both figures: ``utilisation`` with all of
-it, ``steady`` without.
+it, ``steady`` without. Writing checkpoints stops training too and has nothing to do with the network; its
+share is told beside it.
 
 Law: the figure is a difference of two of the peer's own ``Progress`` reports, so nothing is estimated.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2p_co2.telemetry.events import Event, PeerStarted, Progress
+from p2p_co2.telemetry.events import CheckpointSaved, Event, PeerStarted, Progress
 
 
 @dataclass
@@ -22,6 +23,8 @@ class SteadyLog:
     _first: dict[str, Progress] = field(default_factory=dict)
     _last: dict[str, Progress] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
+    _saved: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """By peer: when a checkpoint was written, and how long that took."""
 
     def add(self, event: Event) -> None:
         if isinstance(event, PeerStarted):
@@ -31,6 +34,8 @@ class SteadyLog:
             if event.peer not in self._first and min(event.versions, default=0) >= self.first_rounds:
                 self._first[event.peer] = event
             self._last[event.peer] = event
+        elif isinstance(event, CheckpointSaved):
+            self._saved.setdefault(event.peer, []).append((event.at, event.duration_s))
 
     def since(self) -> float | None:
         """When the last peer had its first rounds behind it (unix); None if one has not."""
@@ -41,6 +46,16 @@ class SteadyLog:
     def utilisation(self) -> dict[str, float]:
         """By peer's name: seconds in inner steps over seconds."""
         return {name: round(train / wall, 4) for name, train, wall in self._spans()}
+
+    def saving_share(self) -> dict[str, float]:
+        """By peer's name: of the same time, what went into checkpoints."""
+        shares = {}
+        for peer, first in self._first.items():
+            last = self._last[peer]
+            saved_s = sum(took_s for at, took_s in self._saved.get(peer, ()) if first.at < at <= last.at)
+            if last.wall_s > first.wall_s:
+                shares[self._names.get(peer, peer)] = round(saved_s / (last.wall_s - first.wall_s), 4)
+        return dict(sorted(shares.items()))
 
     def tokens_per_s(self) -> float:
         """Of all peers together."""
