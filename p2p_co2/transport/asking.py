@@ -12,12 +12,12 @@ Price: all bytes pass the Go daemon, three to five times the CPU of gRPC: for ki
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.transport.hivemind_quiet import P2P, P2PDaemonError, StreamInfo
+from p2p_co2.transport.hivemind_quiet import P2P, StreamInfo
 from p2p_co2.transport.libp2p_control import Stream, hang_up, open_stream, reach
+from p2p_co2.transport.serving import ServedStreams
 from p2p_co2.wire.identity import PeerId
 
 HEADER_BYTES = 4
@@ -27,7 +27,6 @@ QUESTION_EVERY_S = 0.1
 """A stream's questions are read no faster: even a refusal is signed."""
 MAX_STREAMS = 64
 MAX_STREAMS_PER_PEER = 2
-_DAEMON_TIMEOUT_S = 5.0
 
 Answer = Callable[[PeerId, bytes], bytes]
 """(who asks, question) to answer; raises ``RemoteProtocolError`` to hang up."""
@@ -40,57 +39,24 @@ class Answering:
     def __init__(
         self, p2p: P2P, protocol: str, answer: Answer, on_rude: OnRude, most_question_bytes: int
     ) -> None:
-        self._p2p, self._protocol, self._answer, self._on_rude = p2p, protocol, answer, on_rude
-        self._most_bytes = most_question_bytes
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._of: Counter[PeerId] = Counter()
-        self._listening = False
+        self._answer, self._on_rude, self._most_bytes = answer, on_rude, most_question_bytes
+        self._streams = ServedStreams(p2p, protocol, self._serve, MAX_STREAMS, MAX_STREAMS_PER_PEER)
 
     async def start(self) -> None:
-        await self._p2p.add_binary_stream_handler(self._protocol, self._serve)
-        self._listening = True
+        await self._streams.start()
 
     async def close(self) -> None:
         """Stop serving; no task is left. May be called twice."""
-        listening, self._listening = self._listening, False
-        if listening:
-            try:
-                async with asyncio.timeout(_DAEMON_TIMEOUT_S):
-                    await self._p2p.remove_binary_stream_handler(self._protocol)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError):
-                pass  # the daemon is gone, and its handlers with it
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._streams.close()
 
     async def _serve(
         self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         asker = PeerId(info.peer_id.to_base58())
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._tasks) >= MAX_STREAMS or self._of[asker] >= MAX_STREAMS_PER_PEER:
-            await hang_up(writer)
-            return
-        self._tasks.add(task)
-        self._of[asker] += 1
         try:
             await self._converse(asker, reader, writer)
         except RemoteProtocolError as error:
             self._on_rude(asker, error)
-        except (OSError, asyncio.IncompleteReadError, TimeoutError):
-            pass  # the asker is gone, or has no more questions
-        except asyncio.CancelledError:
-            if self._listening:
-                raise
-            # `close` did it: just end, because asyncio's streams complain about a cancelled handler
-        finally:
-            self._tasks.discard(task)
-            self._of[asker] -= 1
-            if not self._of[asker]:
-                del self._of[asker]
-            await hang_up(writer)
 
     async def _converse(
         self, asker: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -17,17 +17,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.transport.hivemind_quiet import P2P, P2PDaemonError, StreamInfo
+from p2p_co2.transport.hivemind_quiet import P2P, StreamInfo
 from p2p_co2.transport.libp2p_control import hang_up
 from p2p_co2.transport.names import Lookups
 from p2p_co2.transport.probe_limits import ProbeLimits, address_of, check_dial_back
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.transport.serving import ServedStreams
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import DialBackProbe, Probe, ProbeAnswer
 
@@ -47,8 +46,6 @@ DIAL_S = 3.0
 BULK_S = 3.0
 """A measurement ends after this, however little has passed."""
 
-OnRefused = Callable[[PeerId, RemoteProtocolError], None]
-
 
 class ProbeServer:
     """Answers probes over a started ``P2P``, which stays the caller's. ``run``: its digest (32 bytes).
@@ -57,57 +54,27 @@ class ProbeServer:
     def __init__(
         self, p2p: P2P, run: bytes, upload_bytes_per_s: float = 0.0, clock: Callable[[], float] = time.time
     ) -> None:
-        self._p2p, self._run, self._cap, self._clock = p2p, run, upload_bytes_per_s, clock
+        self._run, self._cap, self._clock = run, upload_bytes_per_s, clock
         self._limits, self._lookups = ProbeLimits(), Lookups(MAX_LOOKUPS)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._of: Counter[str] = Counter()
-        self._listening = False
+        self._streams = ServedStreams(p2p, PROTOCOL, self._serve, MAX_STREAMS, MAX_STREAMS_PER_PEER)
 
     async def start(self) -> None:
-        await self._p2p.add_binary_stream_handler(PROTOCOL, self._serve)
-        self._listening = True
+        await self._streams.start()
 
     async def close(self) -> None:
         """Stop serving; no task is left. May be called twice."""
-        listening, self._listening = self._listening, False
-        if listening:
-            try:
-                async with asyncio.timeout(DIAL_S):
-                    await self._p2p.remove_binary_stream_handler(PROTOCOL)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError):
-                pass  # the daemon is gone, and its handlers with it
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._streams.close()
 
     async def _serve(
         self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        asker, task = info.peer_id.to_base58(), asyncio.current_task()
-        assert task is not None
-        if len(self._tasks) >= MAX_STREAMS or self._of[asker] >= MAX_STREAMS_PER_PEER:
-            await hang_up(writer)
-            return
-        self._tasks.add(task)
-        self._of[asker] += 1
         try:
             while True:
                 async with asyncio.timeout(QUESTION_S):
                     question = await read_frame(reader, MAX_QUESTION_BYTES)
                 await self._answer(_parsed(question), str(info.addr), reader, writer)
-        except (RemoteProtocolError, OSError, asyncio.IncompleteReadError, TimeoutError):
-            pass  # it broke a rule, is gone, or has no more questions: all end with the stream
-        except asyncio.CancelledError:
-            if self._listening:
-                raise
-            # `close` did it: just end, because asyncio's streams complain about a cancelled handler
-        finally:
-            self._tasks.discard(task)
-            self._of[asker] -= 1
-            if not self._of[asker]:
-                del self._of[asker]
-            await hang_up(writer)
+        except RemoteProtocolError:
+            pass  # it broke a rule: that ends the stream
 
     async def _answer(
         self, probe: Probe, observed: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
