@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer
 from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.synchroniser import DISTINCT, Progressed, Synchroniser
@@ -99,6 +102,30 @@ class Bench:
 
     def value(self) -> float:
         return float(self.model.weight.detach().flatten()[0])
+
+
+class PatientOutcomes(queue.SimpleQueue[Any]):
+    """Time passes only while the training thread waits here, the tensor worker has done all, and nothing
+    comes."""
+
+    def __init__(self, bench: Bench, now_s: list[float]) -> None:
+        self.bench, self.now_s = bench, now_s
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self.bench.ledger.states()
+        try:
+            return self.get_nowait()
+        except queue.Empty:
+            self.now_s[0] += timeout or 0.0
+            raise
+
+
+def bench_on_virtual_time(monkeypatch: pytest.MonkeyPatch, fragments: int = 2, **settings: Any) -> Bench:
+    now_s = [0.0]
+    monkeypatch.setattr(synchroniser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    made = Bench(fragments, **settings)
+    made.ledger.outcomes = PatientOutcomes(made, now_s)
+    return made
 
 
 @pytest.fixture
@@ -199,16 +226,15 @@ def test_sync_delay_steps_holds_a_mean_back() -> None:
 def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("p2p_co2.trainer.synchroniser.FIRST_ROUND_BOUND_S", 0.2)
-    made = Bench(blocking_rounds=1)
+    made = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
     made.step(4)  # nobody answers: both first rounds run into their bound
-    assert 0.4 <= made.sync.exposed_s < 5.0
+    assert made.sync.exposed_s == pytest.approx(2 * synchroniser.FIRST_ROUND_BOUND_S)
     for fragment in (0, 1):
         made.commit(fragment)
     made.sync.take_outcomes()
     exposed_s = made.sync.exposed_s
     made.step(4)
-    assert made.sync.exposed_s - exposed_s < 0.2
+    assert made.sync.exposed_s == exposed_s
     made.ledger.close()
 
 
@@ -219,11 +245,10 @@ def test_a_fault_of_the_network_thread_comes_up_in_the_next_step(bench: Bench) -
 
 
 def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2p_co2.trainer.synchroniser.FLUSH_BOUND_S", 0.3)
-    monkeypatch.setattr("p2p_co2.trainer.synchroniser.SETTLE_BOUND_S", 0.3)
-    made = Bench()
+    made = bench_on_virtual_time(monkeypatch)
     made.step(1)
     made.sync.flush(finished=True)  # nobody answers
+    assert made.sync.exposed_s == pytest.approx(synchroniser.FLUSH_BOUND_S + synchroniser.SETTLE_BOUND_S)
     made.ledger.states()
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
     assert made.wire.shown[-1].phase == made.sync.phase
@@ -251,9 +276,7 @@ def test_the_final_flush_holds_half_of_the_snapshots_at_a_time(monkeypatch: pyte
 
 
 def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2p_co2.trainer.synchroniser.FLUSH_BOUND_S", 0.4)
-    monkeypatch.setattr("p2p_co2.trainer.synchroniser.SETTLE_BOUND_S", 0.0)
-    made = Bench(fragments=4)
+    made = bench_on_virtual_time(monkeypatch, fragments=4)
     made.step(1)
     made.sync.flush(finished=True)  # nobody answers the first two
     made.ledger.states()

@@ -22,7 +22,7 @@ from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certifica
 from p2p_co2.transport.unsent import UNSENT_BYTES
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
-from tests.transport_peers import RUN, Peer, open_pair, open_peer
+from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer
 
 
 @asynccontextmanager
@@ -30,7 +30,7 @@ async def raw_grpc(b: Peer) -> AsyncIterator[grpc.aio.StreamUnaryCall]:
     """A call to ``b`` that sends what it likes."""
     carrier = b.carrier
     assert isinstance(carrier, GrpcCarrier)
-    pem = await fetch_certificate("127.0.0.1", carrier.port, carrier.certificate_digest, 2)
+    pem = await fetch_certificate("127.0.0.1", carrier.port, carrier.certificate_digest, PATIENCE_S)
     options = [("grpc.ssl_target_name_override", TARGET_NAME)]
     credentials = grpc.ssl_channel_credentials(root_certificates=pem)
     async with grpc.aio.secure_channel(f"127.0.0.1:{carrier.port}", credentials, options=options) as channel:
@@ -123,7 +123,7 @@ async def test_no_tls_there() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(TransportError, match="TLS"):
-            await fetch_certificate("127.0.0.1", port, bytes(32), 2)
+            await fetch_certificate("127.0.0.1", port, bytes(32), PATIENCE_S)
 
 
 def test_the_private_key_is_not_shown() -> None:

@@ -23,16 +23,11 @@ from p2p_co2.transport.libp2p_relay import ENOUGH_BYTES, Places, ask_for_place, 
 from p2p_co2.transport.libp2p_ways import ANEW_AFTER_S, Ways, way_in_words
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import CircuitHop, CircuitLimit
+from tests.transport_peers import PATIENCE_S, free_port
 
 A, B = PeerId("a"), PeerId("b")
 DIRECT, PUBLIC = "/ip4/203.0.113.7/tcp/4001", "/ip4/203.0.113.8/tcp/4001/p2p/b"
 BY_SEED = "/ip4/203.0.113.9/tcp/31337/p2p/seed/p2p-circuit/p2p/b"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager
@@ -66,7 +61,7 @@ async def seed(folder: Path, relay: bool) -> AsyncIterator[tuple[PeerId, str]]:
 async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
     """And the relay is the one without libp2p's limit of 128 KiB per circuit."""
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(2 * PATIENCE_S),
         seed(tmp_path / "seed", relay=True) as (relay, maddr),
         daemon(tmp_path / "a") as (a, _),
         daemon(tmp_path / "b") as (b, b_id),
@@ -85,8 +80,8 @@ async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
             await hang_up(writer)
 
         await b.add_binary_stream_handler("/echo", echo)
-        await reach(a, b_id, [place.maddr], 10)
-        reader, writer = await open_stream(a, b_id, "/echo", 10)
+        await reach(a, b_id, [place.maddr], PATIENCE_S)
+        reader, writer = await open_stream(a, b_id, "/echo", PATIENCE_S)
         writer.write(bytes(range(256)) * 4096)
         assert await reader.readexactly(1 << 20) == bytes(range(256)) * 4096
         await hang_up(writer)
@@ -94,7 +89,7 @@ async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
 
 async def test_a_seed_may_decline_to_relay(tmp_path: Path) -> None:
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(2 * PATIENCE_S),
         seed(tmp_path / "seed", relay=False) as (_, maddr),
         daemon(tmp_path / "a") as (a, a_id),
     ):
