@@ -5,18 +5,38 @@ of its own. It does not touch the event loop policy (only its ``DHT`` and averag
 use, install uvloop). After this import its records go where the application's go, from ERROR upwards, or from
 ``HIVEMIND_LOGLEVEL`` if that is set.
 
-Price: hivemind's package imports torch, about 1.5 s; nothing here uses it.
+Price: hivemind's package imports torch, about 1.5 s; nothing here uses it. Its averager imports
+``scipy.optimize`` as well, for one function: that waits until the function is called, which we never do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
-with warnings.catch_warnings():
+
+@contextlib.contextmanager
+def _put_off(submodule: str) -> Iterator[None]:
+    """Have ``import package.submodule`` load the package alone, which then loads the submodule when it is
+    used, as scipy does. Nothing of it stays behind."""
+    if submodule in sys.modules:
+        yield
+        return
+    sys.modules[submodule] = ModuleType(submodule)
+    try:
+        yield
+    finally:
+        del sys.modules[submodule]
+
+
+with warnings.catch_warnings(), _put_off("scipy.optimize"):
     warnings.simplefilter("ignore", DeprecationWarning)
     from hivemind.dht import DHTID, DHTNode
     from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
