@@ -10,15 +10,15 @@ any for the benchmark's sake.
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from json_workers import say
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -60,10 +60,6 @@ def main() -> None:
     roles[role](*rest)
 
 
-def _say(answer: Mapping[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
 def _noise(turn: int, index: int) -> torch.Tensor:
     """What process ``index`` learned in round ``turn``: fp32 [TENSORS, TENSOR_VALUES]."""
     generator = torch.Generator().manual_seed(1000 * turn + index)
@@ -102,7 +98,7 @@ def serve_run(run: RunConfig, home: Path) -> None:
         await discovery.start([])
         await discovery.publish_manifest(run.canonical_bytes(), bytes(32))
         addresses = tuple(str(address) for address in await p2p.get_visible_maddrs())
-        _say({"address": str(Ticket(run.digest(), identity.peer_id, addresses))})
+        say({"address": str(Ticket(run.digest(), identity.peer_id, addresses))})
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         await discovery.close()
         await stop_p2p(p2p)
@@ -159,7 +155,7 @@ def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticke
     connection = connect(ticket, config, on_event)
     peer: Peer = connection.start(torch.nn.ParameterList(tensors), torch.optim.SGD(tensors, lr=0.0))
     network = connection._thread  # the benchmark looks behind the front door for the digest and the bytes
-    _say({"ready": True})
+    say({"ready": True})
     for line in sys.stdin:
         turn = int(line)
         with torch.no_grad():
@@ -168,11 +164,11 @@ def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticke
         committed[0] = 0
         watch.cpu_s.clear()
         sent_bytes = network.traffic_bytes()[0]
-        _say({"prepared": True})
+        say({"prepared": True})
         sys.stdin.readline()
         peer.step(tokens=1, loss=0.0)
         digest = peer._ledger.agreed()[0].digest.hex()  # waits for it
-        _say(
+        say(
             {
                 "group": committed[0],
                 "grouped_at": watch.began_at["start"],
@@ -188,13 +184,14 @@ def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticke
         factor = -rule.lr * (1.0 + rule.momentum * rule.nesterov)
         error = 0.0 if turn else _rms_error([tensor.detach() for tensor in tensors], turn, factor)
         more_cpu_s = sum(watch.cpu_s.get(name, 0.0) for name in NOT_AVERAGING)
-        _say({"more_cpu_s": more_cpu_s, "digest": digest, "error": error})
+        say({"more_cpu_s": more_cpu_s, "digest": digest, "error": error})
     peer.stop()
     peer.leave("the benchmark is over")
 
 
 def _hivemind(codec: CodecName, side: str, index: str, address: str) -> None:
     import hivemind
+    import scipy.optimize  # noqa: F401  (our import of hivemind puts it off; its averager begins with it loaded)
     from hivemind.averaging import DecentralizedAverager
     from hivemind.compression import Float16Compression, Uniform8BitQuantization
 
@@ -219,24 +216,24 @@ def _hivemind(codec: CodecName, side: str, index: str, address: str) -> None:
         [torch.zeros(TENSOR_VALUES) for _ in range(TENSORS)], dht, start=True, prefix="benchmark",
         compression=Counting(), **HIVEMIND[side],
     )  # fmt: skip
-    _say({"address": str(dht.get_visible_maddrs()[0])})
+    say({"address": str(dht.get_visible_maddrs()[0])})
     for line in sys.stdin:
         turn = int(line)
         with averager.get_tensors() as tensors:
             for tensor, noise in zip(tensors, _noise(turn, int(index)), strict=True):
                 tensor.copy_(noise)
         clock[0] = clock[1] = 0.0
-        _say({"prepared": True})
+        say({"prepared": True})
         sys.stdin.readline()
         gathered = averager.step(allow_retries=False)
         ended_at = time.monotonic()
         times = {"grouped_at": clock[0], "averaged_at": ended_at, "ended_at": ended_at, "encode_s": 0.0}
         # The answers, as large as the questions, are encoded where we cannot count.
-        _say({"group": len(gathered or {}), **times, "sent_bytes": 2 * clock[1]})
+        say({"group": len(gathered or {}), **times, "sent_bytes": 2 * clock[1]})
         sys.stdin.readline()
         with averager.get_tensors() as tensors:
             error = _rms_error(tensors, turn, 1.0)
-        _say({"digest": "", "error": error, "more_cpu_s": 0.0})
+        say({"digest": "", "error": error, "more_cpu_s": 0.0})
     averager.shutdown()
     dht.shutdown()
 

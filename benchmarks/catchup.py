@@ -34,7 +34,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from averaging_workers import serve_run
+from json_workers import answer_of, say, spawn
 
 from p2p_co2.catchup import STATE, CatchUpEvent, DonorRefused, Fetched
 from p2p_co2.catchup.donor import Donor
@@ -108,26 +108,28 @@ def _measure(case: str, width: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="p2p-co2-catchup-") as folder:
         processes: list[subprocess.Popen[str]] = []
         try:
-            processes.append(_spawn("seed", folder, str(settings.get("round_s", ROUND_S))))
-            ticket = _answer(processes[0])["address"]
+            processes.append(spawn(__file__, "seed", folder, str(settings.get("round_s", ROUND_S))))
+            ticket = answer_of(processes[0])["address"]
             committing = "round_s" in settings
             shared = (ticket, folder, str(width), str(len(donors)))
             versions = str(VERSIONS_BEFORE if committing else 1)
             for index, fault in enumerate(donors):
-                processes.append(_spawn("donor", *shared, f"donor{index}", fault or "honest", versions))
+                processes.append(
+                    spawn(__file__, "donor", *shared, f"donor{index}", fault or "honest", versions)
+                )
             for process in processes[1:]:
-                _answer(process)
-            how = "replay" if committing else "states"
-            newcomer = _spawn("newcomer", *shared, how)
+                answer_of(process)
+            joins = (__file__, "newcomer", *shared, "replay" if committing else "states")
+            newcomer = spawn(*joins)
             processes.append(newcomer)
             if "restart_after_s" in settings:
-                _answer(newcomer)
+                answer_of(newcomer)
                 time.sleep(settings["restart_after_s"])
                 newcomer.kill()
                 newcomer.wait()
-                newcomer = processes[-1] = _spawn("newcomer", *shared, how)
+                newcomer = processes[-1] = spawn(*joins)
             if "kill_after_s" in settings:
-                _answer(newcomer)
+                answer_of(newcomer)
                 time.sleep(settings["kill_after_s"])
                 processes[1].kill()
                 processes[1].wait()
@@ -141,25 +143,9 @@ def _measure(case: str, width: int) -> dict[str, Any]:
     return row
 
 
-def _spawn(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, __file__, "--worker", *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-    raise SystemExit(f"a worker ended with {process.wait()}: {process.args!r}")
-
-
 def _last_answer(newcomer: subprocess.Popen[str]) -> dict[str, Any]:
     while True:
-        answer = _answer(newcomer)
+        answer = answer_of(newcomer)
         if "rate_bytes_per_s" in answer:
             return answer
 
@@ -168,7 +154,7 @@ def _ask(donor: subprocess.Popen[str]) -> dict[str, Any]:
     """End a donor; its last answer says what it held."""
     assert donor.stdin is not None
     donor.stdin.close()
-    return _answer(donor)
+    return answer_of(donor)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -182,10 +168,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 # ---- the workers
-
-
-def _say(answer: Mapping[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
 
 
 def _seed(folder: str, round_s: str) -> None:
@@ -229,9 +211,9 @@ def _donor(ticket: str, folder: str, width: str, donors: str, name: str, fault: 
             most = max(most, donor.exported_bytes() + donor.history.held_bytes)
             if not said and min(versions.values()) >= int(ready_at):
                 said = True
-                _say({"ready": name})
+                say({"ready": name})
         peer.stop()
-    _say({"held_bytes_most": most})
+    say({"held_bytes_most": most})
 
 
 def _lie() -> None:
@@ -276,7 +258,7 @@ def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> No
 
     config = PeerConfig(folder=Path(folder) / "newcomer", min_peers=int(donors))
     connection = connect(ticket, config, on_event)
-    _say({"connected": True})
+    say({"connected": True})
     began_at = time.monotonic()
     with connection.start(model, optimizer) as peer:
         abreast_at = time.monotonic()
@@ -308,7 +290,7 @@ def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> No
         "start_to_abreast_s": round(abreast_at - began_at, 2),
         "abreast_to_contribution_s": round(contributed_at[0] - abreast_at, 2) if contributed_at else None,
     }
-    _say(row)
+    say(row)
 
 
 if __name__ == "__main__":

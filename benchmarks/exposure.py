@@ -64,6 +64,7 @@ from typing import Any
 import psutil
 import torch
 from exposure_figures import Figures, rounded, sum_up
+from json_workers import answer_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -159,11 +160,11 @@ def _measure(name: str, cores: Sequence[int], options: argparse.Namespace) -> Fi
             for index in range(layout.peers):
                 swarm.start_peer(name, str(index), str(Path(folder) / f"peer{index}"), ticket)
             for process in swarm.peers:
-                _answer(process)
+                answer_of(process)
             timetable = Timetable(time.time() + LEAD_S, options.phase_s, options.pairs)
             swarm.tell(timetable)
             others = [swarm.others(cores, start, end) for _, start, end in timetable.windows()]
-            answers = [_answer(process) for process in swarm.peers]
+            answers = [answer_of(process) for process in swarm.peers]
         finally:
             swarm.stop()
     figures = sum_up(layout.words, answers, others)
@@ -241,15 +242,6 @@ class Swarm:
 def _busy_s(cores: Sequence[int]) -> float:
     times = [psutil.cpu_times(percpu=True)[core] for core in cores]
     return sum(sum(one) - one.idle - one.iowait - one.guest - one.guest_nice for one in times)
-
-
-def _answer(process: subprocess.Popen[str]) -> Figures:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            answer: Figures = json.loads(line)
-            return answer
-    raise SystemExit(f"a peer ended with {process.wait()}: {process.args}")
 
 
 # ---- a peer

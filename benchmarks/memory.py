@@ -29,7 +29,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +42,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from averaging_workers import serve_run
+from json_workers import answer_of, say, spawn
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.memory import return_large_blocks
@@ -127,17 +127,19 @@ def _row(
 
 
 def _run_alone(width: int, own_allocator: bool) -> dict[str, Any]:
-    return _answer(_spawn("alone", str(width), str(int(own_allocator))))
+    return answer_of(spawn(__file__, "alone", str(width), str(int(own_allocator))))
 
 
 def _run_swarm(case: str, width: int) -> dict[str, Any]:
     """The peer with the larger peak, and how often either caught up."""
     with tempfile.TemporaryDirectory() as folder:
-        seed = _spawn("seed", case, folder)
-        ticket = _answer(seed)["address"]
-        peers = [_spawn("peer", case, str(width), f"{folder}/{index}", ticket) for index in range(PEERS)]
+        seed = spawn(__file__, "seed", case, folder)
+        ticket = answer_of(seed)["address"]
+        peers = [
+            spawn(__file__, "peer", case, str(width), f"{folder}/{index}", ticket) for index in range(PEERS)
+        ]
         try:
-            answers = [_answer(peer) for peer in peers]
+            answers = [answer_of(peer) for peer in peers]
         finally:
             for process in (*peers, seed):
                 assert process.stdin is not None
@@ -148,27 +150,7 @@ def _run_swarm(case: str, width: int) -> dict[str, Any]:
     return {**max(answers, key=lambda answer: int(answer["peak_bytes"])), "caught_up": caught_up}
 
 
-def _spawn(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, __file__, "--worker", *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-    raise SystemExit(f"a worker ended with {process.wait()}: {process.args!r}")
-
-
 # ---- the workers
-
-
-def _say(answer: Mapping[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
 
 
 def _run_config(case: str) -> RunConfig:
@@ -208,7 +190,7 @@ def _alone(width: str, own_allocator: str) -> None:
     model, optimizer = _model(int(width))
     for _ in range(STEPS_PER_ROUND):
         _inner_step(model, optimizer, int(width))
-    _say({"peak_bytes": _status_bytes("VmHWM")})
+    say({"peak_bytes": _status_bytes("VmHWM")})
 
 
 def _peer(case: str, width: str, folder: str, ticket: str) -> None:
@@ -223,7 +205,7 @@ def _peer(case: str, width: str, folder: str, ticket: str) -> None:
             if (now_bytes := _status_bytes("VmRSS")) > most_bytes:
                 most_bytes, held = now_bytes, _held(peer)
     applied, caught_up = counts["fragment_applied"], counts["caught_up"]
-    _say({"peak_bytes": _status_bytes("VmHWM"), "applied": applied, "caught_up": caught_up, "held": held})
+    say({"peak_bytes": _status_bytes("VmHWM"), "applied": applied, "caught_up": caught_up, "held": held})
     sys.stdin.read()
 
 
