@@ -63,7 +63,7 @@ def text_of(driver: WebDriver, test_id: str) -> str:
     return str(driver.execute_script(script, f'[data-testid="{test_id}"]'))  # in one go: pages change
 
 
-def wait_for(driver: WebDriver, test_id: str, bound_s: float = 30.0) -> str:
+def wait_for(driver: WebDriver, test_id: str, bound_s: float = 120.0) -> str:
     """The element's text as soon as there is some. Raises ``AssertionError`` with what the page says
     instead."""
     ends_at = time.monotonic() + bound_s

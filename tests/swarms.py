@@ -18,7 +18,9 @@ from p2p_co2.telemetry.events import Event, PeerFinished
 from p2p_co2.telemetry.journal import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
-START_BOUND_S = 90.0
+START_BOUND_S = 240.0
+"""Nothing here is about speed: many processes import torch on few cores, which may stand still for
+seconds."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -73,14 +75,16 @@ class Swarm:
         path = self.folder / name / "events.jsonl"
         return list(read_events(path)) if path.exists() else []
 
-    def wait(self, *names: str, bound_s: float = 120.0) -> None:
+    def wait(self, *names: str, bound_s: float = START_BOUND_S) -> None:
         """Wait until these processes have ended by themselves with status 0."""
         ends_at = time.monotonic() + bound_s
         for name in names:
             status = self.processes[name].wait(max(0.1, ends_at - time.monotonic()))
             assert status == 0, f"{name} ended with {status}:\n{self.log(name)[-3000:]}"
 
-    def wait_for(self, name: str, kind: type[Event], count: int = 1, bound_s: float = 90.0) -> list[Event]:
+    def wait_for(
+        self, name: str, kind: type[Event], count: int = 1, bound_s: float = START_BOUND_S
+    ) -> list[Event]:
         """Wait until the peer has written ``count`` events of a kind."""
         ends_at = time.monotonic() + bound_s
         while time.monotonic() < ends_at:
@@ -101,7 +105,7 @@ class Swarm:
                 process.send_signal(signal.SIGINT)
         for process in self.processes.values():
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

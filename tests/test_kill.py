@@ -15,7 +15,7 @@ import pytest
 from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import LinkLost, PeerLeft, RoundCommitted
-from tests.swarms import Swarm, swarm
+from tests.swarms import START_BOUND_S, Swarm, swarm
 
 pytestmark = pytest.mark.swarm
 RUN = RunConfig(
@@ -23,7 +23,7 @@ RUN = RunConfig(
     recipe="own-loop",
     recipe_digest=recipe_digest("own-loop", {}),
     fragments=2,
-    clock=ClockConfig(mode="time", round_s=1.5, rounds=8),
+    clock=ClockConfig(mode="time", round_s=1.5, rounds=12),
     codec=CodecConfig(name="int4"),
 )
 
@@ -54,7 +54,7 @@ def test_survivors_of_peers_killed_in_each_phase_finish_together(
     for seed, name in enumerate(survivors):
         running.start_peer(name, "--seed", str(10 + seed), "--min-peers", "5")
     for phase in phases:
-        assert running.processes[phase].wait(90) == -signal.SIGKILL, running.log(phase)[-2000:]
+        assert running.processes[phase].wait(START_BOUND_S) == -signal.SIGKILL, running.log(phase)[-2000:]
     running.wait(*survivors)
 
     finished = [running.finished(name) for name in survivors]
