@@ -1,6 +1,6 @@
 # Needs Linux x86-64, make, and Python 3.11 or later with venv and pip. Everything else goes into .venv.
 #   make demo              a whole swarm on this machine      (DEMO_ARGS="--peers 3 --seconds 60")
-#   make test              all tests                          (TEST_ARGS="tests/test_codec.py -x")
+#   make test              all tests, by two workers          (TEST_ARGS="tests/test_codec.py -x" TEST_WORKERS=0)
 #   make check             ruff and mypy
 #   make install           only sets up .venv                 (PIP_ARGS="--index-url ..." for another torch build)
 #   make proto             wire schema to Python
@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TEST_WORKERS ?= 2
 PIP_ARGS ?=
 SCREENSHOT_ARGS ?=
 
@@ -45,7 +46,7 @@ demo: $(STAMP)
 	@$(BIN)/p2p-co2 demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(TEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

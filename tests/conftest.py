@@ -1,13 +1,63 @@
-"""Fixtures that tests of several rooms ask for by name."""
+"""Fixtures that tests of several rooms ask for by name, and the order of tests on two workers.
+
+``make test`` runs two workers (pytest-xdist). First both take files of tests of one process; then one of them
+takes all files that start swarms of processes, one test after the other: these have the machine to
+themselves, whatever its speed. Without ``-n`` everything runs in one process in the usual order.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCESSES = "real processes"
+LONGEST_FIRST = ("test_campaign", "test_simnet", "test_rounds_crashes", "test_fuzz")
+"""Files that take long go first, so that both workers are done at the same time."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@cache
+def starts_processes(file: str) -> bool:
+    """Whether all tests of a file are marked ``swarm``."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    return any(line.startswith("pytestmark") for line in source.splitlines()) and "mark.swarm" in source
+
+
+def place_of(file: str) -> int:
+    """Where a file stands in the order of a run on several workers."""
+    if starts_processes(file):
+        return len(LONGEST_FIRST) + 1
+    stem = Path(file).stem
+    return next((at for at, start in enumerate(LONGEST_FIRST) if stem.startswith(start)), len(LONGEST_FIRST))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: place_of(item.location[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """A file is a unit of work, and so are all files together that start processes."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return PROCESSES if starts_processes(file) else file
+
+    config.option.loadscopereorder = False
+    return Lanes(config, log)
 
 
 @pytest.fixture
