@@ -1,4 +1,5 @@
-"""Fixtures that tests of several rooms ask for by name, and the order of tests on two workers.
+"""Fixtures that tests of several rooms ask for, how hypothesis searches, and the order of tests on two
+workers.
 
 ``make test`` runs two workers (pytest-xdist). First both take files of tests of one process; then one of them
 takes all files that start swarms of processes, one test after the other: these have the machine to
@@ -16,11 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = "real processes"
-LONGEST_FIRST = ("test_campaign", "test_simnet", "test_rounds_crashes", "test_fuzz")
+ALONE = ("test_doctor_network",)
+"""Measures lines, and so belongs to those, though not each of its tests starts processes."""
+LONGEST_FIRST = ("test_simnet", "test_leaks", "test_examples", "test_simulation_watch", "test_fuzz")
 """Files that take long go first, so that both workers are done at the same time."""
+
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")  # the same examples every time, however long a machine stands still
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,7 +37,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would
 
 @cache
 def starts_processes(file: str) -> bool:
-    """Whether all tests of a file are marked ``swarm``."""
+    """Whether a file's tests have the machine to themselves: all are marked ``swarm``."""
+    if Path(file).stem in ALONE:
+        return True
     source = (ROOT / file).read_text(encoding="utf-8")
     return any(line.startswith("pytestmark") for line in source.splitlines()) and "mark.swarm" in source
 
