@@ -18,6 +18,7 @@ from p2p_co2.rounds import (
     PayloadShape,
     ReduceWanted,
     open_decision,
+    parts,
 )
 from p2p_co2.rounds.attempt import seal_begin
 from p2p_co2.rounds.swarm import coordination_order
@@ -71,7 +72,8 @@ def test_a_healthy_round_sends_each_slice_and_each_mean_once() -> None:
     assert kinds == {"Ready": 4, "Waiting": 4, "Begin": 4, "Part": 20, "Mean": 20, "Result": 4, "Decision": 4}
 
 
-def test_large_payloads_travel_in_pieces() -> None:
+def test_large_payloads_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PIPELINED_PARTS", 1)
     shape = PayloadShape(1000, (2000,))  # 2 MB: each of two parts is two pieces
     net = Network(2, shape=shape)
     net.uploads = dict.fromkeys(net.names, 1e9)

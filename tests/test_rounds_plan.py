@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import PeerView
+from p2p_co2.rounds import PayloadShape, PeerView
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
 from p2p_co2.rounds.attempt import Attempt, Share, read_senders, write_senders
@@ -25,8 +25,18 @@ from p2p_co2.rounds.deadline import (
     parts_deadline_s,
     votes_deadline_s,
 )
-from p2p_co2.rounds.parts import BlockRange, Division, Rates, covers, divide, split_blocks
-from p2p_co2.rounds.swarm import coordination_order, named
+from p2p_co2.rounds.owner import Arrivals
+from p2p_co2.rounds.parts import (
+    PIPELINED_BYTES,
+    BlockRange,
+    Division,
+    Rates,
+    covers,
+    divide,
+    parts_each,
+    split_blocks,
+)
+from p2p_co2.rounds.swarm import Swarm, coordination_order, named
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
@@ -51,6 +61,20 @@ def divided(uploads: list[float], downloads: list[float] | None = None, round_: 
     caps = downloads or [0.0] * len(uploads)
     rates = {PeerId(f"p{i}"): Rates(up, down) for i, (up, down) in enumerate(zip(uploads, caps, strict=True))}
     return divide(1200, 1, rates, (0, round_), 0.0)
+
+
+def test_a_large_share_is_cut_for_a_pipeline() -> None:
+    rates = {PeerId(f"p{i}"): Rates(1e6) for i in range(4)}
+    blocks = 4 * 8 * PIPELINED_BYTES // 68
+    division = divide(blocks, 68, rates, (0, 1), 0.0)
+    assert Counter(division.owners) == {f"p{i}": 8 for i in range(4)}
+    assert parts_each(blocks * 68, 4) == 8
+    assert covers(division.ranges, blocks)
+    assert {part.stop - part.start for part in division.ranges} <= {963, 964}
+    small = divide(blocks // 32, 68, rates, (0, 1), 0.0)  # one part of a quarter of what is worth a message
+    assert len(small.ranges) == 4
+    many = divide(1 << 20, 68, {PeerId(f"p{i:02}"): Rates(1e6) for i in range(32)}, (0, 1), 0.0)
+    assert len(many.ranges) == 32  # no votes of thousands of digests
 
 
 def test_equal_links_share_equally_and_send_everything() -> None:
@@ -325,3 +349,25 @@ def test_two_quorums_share_a_member(count: int, data: st.DataObject) -> None:
     other = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
     if attempt.is_quorum(one) and attempt.is_quorum(other):
         assert one & other
+
+
+def test_who_owes_several_slices_is_in_time_with_all_of_them_or_late() -> None:
+    me, other = PeerId("p0"), PeerId("p1")
+    both = frozenset((me, other))
+    attempt = Attempt(
+        0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 8), BlockRange(8, 16)),
+        (me, me), (both, both), DIGEST, me, 5.0, 12.0,
+    )  # fmt: skip
+    swarm, observed = Swarm(me, PayloadShape(8, (16,)), 32), Durations()
+    swarm.set_live({other: PeerView()})
+    for occasion in range(2):
+        swarm.slices.missed(other, occasion)
+    arrivals = Arrivals(attempt, swarm, observed, (0, 1))
+    arrivals.came(other, 0)
+    arrivals.closed(0, 1.0)
+    assert not swarm.slices.is_awaited(other)  # the second may still be late
+    assert observed.deadline_s(9.0, 0.0, 99.0) == 9.0  # nothing is measured before the last part
+    arrivals.came(other, 1)
+    arrivals.closed(1, 4.0)
+    assert swarm.slices.is_awaited(other)
+    assert observed.deadline_s(9.0, 0.0, 99.0) == pytest.approx(5.0)  # the longest wait and a quarter

@@ -19,7 +19,7 @@ from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.rounds.attempt import Attempt, Share
 from p2p_co2.rounds.completing import Completing
 from p2p_co2.rounds.deadline import Durations
-from p2p_co2.rounds.owner import PartJob, Room
+from p2p_co2.rounds.owner import Arrivals, PartJob, Room
 from p2p_co2.rounds.parts import BlockRange, Rates, divide
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.rounds.tally import Tally
@@ -77,8 +77,8 @@ def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None
     )  # fmt: skip
     room = Room(int(bounds.MAX_OWNED_PAYLOADS * size))
     job = PartJob(
-        attempt, 0, 0, memoryview(bytes(size)), swarm=swarm, outlet=outlet, room=room, observed=Durations(),
-        now=0.0,
+        attempt, 0, 0, memoryview(bytes(size)), swarm=swarm, outlet=outlet, room=room,
+        arrivals=Arrivals(attempt, swarm, Durations(), (0,)), now=0.0,
     )  # fmt: skip
     piece = wire.Part(key=attempt.key(), total=size, data=bytes(size))
     taken = [job.add(piece, name, 1.0) for name in names[1:]]

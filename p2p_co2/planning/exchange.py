@@ -1,7 +1,9 @@
 """How long one round of a fragment takes on given links.
 
 READY, BEGIN, slices, means, RESULT and COMMIT (DESIGN.md, section 3) are six messages one way and two
-transfers of the fragment's payload; before them comes the wait for the peer whose inner step ends last.
+transfers of the fragment's payload; before them comes the wait for the peer whose inner step ends last. Where
+shares are cut into several parts the first means travel beside the last slices: one way is hidden then, and
+connections need not start slowly a second time.
 
 Sources: the floor of ALGORITHMS.md section 5; TCP's slow start (RFC 6928: ten segments) and its throughput
 under loss (Mathis et al. 1997). Laws: no transfer is faster than its floor; deterministic, no clock, no
@@ -99,6 +101,8 @@ def floor_s(payload_bytes: float, links: Sequence[Link]) -> float:
 def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[Link]) -> RoundTime:
     """The round of a fragment of ``values`` values and ``payload_bytes`` encoded, among peers with these
     links (one each) and inner steps of ``step_s``."""
+    from p2p_co2.rounds.parts import parts_each
+
     peers = len(links)
     if peers < 2:
         work_s = 4 * values / TENSOR_BYTES_PER_S
@@ -122,14 +126,15 @@ def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[L
         )
         for which in (0, 1)
     )
+    is_pipelined = parts_each(payload_bytes, peers) > 1
     ramp_s = sum(
         _slow_start_s(payload_bytes / peers, rate / (peers - 1), round_trip_s)
-        for _, rate, _ in (slices, means)
+        for _, rate, _ in ((slices,) if is_pipelined else (slices, means))
     )
     return RoundTime(
         floor_s=floor_s(payload_bytes, links),
         transfer_s=slices[0] + means[0],
-        latency_s=ONE_WAY_MESSAGES * round_trip_s / 2 + ramp_s,
+        latency_s=(ONE_WAY_MESSAGES - is_pipelined) * round_trip_s / 2 + ramp_s,
         gather_s=step_s * (peers / (peers + 1) - 0.5),
         spread_s=step_s * (peers - 1) / (peers + 1),
         compute_s=4 * values / TENSOR_BYTES_PER_S,

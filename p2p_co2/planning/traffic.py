@@ -77,6 +77,9 @@ def round_control_bytes(peers: int, payload: int) -> float:
     BEGIN, RESULT, the decision, and the heads of the pieces."""
     if peers < 2:
         return 0.0
+    from p2p_co2.rounds.parts import parts_each
+
+    each = parts_each(payload, peers)
     key = RoundKey(fragment=3, round=_ROUND, attempt=bytes(ATTEMPT_BYTES))
     digest = bytes(DIGEST_BYTES)
     members = [Member(peer=_PEER_ID, weight=_NUMBER, base_version=_ROUND) for _ in range(peers)]
@@ -84,11 +87,11 @@ def round_control_bytes(peers: int, payload: int) -> float:
     outcome_part = PartOutcome(
         start_block=_ROUND, stop_block=_ROUND, digest=digest, contributors=contributors
     )
-    parts = [outcome_part] * peers
+    parts = [outcome_part] * (peers * each)
     begin = Begin(
         key=key, members=members, state_digest=digest, parts_within_s=_NUMBER, result_within_s=_NUMBER,
         nonce=bytes(ATTEMPT_BYTES),
-        parts=[PartSpec(owner=_PEER_ID, start_block=_ROUND, stop_block=_ROUND)] * peers,
+        parts=[PartSpec(owner=_PEER_ID, start_block=_ROUND, stop_block=_ROUND)] * (peers * each),
     )  # fmt: skip
     outcome = Outcome(
         key=key,
@@ -109,11 +112,11 @@ def round_control_bytes(peers: int, payload: int) -> float:
     from_coordinator = (
         _size(Envelope(waiting=waiting)) + _size(Envelope(begin=begin)) + _size(Envelope(decision=decision))
     )
-    pieces = -(-payload // peers // MAX_DATA_BYTES)
+    pieces = -(-payload // peers // each // MAX_DATA_BYTES)
     part = _size(Envelope(part=Part(key=key, part=1, offset=_BIG, total=_BIG)))
     mean = _size(Envelope(mean=Mean(key=key, part=1, offset=_BIG, total=_BIG)))
     first = sum(contributor.ByteSize() + 2 for contributor in contributors)
-    heads = (peers - 1) * (pieces * (part + mean) + first)
+    heads = (peers - 1) * each * (pieces * (part + mean) + first)
     return (peers - 1) / peers * (to_coordinator + from_coordinator) + heads
 
 

@@ -18,7 +18,7 @@ from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt, check_duration, read_contributors
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer, ReduceJob
-from p2p_co2.rounds.owner import Contributors, PartJob, Room, send_mean
+from p2p_co2.rounds.owner import Arrivals, Contributors, PartJob, Room, send_mean
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import (
@@ -71,6 +71,8 @@ class Member:
         self.begun_at = self.parts_at = self.means_at = now
         """When it began here, when our own parts were averaged, when all means were here."""
         self._swarm, self._outlet, self._observed = swarm, outlet, observed
+        mine = [part for part, owner in enumerate(attempt.owners) if owner == swarm.me]
+        self._arrivals = Arrivals(attempt, swarm, observed, mine)
         self._payload = memoryview(offer.payload)
         self._give_up_at = now + bounds.ROUND_CAP_S
         self._decide_by_at = now + attempt.result_within_s + bounds.GRACE_S
@@ -91,7 +93,7 @@ class Member:
         by_owner: dict[PeerId, list[Iterator[tuple[PeerId, Part]]]] = {}
         for part, state in enumerate(self._parts):
             if state.owner == self._swarm.me:
-                self._own(part, now)
+                self._own(part, self._arrivals, now)
             elif self._swarm.me in self.attempt.senders[part]:
                 by_owner.setdefault(state.owner, []).append(self._slice_messages(part))
         streams = [chain.from_iterable(parts) for parts in by_owner.values()]
@@ -121,12 +123,12 @@ class Member:
             self._outlet.send(*item)
         return item is not None
 
-    def _own(self, part: int, now: float) -> None:
+    def _own(self, part: int, arrivals: Arrivals, now: float) -> None:
         generation = self._parts[part].generation
         own_slice = self._slice(part, self._payload)
         job = PartJob(
             self.attempt, part, generation, own_slice, swarm=self._swarm, outlet=self._outlet,
-            room=self._room, observed=self._observed, now=now,
+            room=self._room, arrivals=arrivals, now=now,
         )  # fmt: skip
         self._jobs[part] = job
         job.check(now)
@@ -232,7 +234,7 @@ class Member:
                     swarm=self._swarm, outlet=self._outlet,
                 )  # fmt: skip
         elif is_mine and not is_sent_again:
-            self._own(part, now)
+            self._own(part, Arrivals(self.attempt, self._swarm, self._observed, [part]), now)
         elif not is_sent_again and self._swarm.me in self.attempt.senders[part]:
             for peer, piece in self._slice_messages(part):
                 self._outlet.send(peer, piece)

@@ -8,6 +8,8 @@ of one owner, whatever BEGIN says; what finds no room is not counted.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.rounds.assembly import Assembly, pieces
@@ -37,20 +39,51 @@ class Room:
         self._free_bytes += size_bytes
 
 
+class Arrivals:
+    """What an owner sees of one attempt, over all parts of its own: a peer was in time if all that it was to
+    send was, and the wait was as long as the longest."""
+
+    def __init__(self, attempt: Attempt, swarm: Swarm, observed: Durations, parts: Collection[int]) -> None:
+        self._attempt, self._swarm, self._observed = attempt, swarm, observed
+        self._open = set(parts)
+        self._longest_s = 0.0
+        self._owed = {
+            peer: {part for part in parts if peer in attempt.senders[part]} for peer in attempt.shares
+        }
+
+    def came(self, peer: PeerId, part: int) -> None:
+        """A slice is whole in time."""
+        owed = self._owed[peer]
+        owed.discard(part)
+        if not owed:
+            self._swarm.slices.came(peer)
+
+    def missed(self, peer: PeerId) -> None:
+        """A slice was waited for in vain."""
+        self._swarm.slices.missed(peer, self._attempt.id)
+
+    def closed(self, part: int, waited_s: float) -> None:
+        """Nothing more is waited for in ``part``."""
+        self._open.discard(part)
+        self._longest_s = max(self._longest_s, waited_s)
+        if not self._open:
+            self._observed.add(self._longest_s)
+
+
 class PartJob:
     """One part in one generation, at its owner. Slices are waited for from those whom BEGIN asked to send
     them."""
 
     def __init__(
         self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
-        swarm: Swarm, outlet: Outlet, room: Room, observed: Durations, now: float,
+        swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, now: float,
     ) -> None:  # fmt: skip
         self._room, self._taken_bytes = room, 0
         self.attempt, self.part, self.generation = attempt, part, generation
         self.job: ReduceJob | None = None
         """What the tensor side was asked to average."""
         self.is_done = False
-        self._swarm, self._outlet, self._observed = swarm, outlet, observed
+        self._swarm, self._outlet, self._arrivals = swarm, outlet, arrivals
         self._began_at = now
         self._due_at = now + attempt.parts_within_s
         self._size_bytes = len(own_slice)
@@ -68,7 +101,7 @@ class PartJob:
             return False  # more than it was asked for
         if self.job is not None or self.is_done:
             if message.offset + len(message.data) == message.total and now < self._due_at:
-                self._swarm.slices.came(sender)  # it was not waited for, but would have been in time
+                self._arrivals.came(sender, self.part)  # it was not waited for, but would have been in time
             return False  # too late for this round; the sender did nothing wrong
         if sender not in self._transfers:
             if not self._room.take(self._size_bytes):
@@ -92,11 +125,12 @@ class PartJob:
         if missing and now < self._due_at:
             return
         for peer in self._whole:
-            habit.came(peer)
+            self._arrivals.came(peer, self.part)
         for peer in missing:
-            habit.missed(peer, self.attempt.id)
+            self._arrivals.missed(peer)
         # A slice that missed the deadline took longer than we know: count twice the wait so that it can grow.
-        self._observed.add(2 * self.attempt.parts_within_s if missing else now - self._began_at)
+        waited_s = 2 * self.attempt.parts_within_s if missing else now - self._began_at
+        self._arrivals.closed(self.part, waited_s)
         self._transfers.clear()
         self._ask()
 

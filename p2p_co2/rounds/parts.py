@@ -8,12 +8,16 @@ as a linear programme). What a slower member cannot avoid is its own payload: on
 ``PATIENCE`` times that time, or in a time that is cheap, is asked for a part of it only, another part each
 round. So a link ten times slower brings a tenth of its work to each round and holds nobody up.
 
+An owner's share is cut into several parts where it is large enough, and each is averaged and sent back as
+soon as its slices are there: means travel while later slices do, so a link has something to carry from BEGIN
+to the end. With one part to each owner it would stand idle between the two, for as long as the slowest slice.
+
 Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
 over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
 as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median. What one member says of its
 link can make the others wait for a link of that kind, and no longer.
 
-Price: parts for slow members are cut finer, which makes votes longer; ``MAX_PARTS`` bounds that.
+Price: more parts make votes longer; ``PIPELINED_PARTS`` and ``MAX_PARTS`` bound that.
 """
 
 from __future__ import annotations
@@ -37,6 +41,12 @@ from p2p_co2.wire.identity import PeerId
 FASTEST_SHARE = 16.0
 PATIENCE = 1.5
 """A round may take this many times as long as the fast members alone would need."""
+PIPELINED_PARTS = 32
+"""Parts of a round, all owners' together: a group of 32 or more has one for each owner."""
+PIPELINED_BYTES = 64 << 10
+"""A share is not cut for the pipeline into parts smaller than this."""
+_NEARLY = 0.1
+"""Shares are whole blocks: one that is this much of a part short of another part gets it."""
 
 
 class BlockRange(NamedTuple):
@@ -84,7 +94,8 @@ def divide(
         peer: upload * time_s for peer, upload in zip(members, uploads, strict=True) if upload * time_s < 1
     }
     shares = _capped(shares, OWNED_PAYLOADS / max(1, len(members) - len(budgets)))
-    ranges, owners = _cut(blocks, members, shares, min(budgets.values(), default=2.0) / 2)
+    finest = blocks * min(budgets.values(), default=2.0) / 2
+    ranges, owners = _cut(blocks, members, shares, finest, PIPELINED_BYTES / block_bytes)
     asked = {peer: _asked(peer, ranges, budget * blocks, place) for peer, budget in budgets.items()}
     senders = tuple(
         frozenset(peer for peer in members if peer not in asked or part in asked[peer])
@@ -105,6 +116,13 @@ def split_blocks(blocks: int, uploads_bytes_per_s: Sequence[float]) -> tuple[Blo
     there are too few blocks."""
     rates = _credible(uploads_bytes_per_s)
     return _edges(blocks, _shares(rates, PATIENCE * _shortest_s(rates)))
+
+
+def parts_each(payload_bytes: float, members: int) -> int:
+    """In how many parts each of ``members`` equal ones averages its share."""
+    most = min(PIPELINED_PARTS, max(1, MAX_PARTS - members))
+    size_bytes = max(PIPELINED_BYTES, payload_bytes / most)
+    return max(1, int(payload_bytes / members / size_bytes + _NEARLY))
 
 
 def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
@@ -175,19 +193,23 @@ def _edges(blocks: int, shares: Sequence[float]) -> tuple[BlockRange, ...]:
 
 
 def _cut(
-    blocks: int, members: Sequence[PeerId], shares: Sequence[float], finest: float
+    blocks: int, members: Sequence[PeerId], shares: Sequence[float], finest: float, coarsest: float
 ) -> tuple[tuple[BlockRange, ...], tuple[PeerId, ...]]:
-    """Ranges and their owners; no part larger than ``finest`` of the whole where ``MAX_PARTS`` allows it."""
+    """Ranges and their owners, in blocks: no part larger than ``finest`` where ``MAX_PARTS`` allows it, and a
+    share in as many parts of at least ``coarsest`` as a pipeline wants."""
     whole = [
         (owner, part)
         for owner, part in zip(members, _edges(blocks, shares), strict=True)
         if part.stop > part.start
     ]
-    size = max(1.0, finest * blocks, blocks / max(1, MAX_PARTS - len(whole)))
+    most = max(1, MAX_PARTS - len(whole))
+    size = max(1.0, finest, blocks / most)
+    pipelined = max(1.0, coarsest, blocks / min(PIPELINED_PARTS, most))
     ranges: list[BlockRange] = []
     owners: list[PeerId] = []
     for owner, (start, stop) in whole:
-        count = math.ceil((stop - start) / size) if finest < 1 else 1
+        needed = math.ceil((stop - start) / size) if finest < blocks else 1
+        count = max(needed, int((stop - start) / min(size, pipelined) + _NEARLY))
         for number in range(count):
             first, last = (start + (stop - start) * (number + turn) // count for turn in (0, 1))
             ranges.append(BlockRange(first, last))
