@@ -85,9 +85,10 @@ def errors(driver: WebDriver) -> list[str]:
 
 def whole_page(driver: WebDriver, path: Path, *, phone: bool) -> None:
     """A picture of the page from top to bottom."""
-    height = int(driver.execute_script("return document.documentElement.scrollHeight"))
     width, scale = (PHONE["width"], 2) if phone else (WIDE[0], 1)
-    size = {"width": width, "height": max(height, 600), "deviceScaleFactor": scale, "mobile": phone}
+    size = {"width": width, "height": 600, "deviceScaleFactor": scale, "mobile": phone}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)  # else the last page's height counts
+    size["height"] = max(int(driver.execute_script("return document.documentElement.scrollHeight")), 600)
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     time.sleep(1.2)  # charts follow the new size
     driver.save_screenshot(str(path))

@@ -66,11 +66,15 @@ def main() -> None:
     parser.add_argument("--die-at", default="")
     parser.add_argument("--die-after", type=int, default=2)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--no-board", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     doom = Doom(options.die_at, options.die_after)
     doom.install()
-    config = PeerConfig(folder=options.folder, min_peers=options.min_peers, carrier=options.carrier)
+    config = PeerConfig(
+        folder=options.folder, min_peers=options.min_peers, carrier=options.carrier,
+        board=not options.no_board,
+    )  # fmt: skip
     options.folder.mkdir(parents=True, exist_ok=True)
     with Journal(options.folder / "events.jsonl") as journal:
 
@@ -83,7 +87,7 @@ def main() -> None:
         target = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9))
         data = torch.Generator().manual_seed(options.seed)
         connection = connect(options.ticket, config, on_event)
-        print("board:", connection.board, flush=True)
+        print("board:", connection.board or "none", flush=True)
         peer = connection.start(model, optimizer, resume=options.resume)
         signal.signal(signal.SIGINT, lambda *_: peer.stop())
         with peer:

@@ -118,8 +118,9 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
         driver.get(address)
         killed = running.events("d")[0].peer
         running.processes["d"].kill()
-        running.start_peer("late", "--seed", "9")
+        running.start_peer("late", "--seed", "9", "--no-board")
         running.wait_for("late", Progress, 3)
+        assert address_in_log_of(running, "late") == "none"
         assert number(text_of(driver, "tokens")) > first, "the page does not move by itself"
         wait_until(driver, "troubles", f"~{killed[-6:]}")
         assert "is gone" in text_of(driver, "troubles") or "aborted" in text_of(driver, "troubles")

@@ -113,7 +113,7 @@ class PeerPage:
         with ui.element("div"):
             ui.link("All peers", "/peers").classes("b-link")
             self._title = Text("b-title", "peer-title")
-            self._id = Text("b-hint")
+            self._id = Text("b-hint b-words")
         with ui.element("div").classes("b-tiles four"):
             self._tiles = {
                 name: Tile(caption, f"peer-{name}")

@@ -189,7 +189,7 @@ class Frame:
                 with ui.element("div").classes("b-state"):
                     self._dot = ui.element("span").classes("b-dot")
                     self._state = Text("", "state")
-                toggle = ui.button(icon="contrast", on_click=self._toggle_dark).props(
+                toggle = ui.button(icon="contrast", on_click=self._toggle_dark, color=None).props(
                     "flat dense round size=sm"
                 )
                 toggle.props('aria-label="light or dark" data-testid=dark')

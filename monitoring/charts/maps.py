@@ -38,7 +38,7 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int) -> Opt
     label = {"show": len(numbers) <= 40, "fontSize": 11, "formatter": "{@[3]}", "color": "#ffffff",
              "textBorderColor": "#101418", "textBorderWidth": 2}  # fmt: skip
     style = {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3}
-    options["series"] = [{"type": "heatmap", "data": cells, "label": label, "itemStyle": style}]
+    options["series"] = [_heat(cells, label, style)]
     return options
 
 
@@ -84,7 +84,7 @@ def ages(palette: Palette, peers: Sequence[PeerFacts], fragments: int) -> Option
     options["visualMap"] = _scale(palette, 0.0, max(1.0, float(most)), "s")
     labels = {"show": fragments * len(chosen) <= 160, "fontSize": 11, "formatter": "{@[2]}"}
     cell_style = {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3}
-    options["series"] = [{"type": "heatmap", "data": cells, "label": labels, "itemStyle": cell_style}]
+    options["series"] = [_heat(cells, labels, cell_style)]
     return options
 
 
@@ -128,8 +128,16 @@ def link_matrix(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
     options["visualMap"] = _scale(palette, 0.0, max(1.0, most), "Mbit/s")
     label = {"show": len(chosen) <= 10, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"}
     cell_style = {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3}
-    options["series"] = [{"type": "heatmap", "data": cells, "label": label, "itemStyle": cell_style}]
+    options["series"] = [_heat(cells, label, cell_style)]
     return options
+
+
+def _heat(cells: list[dict[str, Any]], label: Options, style: Options) -> Options:
+    """The series of a heat map; where cells are too narrow for their labels, some go."""
+    return {
+        "type": "heatmap", "data": cells, "label": label, "itemStyle": style,
+        "labelLayout": {"hideOverlap": True},
+    }  # fmt: skip
 
 
 def _on_cividis(share: float) -> str:
