@@ -10,7 +10,9 @@ Law: encoding what was decoded gives the same bytes. For e3m0 this is plain, sin
 power of two.
 
 Price: about ten passes of elementwise work over a chunk that fits the cache to encode, and four to decode,
-instead of one fused kernel that would need a compiler on the volunteer's machine. The table is 256 KiB.
+instead of one fused kernel that would need a compiler on the volunteer's machine. So e3m0 decodes a third as
+fast as bitsandbytes' kernel, which is bound by memory: writing the values takes nine tenths of its time, and
+one more pass of any kind is more than the rest. The table is 256 KiB.
 """
 
 from __future__ import annotations
