@@ -233,11 +233,15 @@ class Membership:
         }
 
     def positions(self, now: float, rounds_per_s: float) -> list[float]:
-        """Where the training peers are now on the swarm clock, in rounds, from their last status."""
-        return [
+        """Where the training peers are now on the swarm clock, in rounds, from their last status; if none
+        trains any more, where those that finish have stopped: who joins then must not begin at the start."""
+        moving = [
             info.status.position + (now - info.status_at + info.round_trip_s / 2) * rounds_per_s
             for info in self._live.values()
             if info.status.phase == Status.TRAINING
+        ]
+        return moving or [
+            info.status.position for info in self._live.values() if info.status.phase == Status.DRAINING
         ]
 
     def clock_offset_s(self) -> float:

@@ -149,6 +149,8 @@ def figures(result: Result, options: SimulationOptions, wall_s: float) -> dict[s
         "turns": result.turns,
         "turns_per_s": round(result.turns / wall_s) if wall_s > 0 else None,
         "violations": [str(violation) for violation in result.violations],
+        "faults": result.faults,
+        "left_behind": result.left_behind,
         "forks": {"seen": result.forks, "longest_s": result.longest_fork_s},
         "longest_offer_s": round(result.longest_offer_s, 3),
         "recovery_s": quantiles(result.recoveries_s),
@@ -185,10 +187,13 @@ def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
         f"{_spread(summary['bytes']['down_per_peer'])} down",
         f"recovery, start to training again: {_words(told['recovery_s'])}",
         f"recovery, start to the first contribution: {_words(told['first_contribution_s'])}",
+        f"faults: {', '.join(f'{kind} {count}' for kind, count in result.faults.items()) or 'none'}",
         f"forks: {result.forks}, the longest {result.longest_fork_s:.0f} s",
         f"events: sha256 {result.digest}",
         f"law violations: {len(result.violations)}",
     ]
+    if result.left_behind:
+        lines.insert(-2, f"joined too late to finish: {', '.join(result.left_behind)}")
     return lines + [f"  {violation}" for violation in result.violations[:10]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,8 +14,8 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import OTHER_HISTORY, Catching
 from p2p_co2.node.deciding import Deciding
-from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.rounds import PayloadShape
+from p2p_co2.node.ledger import AgreedVersion, PartWeights
+from p2p_co2.rounds import PayloadShape, PeerView, Rounds
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Contributor, Member, Outcome, PartOutcome, RoundKey, Status
@@ -50,6 +51,28 @@ async def test_a_state_that_is_ours_already_is_not_adopted_again() -> None:
     node = node_with([])
     deciding = Deciding(node, cast(Any, Untouched()), cast(Any, None))
     await deciding.adopt(0, b"", AgreedVersion(4, START))
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(is_ours: bool) -> None:
+    told: list[Any] = []
+
+    class Told:
+        async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any) -> AgreedVersion:
+            told.append(parts)
+            return agreed
+
+    node = node_with(MEMBERS)
+    identity = make_identity(0)
+    node.rounds = Rounds(identity, RUN, SHAPE, 32)
+    node.rounds.set_peers({peer: PeerView() for peer in [*MEMBERS, COORDINATOR.peer_id]}, 1.0)
+    node.rounds.set_state(0, 4, START if is_ours else digest(b"another history"))
+    node.rounds.receive(round_of(MEMBERS).decision, COORDINATOR.peer_id, 2.0)
+    node.standing = node.catchup = Mock()
+    node.refresh = node.pump = Mock()
+    await Deciding(node, cast(Any, Told()), cast(Any, None)).adopt(0, b"", AgreedVersion(9, bytes(32)))
+    weights = PartWeights(0, 4, dict.fromkeys(MEMBERS, 1.0))
+    assert told == [(weights,) if is_ours else None]
 
 
 def round_of(members: list[PeerId]) -> Fetched:

@@ -211,6 +211,16 @@ def test_positions_are_extrapolated_and_only_of_training_peers() -> None:
     assert position == pytest.approx(5.0, abs=0.02)
 
 
+def test_when_nobody_trains_any_more_the_position_is_where_the_others_stopped() -> None:
+    """Who joined then began at the start, and the others waited for a whole run (seed 8 of the storms)."""
+    machine = Membership(PeerId("me"))
+    machine.receive(Ping(status=Status(phase=Status.DRAINING, position=6.0)), PeerId("done"), 100.0)
+    machine.receive(Ping(status=Status(phase=Status.JOINING, position=0.0)), PeerId("new"), 100.0)
+    assert machine.positions(now=110.0, rounds_per_s=0.1) == [6.0]
+    machine.receive(Ping(status=Status(phase=Status.TRAINING, position=5.0)), PeerId("late"), 110.0)
+    assert len(machine.positions(now=110.0, rounds_per_s=0.1)) == 1
+
+
 @pytest.mark.parametrize(
     "status",
     [

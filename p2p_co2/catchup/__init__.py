@@ -122,8 +122,14 @@ class CatchUp:
         self.donor.handle_timer(now)
 
     def get_timer(self) -> float | None:
-        times = (self._fetcher.get_timer(), self.donor.get_timer())
-        return min((at for at in times if at is not None), default=None)
+        fetcher_at, donor_at = self._fetcher.get_timer(), self.donor.get_timer()
+        if fetcher_at is None or donor_at is None:
+            return fetcher_at if donor_at is None else donor_at
+        return min(fetcher_at, donor_at)
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What is held for others and of others: (now, at most) by the name of the bound."""
+        return {**self.donor.held(), **self._fetcher.held()}
 
     def messages_to_send(self) -> list[tuple[PeerId, CatchUpMessage]]:
         messages, self._out.messages = self._out.messages, []

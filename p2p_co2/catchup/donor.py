@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, ROUND, STATE, ExportWanted, Outbox, Shape
-from p2p_co2.catchup.history import History
+from p2p_co2.catchup.history import HISTORY_ROUNDS_KEPT, History
 from p2p_co2.catchup.manifest import chunk_at, make_manifest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer
@@ -74,6 +74,12 @@ class Donor:
         """When the tensor side was asked for the exports that are waited for."""
         self._rests_until = -math.inf
 
+    def held(self) -> dict[str, tuple[int, int]]:
+        """As ``CatchUp.held``."""
+        most = max(map(len, self._waiting.values()), default=0)
+        kept = HISTORY_ROUNDS_KEPT * len(self.versions)
+        return {"HISTORY_ROUNDS_KEPT": (len(self.history), kept), "MAX_WAITING": (most, MAX_WAITING)}
+
     def exported_bytes(self) -> int:
         """What is held for others to load."""
         return sum(len(export.data) for export in self._exports.values())
@@ -114,7 +120,9 @@ class Donor:
             self._exports_changed()
 
     def get_timer(self) -> float | None:
-        return min((export.ends_at() for export in self._exports.values()), default=None)
+        if not self._exports:
+            return None
+        return min(export.ends_at() for export in self._exports.values())
 
     # ---- rounds
 
@@ -127,11 +135,12 @@ class Donor:
         elif fetch.want_chunk:
             self._send_chunk(fetch, peer, kept.mean)
         else:
-            manifest = make_manifest(
-                self._identity, self._run, fetch, len(kept.mean), kept.chunk_digests(), decision=kept.decision
-            )
-            manifest.request = fetch.request
-            self._out.send(peer, manifest)
+            if kept.manifest is None:
+                digests, size = kept.chunk_digests(), len(kept.mean)
+                kept.manifest = make_manifest(
+                    self._identity, self._run, fetch, size, digests, decision=kept.decision
+                )
+            self._answer(fetch, peer, kept.manifest)
 
     # ---- states
 
@@ -202,8 +211,11 @@ class Donor:
 
     def _send_manifest(self, fetch: Fetch, peer: PeerId, export: _Export, now: float) -> None:
         export.asked(peer, now)
+        self._answer(fetch, peer, export.manifest)
+
+    def _answer(self, fetch: Fetch, peer: PeerId, signed: Manifest) -> None:
         manifest = Manifest()
-        manifest.CopyFrom(export.manifest)
+        manifest.CopyFrom(signed)
         manifest.request = fetch.request
         self._out.send(peer, manifest)
 

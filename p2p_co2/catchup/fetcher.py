@@ -99,7 +99,13 @@ class Fetcher:
                 download.handle_timer(now)
         self._settle(now)
 
+    def held(self) -> dict[str, tuple[int, int]]:
+        """As ``CatchUp.held``."""
+        return {"MAX_QUARANTINED": (len(self._quarantined), MAX_QUARANTINED)}
+
     def get_timer(self) -> float | None:
+        if not self._downloads:
+            return None
         times = [download.get_timer() for download in self._downloads.values()]
         return min((at for at in times if at is not None), default=None)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from p2p_co2.catchup.goals import Shape
 from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
 from p2p_co2.memory import Buffer
-from p2p_co2.wire.messages_pb2 import Decision
+from p2p_co2.wire.messages_pb2 import Decision, Manifest
 
 HISTORY_ROUNDS_KEPT = 8
 """Rounds per fragment whose mean a donor can replay, if memory allows."""
@@ -25,6 +25,8 @@ HISTORY_BYTES_SHARE = 0.25
 class KeptRound:
     decision: Decision
     mean: Buffer
+    manifest: Manifest | None = None
+    """Signed when somebody asks for the first time, for all who ask."""
     _digests: list[bytes] = field(default_factory=list)
 
     def chunk_digests(self) -> list[bytes]:

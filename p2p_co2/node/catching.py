@@ -84,6 +84,9 @@ class Catching:
         if seen == self._looked_at and not self._noticed_at:
             return
         self._looked_at = seen
+        if self._is_with_all():
+            self._noticed_at.clear()
+            return
         for fragment, agreed in enumerate(self._node.agreed):
             newest = self.swarm_version(fragment)
             contradicted = self._majority(fragment, agreed.version) not in (None, agreed.digest)
@@ -109,6 +112,12 @@ class Catching:
                     text=f"fragment {fragment} differs from the majority at version {version}: taking theirs",
                 )
             self.go_to(fragment, version, digest, self._donors(fragment, version))
+
+    def _is_with_all(self) -> bool:
+        """Whether every other peer says that it is where this one is: most of the time they all are."""
+        agreed = self._node.agreed
+        here = tuple(mine.version for mine in agreed), tuple(mine.digest for mine in agreed)
+        return all((info.versions, info.digests) == here for info in self._node.membership.live.values())
 
     def wake(self, now: float) -> None:
         """This peer goes on after a rest: what it missed is fetched at once."""

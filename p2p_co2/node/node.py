@@ -41,8 +41,9 @@ ALONE_BEFORE_REBOOTSTRAP_S = 20.0
 GREET_SEEDS_S = 20.0
 """How often the ticket's seeds are looked for again, whether we miss them or not."""
 NEWS_UNDER_WAY_S = 0.002
-REFRESH_S = 0.25
-"""The machines hear of statuses at most this often, but for changes of their own making."""
+REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
+"""The machines hear of statuses at most this often, but for changes of their own making; more rarely among
+many, because each time costs in proportion to the peers."""
 
 
 class Node:
@@ -214,7 +215,7 @@ class Node:
             timers |= handled
         # The timers' task costs more than a message: it is woken for an earlier timer, or to conclude.
         until = self._next_timer_at() if timers else self._beat_at if self._has_news() else math.inf
-        if until < self._sleeps_until or self.standing.progress.phase != Status.TRAINING:
+        if until < self._sleeps_until or self.standing.has_news():
             self._wake.set()
 
     def _send_all(self) -> bool:
@@ -262,23 +263,35 @@ class Node:
                 self.refresh()
                 self.catching.look_around(now)
             self.membership.handle_timer(now)
-            self.rounds.handle_timer(now)
+            if (rounds_at := self.rounds.get_timer()) is not None and now >= rounds_at:
+                self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
             self.pump()
             self.standing.conclude(self.now())
             self._wake.clear()
             self._sleeps_until = min(self._next_timer_at(), now + HEARTBEAT_S)
             wait_s = max(0.001, self._sleeps_until - self.now())
+            alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)  # cheaper than a timeout
             try:
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
+                await self._wake.wait()
+            finally:
+                alarm.cancel()
+
+    def timers(self) -> dict[str, float | None]:
+        """When each machine wants to be called next."""
+        return {
+            "membership": self.membership.get_timer(),
+            "rounds": self.rounds.get_timer(),
+            "catching up": self.catchup.get_timer(),
+        }
 
     def _next_timer_at(self) -> float:
-        timers = (self.membership.get_timer(), self.rounds.get_timer(), self.catchup.get_timer())
         until = self._beat_at if self._has_news() else math.inf
-        return min((at for at in timers if at is not None and at < until), default=until)
+        for machine in (self.membership, self.rounds, self.catchup):
+            at = machine.get_timer()
+            if at is not None and at < until:
+                until = at
+        return until
 
     def _has_news(self) -> bool:
         """Whether the machines should hear of the others again, when ``REFRESH_S`` have passed."""
@@ -287,7 +300,8 @@ class Node:
     def refresh(self) -> None:
         """Tell the machines where this peer and the others stand."""
         now = self.now()
-        self._beat_at = now + REFRESH_S
+        peers = len(self.membership.live)
+        self._beat_at = now + min(SLOWEST_REFRESH_S, max(REFRESH_S, peers / REFRESHED_PEERS_PER_S))
         self.membership.status = self.standing.status()
         phase = self.standing.progress.phase
         self._told_revision = self.membership.revision

@@ -7,6 +7,7 @@ heartbeats of live peers alone, and the position on their lower median: of three
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,15 +39,21 @@ class LocalProgress:
 
 
 class Standing:
-    """``settled``: no live peer trains any more and all are at our versions and digests. ``abreast``: nobody
-    is ahead by more than a round, or at all of a fragment of which we have only the start.
-    ``swarm_position``: median position of the other training peers in rounds, and the node's monotonic time
-    it was true at. ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps."""
+    """``settled``: no live peer trains any more and all are at our versions and digests. For one that joins,
+    ``abreast``: nobody is ahead by more than a round, or at all of a fragment of which we have only the
+    start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
+    this peer had what they had: a history of its own is not what it came for. ``swarm_position``: median
+    position of the other peers that train in rounds, and the node's monotonic time it was true at.
+    ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps."""
 
     def __init__(self, node: Node, rounds_per_s: float) -> None:
         self._node, self._rounds_per_s = node, rounds_per_s
         self.progress = LocalProgress()
-        self.settled = self.abreast = False
+        self.settled = self.abreast = self.left_behind = self.met = False
+        self._furthest = [version.version for version in node.agreed]
+        """Per fragment, where the swarm was when somebody who is in it was heard last."""
+        self._goes_on = True
+        """Whether anybody trained then."""
         self.swarm_position: tuple[float, float] | None = None
         self._status = Status()
         self._status_of: object = None
@@ -120,6 +127,14 @@ class Standing:
         it was about."""
         self.settled, self._concluded_of = False, None
 
+    def has_news(self) -> bool:
+        """Whether ``conclude`` would conclude something else than last time. A peer that trains is in no
+        hurry."""
+        return self.progress.phase != Status.TRAINING and self._seen() != self._concluded_of
+
+    def _seen(self) -> tuple[object, ...]:
+        return self._node.membership.revision, tuple(self._node.agreed), self._node.catching.busy()
+
     def conclude(self, now: float) -> None:
         """Compare this peer with the others; while it trains nobody asks for more than the position."""
         if now - self._placed_at >= PLACED_EVERY_S or self.swarm_position is None:
@@ -130,19 +145,39 @@ class Standing:
         if self.progress.phase == Status.TRAINING:
             self.unsettle()
             return
-        seen = (self._node.membership.revision, tuple(self._node.agreed), self._node.catching.busy())
+        seen = self._seen()
         if seen == self._concluded_of:
             return
         self._concluded_of = seen
-        mine = [(version.version, version.digest) for version in self._node.agreed]
-        here = tuple(version for version, _ in mine), tuple(digest for _, digest in mine)
+        agreed, live = self._node.agreed, self._node.membership.live.values()
         idle = not self._node.catching.busy()
+        if self.progress.phase == Status.JOINING:
+            self._look_for_the_swarm(tuple(version.version for version in agreed), idle)
+        here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
         self.settled = idle and all(
             info.status.phase in (Status.JOINING, Status.PAUSED)
             or (info.status.phase == Status.DRAINING and (info.versions, info.digests) == here)
-            for info in self._node.membership.live.values()
+            for info in live
         )
-        ahead = [self._node.catching.swarm_version(f) - version for f, (version, _) in enumerate(mine)]
-        self.abreast = idle and all(
-            rounds <= (1 if version else 0) for rounds, (version, _) in zip(ahead, mine, strict=True)
-        )
+
+    def _look_for_the_swarm(self, versions: tuple[int, ...], idle: bool) -> None:
+        live = self._node.membership.live.values()
+        inside = [info.versions for info in live if info.status.phase != Status.JOINING]
+        self.met = self.met or bool(inside)
+        if inside and 2 * len(inside) >= len(live):  # a few alone could hold up all who join
+            middle = (len(inside) - 1) // 2
+            of_fragments = zip(*(held for held in inside if len(held) == len(versions)), strict=True)
+            self._furthest = [sorted(held, reverse=True)[min(middle, len(held) - 1)] for held in of_fragments]
+        newest = [self._node.catching.swarm_version(fragment) for fragment in range(len(versions))]
+        if inside:
+            self._goes_on = any(info.status.phase == Status.TRAINING for info in live)
+        is_behind = not _keeps_up(versions, self._furthest, self._goes_on)
+        self.abreast = idle and not is_behind and _keeps_up(versions, newest, self._goes_on)
+        self.left_behind = is_behind and not inside
+
+
+def _keeps_up(versions: Sequence[int], newest: Sequence[int], goes_on: bool) -> bool:
+    """Whether no version is more than a round behind, or at all where there is only the start or no round is
+    to come any more."""
+    slack = 1 if goes_on else 0
+    return all(new - mine <= (slack if mine else 0) for mine, new in zip(versions, newest, strict=False))

@@ -47,6 +47,7 @@ class Swarm:
         self.shape = shape
         self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
+        self._training = [me]
         self.my_versions: dict[int, int] = {}
         self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
         """Who is in time with what."""
@@ -54,6 +55,7 @@ class Swarm:
     def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
         views = {self.me: PeerView(), **live}
         self.live = {peer: views[peer] for peer in sorted(views)}
+        self._training = [peer for peer, view in self.live.items() if view.training]
         for habit in (self.readies, self.slices, self.votes):
             habit.keep(self.live)
 
@@ -63,8 +65,9 @@ class Swarm:
     def is_training(self, peer: PeerId) -> bool:
         return peer in self.live and self.live[peer].training
 
-    def training(self) -> list[PeerId]:
-        return sorted(peer for peer, view in self.live.items() if view.training)
+    def training(self) -> Sequence[PeerId]:
+        """Sorted."""
+        return self._training
 
     def version_of(self, peer: PeerId, fragment: int) -> int | None:
         """The newest version that ``peer`` is known to hold; None if nobody told us."""

@@ -7,15 +7,17 @@ peers takes seconds of processor time; give the seeds to as many processes as th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.simnet.faults import Storm
 from p2p_co2.simnet.swarm import Result, Settings, simulate
 
-STORM_ROUND_S, STORM_ROUNDS = 4.0, 6
-STORM_FROM_S, STORM_UNTIL_S = 3.0, 11.0
+STORM_ROUND_S, STORM_ROUNDS = 4.0, 5
+STORM_FROM_S, STORM_UNTIL_S = 2.5, 9.5
+STORM_BLOCKS = (6, 3)
+"""Of two fragments: parts enough for owners to die."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ def storm_settings(seed: int, peers: int = 32) -> Settings:
     clock = ClockConfig(mode="time", round_s=STORM_ROUND_S, rounds=STORM_ROUNDS)
     run = RunConfig(name="storm", fragments=2, clock=clock)
     storm = Storm(STORM_FROM_S, STORM_UNTIL_S)
-    return Settings(run=run, peers=peers, seed=seed, faults=storm, checkpoint_every_s=5.0)
+    return Settings(
+        run=run, peers=peers, seed=seed, faults=storm, blocks=STORM_BLOCKS, checkpoint_every_s=4.0
+    )
 
 
 def replay_command(seed: int, peers: int) -> str:
@@ -49,14 +53,20 @@ def failure_of(seed: int, peers: int, result: Result) -> Failure | None:
     return Failure(seed, tuple(map(str, result.violations[:5])), replay_command(seed, peers))
 
 
-def storms(seeds: Iterable[int], peers: int = 32) -> Iterator[Failure]:
-    """The seeds that fail. A bug that ends a simulation is a failure of its seed, with the bug as cause."""
-    for seed in seeds:
-        try:
-            result = simulate(storm_settings(seed, peers))
-        except (LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
-            yield Failure(seed, (f"ended by a bug: {error!r}",), replay_command(seed, peers))
-            continue
-        failure = failure_of(seed, peers, result)
-        if failure is not None:
-            yield failure
+@dataclass(frozen=True)
+class Played:
+    """What one seed came to. ``faults``: how often each kind came to pass."""
+
+    seed: int
+    failure: Failure | None
+    faults: Mapping[str, int]
+
+
+def play(seed: int, peers: int = 32) -> Played:
+    """One storm. A bug that ends a simulation is a failure of its seed, with the bug as cause."""
+    try:
+        result = simulate(storm_settings(seed, peers))
+    except (LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
+        failure = Failure(seed, (f"ended by a bug: {error!r}",), replay_command(seed, peers))
+        return Played(seed, failure, {})
+    return Played(seed, failure_of(seed, peers, result), result.faults)

@@ -17,6 +17,8 @@ from typing import BinaryIO
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry.events import Event
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
 
 class EventLog:
     """``path``: where ``events.jsonl`` goes, None for nowhere. ``readers`` get every event. Raises
@@ -38,10 +40,10 @@ class EventLog:
     def write(self, event: Event) -> None:
         self.counts[event.kind] += 1
         record = {"kind": event.kind, **vars(event)}
-        for name, value in record.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[name] = None
-        line = json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n"
+        try:
+            line = _ENCODER.encode(record).encode("ascii") + b"\n"
+        except ValueError:  # a number that is not finite
+            line = _ENCODER.encode(dict(map(_finite, record.items()))).encode("ascii") + b"\n"
         self._digest.update(line)
         if self._file is not None:
             self._file.write(line)
@@ -57,3 +59,8 @@ class EventLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _finite(field: tuple[str, object]) -> tuple[str, object]:
+    name, value = field
+    return name, None if isinstance(value, float) and not math.isfinite(value) else value

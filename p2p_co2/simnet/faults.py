@@ -6,13 +6,13 @@ splits, pairs that cannot reach each other; messages lost, doubled, late; seeds 
 run of volunteers sees: peers that go and come back at a rate.
 
 Law: after ``calm_at`` nothing goes wrong any more and everybody is back. A fault that meets a process that is
-not there does nothing.
+not there does nothing; ``Swarm.faults`` counts those that came to pass.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,10 +58,10 @@ def _go(swarm: Swarm, index: int, how: float) -> None:
     if process is None:
         return
     if how < LEAVES:
+        swarm.faults["leave"] += 1
         process.ask_to_leave()
     else:
-        swarm.views_differ()
-        process.die(host_up=how < LEAVES + CRASHES)
+        swarm.kill(index, how < LEAVES + CRASHES)
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,21 @@ class Storm:
     def plan(self, swarm: Swarm) -> None:
         """Put the faults into the swarm's time."""
         rng = random.Random(f"{swarm.seed}/storm")
-        peers = len(swarm.volunteers)
-        for index in _some(rng, peers, self.crashing):
-            self._away(swarm, rng, index, host_up=True)
-        for index in _some(rng, peers, self.powerless):
-            self._away(swarm, rng, index, host_up=False)
-        for index in _some(rng, peers, self.leaving):
-            at, back_at = self._times(rng)
+        # At most one fault for each peer: none meets a process that another has ended.
+        crashing, powerless, leaving, stalling = _some(
+            rng, len(swarm.volunteers), self.crashing, self.powerless, self.leaving, self.stalling
+        )
+        for number, index in enumerate(crashing):
+            with_disk = number > 0 and (number == 1 or rng.random() < KEEPS_DISK)
+            self._away(swarm, rng, index, with_disk, host_up=True)
+        for index in powerless:
+            self._away(swarm, rng, index, rng.random() < KEEPS_DISK, host_up=False)
+        for index in leaving:
+            _, back_at = self._times(rng)
+            at = self.from_s + rng.random()  # soon: it may finish its first round before it goes
             swarm.world.call_at(at, _go, swarm, index, 0.0)
             swarm.world.call_at(back_at, swarm.start, index, rng.random() < KEEPS_DISK)
-        for index in _some(rng, peers, self.stalling):
+        for index in stalling:
             at, until = self._times(rng)
             swarm.world.call_at(at, swarm.stall, index, until)
         for number in range(self.assassinations):
@@ -107,10 +112,10 @@ class Storm:
         at = rng.uniform(self.from_s, self.calm_at - 3)
         return at, min(self.calm_at, at + rng.choice((1.0, 4.0, 12.0)) * rng.uniform(0.5, 1.5))
 
-    def _away(self, swarm: Swarm, rng: random.Random, index: int, host_up: bool) -> None:
+    def _away(self, swarm: Swarm, rng: random.Random, index: int, with_disk: bool, host_up: bool) -> None:
         at, back_at = self._times(rng)
         swarm.world.call_at(at, swarm.kill, index, host_up)
-        swarm.world.call_at(back_at, swarm.start, index, rng.random() < KEEPS_DISK)
+        swarm.world.call_at(back_at, swarm.start, index, with_disk)
 
     def _split(self, swarm: Swarm, rng: random.Random) -> None:
         at, until = self._times(rng)
@@ -135,10 +140,15 @@ class Storm:
             swarm.world.call_at(until, swarm.set_seed, seed, True)
 
 
-def _some(rng: random.Random, peers: int, share: float) -> Sequence[int]:
-    """At least one in expectation terms: ``share`` of the peers, rounded by chance."""
-    count = int(share * peers + rng.random())
-    return rng.sample(range(peers), min(count, peers))
+def _some(rng: random.Random, peers: int, *shares: float) -> list[list[int]]:
+    """Different peers for each of ``shares`` of them, rounded by chance."""
+    left = rng.sample(range(peers), peers)
+    taken = []
+    for share in shares:
+        count = int(share * peers + rng.random())
+        taken.append(left[:count])
+        left = left[count:]
+    return taken
 
 
 class _Assassin:
@@ -162,4 +172,10 @@ class _Assassin:
         self._swarm.world.call_at(back_at, self._swarm.start, index, self._rng.random() < KEEPS_DISK)
 
 
+STORM_FAULTS = frozenset({
+    "crash", "power loss", "leave", "stall", "restart with its disk", "restart without its disk", "split",
+    "cut pair", "seed down", "message lost", "message doubled", "message reordered", "behind NAT",
+    "skewed clock",
+})  # fmt: skip
+"""What a storm of 32 peers holds, by the names of ``Swarm.faults``."""
 Plan = Callable[["Swarm"], None]

@@ -61,8 +61,12 @@ class Inspector:
             if now - open_offer.timer_at > OVERDUE_S:
                 late_s = now - open_offer.timer_at
                 books.broken(process.peer, "deadlines", f"an offer's timer is {late_s:.1f} s overdue")
-        for machine in (node.rounds, node.membership):
-            for name, (count, bound) in machine.held().items():
+        for name, at in node.timers().items():
+            if at is not None and now - at > OVERDUE_S:
+                books.broken(process.peer, "deadlines", f"the timer of {name} is {now - at:.1f} s overdue")
+        links = {} if process.links is None else process.links.held()
+        for held in (node.rounds.held(), node.membership.held(), node.catchup.held(), links):
+            for name, (count, bound) in held.items():
                 if count > bound:
                     books.broken(process.peer, "memory", f"{name}: holds {count}, the bound is {bound}")
                 if count >= self.held.get(name, (-1, 0))[0]:
@@ -128,14 +132,17 @@ class Inspector:
             longest_offer_s=self.longest_offer_s,
             held=dict(sorted(self.held.items())),
             counts=dict(sorted(swarm.log.counts.items())),
+            faults=dict(sorted(swarm.count_faults().items())),
+            left_behind=sorted(swarm.left_behind),
         )
 
     def _judge_end(self) -> None:
         """Everybody who was there at the end has ended well, and holds the same."""
         swarm = self._swarm
-        absent = [v.name for v in swarm.volunteers if v.identity.peer_id not in self.digests]
+        there = [v for v in swarm.volunteers if v.name not in swarm.left_behind]
+        absent = [v.name for v in there if v.identity.peer_id not in self.digests]
         if absent:
             swarm.books.broken("", "end", f"did not finish: {', '.join(absent[:8])} ({len(absent)} in all)")
-        if len(set(self.digests.values())) > 1:
-            held = sorted(self.digests.values())
+        held = [self.digests[v.identity.peer_id] for v in there if v.identity.peer_id in self.digests]
+        if len(set(held)) > 1:
             swarm.books.broken("", "end", f"{len(set(held))} different states at the end")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +138,8 @@ class Internet:
     def __init__(self, world: VirtualTime, rng: random.Random, scale: float = 1.0) -> None:
         self.world, self.rng, self.scale = world, rng, scale
         self.noise = Noise()
+        self.noises: Counter[str] = Counter()
+        """What ``noise`` did to messages."""
         self.endpoints: dict[PeerId, Endpoint] = {}
         self.relays_up: Callable[[PeerId], bool] = lambda peer: True
         self._sides: dict[PeerId, int] = {}

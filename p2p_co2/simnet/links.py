@@ -70,6 +70,14 @@ class VirtualLinks:
         """Control messages that wait for the peer that has most of them."""
         return max((len(lane.control) for lane in self._lanes.values()), default=0)
 
+    def held(self) -> dict[str, tuple[int, int]]:
+        """As ``Rounds.held``."""
+        return {
+            "MAX_LANES": (len(self._lanes), MAX_LANES),
+            "MAX_QUEUED_BYTES": (self.queued_bytes, MAX_QUEUED_BYTES),
+            "MAX_QUEUED_CONTROL": (self.queued_control, MAX_QUEUED_CONTROL),
+        }
+
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
         """As ``Links.set_paces``; lines here are paced by themselves."""
 
@@ -195,10 +203,12 @@ class VirtualLinks:
         if noise:
             draw = internet.rng.random()
             if draw < noise.lost:
+                internet.noises["message lost"] += 1
                 if bulk:
                     self._gone_up(lane, len(data))
                 return
             if draw < noise.lost + noise.doubled:
+                internet.noises["message doubled"] += 1
                 self._transmit(lane, receiver, data, bulk, counts=False)
         self._transmit(lane, receiver, data, bulk, counts=True)
 
@@ -230,6 +240,7 @@ class VirtualLinks:
             )
         noise = internet.noise
         if noise.reordered and internet.rng.random() < noise.reordered:
+            internet.noises["message reordered"] += 1
             arrives_at += internet.rng.random() * noise.late_s
         arguments = (self._me, receiver, departs_at, data, size)
         world.at(arrives_at, Handle(internet.deliver, arguments, receiver.loop))

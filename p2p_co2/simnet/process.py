@@ -134,9 +134,13 @@ class Process:
             min_peers=swarm.min_peers, rng=swarm.rng, traffic=self._traffic,
         )  # fmt: skip
         if not await training.catch_up():
+            if swarm.came_after_the_end(self):
+                swarm.left_behind.add(volunteer.name)
             self.say(ev.Warned, text="no peer could give this one the agreed state; try again later")
             await self._leave("could not catch up")
             return
+        if swarm.came_after_the_end(self):
+            swarm.left_behind.add(volunteer.name)
         self.trained_at = swarm.world.now
         saver = self.loop.create_task(self._keep_saving())
         await training.train()

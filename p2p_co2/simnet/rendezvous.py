@@ -22,8 +22,9 @@ from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
 """As ``node.network`` has them."""
-UNANSWERED_S, REFUSED_S = 15.0, 1.0
-"""A call that nobody answers, or that is refused, ends after this (``discovery.dht``)."""
+TRIED_AGAIN_S, REFUSED_S = (1.0, 2.0, 4.0, 8.0), 1.0
+"""A call that nobody answers is sent again after each of these, as TCP does, and ends with the last one
+(``discovery.dht``: 15 s); one that is refused ends at once."""
 SLOWEST_LOOKUP_S = 0.6
 
 
@@ -163,8 +164,11 @@ class Doorway:
         await self._lookup(self._rendezvous.seed_answers, "no seed can be reached")
 
     async def _lookup(self, answers: Callable[[PeerId], bool], trouble: str) -> None:
-        if not answers(self.identity.peer_id):
-            # A seed that is down on a live machine refuses at once; behind a cut nothing comes back.
-            await asyncio.sleep(REFUSED_S if self._rendezvous.internet.is_whole else UNANSWERED_S)
-            raise TransportError(trouble)
+        # A seed that is down on a live machine refuses at once; behind a cut nothing comes back.
+        waits_s = list(TRIED_AGAIN_S)
+        while not answers(self.identity.peer_id):
+            is_refused = self._rendezvous.internet.is_whole
+            await asyncio.sleep(REFUSED_S if is_refused else waits_s.pop(0))
+            if is_refused or not waits_s:
+                raise TransportError(trouble)
         await asyncio.sleep(self._rendezvous.rng.uniform(0.05, SLOWEST_LOOKUP_S))

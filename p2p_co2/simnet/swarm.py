@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -70,7 +71,9 @@ class Settings:
 @dataclass
 class Result:
     """What came of a simulation. ``digest``: sha256 of all events. ``virtual_s``: how long it was;
-    ``turns``: callbacks it took. ``digests``: the agreed states of the peers that finished, hex, by peer."""
+    ``turns``: callbacks it took; ``counts`` of events and ``faults`` that came to pass, by kind. ``digests``:
+    the agreed states of the peers that finished, hex, by peer. ``left_behind``: peers that came when the
+    others had finished, or were still joining when the last of them went."""
 
     digest: str
     virtual_s: float
@@ -86,6 +89,8 @@ class Result:
     longest_offer_s: float
     held: dict[str, tuple[int, int]]
     counts: dict[str, int]
+    faults: dict[str, int]
+    left_behind: list[str]
     versions: list[int] = field(default_factory=list)
 
 
@@ -134,6 +139,10 @@ class Swarm:
         self._starts_again: dict[int, bool] = {}
         self.views_differed_at: float | None = None
         self.inspector = Inspector(self)
+        self.faults: Counter[str] = Counter()
+        """What went wrong, by its name."""
+        self.left_behind: set[str] = set()
+        """Names of volunteers whose last process found that the others had gone, or met none of them."""
         self._bug: BaseException | None = None
         self._last_start_at = settings.start_spread_s
         """Nobody starts after this."""
@@ -220,6 +229,9 @@ class Swarm:
         old = self.internet.endpoints.get(volunteer.identity.peer_id)
         if old is not None:
             self.internet.break_links(old, "connection reset")
+        if volunteer.processes:
+            self.faults["restart with its disk" if with_disk else "restart without its disk"] += 1
+        self.left_behind.discard(volunteer.name)
         self.processes[index] = Process(self, volunteer)
 
     def _write_off(self, volunteer: Volunteer, saved: int) -> None:
@@ -245,10 +257,21 @@ class Swarm:
         if not self.processes and self.world.now > self._last_start_at:
             self.world.stop()
 
+    def came_after_the_end(self, process: Process) -> bool:
+        """Whether a peer that joins (or gave it up) could not have met the run any more: some have finished,
+        all who are there came after that, and it is with them or has heard nobody."""
+        others = [other for other in self.processes.values() if other is not process]
+        inside = [other.volunteer.name for other in others if other.trained_at is not None]
+        if not self.inspector.digests or not self.left_behind.issuperset(inside):
+            return False
+        standing = process.node.standing if process.node is not None else None
+        return bool(inside) or standing is None or standing.left_behind or not standing.met
+
     def kill(self, index: int, host_up: bool) -> None:
         process = self.processes.get(index)
         if process is not None:
             self.views_differ()
+            self.faults["crash" if host_up else "power loss"] += 1
             process.die(host_up)
 
     def stall(self, index: int, until: float) -> None:
@@ -257,6 +280,7 @@ class Swarm:
         if process is None or process.stalled_until > self.world.now:
             return
         self.views_differ()
+        self.faults["stall"] += 1
         process.stalled_until = until
         process.loop.stall()
         self.world.call_at(until, self._go_on, process)
@@ -266,6 +290,13 @@ class Swarm:
         if process.alive:
             process.loop.go_on()
 
+    def count_faults(self) -> Counter[str]:
+        """All that went wrong so far, with what is wrong with peers by nature."""
+        return self.faults + self.internet.noises + Counter({
+            "behind NAT": sum(v.profile.nat != "open" for v in self.volunteers),
+            "skewed clock": sum(v.skew_s != 0.0 and v.drift != 0.0 for v in self.volunteers),
+        })  # fmt: skip
+
     # ---- what happens to the net
 
     def views_differ(self) -> None:
@@ -274,11 +305,13 @@ class Swarm:
 
     def split(self, sides: dict[PeerId, int]) -> None:
         self.views_differ()
+        self.faults["split"] += 1
         self.internet.split(sides)
         self.rendezvous.net_changed()
 
     def cut_pair(self, first: PeerId, second: PeerId) -> None:
         self.views_differ()
+        self.faults["cut pair"] += 1
         self.internet.cut_pair(first, second)
         self.rendezvous.net_changed()
 
@@ -293,6 +326,8 @@ class Swarm:
 
     def set_seed(self, seed: Seed, is_up: bool) -> None:
         seed.is_up = is_up
+        if not is_up:
+            self.faults["seed down"] += 1
 
 
 def simulate(settings: Settings, log: EventLog | None = None) -> Result:

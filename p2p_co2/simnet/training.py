@@ -26,12 +26,13 @@ from p2p_co2.wire.messages_pb2 import Status
 
 FIRST_ROUND_BOUND_S, FLUSH_BOUND_S, LEAVE_BOUND_S, SETTLE_BOUND_S = 15.0, 20.0, 3.0, 45.0
 """As ``trainer.synchroniser`` has them; what follows is as in ``trainer.connection``."""
-LISTEN_S, GATHER_BOUND_S, CATCH_UP_BOUND_S = 3.0, 120.0, 600.0
+LISTEN_S, LISTEN_TO_LISTED_S, GATHER_BOUND_S, CATCH_UP_BOUND_S = 3.0, 12.0, 120.0, 600.0
+LEFT_BEHIND_BOUND_S = 30.0
 REPORT_EVERY_S = 1.0
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off, so that no two offers of a peer have the same."""
-LOOK_EVERY_S = 0.1
-"""How often a waiting training thread looks for news."""
+LOOK_EVERY_S, SETTLE_LOOK_EVERY_S = 0.1, 0.5
+"""How often a waiting training thread looks for news; at the end, when only heartbeats bring any."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +107,14 @@ class Training:
 
     async def catch_up(self) -> bool:
         """Wait for ``min_peers``, then until this peer is where the swarm is or is sure to be alone; False
-        if that takes too long."""
+        if that takes too long, or if the others went before this peer had what they had."""
         started_at = self._now()
         while self._node.live_peers() < self._min_peers - 1:
             if self._now() - started_at > GATHER_BOUND_S:
                 return False
             await asyncio.sleep(LOOK_EVERY_S)
-        started_at = self._now()
-        while True:
-            waited_s, heard = self._now() - started_at, self._node.live_peers() > 0
-            alone = not heard and waited_s > LISTEN_S
-            if alone or (heard and waited_s > 0.2 and self._node.standing.abreast):
-                break
-            if waited_s > CATCH_UP_BOUND_S:
-                return False
-            await asyncio.sleep(LOOK_EVERY_S)
+        if not await self._find_the_swarm():
+            return False
         others, pace = self._node.standing.swarm_position, self._run.clock
         if others is not None:
             moved = (self._now() - others[1]) / pace.round_s if pace.mode == "time" else 0.0
@@ -131,6 +125,22 @@ class Training:
         self._take_outcomes()
         self.report()
         return True
+
+    async def _find_the_swarm(self) -> bool:
+        """As ``Connection._catch_up``."""
+        started_at = followed_at = self._now()
+        while True:
+            now, heard = self._now(), self._node.live_peers() > 0
+            if not self._node.standing.left_behind:
+                followed_at = now
+                waited_s, unheard = now - started_at, self._node.unheard_peers()
+                listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
+                found = waited_s > 0.2 and (self._node.standing.met or not unheard or listened)
+                if found and self._node.standing.abreast if heard else listened:
+                    return True
+            if now - started_at > CATCH_UP_BOUND_S or now - followed_at > LEFT_BEHIND_BOUND_S:
+                return False
+            await asyncio.sleep(LOOK_EVERY_S)
 
     # ---- steps
 
@@ -222,13 +232,15 @@ class Training:
             clipped_share=0.0,
         )
 
-    async def _wait(self, done: Callable[[], bool], bound_s: float) -> bool:
+    async def _wait(
+        self, done: Callable[[], bool], bound_s: float, look_every_s: float = LOOK_EVERY_S
+    ) -> bool:
         ends_at = self._now() + bound_s
         self._take_outcomes()
         while not done():
             if self._now() >= ends_at:
                 return False
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(look_every_s)
             self._take_outcomes()
         return True
 
@@ -244,7 +256,7 @@ class Training:
             await self._offer_the_rest(entered_at + FLUSH_BOUND_S)
             self.phase = Status.DRAINING
             self.report()
-            await self._wait(self._settled, SETTLE_BOUND_S)
+            await self._wait(self._settled, SETTLE_BOUND_S, SETTLE_LOOK_EVERY_S)
         self.exposed_s += self._now() - entered_at
         self.report()
 

@@ -41,6 +41,8 @@ others, who may only be slow to answer."""
 GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``."""
 CATCH_UP_BOUND_S = 600.0
+LEFT_BEHIND_BOUND_S = 30.0
+"""When all who have the agreed state went before this peer had it: how long one of them is waited for."""
 
 EventSink = Callable[[ev.Event], None]
 
@@ -208,14 +210,23 @@ class Connection:
 
     def _catch_up(self, node: Node) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""
-        started_at = time.monotonic()
+        started_at = followed_at = time.monotonic()
         while True:
             self._thread.check()
-            waited_s = time.monotonic() - started_at
-            heard = self._thread.live_peers() > 0
-            listen_s = LISTEN_TO_LISTED_S if self._thread.unheard_peers() else LISTEN_S
-            if (heard and waited_s > 0.2 and self._thread.abreast()) or (not heard and waited_s > listen_s):
-                return
+            now = time.monotonic()
+            waited_s, heard = now - started_at, self._thread.live_peers() > 0
+            if not node.standing.left_behind:
+                followed_at = now
+                unheard = self._thread.unheard_peers()
+                listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
+                # Those who join as we do know no more than we: who is listed may be about to answer.
+                found = waited_s > 0.2 and (node.standing.met or not unheard or listened)
+                if found and self._thread.abreast() if heard else listened:
+                    return
+            if now - followed_at > LEFT_BEHIND_BOUND_S:
+                raise TransportError(
+                    "the others left before this peer had their state; join again when one is back"
+                )
             if waited_s > CATCH_UP_BOUND_S:
                 raise TransportError("no peer could give this one the agreed state; try again later")
             time.sleep(0.02)

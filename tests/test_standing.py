@@ -1,0 +1,96 @@
+"""What a peer concludes from heartbeats: by hand, with a node that only holds what is read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from p2p_co2.membership import Membership
+from p2p_co2.node.catching import Catching
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.standing import Standing
+from p2p_co2.node.surroundings import Clock
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Leave, Ping, Status
+
+OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
+
+
+class Place:
+    """A peer that joins, with two fragments, and what it hears."""
+
+    def __init__(self, *versions: int) -> None:
+        self.now = 0.0
+        self.node: Any = SimpleNamespace(
+            agreed=[AgreedVersion(version, bytes([version]) * 32) for version in versions],
+            clock=Clock(lambda: self.now, lambda: self.now),
+            now=lambda: self.now,
+            membership=Membership(PeerId("me")),
+            catching=None,
+        )
+        self.standing = self.node.standing = Standing(cast(Any, self.node), 0.25)
+        self.node.catching = Catching(cast(Any, self.node))
+
+    def hear(self, peer: PeerId, phase: Status.Phase, *versions: int) -> None:
+        status = Status(
+            phase=phase, versions=versions, digests=[bytes([version]) * 32 for version in versions]
+        )
+        self.node.membership.receive(Ping(nonce=1, sent_at=self.now, status=status), peer, self.now)
+        self.conclude()
+
+    def lose(self, peer: PeerId) -> None:
+        self.node.membership.receive(Leave(reason="the run is over"), peer, self.now)
+        self.conclude()
+
+    def move(self, *versions: int) -> None:
+        self.node.agreed = [AgreedVersion(version, bytes([version]) * 32) for version in versions]
+        self.conclude()
+
+    def conclude(self) -> None:
+        self.now += 1.0
+        self.standing.conclude(self.now)
+
+
+def test_a_newcomer_whose_donors_all_go_is_left_behind() -> None:
+    """It would begin a history of its own, with half of the swarm's state (seed 4 of the storms)."""
+    place = Place(0, 0)
+    place.hear(OTHER, Status.TRAINING, 3, 3)
+    assert not place.standing.left_behind
+    place.move(3, 0)
+    place.lose(OTHER)
+    assert place.standing.left_behind
+    place.hear(NEWCOMER, Status.JOINING, 0, 0)  # one who has no more than we have is no help
+    assert place.standing.left_behind
+    place.hear(OTHER, Status.TRAINING, 4, 4)  # one who has is
+    assert not place.standing.left_behind
+    place.move(4, 3)
+    place.lose(OTHER)
+    assert not place.standing.left_behind
+    assert place.standing.abreast
+
+
+def test_who_joins_when_the_run_is_over_wants_its_last_version() -> None:
+    place = Place(3, 3)
+    place.hear(OTHER, Status.TRAINING, 4, 3)
+    assert place.standing.abreast  # the next rounds bring the rest
+    place.hear(OTHER, Status.DRAINING, 4, 3)
+    assert not place.standing.abreast
+    place.lose(OTHER)
+    assert place.standing.left_behind
+
+
+def test_one_that_was_far_ahead_of_many_and_went_leaves_nobody_behind() -> None:
+    place = Place(0, 0)
+    place.hear(NEWCOMER, Status.JOINING, 0, 0)
+    place.hear(PeerId("another newcomer"), Status.JOINING, 0, 0)
+    place.hear(OTHER, Status.TRAINING, 9, 9)
+    place.lose(OTHER)
+    assert not place.standing.left_behind
+    assert place.standing.abreast
+
+
+def test_peers_that_come_back_together_leave_nobody_behind() -> None:
+    place = Place(5, 5)
+    place.hear(OTHER, Status.JOINING, 5, 4)
+    place.lose(OTHER)
+    assert not place.standing.left_behind
