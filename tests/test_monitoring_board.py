@@ -21,8 +21,8 @@ from monitoring.history import SWARM, History
 from monitoring.journals import JournalFeed
 from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
 from monitoring.model import Model
-from monitoring.predicted import predicted_utilisation
 from monitoring.portrait import Pace
+from monitoring.predicted import predicted_utilisation
 from monitoring.report import write_report
 from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sinks
 from monitoring.watch import frame, line, watch_feed
