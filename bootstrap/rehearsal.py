@@ -58,8 +58,8 @@ class RehearsalOptions:
 @dataclass(frozen=True, kw_only=True)
 class RehearsalEnd:
     """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured.
-    ``emulation``: which one was in use, in words; ``traffic``: samples of the lines' counters, empty on loopback;
-    ``forwarded``: the packet forwarder's own account; ``deaths``: last words of those that died by
+    ``emulation``: which one was in use, in words; ``traffic``: samples of the lines' counters, empty on
+    loopback; ``forwarded``: the packet forwarder's own account; ``deaths``: last words of those that died by
     themselves."""
 
     config: RunConfig
