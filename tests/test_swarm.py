@@ -28,13 +28,18 @@ from p2p_co2.telemetry.events import (
 )
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.ticket import Ticket
+from tests import campaign
+from tests.campaign import RECIPE
 
 pytestmark = pytest.mark.swarm
 
 TINY: dict[str, str | int | float | bool] = {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 4}
-START_S = 60.0
-"""Bound on a process's start: importing torch, several processes at a time, on few cores."""
-LEAVE_S = 10.0
+START_S = 180.0
+"""Bound on a process's start: importing torch, several processes at a time, on few cores that may stand still
+for seconds. Nothing here is about speed."""
+LEAVE_S = 60.0
+PACED = ("--recipe", RECIPE)
+"""For swarms whose training rests between steps, so that those who come find the cores free."""
 OWN_RECIPE = """
 import torch
 from torch import nn
@@ -123,6 +128,10 @@ def run_of(rounds: int, recipe: str = "byte-gpt") -> RunConfig:
     )
 
 
+def paced_run(rounds: int = 0) -> RunConfig:
+    return campaign.paced_run(1.0, step_s=0.05, rounds=rounds)
+
+
 def assert_agreed(ends: list[PeerFinished]) -> None:
     assert len({end.digest for end in ends}) == 1, ends
     assert ends[0].digest
@@ -145,8 +154,8 @@ def test_two_peers_agree_over_each_carrier(swarm: Swarm, carrier: str) -> None:
 
 
 def test_the_others_go_on_when_a_peer_is_killed(swarm: Swarm) -> None:
-    swarm.publish(run_of(rounds=16))
-    peers = [swarm.join(name, "--min-peers", "3") for name in ("one", "two", "three")]
+    swarm.publish(paced_run(rounds=16))
+    peers = [swarm.join(name, "--min-peers", "3", *PACED) for name in ("one", "two", "three")]
     swarm.wait_until("a round of three", lambda: _contributors(swarm, "one") == 3)
     before = swarm.versions("one")
     swarm.kill(peers[2])
@@ -268,7 +277,7 @@ def test_the_demo_ends_with_a_summary_and_nothing_running(tmp_path: Path) -> Non
     options = ["--peers", "2", "--seconds", "10", "--round-s", "2", "--folder", str(folder)]
     with LocalSwarm(tmp_path) as parent:
         demo = parent.start("demo", program("bootstrap", "demo", *options), environment())
-        assert parent.wait([demo], 150), demo.last_lines()
+        assert parent.wait([demo], 2 * START_S), demo.last_lines()
         assert demo.exit_status() == 0, demo.last_lines(40)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["digests_equal"] is True
@@ -293,7 +302,7 @@ def test_ctrl_c_ends_a_demo_with_all_its_processes(tmp_path: Path) -> None:
         below = psutil.Process(demo.pid).children(recursive=True)
         assert len(below) >= 3
         parent.interrupt(demo)
-        assert parent.wait([demo], 15), demo.last_lines()
+        assert parent.wait([demo], LEAVE_S), demo.last_lines()
         assert demo.exit_status() == 130
         assert demo.last_lines(1) == "stopped; no process is left"
         assert not [process for process in below if process.is_running()]
