@@ -164,6 +164,12 @@ def assert_one_history(swarm: Campaign, *names: str) -> None:
     each outer step does to a fragment is the same at all who take it, bit for bit."""
     healed_at = wait_for_rounds_of_all(swarm, *names)
     wait_for_rounds_of_all(swarm, *names)
+
+    def took(name: str) -> set[int]:
+        return {step.fragment for step in swarm.events(name, FragmentApplied, healed_at)}
+
+    # A round is told of when it is decided, an outer step when the training thread has met it.
+    swarm.wait_until("outer steps of all", lambda: all(took(name) == {0, 1} for name in names))
     did: dict[tuple[int, int], set[tuple[float, ...]]] = {}
     for name in names:
         for step in swarm.events(name, FragmentApplied, healed_at):
