@@ -2,19 +2,22 @@
 
 The front door for one's own training loop is ``join``; the programs are ``p2p-co2 seed``, ``join`` and
 ``demo``. Names below are loaded when first used, so that a program that needs no torch does not pay for it.
+
+Nothing is imported here that takes time: the command line's handler of Ctrl-C comes after this.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
 
-from p2p_co2.memory import ask_for_huge_pages
-
+TYPE_CHECKING = False  # as ``typing`` has it, which takes milliseconds to import
 if TYPE_CHECKING:
     from p2p_co2.config import PeerConfig, RunConfig
     from p2p_co2.trainer import Connection, Peer, connect, join
 
-ask_for_huge_pages()  # before torch makes its first tensor
+# Torch takes its large tensors in huge pages (see ``memory``): before it makes its first one. A user's own
+# setting stands.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 __version__ = "0.1.0"
 __all__ = ["Connection", "Peer", "PeerConfig", "RunConfig", "__version__", "connect", "join"]

@@ -8,7 +8,7 @@ status 2 (this machine or the network at fault: 1), never a traceback. A traceba
 
 from __future__ import annotations
 
-import p2p_co2.ctrl_c  # noqa: F401 (before all that takes time to import)
+from p2p_co2.ctrl_c import hand_over  # before all that takes time to import
 
 # isort: split
 import math
@@ -25,6 +25,7 @@ from p2p_co2 import cli_checks, cli_views
 from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error, TicketError
 from p2p_co2.peer_options import peer_config
 
+hand_over()
 app = typer.Typer(
     name="p2p-co2",
     help="Volunteers train one PyTorch model together over the internet: asynchronous, quantised, no server.",

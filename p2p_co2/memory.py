@@ -3,7 +3,8 @@
 Fresh pages are what large messages and tensors cost most: in a virtual machine a fault is 2 to 4 microseconds
 for 4 KiB, which is ten times the copy itself. So
 
-- ``large_buffer`` and torch's allocator (``ask_for_huge_pages``) take 2 MiB pages where the system has them;
+- ``large_buffer``, and torch's allocator (asked in ``p2p_co2/__init__.py``), take 2 MiB pages where there are
+  some;
 - ``return_large_blocks`` has blocks above ``LARGE_BYTES`` unmapped when they are freed, for the whole run,
   and keeps up to ``KEPT_BYTES`` of an arena's free end, of which every message's buffers are made.
 
@@ -25,11 +26,30 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 
 Buffer = bytes | bytearray | memoryview
 """Bytes, wherever they are."""
+
+
+class Joined:
+    """Buffers that are read as one, without a copy of the whole: ``len`` and slices (step 1), as bytes."""
+
+    def __init__(self, *pieces: Buffer) -> None:
+        self._pieces = [memoryview(piece).cast("B") for piece in pieces]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces))
+
+    def __getitem__(self, at: slice) -> bytes:
+        start, stop, step = at.indices(len(self))
+        assert step == 1
+        taken, begins = [], 0
+        for piece in self._pieces:
+            taken.append(piece[max(0, start - begins) : max(0, stop - begins)])
+            begins += len(piece)
+        return b"".join(taken)
+
 
 LARGE_BYTES = 4 << 20
 """At least this large, a block is mapped on its own. Smaller ones, of which training makes many, stay with
@@ -50,12 +70,6 @@ def return_large_blocks() -> bool:
     if mallopt is None:
         return False
     return all([mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES), mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)])
-
-
-def ask_for_huge_pages() -> None:
-    """Have torch take its large tensors in huge pages: call it before the first tensor is made. A user's own
-    setting stands."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def large_buffer(size_bytes: int) -> memoryview:

@@ -122,13 +122,40 @@ def test_a_ctrl_c_while_the_program_starts_gives_no_traceback() -> None:
 
 
 def test_the_program_takes_that_over_before_it_imports_anything_slow() -> None:
-    script = "import sys\nimport p2p_co2.ctrl_c\nprint('typer' in sys.modules)\nimport p2p_co2.cli"
+    script = (
+        "import sys, signal\nbefore = {*sys.modules}\nimport p2p_co2.ctrl_c\n"
+        "print(sorted({*sys.modules} - before))\nimport p2p_co2.cli\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
     text = (ROOT / "p2p_co2" / "cli.py").read_text()
-    assert text.index("import p2p_co2.ctrl_c") < text.index("import typer") < text.index("from p2p_co2")
+    assert text.index("from p2p_co2.ctrl_c") < text.index("import typer") < text.index("from p2p_co2 import")
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     )
-    assert result.stdout == "False\n"
+    assert result.stdout == "['p2p_co2', 'p2p_co2.ctrl_c']\nTrue\n"
+
+
+INTERRUPTED = """
+import _signal, os, sys
+class AtImport:
+    left = int(sys.argv.pop(1))
+    def find_spec(self, name, path=None, target=None):
+        self.left -= _signal.getsignal(2) is not _signal.default_int_handler
+        if self.left == 0:
+            os.kill(os.getpid(), 2)
+sys.meta_path.insert(0, AtImport())
+from p2p_co2.cli import main
+print("imported")
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2, 20, 100])
+def test_a_ctrl_c_at_any_import_ends_the_program_without_a_traceback(number: int) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(number)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "stopped\n")
 
 
 @pytest.mark.parametrize("command", [["seed", "--host", "127.0.0.1", "--folder"], ["demo", "--folder"]])
