@@ -10,6 +10,7 @@ import pickle
 import resource
 import signal
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -163,6 +164,11 @@ def test_state_bytes_there_and_back(numel: int, steps: int, seed: int) -> None:
     assert rooms.state_bytes(back) == data
     back.params.add_(1.0)  # owns its memory
     assert rooms.state_digest(state) == digest(data)
+    given = bytearray(data)
+    shared = rooms.state_from_bytes(given, numel)  # a download: no second copy of it
+    assert same(shared, state)
+    shared.params.add_(1.0)
+    assert rooms.state_bytes(shared) == given != (data if numel else b"")
 
 
 def test_the_swarm_digest_sees_order_and_count() -> None:
@@ -195,6 +201,21 @@ def test_training_continues_bit_for_bit(tmp_path: Path, make: Maker) -> None:
     assert set(read.buffers) == set(dict(model.named_buffers()))
     for field in ("run_config_json", "plan_digest", "position", "inner_steps", "tokens", "passed_over"):
         assert getattr(read, field) == getattr(written, field)
+
+
+def test_a_list_of_states_is_let_go_while_it_is_written(tmp_path: Path) -> None:
+    model = module()
+    written = checkpoint_of(model, adamw(model.parameters()), 5)
+    states = [stepped(state.params.numel(), 5, index) for index, state in enumerate(written.states)]
+    expected = [rooms.state_digest(state) for state in states]
+    still_writing: list[bool] = []
+    for state in states:
+        weakref.finalize(state.params, lambda: still_writing.append((tmp_path / "state.part").exists()))
+    del state
+    save(tmp_path, replace(written, states=states))
+    assert states == []
+    assert still_writing == [True] * len(expected)
+    assert [rooms.state_digest(state) for state in load(tmp_path).states] == expected
 
 
 def test_optimizer_state_keeps_its_types(tmp_path: Path) -> None:

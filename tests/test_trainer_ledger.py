@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -373,14 +374,17 @@ async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> Non
     donor, late = make_ledger(), make_ledger()
     mean = AgreedMean(0, 1, 0, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
     await donor.commit(mean)
-    version, data = await donor.export(0)
+    version, exported = await donor.export(0)
+    data = exported[:]
+    assert [exported[70:80], exported[582:586], len(exported)] == [data[70:80], data[582:586], len(data)]
     with pytest.raises(DigestMismatch):
         await late.adopt(0, data, AgreedVersion(1, bytes(32)))
     with pytest.raises(RemoteProtocolError):
         await late.adopt(0, data[:-1], version)
     assert late.agreed()[0].version == 0
     assert await late.adopt(0, data, version) == version
-    assert data == state_bytes(late.states()[0])
+    await donor.commit(replace(mean, round=2, base_version=1))
+    assert exported[:] == data == state_bytes(late.states()[0])  # the export stays as it was
     donor.close()
     late.close()
 

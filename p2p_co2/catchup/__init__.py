@@ -37,7 +37,7 @@ from p2p_co2.catchup.goals import (
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.memory import Buffer
+from p2p_co2.memory import Buffer, Joined
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Decision, Fetch, Refusal
 
@@ -103,7 +103,13 @@ class CatchUp:
         self.donor.history.remember(fragment, version, decision, mean)
 
     def exported(
-        self, fragment: int, version: int, data: bytes, digest: bytes, chunk_digests: list[bytes], now: float
+        self,
+        fragment: int,
+        version: int,
+        data: bytes | Joined,
+        digest: bytes,
+        chunk_digests: list[bytes],
+        now: float,
     ) -> None:
         """The answer to ``ExportWanted``; ``chunk_digests`` of ``data``'s chunks, in order."""
         self.donor.exported(fragment, version, data, digest, chunk_digests, now)

@@ -1,7 +1,8 @@
 """The donor: serves past rounds and exported states in chunks, within memory bounds.
 
 A state is exported when somebody asks and kept while it is being loaded, so that the chunks of one version
-stay the same although the swarm commits meanwhile; the rounds since are held as well, for the newcomer to
+stay the same although the swarm commits meanwhile (the state itself until then, memory beyond it only
+afterwards); the rounds since are held as well, for the newcomer to
 replay. Laws: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole
 time allow; who asks for another meanwhile is told what is being given, and to come again. Whatever is asked,
 the tensor side is busy with large exports for at most one part in 1 + ``EXPORT_REST`` of its time.
@@ -17,7 +18,7 @@ from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, ROUND, STATE, ExportWanted
 from p2p_co2.catchup.history import HISTORY_ROUNDS_KEPT, History
 from p2p_co2.catchup.manifest import chunk_at, make_manifest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.memory import Buffer
+from p2p_co2.memory import Buffer, Joined
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
@@ -38,7 +39,7 @@ MAX_WAITING = 64
 @dataclass
 class _Export:
     version: int
-    data: bytes
+    data: bytes | Joined
     made_at: float
     manifest: Manifest
     asked_at: dict[PeerId, float] = field(default_factory=dict)
@@ -85,7 +86,13 @@ class Donor:
         return sum(len(export.data) for export in self._exports.values())
 
     def exported(
-        self, fragment: int, version: int, data: bytes, digest: bytes, chunk_digests: list[bytes], now: float
+        self,
+        fragment: int,
+        version: int,
+        data: bytes | Joined,
+        digest: bytes,
+        chunk_digests: list[bytes],
+        now: float,
     ) -> None:
         """The answer to ``ExportWanted``."""
         place = Fetch(what=STATE, fragment=fragment, version=version)
@@ -219,7 +226,7 @@ class Donor:
         manifest.request = fetch.request
         self._out.send(peer, manifest)
 
-    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer) -> None:
+    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer | Joined) -> None:
         chunk = Chunk(
             request=fetch.request,
             what=fetch.what,

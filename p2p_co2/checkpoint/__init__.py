@@ -6,6 +6,7 @@ from p2p_co2.checkpoint.agreed import (
     state_digest,
     state_from_bytes,
     state_size_bytes,
+    state_view,
     swarm_digest,
 )
 from p2p_co2.checkpoint.folder import Agreed, Checkpoint, load, load_agreed, save
@@ -20,5 +21,6 @@ __all__ = [
     "state_digest",
     "state_from_bytes",
     "state_size_bytes",
+    "state_view",
     "swarm_digest",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,11 +23,14 @@ from torch import Tensor
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.memory import Joined
 from p2p_co2.outer import MOVED_NORMS_KEPT, OuterState
 
 _MAGIC = b"p2pco2s\x01"
 _HEADER = struct.Struct(f"<8sQQdQ{MOVED_NORMS_KEPT}d")
 _MAX_VERSION = 1 << 53
+_PIECE = 1 << 18
+"""Values looked at together: what that takes beside them stays small."""
 
 
 def state_size_bytes(numel: int) -> int:
@@ -38,6 +42,11 @@ def state_size_bytes(numel: int) -> int:
 def state_bytes(state: OuterState) -> bytes:
     """The agreed state of one fragment, canonical."""
     return b"".join((header_bytes(state), _little_endian(state.params), _little_endian(state.momentum)))
+
+
+def state_view(state: OuterState) -> Joined:
+    """``state_bytes`` without a copy; it holds the state's tensors, which nobody may change."""
+    return Joined(header_bytes(state), _little_endian(state.params), _little_endian(state.momentum))
 
 
 def state_digest(state: OuterState) -> bytes:
@@ -52,7 +61,8 @@ def swarm_digest(digests: Sequence[bytes]) -> bytes:
 
 
 def state_from_bytes(data: bytes | bytearray, numel: int) -> OuterState:
-    """Read what ``state_bytes`` wrote for a fragment of ``numel`` elements.
+    """Read what ``state_bytes`` wrote for a fragment of ``numel`` elements. A ``bytearray`` becomes the
+    memory of the state's tensors: it is theirs from now on.
 
     Raises ``RemoteProtocolError`` unless ``data`` is exactly that: right size, finite everywhere, canonical.
     """
@@ -64,7 +74,10 @@ def state_from_bytes(data: bytes | bytearray, numel: int) -> OuterState:
 
 
 def tensor_from_bytes(data: bytes | bytearray, start: int, numel: int) -> Tensor:
-    """``numel`` little-endian fp32 values at ``start``, as a tensor that owns its memory."""
+    """``numel`` little-endian fp32 values at ``start``: a copy of them, or if ``data`` can be written to, its
+    own memory."""
+    if isinstance(data, bytearray) and sys.byteorder == "little" and numel:
+        return torch.frombuffer(data, dtype=torch.float32, count=numel, offset=start)
     return torch.from_numpy(np.frombuffer(data, "<f4", numel, start).astype(np.float32, copy=True))
 
 
@@ -90,12 +103,17 @@ def state_from_header(header: bytes | bytearray, params: Tensor, momentum: Tenso
         raise RemoteProtocolError("bad_state", "impossible version or moved norms")
     if not all(math.isfinite(number) and math.copysign(1.0, number) > 0 for number in (mean_square, *norms)):
         raise RemoteProtocolError("bad_state", "a norm is negative or not finite")
-    if not all(bool(torch.isfinite(values).all()) for values in (params, momentum)):
+    if not (_is_finite(params) and _is_finite(momentum)):
         raise RemoteProtocolError("bad_state", "a value is not finite")
     state = OuterState(version, params, momentum, mean_square, tuple(norms[:count]))
     if header_bytes(state) != header:
         raise RemoteProtocolError("bad_state", "not canonical")
     return state
+
+
+def _is_finite(values: Tensor) -> bool:
+    starts = range(0, values.numel(), _PIECE)
+    return all(bool(torch.isfinite(values[start : start + _PIECE]).all()) for start in starts)
 
 
 def _little_endian(values: Tensor) -> memoryview:

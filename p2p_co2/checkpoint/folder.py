@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,12 +40,13 @@ class Checkpoint:
     ``optimizer``: the inner optimizer's ``state_dict()``. ``position`` in rounds. ``residuals``: error
     feedback per fragment, fp32. ``passed_over``, set by ``load``: newer files that were damaged, and how.
 
-    Tensors are held, not copied: whoever saves from another thread hands over copies.
+    Tensors are held, not copied: whoever saves from another thread hands over copies. A list of ``states`` is
+    emptied by ``save``, which lets each one go when it is written: the swarm may replace them meanwhile.
     """
 
     run_config_json: str
     plan_digest: bytes
-    states: tuple[OuterState, ...]
+    states: Sequence[OuterState]
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
@@ -82,10 +83,11 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     stay), ``ConfigError`` if the optimizer's state cannot be saved without pickle.
     """
     path = folder / f"state-{checkpoint.inner_steps:012d}.safetensors"
-    tensors: dict[str, Tensor] = {}
-    for index, state in enumerate(checkpoint.states):
-        tensors[f"agreed.{index}.params"] = state.params
-        tensors[f"agreed.{index}.momentum"] = state.momentum
+    tensors = {
+        f"agreed.{index}.{what}": values
+        for index, state in enumerate(checkpoint.states)
+        for what, values in (("params", state.params), ("momentum", state.momentum))
+    }
     tensors |= {f"live.{name}": value for name, value in checkpoint.params.items()}
     tensors |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
     tensors |= {f"residual.{index}": value for index, value in checkpoint.residuals.items()}
@@ -102,6 +104,8 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         "inner_steps": str(checkpoint.inner_steps),
         "tokens": str(checkpoint.tokens),
     }
+    if isinstance(checkpoint.states, list):
+        checkpoint.states.clear()
     tensorfile.write(path, tensors, metadata)
     _prune(folder, path)
     return path

@@ -65,9 +65,9 @@ class _Entry(NamedTuple):
     numel: int
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write ``tensors`` (any device, layout) and ``metadata`` as ``path``, replacing what was there, all or
-    nothing.
+    nothing. ``tensors`` is emptied: each is let go once it is written.
 
     Raises ``ConfigError`` for a tensor that the format cannot hold, ``EnvironmentFault`` if this machine
     refuses; the temporary file is gone then, and what was there before is untouched.
@@ -82,7 +82,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             digest = hashlib.sha256(header)
             file.write(header)
             for name in order:
-                values = _bytes_of(tensors[name])
+                values = _bytes_of(tensors.pop(name))
                 digest.update(values)
                 file.write(values)
             file.seek(header.index(_NO_DIGEST.encode()))

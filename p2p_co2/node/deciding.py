@@ -146,10 +146,9 @@ class Deciding:
 
     async def export(self, fragment: int) -> None:
         version, data = await self._ledger.export(fragment)
-        size, view = len(data), memoryview(data)
-        digests = []
+        size, digests = len(data), []
         for chunk in range(chunk_count(size)):
-            digests.append(chunk_digest(view[chunk_at(chunk, size)]))
+            digests.append(chunk_digest(data[chunk_at(chunk, size)]))
             await asyncio.sleep(0)  # a large state takes long, and the rounds go on
         self._node.catchup.exported(
             fragment, version.version, data, version.digest, digests, self._node.now()

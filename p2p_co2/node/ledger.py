@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from p2p_co2.memory import Buffer
+from p2p_co2.memory import Buffer, Joined
 from p2p_co2.wire.messages_pb2 import Outcome
 
 
@@ -76,8 +76,9 @@ class Ledger(Protocol):
     async def abort(self, fragment: int, round_: int) -> None:
         """The round that this peer offered for came to nothing; silent if it is not in flight."""
 
-    async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
-        """The fragment's state, serialised, for a peer that is behind."""
+    async def export(self, fragment: int) -> tuple[AgreedVersion, bytes | Joined]:
+        """The fragment's state, serialised, for a peer that is behind. It stays as it is while the swarm goes
+        on."""
 
     async def adopt(
         self,

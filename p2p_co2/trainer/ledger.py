@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from p2p_co2.averaging import HostileSlice, admit, mean_of_parts
-from p2p_co2.checkpoint import state_bytes, state_digest, state_from_bytes
+from p2p_co2.checkpoint import state_digest, state_from_bytes, state_view
 from p2p_co2.codec import Codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.memory import Buffer
+from p2p_co2.fragments.live import LiveParameters
+from p2p_co2.memory import Buffer, Joined
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
@@ -95,14 +96,17 @@ class TensorLedger:
         for ledger in self._fragments:
             ledger.is_resumed = True
 
-    def rebased(self) -> dict[int, Tensor]:
-        """``FragmentLedger.rebased`` of the fragments that need it. Any thread; waits for the worker."""
+    def states_beside_(self, copy: LiveParameters) -> list[OuterState]:
+        """The agreed states, to be saved with a ``copy`` of the live parameters. What a resumed peer would
+        not know (``FragmentLedger.rebased``) goes into the copy; all at one moment. Waits for the worker."""
 
-        def read() -> dict[int, Tensor]:
-            addends = enumerate(ledger.rebased() for ledger in self._fragments)
-            return {fragment: addend for fragment, addend in addends if addend is not None}
+        def work() -> list[OuterState]:
+            for fragment, ledger in enumerate(self._fragments):
+                if (addend := ledger.rebased()) is not None:
+                    copy.merge_(fragment, Merge(1.0, addend))
+            return [fragment.state for fragment in self._fragments]
 
-        return self._worker.submit(read).result()
+        return self._worker.submit(work).result()
 
     def submit_offer(
         self,
@@ -190,10 +194,10 @@ class TensorLedger:
 
         await self._ask(work)
 
-    async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
-        def work() -> tuple[AgreedVersion, bytes]:
+    async def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
+        def work() -> tuple[AgreedVersion, Joined]:
             state = self._fragments[fragment].state
-            return AgreedVersion(state.version, self._digests[fragment]), state_bytes(state)
+            return AgreedVersion(state.version, self._digests[fragment]), state_view(state)
 
         return await self._ask(work)
 

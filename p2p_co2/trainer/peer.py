@@ -22,7 +22,7 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.governor import Governor
-from p2p_co2.outer import Merge, OuterState
+from p2p_co2.outer import OuterState
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
@@ -171,14 +171,14 @@ class Peer:
         """Write a checkpoint now. Raises ``EnvironmentFault`` if the disk refuses; the previous one stays."""
         started_at = time.monotonic()
         plan, sync = self._plan, self._sync
-        states = self._matching_states()
+        states, params = self._matching()  # the list is emptied while it is written
         path = checkpoints.save(
             plan.config.folder / "checkpoint",
             Checkpoint(
                 run_config_json=plan.run.canonical_bytes().decode(),
                 plan_digest=plan.fragments.digest,
                 states=states,
-                params=self._params_to_save(),
+                params=params,
                 buffers=dict(plan.model.named_buffers()),
                 optimizer=plan.optimizer.state_dict(),
                 position=sync.position,
@@ -192,25 +192,17 @@ class Peer:
         fields = {"path": str(path), "versions": tuple(sync.versions), "duration_s": duration_s}
         self._thread.report(ev.CheckpointSaved, fields)
 
-    def _matching_states(self) -> tuple[OuterState, ...]:
-        """Agreed states that the live parameters have met: none with a merge still on its way."""
+    def _matching(self) -> tuple[list[OuterState], dict[str, Tensor]]:
+        """Agreed states, and live parameters by name that have met them: no merge is still on its way, and a
+        resumed peer can go on from them. Under "co2" and "eager" the parameters are a copy."""
+        is_delayed = self._plan.run.outer.rule in {"co2", "eager"}
         self._sync.release_held()
         while True:
-            states = self._ledger.states()
+            model = deepcopy(self._plan.model) if is_delayed else self._plan.model
+            states = self._ledger.states_beside_(LiveParameters(model, self._plan.fragments))
             if not self._sync.take_outcomes():
-                return tuple(states)
+                return states, {name: parameter.detach() for name, parameter in model.named_parameters()}
             self._sync.release_held()
-
-    def _params_to_save(self) -> dict[str, Tensor]:
-        """Live parameters by name, as a resumed peer can go on from them."""
-        addends = self._ledger.rebased()
-        if not addends:
-            return {name: parameter.detach() for name, parameter in self._plan.model.named_parameters()}
-        copy = deepcopy(self._plan.model)
-        live = LiveParameters(copy, self._plan.fragments)
-        for fragment, addend in addends.items():
-            live.merge_(fragment, Merge(1.0, addend))
-        return {name: parameter.detach() for name, parameter in copy.named_parameters()}
 
     def _forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
