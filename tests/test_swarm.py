@@ -166,20 +166,20 @@ def test_the_others_go_on_when_a_peer_is_killed(swarm: Swarm) -> None:
 
 
 def test_a_late_joiner_catches_up_and_takes_part(swarm: Swarm) -> None:
-    swarm.publish(run_of(rounds=30))
+    swarm.publish(paced_run(rounds=30))
     for name in ("one", "two"):
-        swarm.join(name, "--min-peers", "2")
+        swarm.join(name, "--min-peers", "2", *PACED)
     swarm.wait_until("some rounds", lambda: swarm.versions("one") >= 2)
-    swarm.join("late", "--min-peers", "2")
+    swarm.join("late", "--min-peers", "2", *PACED)
     swarm.wait_until("a round of three", lambda: _contributors(swarm, "late") == 3)
     assert swarm.events("late", CaughtUp)
     assert_agreed(swarm.finished("one", "two", "late"))
 
 
 def test_ctrl_c_leaves_cleanly_and_resume_goes_on(swarm: Swarm) -> None:
-    swarm.publish(run_of(rounds=40))
-    swarm.join("one", "--min-peers", "2")
-    two = swarm.join("two", "--min-peers", "2")
+    swarm.publish(paced_run())
+    swarm.join("one", "--min-peers", "2", *PACED)
+    two = swarm.join("two", "--min-peers", "2", *PACED)
     swarm.wait_until("some rounds", lambda: swarm.versions("two") >= 2)
     # What a terminal does: all of the foreground group gets it, and the libp2p daemon if it is in there.
     os.killpg(two.pid, signal.SIGINT)
@@ -189,15 +189,15 @@ def test_ctrl_c_leaves_cleanly_and_resume_goes_on(swarm: Swarm) -> None:
     steps = swarm.events("two", Progress)[-1].inner_steps
     swarm.wait_until("the goodbye", lambda: bool(swarm.events("one", PeerLeft)))
     assert left.digest
-    swarm.join("two", "--min-peers", "2", "--resume")
+    swarm.join("two", "--min-peers", "2", "--resume", *PACED)
     swarm.wait_until("a second start", lambda: swarm.events("two", Progress)[-1].inner_steps > steps)
     swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since=left.at) == 2)
     assert swarm.children[-1].running()
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(swarm: Swarm) -> None:
-    swarm.publish(run_of(rounds=0))
-    peer = swarm.join("one")
+    swarm.publish(paced_run())
+    peer = swarm.join("one", *PACED)
     swarm.wait_for_step("one", 1)
     below = psutil.Process(peer.pid).children(recursive=True)
     assert below, "the libp2p daemon is a child"
@@ -219,57 +219,53 @@ def test_another_recipe_is_refused_in_one_line(swarm: Swarm, tmp_path: Path) -> 
     swarm.publish(run_of(0, f"{here}:make"))
     other = tmp_path / "other.py"
     other.write_text(OWN_RECIPE + "# a change, were it only a comment\n")
-    for options, words in (
-        (["--recipe", f"{other}:make"], "another than the run's"),
-        ([], "--recipe"),
-    ):
-        peer = swarm.join(f"peer{len(options)}", *options)
-        assert swarm.wait([peer], START_S)
-        assert peer.exit_status() == 2, peer.last_lines()
+    cases = {
+        "changed": (["--recipe", f"{other}:make"], "another than the run's"),
+        "unnamed": ([], "--recipe"),
+    }
+    peers = {name: swarm.join(name, *options) for name, (options, _) in cases.items()}
+    for peer in peers.values():
         peer.asked_to_end = True
-        errors = [line for line in peer.last_lines(100).splitlines() if line.startswith("error: ")]
+    right = swarm.join("right", "--recipe", f"{here}:make")
+    for name, (_, words) in cases.items():
+        assert swarm.wait([peers[name]], START_S)
+        assert peers[name].exit_status() == 2, peers[name].last_lines()
+        said = peers[name].last_lines(100)
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
         assert words in errors[0]
-        assert "Traceback" not in peer.last_lines(100)
-    right = swarm.join("right", "--recipe", f"{here}:make")
+        assert "Traceback" not in said
     swarm.wait_for_step("right", 1)
     assert right.running()
 
 
-def test_a_seed_keeps_its_name_and_its_run_over_a_restart(swarm: Swarm) -> None:
-    swarm.publish(run_of(0))
+def test_seeds_die_and_another_stands_in_and_the_first_comes_back(swarm: Swarm) -> None:
+    swarm.publish(paced_run())
     first, ticket = swarm.children[0], Ticket.parse(swarm.ticket)
-    swarm.interrupt(first)
-    assert swarm.wait([first], LEAVE_S)
-    assert first.exit_status() == 0
-    first.log.unlink()
-    swarm.publish(run_of(0))
-    again = Ticket.parse(swarm.ticket)
-    assert (again.run, again.run_key) == (ticket.run, ticket.run_key)
-
-
-def test_a_second_seed_serves_the_run_when_the_first_is_gone(swarm: Swarm) -> None:
-    swarm.publish(run_of(0))
     place = ["--host", "127.0.0.1", "--folder", str(swarm.folder / "seed2")]
     second = swarm.start("seed2", program("bootstrap", "seed", "--also", swarm.ticket, *place), environment())
-    ticket = swarm.wait_for_line(second, "ticket:", START_S)
-    assert Ticket.parse(ticket).run_key == Ticket.parse(swarm.ticket).run_key
-    assert len({seed.rpartition("/")[2] for seed in Ticket.parse(ticket).seeds}) == 2
-    swarm.kill(swarm.children[0])
-    swarm.ticket = ticket
-    swarm.join("one")
+    ticket_of_both = swarm.wait_for_line(second, "ticket:", START_S)
+    assert Ticket.parse(ticket_of_both).run_key == ticket.run_key
+    assert len({seed.rpartition("/")[2] for seed in Ticket.parse(ticket_of_both).seeds}) == 2
+
+    swarm.kill(first)
+    stranded = swarm.join("stranded", *PACED)  # its ticket names the dead one alone
+    stranded.asked_to_end = True
+    swarm.ticket = ticket_of_both
+    swarm.join("one", *PACED)
     swarm.wait_for_step("one", 1)
+    assert swarm.wait([stranded], START_S)
+    assert stranded.exit_status() == 1
+    assert "no seed can be reached" in stranded.last_lines()
+    assert "Traceback" not in stranded.last_lines(100)
 
-
-def test_no_seed_is_told_in_one_line(swarm: Swarm) -> None:
-    swarm.publish(run_of(0))
-    swarm.kill(swarm.children[0])
-    peer = swarm.join("one")
-    assert swarm.wait([peer], START_S)
-    peer.asked_to_end = True
-    assert peer.exit_status() == 1
-    assert "no seed can be reached" in peer.last_lines()
-    assert "Traceback" not in peer.last_lines(100)
+    first.log.unlink()
+    swarm.publish(paced_run())
+    again = Ticket.parse(swarm.ticket)
+    assert (again.run, again.run_key) == (ticket.run, ticket.run_key)
+    swarm.interrupt(swarm.children[-1])
+    assert swarm.wait([swarm.children[-1]], LEAVE_S)
+    assert swarm.children[-1].exit_status() == 0
 
 
 def test_the_demo_ends_with_a_summary_and_nothing_running(tmp_path: Path) -> None:
