@@ -155,7 +155,7 @@ def test_peers_behind_routers_meet_through_the_seed(tmp_path: Path) -> None:
     assert set(summary["carriers"]) == {"libp2p"}
     assert summary["exchanges"]["count"] > 0
     assert 0 < summary["steady"]["utilisation"]["peer-1"] <= 1
-    assert summary["lines"]["peer-1"]["round_trip_s"] >= 0.04
+    assert summary["lines"]["peer-1"]["round_trip_s"] >= 0.03  # 50 ms on average, jitter of 15
     opened = [
         event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, LinkOpened)
     ]
