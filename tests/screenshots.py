@@ -7,6 +7,7 @@ Two of the pictures go into ``docs/`` with ``--docs``.
 
 from __future__ import annotations
 
+import argparse
 import re
 import signal
 import subprocess
@@ -41,11 +42,16 @@ DOCS = {"swarm-light": "board.png", "staleness-light": "board-staleness.png"}
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/screenshots"))
+    parser.add_argument("--docs", action="store_true", help="replace the pictures that the README shows")
+    options = parser.parse_args()
     if missing():
         print(f"error: {missing()}", file=sys.stderr)
         return 2
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
-    folder = Path(arguments[0] if arguments else "runs/screenshots")
+    folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     run = folder / time.strftime("run-%H%M%S")
     log = (folder / "demo.log").open("w+b")
@@ -67,7 +73,7 @@ def main() -> int:
         for mode in ("dark", "phone"):
             _all_pages(folder, address, mode)  # the same run from its journals, as long as it takes
     _states(folder)
-    if "--docs" in sys.argv:
+    if options.docs:
         for source, target in DOCS.items():
             (ROOT / "docs" / target).write_bytes((folder / f"{source}.png").read_bytes())
     print(f"written to {folder}")

@@ -208,3 +208,36 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do(tmp_path: Path) -> None
             time.sleep(0.1)
         assert "--announce-host" in peer.last_lines(100)
     assert namespaces() == []
+
+
+@needs_router
+def test_a_board_behind_a_router_shows_a_peer_behind_another(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    hidden = replace(PROFILES["fibre"], nat="symmetric")
+    with Internet(KERNEL, tmp_path, seed=0) as internet, LocalSwarm(tmp_path, grace_s=8) as swarm:
+        public = internet.add("seed", PROFILES["fibre"])
+        trains, looks = internet.add("peer", hidden), internet.add("board", hidden)
+        internet.start()
+        place = ["--host", public.address, "--announce-host", public.address, "--port", "31337"]
+        arguments = ["seed", str(tmp_path / "run.toml"), "--folder", str(tmp_path / "seed"), *place]
+        seed = swarm.start("seed", public.command(program("bootstrap", *arguments)), environment())
+        ticket = swarm.wait_for_line(seed, "ticket:", BOUND_S)
+        recipe = f"{ROOT}/examples/own_recipe.py:make"
+        command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", recipe)
+        swarm.start("peer", trains.command(command), environment())
+        command = program("p2p_co2.cli", "board", ticket, "--folder", str(tmp_path / "b"), "--port", "8800")
+        board = swarm.start("board", looks.command(command), environment())
+        script = (
+            "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8800/api/swarm').read().decode())"
+        )
+        ask = looks.command([sys.executable, "-c", script])
+        ends_at = time.monotonic() + BOUND_S
+        while True:
+            answer = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=False)
+            peers = json.loads(answer.stdout)["peers"] if answer.returncode == 0 else []
+            if any(peer["device"] == "cpu" for peer in peers):  # what only the peer itself tells
+                break
+            assert time.monotonic() < ends_at, answer.stdout + answer.stderr + board.last_lines(100)
+            assert board.running(), board.last_lines(100)
+            time.sleep(0.5)
+    assert namespaces() == []
