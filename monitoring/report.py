@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import importlib.resources
 import json
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def write_report(folder: Path, target: Path, agreed: Sequence[tuple[float, float
         model.keep(time.time())
         if agreed:
             model.history.write(Batch(at=model.now, samples={}, fragments={}, agreed=agreed))
-        page = _page(model)
+        page = _page(model, _at_the_end(model.facts(), agreed))
     finally:
         model.history.close()
     try:
@@ -48,8 +49,15 @@ def write_report(folder: Path, target: Path, agreed: Sequence[tuple[float, float
         raise EnvironmentFault(f"cannot write the report {target}: {error.strerror}") from None
 
 
-def _page(model: Model) -> str:
-    facts = model.facts()
+def _at_the_end(facts: SwarmFacts, agreed: Sequence[tuple[float, float, float]]) -> SwarmFacts:
+    """The facts with the newest held-out loss, whoever measured it."""
+    at, _, loss = max(agreed, default=(-math.inf, 0.0, 0.0))
+    if at <= (facts.loss_agreed_at or 0.0):
+        return facts
+    return facts.model_copy(update={"loss_agreed": loss, "loss_agreed_at": at})
+
+
+def _page(model: Model, facts: SwarmFacts) -> str:
     title = f"p2p-co2: {plain(facts.run or 'a run', 64)}"
     options = _options(model, facts)
     written = time.strftime("%d %b %Y %H:%M")

@@ -277,6 +277,17 @@ def test_markup_cannot_leave_the_report(tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=["']?https?:""", page)
 
 
+def test_the_report_says_the_newest_loss_whoever_measured_it(tmp_path: Path) -> None:
+    with Journal(tmp_path / "events.jsonl") as journal:
+        for event in MadeSwarm(2, start_at=START).at(0):
+            journal.write(event)
+    agreed = [(START, 0.0, 4.976), (START + 60, 1e6, 1.4375)]
+    write_report(tmp_path, tmp_path / "report.html", agreed)
+    assert "1.438" in (tmp_path / "report.html").read_text().split("application/json")[0]
+    write_report(tmp_path, tmp_path / "report.html", agreed[:1])
+    assert "1.438" not in (tmp_path / "report.html").read_text()
+
+
 # ---- metrics and other tools
 
 
