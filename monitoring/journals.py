@@ -6,6 +6,7 @@ peer's. Law: files are only read, and followed while they grow. Price: each look
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -84,7 +85,8 @@ class JournalFeed:
             elif isinstance(event, PeerFinished):
                 self._open.discard(event.peer)
         for path in self._tails if news.events else ():
-            self._grew_at = max(self._grew_at, path.stat().st_mtime)
+            with contextlib.suppress(OSError):  # a peer's folder was cleared away while the others write
+                self._grew_at = max(self._grew_at, path.stat().st_mtime)
         return news
 
     def watched(self, now: float) -> None:

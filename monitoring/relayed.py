@@ -14,7 +14,7 @@ import time
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.gate import receive_relayed, send_relayed
+from p2p_co2.gate import MAX_ASKED, receive_relayed, send_relayed
 from p2p_co2.reports import Poller
 from p2p_co2.telemetry.feed import FeedState, News
 from p2p_co2.wire.identity import PeerId
@@ -23,6 +23,9 @@ from p2p_co2.wire.messages_pb2 import Relayed
 LIST_EVERY_S = 5.0
 WATCHED_FOR_S = 15.0
 FIRST_ANSWER_S = 20.0
+MAX_AT_ONCE = MAX_ASKED // 2
+"""Questions in flight: a gate ends a program that asks too much, and a crowd of peers is not this one's
+fault."""
 
 
 class RelayedFeed:
@@ -88,7 +91,8 @@ class RelayedFeed:
                 listed_at = now
                 self._post(Relayed(id=0))
             with self._lock:
-                due = self._poller.due(now) if self._poller is not None else []
+                room = MAX_AT_ONCE - len(self._asked)
+                due = self._poller.due(now, room) if self._poller is not None else []
                 for peer, question in due:
                     self._asked[self._next_id] = peer
                     self._post(Relayed(id=self._next_id, peer=peer, request=question))

@@ -105,16 +105,23 @@ class Poller:
         for peer in old:
             del self._asked[peer]
 
-    def due(self, now: float) -> list[tuple[PeerId, bytes]]:
-        """Whom to ask now, with the serialised ``ReportRequest``; each must end in ``answered`` or
-        ``failed``."""
+    def due(self, now: float, most: int = MAX_ASKED) -> list[tuple[PeerId, bytes]]:
+        """Whom to ask now, ``most`` at once and who has waited longest first, with the serialised
+        ``ReportRequest``; each must end in ``answered`` or ``failed``."""
+        waiting = [
+            (asked.next_at, peer)
+            for peer, asked in self._asked.items()
+            if not asked.in_flight and asked.next_at <= now
+        ]
+        if len(waiting) > most:
+            waiting.sort()
         found = []
-        for peer, asked in self._asked.items():
-            if not asked.in_flight and asked.next_at <= now:
-                asked.in_flight, asked.asked_at = True, now
-                request = ReportRequest(run=self._run, process=asked.process, after=asked.after)
-                self._want_decisions(request, peer)
-                found.append((peer, request.SerializeToString()))
+        for _, peer in waiting[: max(0, most)]:
+            asked = self._asked[peer]
+            asked.in_flight, asked.asked_at = True, now
+            request = ReportRequest(run=self._run, process=asked.process, after=asked.after)
+            self._want_decisions(request, peer)
+            found.append((peer, request.SerializeToString()))
         return found
 
     def next_at(self) -> float | None:

@@ -1,0 +1,62 @@
+"""monitoring's feeds, when those whom they read are many or go away."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from pathlib import Path
+
+from monitoring.journals import JournalFeed
+from monitoring.relayed import RelayedFeed
+from p2p_co2.config import read_run_config
+from p2p_co2.gate import MAX_ASKED, receive_relayed, send_relayed
+from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.journal import Journal
+from p2p_co2.wire.messages_pb2 import Relayed
+from tests.made_swarm import peer_id
+from tests.swarms import ROOT
+
+PEERS = 200
+
+
+def test_a_crowd_is_asked_a_few_at_a_time_and_everybody_in_turn() -> None:
+    """A gate ends a program with more than ``MAX_ASKED`` questions open, and 65 identities cost nothing."""
+    run = read_run_config(ROOT / "examples" / "run.toml")
+    ours, theirs = socket.socketpair()
+    feed = RelayedFeed(theirs)
+    feed.watched(time.monotonic())
+    peers = [peer_id(number) for number in range(PEERS)]
+    open_, most, asked = list[int](), 0, set[str]()
+    ours.settimeout(0.5)
+    while len(asked) < PEERS:
+        try:
+            message = receive_relayed(ours)
+        except TimeoutError:
+            assert open_, "nobody is asked any more"
+            for number in open_:
+                send_relayed(ours, Relayed(id=number, trouble="out of reach"))
+            open_.clear()
+            continue
+        if message is not None and message.id == 0:
+            send_relayed(ours, Relayed(peers=peers, answer=run.canonical_bytes()))
+        elif message is not None:
+            open_.append(message.id)
+            asked.add(message.peer)
+            most = max(most, len(open_))
+    assert most < MAX_ASKED
+    feed.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_journal_that_is_cleared_away_does_not_hide_the_others(tmp_path: Path) -> None:
+    for number in range(2):
+        with Journal(tmp_path / "peers" / f"p{number}" / "events.jsonl") as journal:
+            journal.write(ev.Warned(at=time.time(), peer=peer_id(number), text="here"))
+    feed = JournalFeed(tmp_path)
+    assert len(feed.take().events) == 2
+    shutil.rmtree(tmp_path / "peers" / "p0")
+    with Journal(tmp_path / "peers" / "p1" / "events.jsonl") as journal:
+        journal.write(ev.Warned(at=time.time(), peer=peer_id(1), text="still here"))
+    assert [event.peer for event in feed.take().events] == [peer_id(1)]
