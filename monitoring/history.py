@@ -1,6 +1,6 @@
 """What a board remembers: figures over time, rounds and happenings in one SQLite file, rolled up as they age.
 
-Laws: the file is bounded (``TIERS``, ``MAX_ROUNDS``, ``MAX_HAPPENINGS``), whatever a swarm does; a board that
+Laws: the file is bounded (``TIERS``, ``MAX_ROUNDS`` and its like), whatever a swarm does; a board that
 is started again goes on where the last one stopped; a damaged file is set aside under another name, never a
 reason not to look at the swarm. One thread writes, in one transaction per ``write``; readers have a
 connection of their own (write-ahead log), so a page never waits for a write.
@@ -35,6 +35,8 @@ MEASURES = (
 FRAGMENT_MEASURES = ("gap", "momentum_norm", "staleness")
 MAX_ROUNDS = 200_000
 MAX_HAPPENINGS = 100_000
+MAX_AGREED = 20_000
+"""Newest measurements of the agreed parameters."""
 MAX_TIME_LINES = 2_000
 """Newest rounds whose members' times are kept."""
 MAX_POINTS = 720
@@ -147,12 +149,18 @@ class History:
 
     def _prepared(self) -> sqlite3.Connection:
         connection = self._connect()
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        if connection.execute("PRAGMA user_version").fetchone()[0] not in (0, _FORMAT):
-            raise sqlite3.DatabaseError("a history of another version")
-        connection.executescript(_SCHEMA)
-        connection.execute(f"PRAGMA user_version={_FORMAT}")
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            if connection.execute("PRAGMA user_version").fetchone()[0] not in (0, _FORMAT):
+                raise sqlite3.DatabaseError("a history of another version")
+            connection.executescript(_SCHEMA)
+            connection.execute(f"PRAGMA user_version={_FORMAT}")
+            if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("a damaged history")
+        except sqlite3.Error:
+            connection.close()  # before another file takes this one's place: closing it takes away the log
+            raise
         return connection
 
     def _connect(self) -> sqlite3.Connection:
@@ -179,7 +187,7 @@ class History:
                 if batch.at - self._pruned_at > 300:
                     self._prune(batch.at)
                 self._writer.execute("COMMIT")
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OverflowError, ValueError) as error:  # or a number that it cannot hold
                 with contextlib.suppress(sqlite3.Error):
                     self._writer.execute("ROLLBACK")
                 raise EnvironmentFault(f"the board's history is not written: {error}") from None
@@ -248,7 +256,7 @@ class History:
                     f"DELETE FROM {table} WHERE step = ? AND {_ALL[table]} AND at < ?",
                     (step, int(now - kept_s)),
                 )
-        for table, most in (("rounds", MAX_ROUNDS), ("happenings", MAX_HAPPENINGS)):
+        for table, most in (("rounds", MAX_ROUNDS), ("happenings", MAX_HAPPENINGS), ("agreed", MAX_AGREED)):
             self._writer.execute(
                 f"DELETE FROM {table} WHERE at < "
                 f"(SELECT at FROM {table} ORDER BY at DESC LIMIT 1 OFFSET {most})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sqlite3
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from monitoring.history import (
     FRAGMENT_MEASURES,
+    MAX_AGREED,
     MEASURES,
     SWARM,
     TIERS,
@@ -128,6 +130,42 @@ def test_a_file_of_another_format_is_set_aside(tmp_path: Path) -> None:
     other.close()
     History(path).close()
     assert list(tmp_path.glob("board.sqlite.damaged-*"))
+
+
+def test_a_file_that_was_damaged_in_the_middle_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "board.sqlite"
+    history = History(path)
+    filled(history, 400)
+    history.close()
+    data = path.read_bytes()
+    path.write_bytes(data[:4096] + b"\x5a" * (len(data) - 4096))
+    history = History(path)
+    assert list(tmp_path.glob("board.sqlite.damaged-*"))
+    filled(history, 4)
+    history.close()
+    with contextlib.closing(History(path)) as again:
+        assert len(again.series("a", START, START + 99)) == 2
+
+
+def test_measurements_of_the_agreed_parameters_are_bounded() -> None:
+    """A peer may tell thousands a second."""
+    history = History(None)
+    told = [(START + number / 1000, 1.0, 2.0) for number in range(MAX_AGREED + 500)]
+    history.write(Batch(at=START + 60, samples={}, fragments={}, agreed=told))
+    count, newest = history._writer.execute("SELECT count(*), max(at) FROM agreed").fetchone()
+    assert count <= MAX_AGREED + 1
+    assert newest == told[-1][0]
+    history.close()
+
+
+def test_a_number_that_it_cannot_hold_is_told_and_forgotten() -> None:
+    history = History(None)
+    for at in (1e300, math.inf):
+        with pytest.raises(EnvironmentFault):
+            history.write(Batch(at=at, samples={"a": sample(1.0)}, fragments={}))
+    filled(history, 4)
+    assert len(history.series("a", START, START + 99)) == 2
+    history.close()
 
 
 def test_a_place_that_cannot_be_written_is_told_with_its_fix(tmp_path: Path) -> None:
