@@ -474,6 +474,10 @@ async def asked(token: str, headers: dict[str, str], query: str = "", kind: str 
         ("", {"host": "127.0.0.1:80"}, "", "http", 200),
         ("", {"host": "localhost:80"}, "", "http", 200),
         ("", {"host": "[::1]:80"}, "", "http", 200),
+        ("", {"host": "127.0.0.2:80"}, "", "http", 200),
+        ("", {"host": "LocalHost:80"}, "", "http", 200),
+        ("", {"host": "10.0.0.1:80"}, "", "http", 403),
+        ("", {"host": "localhost.example:80"}, "", "http", 403),
         ("", {"host": "rebound.example:80"}, "", "http", 403),
         ("", {}, "", "http", 403),
         ("", {"host": "127.0.0.1:80", "origin": "http://evil.example"}, "", "websocket", 403),
@@ -482,6 +486,8 @@ async def asked(token: str, headers: dict[str, str], query: str = "", kind: str 
         ("secret", {"host": "board.example"}, "token=wrong", "http", 403),
         ("secret", {"host": "board.example"}, "token=secret", "http", 200),
         ("secret", {"host": "board.example", "cookie": "p2p_co2_board=secret"}, "", "http", 200),
+        ("secret", {"host": "board.example", "cookie": "a@b=1; p2p_co2_board=secret"}, "", "http", 200),
+        ("secret", {"host": "board.example", "cookie": "a@b=1"}, "", "http", 403),
         ("secret", {"host": "board.example", "authorization": "Bearer secret"}, "", "http", 200),
         ("secret", {"host": "board.example", "cookie": "p2p_co2_board=tecres"}, "", "websocket", 403),
     ],
@@ -497,3 +503,7 @@ def test_anything_but_loopback_asks_for_a_token() -> None:
     assert place_for("0.0.0.0", 0, "mine").token == "mine"
     with pytest.raises(EnvironmentFault, match="no IP address"):
         place_for("my host", 0)
+    with pytest.raises(ConfigError, match="--port"):
+        place_for("127.0.0.1", 70_000)
+    with pytest.raises(ConfigError, match="--token"):
+        place_for("0.0.0.0", 0, "mine & yours")

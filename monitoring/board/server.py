@@ -16,17 +16,18 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import re
 import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from http.cookies import SimpleCookie
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qs
 
 import uvicorn
 from fastapi import FastAPI, Response
+from fastapi import Path as PathParameter
 from nicegui import ui
 
 from monitoring.board.bandwidth_page import BandwidthPage
@@ -38,11 +39,13 @@ from monitoring.board.swarm_page import SwarmPage
 from monitoring.facts import SwarmFacts
 from monitoring.metrics import CONTENT_TYPE, FactsCollector, exposition
 from monitoring.model import Model
-from p2p_co2.errors import EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault
 
 TICK_S = 1.0
 COOKIE = "p2p_co2_board"
-_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
+_RoundNumber = Annotated[int, PathParameter(ge=0, le=2**53)]
+"""Larger ones are no round's, and more than the history can look for."""
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[Any]]
 _Send = Callable[[Any], Awaitable[None]]
@@ -59,8 +62,14 @@ class Place:
 
 
 def place_for(host: str, port: int, token: str = "") -> Place:
-    """The place with a token where it needs one. Raises ``EnvironmentFault`` for a host that is no
-    address."""
+    """The place with a token where it needs one. Raises ``EnvironmentFault`` for a host that is no address,
+    ``ConfigError`` for a port or a token that cannot be."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError("command line", "--port", f"from 0 to 65535 (got {port})")
+    if token and not _TOKEN.fullmatch(token):
+        raise ConfigError(
+            "command line", "--token", "letters, digits and -._~ only, for it stands in an address"
+        )
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -146,14 +155,27 @@ class Guard:
             return "this page belongs to another site"
         if not self._token:
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-            return "" if name in _LOCAL_NAMES else "this board is for this machine only"
+            return "" if _is_this_machine(name) else "this board is for this machine only"
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
-        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        offered = (given, morsel.value if morsel else "", bearer)
+        offered = (given, _cookie(headers.get("cookie", "")), bearer)
         if any(hmac.compare_digest(word.encode(), self._token.encode()) for word in offered):
             return ""
         return "the token is missing or wrong; open the address that the board printed"
+
+
+def _is_this_machine(name: str) -> bool:
+    """Whether the name in a Host header is this machine's own: an address cannot be rebound to another."""
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _cookie(header: str) -> str:
+    """Our cookie; "" if it is not there. Cookies of other programs on this host come along, in any shape."""
+    pairs = (pair.strip().partition("=") for pair in header.split(";"))
+    return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
 async def _refuse(scope: _Scope, receive: _Receive, send: _Send, words: str) -> None:
@@ -238,7 +260,7 @@ def add_pages(model: Model) -> None:
         Frame(model, "/events", EventsPage)
 
     @ui.page("/round/{fragment}/{number}")
-    def round_page(fragment: int, number: int) -> None:
+    def round_page(fragment: _RoundNumber, number: _RoundNumber) -> None:
         Frame(model, "/events", lambda frame: RoundPage(frame, fragment, number))
 
 
