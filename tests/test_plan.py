@@ -171,6 +171,15 @@ def test_links_by_profile_figures_and_measurement(tmp_path: Path) -> None:
             '{"link": {"up_bytes_per_s": true, "down_bytes_per_s": 1, "round_trip_s": 1}}',
             "link.up_bytes_per_s",
         ),
+        (
+            f'{{"link": {{"up_bytes_per_s": 1{"0" * 400}, "down_bytes_per_s": 1, "round_trip_s": 1}}}}',
+            "link.up_bytes_per_s",
+        ),
+        (
+            '{"link": {"up_bytes_per_s": 1e-308, "down_bytes_per_s": 1, "round_trip_s": 1}}',
+            "link.up_bytes_per_s",
+        ),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_a_measurement_that_is_none_is_refused(tmp_path: Path, content: str, words: str) -> None:

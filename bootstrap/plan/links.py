@@ -7,7 +7,6 @@ slowest one. Price: without any of them the profile is ``DEFAULT_PROFILE``, an o
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from p2p_co2.profiles import profile_of
 
 DEFAULT_PROFILE = "dsl"
 _LARGEST_BYTES = 1 << 20
+_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1.0, 1.25e12
+_LONGEST_TRIP_S = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,10 @@ def _figures(given: GivenLink) -> Link:
     ):
         if not 0 <= value <= most:
             raise ConfigError("command line", option, f"from 0 to {most:g} (got {value:g})")
-    if not given.up_mbit:
+    if given.up_mbit * 1e6 / 8 < _LEAST_BYTES_PER_S:
         raise ConfigError("command line", "--up-mbit", "say what the link uploads, in Mbit/s")
+    if 0 < given.down_mbit * 1e6 / 8 < _LEAST_BYTES_PER_S:
+        raise ConfigError("command line", "--down-mbit", "say what the link downloads, in Mbit/s")
     return Link(
         up_bytes_per_s=given.up_mbit * 1e6 / 8,
         down_bytes_per_s=(given.down_mbit or 10 * given.up_mbit) * 1e6 / 8,
@@ -87,17 +90,22 @@ def _measured(path: Path) -> Link:
         raise ConfigError(str(path), "", "no such file") from None
     except OSError as error:
         raise EnvironmentFault(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(str(path), "", "not JSON; write it with: p2p-co2 doctor TICKET --json") from None
     measured = table.get("link") if isinstance(table, dict) else None
     if not isinstance(measured, dict):
         raise ConfigError(str(path), "link", "missing; write the file with: p2p-co2 doctor TICKET --json")
-    names = ("up_bytes_per_s", "down_bytes_per_s", "round_trip_s")
-    values = [measured.get(name) for name in names]
-    for name, value in zip(names, values, strict=True):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    bounds = {
+        "up_bytes_per_s": (_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S),
+        "down_bytes_per_s": (_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S),
+        "round_trip_s": (1e-9, _LONGEST_TRIP_S),
+    }
+    values = [measured.get(name) for name in bounds]
+    for (name, (least, most)), value in zip(bounds.items(), values, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            got = str(value)[:40]
             raise ConfigError(
-                str(path), f"link.{name}", f"was not measured (got {value!r}); run doctor with a ticket"
+                str(path), f"link.{name}", f"was not measured (got {got}); run doctor with a ticket"
             )
     up, down, trip = (float(value) for value in values if value is not None)
     return Link(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=trip)
