@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -83,6 +84,12 @@ def test_a_resumed_peer_keeps_the_counters_of_its_earlier_process() -> None:
     peer = view.peers["a"]
     assert (peer.totals.inner_steps, peer.totals.up_bytes, peer.pid, peer.processes) == (15, 1000, 8, 2)
     assert (peer.finished, peer.digest, peer.utilisation) == (False, "", 0.9)
+
+
+def test_nobody_works_more_than_all_of_the_time() -> None:
+    """One that says so would set the mean of the swarm."""
+    view = fold([started("a"), replace(progress("a", 1.0, inner_steps=1), train_s=1e15, wall_s=1e-300)])
+    assert view.peers["a"].utilisation == 1.0
 
 
 def test_who_left_and_why() -> None:

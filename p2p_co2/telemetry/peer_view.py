@@ -178,7 +178,8 @@ class PeerView:
     def utilisation(self) -> float | None:
         """Share of the wall time since the first inner step that was spent in inner steps; None before."""
         totals = self.totals
-        return totals.train_s / totals.wall_s if totals.wall_s > 0 else None
+        # Own word: who claims more than all of the time would set the mean of the swarm.
+        return min(1.0, totals.train_s / totals.wall_s) if totals.wall_s > 0 else None
 
     def add(self, event: Event) -> None:
         """Take in the next event that this peer wrote."""
