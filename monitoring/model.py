@@ -105,7 +105,7 @@ class Model:
             if event.at >= until:
                 self.now = until
                 self._settle()
-                self.history.write(self._made_batch(over=False))
+                self._keep(self._made_batch(over=False))
                 until = max(until + step_s, event.at)
             self._add(event)
 
@@ -200,8 +200,10 @@ class Model:
     def keep(self, now: float) -> None:
         """``batch`` and ``History.write`` in one, for programs that serve nobody meanwhile."""
         batch = self.batch(now)
-        if batch is None:
-            return
+        if batch is not None:
+            self._keep(batch)
+
+    def _keep(self, batch: Batch) -> None:
         try:
             self.history.write(batch)
         except EnvironmentFault as error:

@@ -7,7 +7,9 @@ import socket
 import time
 from pathlib import Path
 
+from monitoring.history import History
 from monitoring.journals import JournalFeed
+from monitoring.model import Model
 from monitoring.relayed import RelayedFeed
 from p2p_co2.config import read_run_config
 from p2p_co2.gate import MAX_ASKED, receive_relayed, send_relayed
@@ -60,3 +62,14 @@ def test_a_journal_that_is_cleared_away_does_not_hide_the_others(tmp_path: Path)
     with Journal(tmp_path / "peers" / "p1" / "events.jsonl") as journal:
         journal.write(ev.Warned(at=time.time(), peer=peer_id(1), text="still here"))
     assert [event.peer for event in feed.take().events] == [peer_id(1)]
+
+
+def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path) -> None:
+    with Journal(tmp_path / "events.jsonl") as journal:
+        for at in (1_700_000_000.0, 1e300, 1.1e300):
+            journal.write(ev.Warned(at=at, peer=peer_id(0), text="here"))
+    model = Model(JournalFeed(tmp_path), History(None))
+    model.step(time.time())
+    assert model.facts().peers_known == 1
+    assert "not written" in model.trouble_with_history
+    model.history.close()
