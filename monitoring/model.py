@@ -37,6 +37,8 @@ ROUNDS_KEPT = 4096
 SAME_NEWS_S = 30.0
 """Members tell the same news within this."""
 MAX_SAID = 4096
+MAX_UNHEARD = 1024
+"""Peers that are listed and never said anything, newest: an identity costs nothing."""
 REPLAY_FROM_S = 10.0
 REPLAY_STEPS = 600
 
@@ -86,6 +88,7 @@ class Model:
         """Take in what is new."""
         news = self.feed.take()
         for sighting in news.sightings:
+            self.sightings.pop(sighting.peer, None)  # newest last
             self.sightings[sighting.peer] = sighting
         self._labels = self.view.labels()
         if self.feed.is_whole and _span_s(news.events) > REPLAY_FROM_S:
@@ -93,6 +96,9 @@ class Model:
         else:
             for event in news.events:
                 self._add(event)
+        unheard = [peer for peer in self.sightings if peer not in self.view.peers]
+        for peer in unheard[: max(0, len(unheard) - MAX_UNHEARD)]:
+            del self.sightings[peer]
         self.now = max(now, self.now) if self.state.phase != "ended" else (self.view.last_at or now)
         self._settle()
 

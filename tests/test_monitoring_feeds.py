@@ -9,11 +9,12 @@ from pathlib import Path
 
 from monitoring.history import History
 from monitoring.journals import JournalFeed
-from monitoring.model import Model
+from monitoring.model import MAX_UNHEARD, Model
 from monitoring.relayed import RelayedFeed
 from p2p_co2.config import read_run_config
 from p2p_co2.gate import MAX_ASKED, receive_relayed, send_relayed
 from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.feed import FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.wire.messages_pb2 import Relayed
 from tests.made_swarm import peer_id
@@ -62,6 +63,39 @@ def test_a_journal_that_is_cleared_away_does_not_hide_the_others(tmp_path: Path)
     with Journal(tmp_path / "peers" / "p1" / "events.jsonl") as journal:
         journal.write(ev.Warned(at=time.time(), peer=peer_id(1), text="still here"))
     assert [event.peer for event in feed.take().events] == [peer_id(1)]
+
+
+class _Listed:
+    """A feed of peers that somebody listed and nobody ever heard."""
+
+    run, place, me, is_whole = None, "nowhere", "", False
+    state = FeedState("connected", "none answers")
+
+    def __init__(self) -> None:
+        self.news = News()
+
+    def take(self) -> News:
+        news, self.news = self.news, News()
+        return news
+
+    def watched(self, now: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_peers_that_are_only_listed_are_forgotten() -> None:
+    feed = _Listed()
+    model = Model(feed, History(None))
+    for second in range(3):
+        feed.news.sightings = [
+            Sighting(f"listed-{second}-{number}", "unreachable") for number in range(MAX_UNHEARD)
+        ]
+        feed.news.sightings.append(Sighting("listed-0-0", "unreachable"))
+        model.step(float(second))
+    assert model.facts().peers_known == MAX_UNHEARD
+    assert "listed-0-0" in model.sightings
+    assert "listed-0-1" not in model.sightings
+    model.history.close()
 
 
 def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path) -> None:
