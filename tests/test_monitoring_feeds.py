@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -107,3 +109,31 @@ def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path)
     assert model.facts().peers_known == 1
     assert "not written" in model.trouble_with_history
     model.history.close()
+
+
+BROKEN = """
+import asyncio
+from monitoring.board.server import Place, listening_socket, serve
+from monitoring.history import History
+from monitoring.model import Model
+from tests.made_swarm import MadeFeed, MadeSwarm
+
+class Broken(MadeFeed):
+    def take(self):
+        raise RuntimeError("a fault of ours")
+
+async def main():
+    model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9)), History(None)), Place()
+    async with asyncio.timeout(120):
+        await serve(model, place, listening_socket(place), asyncio.Event())
+
+asyncio.run(main())
+"""
+
+
+def test_a_board_that_can_learn_nothing_new_ends_aloud() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ended.returncode == 1
+    assert "RuntimeError: a fault of ours" in ended.stderr

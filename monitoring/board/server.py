@@ -200,12 +200,18 @@ def _with_cookie(send: _Send, token: str) -> _Send:
     return sending
 
 
-def make_app(model: Model) -> FastAPI:
-    """The board's application. NiceGUI keeps one application per process, so call it once."""
+def make_app(model: Model, broken: Callable[[BaseException], None]) -> FastAPI:
+    """The board's application; ``broken`` hears of an error that ended its ticking. NiceGUI keeps one
+    application per process, so call it once."""
+
+    def ticked(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            broken(error)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         ticking = asyncio.create_task(keep_ticking(model), name="tick")
+        ticking.add_done_callback(ticked)
         yield
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
@@ -307,9 +313,18 @@ async def serve(
     stop: asyncio.Event,
     is_over: Callable[[Activity], bool] = lambda activity: False,
 ) -> None:
-    """Serve until ``stop`` is set or ``is_over`` says so. ``bound`` is closed at the end."""
-    activity = Activity()
-    app = Guard(make_app(model), place.token, activity)
+    """Serve until ``stop`` is set or ``is_over`` says so. ``bound`` is closed at the end.
+
+    An error of ours in the ticking ends the board and is raised: pages then say that they are disconnected,
+    instead of showing for good what was true once.
+    """
+    activity, errors = Activity(), list[BaseException]()
+
+    def broken(error: BaseException) -> None:
+        errors.append(error)
+        server.should_exit = True
+
+    app = Guard(make_app(model, broken), place.token, activity)
     config = uvicorn.Config(
         app, log_level="warning", lifespan="on", ws="websockets-sansio", timeout_graceful_shutdown=2,
         access_log=False,
@@ -324,3 +339,5 @@ async def serve(
     serving.cancel()
     await asyncio.gather(serving, stopping, return_exceptions=True)
     bound.close()
+    if errors:
+        raise errors[0]
