@@ -56,11 +56,14 @@ def admit(codec: Codec, payload: Buffer, blocks: int) -> Tensor:
     return tensor
 
 
-def mean_of_parts(codec: Codec, parts: Sequence[tuple[str, float, Buffer]]) -> bytearray:
+def mean_of_parts(
+    codec: Codec, parts: Sequence[tuple[str, float, Buffer]], into: Codec | None = None
+) -> bytearray:
     """The encoded weighted mean of slices: (peer, weight, payload slice) each, in any order.
 
     Weights are positive (tokens); all slices have the same number of whole blocks. Slices are checked as
-    ``admit`` does while they are read. Returns as many bytes as one slice. A mean that rounding carries past
+    ``admit`` does while they are read. Returns as many blocks as one slice has, encoded by ``into`` (by
+    ``codec`` if None). A mean that rounding carries past
     the largest fp32 value is clamped to it. Raises ``HostileSlice`` for one that ``admit`` would refuse;
     ``LocalProtocolError`` for no parts, a peer named twice, unequal sizes, or a weight that is not finite
     and positive.
@@ -69,7 +72,13 @@ def mean_of_parts(codec: Codec, parts: Sequence[tuple[str, float, Buffer]]) -> b
     size, step = len(views[0]), CHUNK_BLOCKS * codec.block_bytes
     if not size:
         return bytearray()
-    result = bytearray(size)
+    into = into or codec
+
+    def place(at_bytes: int) -> int:
+        values = at_bytes // codec.block_bytes * codec.block_values
+        return values // into.block_values * into.block_bytes
+
+    result = bytearray(place(size))
     encoded = torch.frombuffer(result, dtype=torch.uint8)
     scratch = torch.empty(2, min(step, size) // codec.block_bytes * codec.block_values)
     for start in range(0, size, step):
@@ -84,7 +93,7 @@ def mean_of_parts(codec: Codec, parts: Sequence[tuple[str, float, Buffer]]) -> b
                 total.add_(codec.decode(codes, values).mul_(share))
             else:
                 codec.decode(codes, total).mul_(share)
-        codec.encode(total.clamp_(-LARGEST, LARGEST), encoded[start:stop])
+        into.encode(total.clamp_(-LARGEST, LARGEST), encoded[place(start) : place(stop)])
     return result
 
 

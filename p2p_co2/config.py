@@ -83,7 +83,9 @@ class RunConfig(_Frozen):
     ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
     keyword arguments; ``recipe_digest`` is filled in when the run is published (sha256, hex) and checked by
     every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` bounds one
-    round's group. ``seed`` makes every peer start from the same parameters.
+    round's group. ``cells``: a swarm of more than one group is cut into so many, of some fifty peers each;
+    the groups' means are averaged in turn (choose ``group_size`` 64 with it). ``seed`` makes every peer start
+    from the same parameters.
     """
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
@@ -93,6 +95,7 @@ class RunConfig(_Frozen):
     seed: int = Field(default=0, ge=0, lt=2**31)
     fragments: int = Field(default=4, ge=1, le=256)
     group_size: int = Field(default=32, ge=1, le=64)
+    cells: int = Field(default=1, ge=1, le=256)
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()
     outer: OuterConfig = OuterConfig()
@@ -110,6 +113,11 @@ class RunConfig(_Frozen):
             raise ValueError(
                 f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, more than a round of {steps} steps"
             )
+        if self.cells > 1 and self.outer.rule == "eager":
+            raise ValueError(
+                "rule 'eager' needs every contributor's weight, and with cells > 1 a peer knows only its own "
+                "cell's; use keep, co2 or blend"
+            )
         if self.outer.rule in {"co2", "eager"} and self.outer.sync_delay_steps:
             raise ValueError(
                 f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, but rule {self.outer.rule!r} "
@@ -119,8 +127,10 @@ class RunConfig(_Frozen):
         return self
 
     def canonical_bytes(self) -> bytes:
-        """The agreed settings as bytes: JSON with sorted keys, every default written out."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """The agreed settings as bytes: JSON with sorted keys, every default written out, but for ``cells``:
+        a run of one cell is the same run as before there were any."""
+        settings = self.model_dump(mode="json", exclude={"cells"} if self.cells == 1 else None)
+        return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:
         """sha256 of ``canonical_bytes``, 32 bytes: the run's identity on the wire."""

@@ -29,6 +29,9 @@ from p2p_co2.telemetry.view import SwarmView
 
 BLOCKS = 16
 """Simulated blocks per fragment; each stands for its share of the real bytes."""
+BLOCKS_IN_CELLS = 64
+"""As many as there are slots."""
+FP32_BYTES = 4
 STATE_BYTES_PER_VALUE = 8
 """Agreed parameters and momentum, fp32."""
 MAX_SIMULATED_PEERS = 4096
@@ -119,9 +122,11 @@ def settings_of(options: SimulationOptions) -> Settings:
 def _sizes(run: RunConfig, parameters: int) -> dict[str, Any]:
     values = max(1, parameters // run.fragments)
     encoded = payload_bytes(run.codec.name, values)
+    blocks = BLOCKS if run.cells == 1 else BLOCKS_IN_CELLS
     return {
-        "blocks": (BLOCKS,) * run.fragments,
-        "real_bytes_per_block": max(1.0, encoded / BLOCKS),
+        "blocks": (blocks,) * run.fragments,
+        "real_bytes_per_block": max(1.0, encoded / blocks),
+        "sum_factor": max(1, round(FP32_BYTES * values / encoded)),
         "state_factor": max(2, round(STATE_BYTES_PER_VALUE * values / encoded)),
     }
 

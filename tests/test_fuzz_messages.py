@@ -22,6 +22,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, Records
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.gate import receive_relayed
+from p2p_co2.node.receiving import CELL_KINDS
 from p2p_co2.reports.desk import Desk
 from p2p_co2.reports.reader import REPORT_CONTEXT, open_report
 from p2p_co2.transport.door import HELLO_CONTEXT, Door
@@ -34,7 +35,8 @@ from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.scenes import Scene, examples
 from tests.fuzz.world import make_identity, run_virtual
 
-KINDS = {field.name for field in wire.Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
+KINDS = {field.name for field in wire.Envelope.DESCRIPTOR.oneofs_by_name["body"].fields} - CELL_KINDS
+"""Those between cells have a test like these of their own (``test_rounds_cells``)."""
 US, THEM = make_identity("us"), make_identity("them")
 CONFIG = RunConfig(name="fuzz").canonical_bytes()
 RUN = RunConfig(name="fuzz").digest()

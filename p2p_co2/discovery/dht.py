@@ -12,6 +12,7 @@ published again before they do, and for that long a dead peer is still listed.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -23,14 +24,12 @@ from p2p_co2.discovery.records import (
     MAX_LIFETIME_S,
     NOBODY,
     PEER_CONTEXT,
-    PEER_SHARDS,
     OnForged,
     Records,
     decision_key,
     manifest_key,
     peers_key,
     run_digest,
-    shard_of,
 )
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.transport.base import CLOSE_TIMEOUT_S
@@ -47,7 +46,7 @@ from p2p_co2.transport.hivemind_quiet import (
 from p2p_co2.transport.libp2p_control import daemon_errors, reach
 from p2p_co2.transport.libp2p_daemon import require_daemon
 from p2p_co2.wire.identity import Identity, PeerId, public_key_of
-from p2p_co2.wire.limits import MAX_PEERS, MAX_RECORD_BYTES
+from p2p_co2.wire.limits import MAX_CELLS, MAX_PEERS, MAX_RECORD_BYTES
 from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
 
 REACH_TIMEOUT_S = 10.0
@@ -110,13 +109,16 @@ class Discovery:
         own.CopyFrom(record)
         own.peer, own.run, own.expires_at = self._identity.peer_id, self._run, get_dht_time() + lifetime_s
         sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
-        key = peers_key(self._run, shard_of(self._identity.peer_id))
+        key = peers_key(self._run, self._records.shard_of(self._identity.peer_id))
         await self._store(key, self._identity.peer_id, sealed, own.expires_at)
 
-    async def find_peers(self) -> list[PeerRecord]:
-        """The checked, unexpired records of all other peers, sorted by peer. Raises ``TransportError``."""
+    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
+        """The checked, unexpired records of all other peers, sorted by peer; those of one cell if it is named
+        and the run has several. Raises ``TransportError``."""
         found = []
-        for entries in await self._find([peers_key(self._run, shard) for shard in range(PEER_SHARDS)]):
+        everywhere = range(self._records.shards)
+        shards = everywhere if cell is None or self._records.cells == 1 else (cell,)
+        for entries in await self._find([peers_key(self._run, shard) for shard in shards]):
             for writer, sealed in entries.items():
                 try:
                     record = self._records.peer_record(writer, sealed)
@@ -152,6 +154,7 @@ class Discovery:
                 f"{len(sealed)} bytes when published, at most {MAX_RECORD_BYTES}; shorten recipe_options",
             )
         self._records.run_key, self._sealed_manifest = self._identity.peer_id, sealed
+        self._records.spread(_cells_in(config))
         await self.keep_manifest(lifetime_s)
 
     async def fetch_manifest(self, run_key: PeerId) -> RunManifest:
@@ -169,6 +172,7 @@ class Discovery:
                 self._on_refused(NOBODY, error)
                 continue
             self._sealed_manifest = sealed
+            self._records.spread(_cells_in(manifest.config))
             return manifest
         raise TransportError(
             f"the settings of run {self._run[:8].hex()} are not in the DHT; ask the organiser to start "
@@ -324,6 +328,12 @@ def _entries(found: ValueWithExpiration | None) -> Entries:
         for writer, sealed in entries.items()
         if isinstance(writer, str) and isinstance(sealed, bytes)
     }
+
+
+def _cells_in(config: bytes) -> int:
+    """How many cells a run has, by its canonical settings."""
+    cells = json.loads(config).get("cells", 1) if config.startswith(b"{") else 1
+    return cells if isinstance(cells, int) and 1 <= cells <= MAX_CELLS else 1
 
 
 def _owner(task: asyncio.Task[object]) -> object:

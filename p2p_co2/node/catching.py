@@ -146,8 +146,11 @@ class Catching:
         current = self._node.agreed[fragment].version
         alive = tuple(peer for peer in donors if peer in self._node.membership.live)
         alive += tuple(peer for peer in self._donors(fragment, version) if peer not in alive)
+        far = tuple(peer for peer in donors if not self._node.is_near(peer)) if not alive else ()
         rounds = self._replayable(fragment)
-        if not whole and 0 < version - current <= rounds:
+        if far:  # our whole cell is behind; another cell's round does not say who of ours is in it
+            goal = Goal(STATE, fragment, version, split_donors(far, fragment), digest, version)
+        elif not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
         else:
             # A state a little older will do, where donors are giving that one: the rounds since are replayed.
@@ -194,9 +197,8 @@ class Catching:
                 raise DigestMismatch(
                     f"the state of version {event.version} is not the one that most peers report"
                 )
-            if event.version > max(
-                self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version
-            ):
+            reached = max(self.swarm_version(fragment), self._told_by_far(event))
+            if event.version > max(reached + AHEAD_AT_MOST, self._node.agreed[fragment].version):
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
             await self._node.deciding.adopt(fragment, event.data, AgreedVersion(event.version, event.digest))
         except (DigestMismatch, RemoteProtocolError) as error:
@@ -262,6 +264,11 @@ class Catching:
         for donor in event.donors:
             self._node.refuse(donor, reason, detail)
             self._node.catchup.quarantine(donor, reason, self._node.now())
+
+    def _told_by_far(self, event: Fetched) -> int:
+        """The version that our cell's coordinator sent us after, if only other cells have it."""
+        target = self._targets.get(event.goal.fragment)
+        return target[0] if target is not None and not any(map(self._node.is_near, event.donors)) else 0
 
     # ---- what the others say
 

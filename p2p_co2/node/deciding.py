@@ -16,6 +16,7 @@ from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused,
 from p2p_co2.rounds import (
     Aborted,
     Began,
+    CellWanted,
     Committed,
     FellBehind,
     OutcomeWithoutBytes,
@@ -28,7 +29,7 @@ from p2p_co2.rounds import (
 )
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Status
+from p2p_co2.wire.messages_pb2 import Decision, Outcome, Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
@@ -76,11 +77,22 @@ class Deciding:
                 self._node.give_up_offer(event.fragment)
         elif isinstance(event, Refused):
             self._node.refuse(event.peer, event.reason, event.detail)
+        elif isinstance(event, CellWanted):
+            self._node.spawn(self._find_cell(event.cell))
+
+    async def _find_cell(self, cell: int) -> None:
+        try:
+            peers = await self._node.find_cell(cell)
+        except TransportError as error:
+            self._node.report(ev.Warned, text=f"nobody of cell {cell} is found: {error}")
+            peers = []
+        self._node.rounds.set_cell(cell, peers, self._node.now())
+        self._node.pump()
 
     async def _reduce(self, event: ReduceWanted) -> None:
         job = event.job
         try:
-            mean = await self._ledger.reduce(job.fragment, job.slices)
+            mean = await self._ledger.reduce(job.fragment, job.slices, job.step)
         except SliceRefused as refused:
             self._node.refuse(refused.peer, "bad slice", refused.reason)
             self._node.rounds.refused_slice(job, PeerId(refused.peer), refused.reason, self._node.now())
@@ -117,7 +129,7 @@ class Deciding:
             weights=counted_weights(outcome),
         )
         self.on_decision(event.fragment, event.round, decision)
-        if event.coordinator == self._node.me:
+        if Outcome.FromString(decision.outcome).decided_by == self._node.me:
             self._node.spawn(self._publish(decision, event.fragment, event.round))
         await self.take(agreed, decision)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2p_co2.memory import Buffer, Joined
+from p2p_co2.rounds.events import Step
 from p2p_co2.wire.messages_pb2 import Outcome
 
 
@@ -43,7 +44,8 @@ def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
 def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
     parts = weights_of(outcome)
-    base_version = min(member.base_version for member in outcome.members)
+    of_members = min(member.base_version for member in outcome.members)
+    base_version = outcome.base_version if outcome.cells else of_members
     return AgreedMean(outcome.key.fragment, outcome.key.round, base_version, mean, parts)
 
 
@@ -66,8 +68,11 @@ class SliceRefused(Exception):
 class Ledger(Protocol):
     """The tensor side. Calls for one fragment are answered in the order in which they were made."""
 
-    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Buffer:
-        """The encoded weighted mean of (peer, weight, slice); raises ``SliceRefused``."""
+    async def reduce(
+        self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
+    ) -> Buffer:
+        """The encoded weighted mean of (peer, weight, slice), or a step towards it (``ReduceJob``); raises
+        ``SliceRefused``."""
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its

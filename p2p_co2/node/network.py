@@ -28,7 +28,7 @@ from p2p_co2.transport.libp2p_relay import Places
 from p2p_co2.transport.probe import ProbeServer
 from p2p_co2.transport.probe_limits import address_of
 from p2p_co2.transport.slow import SlowCarriers, SlowLine
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.identity import Identity, PeerId, cell_of
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
@@ -159,12 +159,13 @@ class Network:
             f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts[:MAX_GRPC_ADDRESSES]
         ]
 
-    async def find_peers(self) -> list[PeerRecord]:
-        """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
-        records = [
-            record for record in await self.discovery.find_peers() if record.peer != self.identity.peer_id
-        ]
-        self._records.found(records, time.monotonic())
+    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
+        """Records of the other peers of the run, as the DHT has them now; of one cell only if it is named.
+        Raises ``TransportError``."""
+        found = await self.discovery.find_peers(cell)
+        records = [record for record in found if record.peer != self.identity.peer_id]
+        kept = [] if cell is None else self._records.outside(cell, self.run.cells)
+        self._records.found([*records, *kept], time.monotonic())
         return records
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
@@ -173,7 +174,7 @@ class Network:
         record = self._records.use(peer, time.monotonic())
         if fresh or record is None or record.expires_at < time.time():
             try:
-                await self.find_peers()
+                await self.find_peers(cell_of(peer, self.run.cells))
             except TransportError:
                 return record
             record = self._records.use(peer, time.monotonic())
@@ -212,6 +213,10 @@ class KnownRecords:
                 listed[peer] = self._records[peer]
         self._records = listed
         self._used_at = {peer: at for peer, at in used_at.items() if peer in listed}
+
+    def outside(self, cell: int, cells: int) -> list[PeerRecord]:
+        """Those of other cells."""
+        return [record for peer, record in self._records.items() if cell_of(peer, cells) != cell]
 
     def use(self, peer: PeerId, now: float) -> PeerRecord | None:
         """The record of ``peer``, kept for longer from now on."""

@@ -31,7 +31,7 @@ from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, 
 from p2p_co2.node.unreachable import Unreachable
 from p2p_co2.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope, Fetch, PeerRecord, Status
 
@@ -71,7 +71,9 @@ class Node:
         self.shape, self.group_size = shape, network.run.group_size
         self.agreed = list(agreed)
         self.membership = Membership(self.me)
-        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
+        self.cells = network.run.cells
+        self.cell = cell_of(self.me, self.cells)
+        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, self.cells)
         means = tuple(blocks * shape.block_bytes for blocks in shape.blocks)
         self.catchup = CatchUp(network.identity, self.run_digest, Shape(means, tuple(state_bytes)))
         for fragment, version in enumerate(agreed):
@@ -350,9 +352,19 @@ class Node:
         self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)
 
     def _unreachable(self, peer: PeerId, reason: str) -> None:
+        if not self.is_near(peer):
+            return  # of another cell: met over a slot, and no member
         self._unreached.failed(peer, reason)
         self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
         self.pump()
+
+    def is_near(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is of our cell."""
+        return cell_of(peer, self.cells) == self.cell
+
+    async def find_cell(self, cell: int) -> list[PeerId]:
+        """Peers of another cell, as the DHT lists them. Raises ``TransportError``."""
+        return [PeerId(record.peer) for record in await self._network.find_peers(cell)]
 
     def _tell_of_ways(self, trouble: str, records: Sequence[PeerRecord]) -> None:
         """Warn of what keeps others from reaching this peer, and of those that it cannot reach."""
@@ -376,7 +388,7 @@ class Node:
         while True:
             try:
                 trouble = await self._network.publish_self()
-                records = await self._network.find_peers()
+                records = await self._network.find_peers(self.cell)
                 self._tell_of_ways(trouble or "", records)
                 if records or self.membership.live:
                     self._alone_since = self.now()

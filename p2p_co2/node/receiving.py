@@ -39,9 +39,12 @@ REFUSALS_REPORTED = 10
 _MEMBERSHIP = frozenset({"ping", "pong", "leave"})
 _MEMBER_TO_COORDINATOR = frozenset({"ready", "result", "ask_outcome"})
 _COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "reassign", "decision", "behind"})
-_ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | {"part", "mean"}
+CELL_KINDS = frozenset(
+    {"cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision"}
+)
+_ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | CELL_KINDS | {"part", "mean"}
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
-BULK = frozenset({"part", "mean", "chunk"})
+BULK = frozenset({"part", "mean", "chunk", "cell_part", "cell_mean"})
 _SAID = frozenset({"shut out", "too many messages"})
 """Reasons for which we dropped a link ourselves."""
 
@@ -135,6 +138,8 @@ class Receiving:
         if kind in _MEMBERSHIP:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
+            if not node.is_near(sender):
+                raise RemoteProtocolError("wrong cell", f"a {kind} from another cell")
             node.membership.status = node.standing.status()  # a pong says where we are, not where we were
             node.membership.receive(getattr(envelope, kind), sender, now)
         elif kind in _ROUNDS:

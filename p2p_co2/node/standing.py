@@ -19,6 +19,9 @@ from p2p_co2.wire.messages_pb2 import Status
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
 
+LINGER_S = 25.0
+"""Where there are other cells a peer that is done stays for so long: what theirs have left to flush may take
+one more round, and they tell us."""
 PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
@@ -59,6 +62,7 @@ class Standing:
         self._status_of: object = None
         self._placed_at = -math.inf
         self._concluded_of: object = None
+        self._moved_at = -math.inf
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
@@ -126,6 +130,7 @@ class Standing:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
         it was about."""
         self.settled, self._concluded_of = False, None
+        self._moved_at = self._node.now()
 
     def has_news(self) -> bool:
         """Whether ``conclude`` would conclude something else than last time. A peer that trains is in no
@@ -145,7 +150,8 @@ class Standing:
         if self.progress.phase == Status.TRAINING:
             self.unsettle()
             return
-        seen = self._seen()
+        lingers = self._node.cells > 1 and now - self._moved_at < LINGER_S
+        seen = (*self._seen(), lingers)
         if seen == self._concluded_of:
             return
         self._concluded_of = seen
@@ -154,7 +160,7 @@ class Standing:
         if self.progress.phase == Status.JOINING:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
-        self.settled = idle and all(
+        self.settled = (idle and not lingers) and all(
             info.status.phase in (Status.JOINING, Status.PAUSED)
             or (info.status.phase == Status.DRAINING and (info.versions, info.digests) == here)
             for info in live

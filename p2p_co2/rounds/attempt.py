@@ -14,11 +14,23 @@ from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
+from p2p_co2.rounds.cells import check_council, read_who, slot_ranges
 from p2p_co2.rounds.events import Offer, PayloadShape
 from p2p_co2.rounds.parts import BlockRange, covers
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
-from p2p_co2.wire.messages_pb2 import Begin, Contributor, Member, Ready, RoundKey
+from p2p_co2.wire.messages_pb2 import (
+    Begin,
+    Behind,
+    CellWaiting,
+    Contributor,
+    Council,
+    Mean,
+    Member,
+    PartOutcome,
+    Ready,
+    RoundKey,
+)
 
 
 class Share(NamedTuple):
@@ -44,6 +56,8 @@ class Attempt:
     coordinator: PeerId
     parts_within_s: float
     result_within_s: float
+    council: Council | None = None
+    """Of a round over several cells, as the council's coordinator fixed it."""
 
     def key(self) -> RoundKey:
         return RoundKey(fragment=self.fragment, round=self.round, attempt=self.id)
@@ -88,6 +102,15 @@ def check_digest(digest: bytes) -> None:
 def check_duration(duration_s: float, cap_s: float) -> None:
     if not 0 <= duration_s <= cap_s:  # NaN fails every comparison
         raise RemoteProtocolError("impossible duration", f"{duration_s} s, at most {cap_s:g}")
+
+
+def check_behind(message: Behind | CellWaiting) -> None:
+    """Raise ``RemoteProtocolError`` unless it may say where others are and who gives that."""
+    check_digest(message.state_digest)
+    if len(message.donors) > MAX_MEMBERS or any(len(donor) > bounds.MAX_PEER_ID for donor in message.donors):
+        raise RemoteProtocolError("too large", "donors")
+    if not message.round - 1 <= message.version <= bounds.MAX_ROUND:
+        raise RemoteProtocolError("impossible version", f"{message.version} for round {message.round}")
 
 
 def check_weight(weight: float) -> None:
@@ -162,6 +185,16 @@ def read_contributors(
     return tuple(read)
 
 
+def read_who_is_in(
+    message: Mean | PartOutcome, shares: Mapping[PeerId, Share], over_cells: bool
+) -> tuple[tuple[PeerId, float], ...]:
+    """The contributors that a message names: bits where the round is over several cells, and then perhaps
+    nobody of this one. Raises ``RemoteProtocolError``."""
+    if over_cells:
+        return tuple((peer, shares[peer].weight) for peer in read_who(message.who, tuple(shares)))
+    return read_contributors(message.contributors, shares)
+
+
 def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:
     """(fragment, round, attempt id) of a message; raises ``RemoteProtocolError``."""
     check_place(key.fragment, key.round, shape)
@@ -189,7 +222,7 @@ def _attempt_of(begin: Begin, coordinator: PeerId) -> bytes:
     return hashlib.sha256(content).digest()[: bounds.ATTEMPT_BYTES]
 
 
-def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
+def read_begin(message: Begin, sender: PeerId, shape: PayloadShape, cells: int = 1) -> Attempt:
     """Check a BEGIN against the agreed shape; raises ``RemoteProtocolError``."""
     fragment, round_, attempt = read_key(message.key, shape)
     shares = read_members(message.members, round_)
@@ -211,7 +244,20 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
         raise RemoteProtocolError("wrong generation", "parts begin with generation 0")
     if len(message.nonce) != bounds.ATTEMPT_BYTES or attempt != _attempt_of(message, sender):
         raise RemoteProtocolError("wrong attempt", "BEGIN is not the one that its attempt's id stands for")
+    if message.HasField("council") != (cells > 1):
+        raise RemoteProtocolError("wrong cell", "a council that does not belong, or none")
+    council = _read_council(message, ranges, shape, cells) if cells > 1 else None
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
-        message.parts_within_s, message.result_within_s,
+        message.parts_within_s, message.result_within_s, council,
     )  # fmt: skip
+
+
+def _read_council(message: Begin, ranges: Sequence[BlockRange], shape: PayloadShape, cells: int) -> Council:
+    key, council = message.key, message.council
+    if read_key(council.key, shape)[:2] != (key.fragment, key.round):
+        raise RemoteProtocolError("wrong cell", "a council of another round")
+    if tuple(ranges) != slot_ranges(shape.blocks[key.fragment]):
+        raise RemoteProtocolError("wrong parts", "other blocks than the slots")
+    check_council(council, cells, shape.blocks[key.fragment])
+    return council

@@ -12,15 +12,17 @@ from collections import OrderedDict
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
+from p2p_co2.rounds.council import cells_before
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.rounds.delegation import Delegation
 from p2p_co2.rounds.events import Began
 from p2p_co2.rounds.gathering import Gathering, attempt_nonce, behind_message
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.rounds.tally import Tally
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Begin, Outcome, Ready, Result, RoundKey, Waiting
+from p2p_co2.wire.messages_pb2 import Begin, Decision, Outcome, Ready, Result, RoundKey, Waiting
 
 Place = tuple[int, int]
 """(fragment, round)"""
@@ -69,6 +71,12 @@ class Coordination:
         """Until when a vote for an attempt that has committed would have been in time."""
         self._moved: list[tuple[int, frozenset[PeerId]]] = [(0, frozenset())] * fragments
         self._counter = 0
+        self.delegation: Delegation | None = None
+        if swarm.cells > 1:
+            self.delegation = Delegation(
+                identity, run, swarm, outlet, self.cadences,
+                start=self._start, abort=self._give_up_gathering, end=self._end_attempt, tell=self._tell,
+            )  # fmt: skip
 
     # ---- gathering
 
@@ -86,6 +94,8 @@ class Coordination:
         if place in self._begun:
             self._answer_begun(self._begun[place], message, sender, now)
             return
+        if self.delegation is not None and self.delegation.answers_ready(place, message, sender):
+            return
         for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
             self.withdraw(other, sender)
         gathering = self._gatherings.get(place)
@@ -101,6 +111,8 @@ class Coordination:
             self._moved[message.fragment] = (
                 message.round - 1, frozenset(PeerId(member.peer) for member in before[1].members),
             )  # fmt: skip
+        if self.delegation is not None:
+            gathering.cells_before = cells_before(verdicts, message.round)
         gathering.ready(message, sender, now)
 
     def _answer_decided(
@@ -152,7 +164,7 @@ class Coordination:
             if gathering.may_close(self._moved_to(place), now):
                 self._close(place, gathering, now)
                 return True
-        return False
+        return self.delegation is not None and self.delegation.settle(now)
 
     def _moved_to(self, place: Place) -> frozenset[PeerId]:
         """Peers known to have made the round before."""
@@ -170,11 +182,17 @@ class Coordination:
             return
         gathering.note_punctuality(self._moved_to(place))
         begin = gathering.begin(nonce, self.observed[place[0]])
-        tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape), now)
+        if self.delegation is not None:
+            self.delegation.propose(place, gathering, begin, now)
+        else:
+            self._start(place, gathering, begin, set(), now)
+
+    def _start(self, place: Place, gathering: Gathering, begin: Begin, late: set[PeerId], now: float) -> None:
+        tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape, self._swarm.cells), now)
         tally.start(now)
         self._begun[place] = begun = _Begun(begin, tally, gathering, now)
         group = tuple(tally.attempt.shares)
-        begun.late.update(peer for peer in camp if peer not in group)
+        begun.late.update(peer for peer in (*gathering.agreeing()[1], *late) if peer not in group)
         waited_s = now - gathering.first_at
         self._outlet.emit(Began(*place, group, waited_s, gathering.deadline_s, begin.parts_within_s))
         for peer in group:
@@ -196,12 +214,17 @@ class Coordination:
         for peer in gathering.heal():
             self._outlet.send(peer, decision)
 
+    def _give_up_gathering(self, place: Place, gathering: Gathering, attempt: bytes, reason: str) -> None:
+        self._abort_gathering(place, gathering, attempt, gathering.agreeing()[0], reason)
+
     # ---- counting
 
     def _tally(self, attempt: Attempt, now: float) -> Tally:
         observed = self._votes[attempt.fragment]
         tally = Tally(attempt, self._swarm, self._outlet, self._decide, observed=observed, now=now)
         self._tallies[attempt.id] = tally
+        if self.delegation is not None:
+            self.delegation.began(attempt, now)
         return tally
 
     def counts(self, attempt: bytes) -> bool:
@@ -236,12 +259,31 @@ class Coordination:
         tally = self._tallies.get(attempt)
         if tally is not None and (tally.successor or tally.get_timer() is None):
             del self._tallies[attempt]
+            if self.delegation is not None:
+                self.delegation.forget(tally.attempt)
 
     def _decide(self, outcome: Outcome) -> None:
-        """Sign the outcome and tell the group, and for a commit every live peer: it is their next version
-        too."""
+        """Sign the outcome and tell it; a commit over several cells is the council's to sign."""
+        tally = self._tallies.get(outcome.key.attempt)
+        if self.delegation is not None and tally is not None:
+            self.delegation.voted(tally.attempt, outcome)
+            if outcome.committed:
+                return
         outcome.run = self._run
-        decision = sign_outcome(self._identity, outcome)
+        self._tell(outcome, sign_outcome(self._identity, outcome))
+
+    def _end_attempt(self, attempt: Attempt, reason: str) -> None:
+        """The council has given up an attempt of ours, whether its votes are in or not."""
+        tally = self._tallies.get(attempt.id)
+        if tally is not None and not tally.is_decided:
+            tally.abort(reason)
+            return
+        outcome = Outcome(key=attempt.key(), run=self._run, state_digest=attempt.state_digest, reason=reason)
+        outcome.members.extend(attempt.members())
+        self._tell(outcome, sign_outcome(self._identity, outcome))
+
+    def _tell(self, outcome: Outcome, decision: Decision) -> None:
+        """Tell the group, and of a commit every live peer: it is their next version too."""
         place = (outcome.key.fragment, outcome.key.round)
         tally = self._tallies.pop(outcome.key.attempt, None)
         if tally is not None and outcome.committed:
@@ -262,7 +304,9 @@ class Coordination:
         """As ``Rounds.held``. One sender occupies one gathering per fragment; a round that has begun is
         decided by its timer before this peer coordinates more of them than it has fragments and peers."""
         most = len(self._history) * len(self._swarm.live)
+        councils = self.delegation.councils.held() if self.delegation is not None else {}
         return {
+            **councils,
             "GATHERINGS": (len(self._gatherings), most),
             "BEGUN": (len(self._begun), most),
             "TALLIES": (len(self._tallies), most + len(self._history)),
@@ -280,8 +324,12 @@ class Coordination:
     def get_timer(self) -> float | None:
         times = [gathering.get_timer() for gathering in self._gatherings.values()]
         times += [at for tally in self._tallies.values() if (at := tally.get_timer()) is not None]
+        if self.delegation is not None and (at := self.delegation.get_timer()) is not None:
+            times.append(at)
         return min(times, default=None)
 
     def handle_timer(self, now: float) -> None:
         for tally in list(self._tallies.values()):
             tally.handle_timer(now)
+        if self.delegation is not None:
+            self.delegation.handle_timer(now)

@@ -16,9 +16,11 @@ from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
+from p2p_co2.digest import digest
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import check_digest, check_place, read_contributors, read_key, read_members
+from p2p_co2.rounds.cells import read_who
 from p2p_co2.rounds.events import PayloadShape
 from p2p_co2.rounds.parts import BlockRange, covers
 from p2p_co2.wire.identity import Identity, PeerId, verify
@@ -28,6 +30,7 @@ from p2p_co2.wire.messages_pb2 import Decision, Outcome
 OPENED_KEPT = 16
 """Outcomes that were opened last: at most so many ``MAX_MESSAGE_BYTES``."""
 DECISION_CONTEXT = b"p2p-co2 decision"
+ROSTER_CONTEXT = b"p2p-co2 cell roster"
 ANNOUNCEMENT_CONTEXT = b"p2p-co2 announced decision"
 
 
@@ -70,21 +73,94 @@ def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcom
     """
     if len(decision.outcome) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError("too large", f"outcome of {len(decision.outcome)} bytes")
-    return _opened(decision.outcome, decision.signature, run, shape)
+    if len(decision.roster) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError("too large", f"roster of {len(decision.roster)} bytes")
+    by, roster = (decision.roster_by, decision.roster_signature), decision.roster
+    return _opened(decision.outcome, decision.signature, roster, by, run, shape)
 
 
 @lru_cache(maxsize=OPENED_KEPT)
-def _opened(content: bytes, signature: bytes, run: bytes, shape: PayloadShape) -> Outcome:
+def _opened(
+    content: bytes, signature: bytes, roster: bytes, roster_by: tuple[str, bytes], run: bytes,
+    shape: PayloadShape,
+) -> Outcome:  # fmt: skip
+    outcome = _signed_outcome(content, signature, run)
+    if outcome.cells or roster:
+        _enter(outcome, roster, roster_by, run)
+    _check_outcome(outcome, shape)
+    return outcome
+
+
+def _signed_outcome(content: bytes, signature: bytes, run: bytes) -> Outcome:
+    outcome = _read_outcome(content, run)
+    verify(outcome.decided_by, DECISION_CONTEXT, content, signature)
+    return outcome
+
+
+def _read_outcome(content: bytes, run: bytes) -> Outcome:
     outcome = Outcome()
     try:
         outcome.ParseFromString(content)
     except DecodeError:
         raise RemoteProtocolError("unreadable", "not an Outcome") from None
-    verify(outcome.decided_by, DECISION_CONTEXT, content, signature)
     if outcome.run != run:
         raise RemoteProtocolError("wrong run", "a decision of another run")
-    _check_outcome(outcome, shape)
     return outcome
+
+
+# ---- rounds over several cells
+
+
+def sign_roster(identity: Identity, outcome: Outcome) -> tuple[bytes, bytes]:
+    """(roster, signature): the members and contributors of one cell, as its votes name them. Whoever counts
+    the votes makes the same roster."""
+    roster = Outcome()
+    roster.CopyFrom(outcome)
+    roster.decided_by = ""
+    for part in roster.parts:
+        part.digest, part.generation = b"", 0
+    content = roster.SerializeToString(deterministic=True)
+    return content, identity.sign(ROSTER_CONTEXT, content)
+
+
+def roster_digest(roster: bytes) -> bytes:
+    """What the council's outcome names a roster by."""
+    return digest(roster)
+
+
+def open_council_decision(decision: Decision, run: bytes) -> Outcome:
+    """The outcome of a decision that has no roster yet, for a cell's coordinator. Raises
+    ``RemoteProtocolError``."""
+    if len(decision.outcome) > MAX_MESSAGE_BYTES or decision.roster:
+        raise RemoteProtocolError("too large", "or a roster where none belongs")
+    return _signed_outcome(decision.outcome, decision.signature, run)
+
+
+def _enter(outcome: Outcome, roster: bytes, roster_by: tuple[str, bytes], run: bytes) -> None:
+    """Enter the members and contributors of one cell into the council's outcome: it then reads as that cell's
+    own, decided by the cell's coordinator, who vouches for the council. Raises ``RemoteProtocolError``."""
+    coordinator, signature = roster_by
+    verify(coordinator, ROSTER_CONTEXT, roster, signature)
+    read = _read_outcome(roster, run)
+    same_round = (read.key.fragment, read.key.round, read.state_digest) == (
+        outcome.key.fragment, outcome.key.round, outcome.state_digest,
+    )  # fmt: skip
+    named = roster_digest(roster) in {share.roster_digest for share in outcome.cells}
+    if not outcome.committed or not same_round or not named or len(read.parts) != len(outcome.parts):
+        raise RemoteProtocolError("wrong cell", "a roster that does not belong to the outcome")
+    if outcome.base_version >= max(1, outcome.key.round):
+        raise RemoteProtocolError("impossible version", f"base {outcome.base_version}")
+    shares = read_members(read.members, read.key.round)
+    for part, told in zip(outcome.parts, read.parts, strict=True):
+        if (part.start_block, part.stop_block) != (told.start_block, told.stop_block):
+            raise RemoteProtocolError("wrong parts", "other blocks in the roster")
+        del part.contributors[:]
+        for peer in read_who(told.who, tuple(shares)):
+            part.contributors.add(peer=peer, weight=shares[peer].weight)
+    outcome.key.attempt = read.key.attempt
+    outcome.decided_by = coordinator
+    del outcome.members[:]
+    outcome.members.extend(read.members)
 
 
 def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
@@ -100,7 +176,8 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
         raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
     for part in outcome.parts:
         check_digest(part.digest)
-        read_contributors(part.contributors, shares)
+        if not outcome.cells:
+            read_contributors(part.contributors, shares)
 
 
 def counted_weights(outcome: Outcome) -> dict[str, float]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Mean, Part, Reassign
+from p2p_co2.wire.messages_pb2 import CellPart, Mean, Part, Reassign
 
 Piece = Part | Mean | Reassign
+Held = Piece | CellPart
 
 
 class EarlyPieces:
@@ -20,10 +21,10 @@ class EarlyPieces:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = max(bounds.EARLY_FLOOR_BYTES, limit_bytes)
-        self._held: list[tuple[PeerId, Piece]] = []
+        self._held: list[tuple[PeerId, Held]] = []
         self._bytes: dict[PeerId, int] = {}
 
-    def hold(self, piece: Piece, sender: PeerId) -> None:
+    def hold(self, piece: Held, sender: PeerId) -> None:
         """Keep a piece, or raise ``RemoteProtocolError("too much held")``."""
         size = piece.ByteSize()
         mine = self._bytes.get(sender, 0) + size
@@ -35,7 +36,7 @@ class EarlyPieces:
         self._bytes[sender] = mine
         self._held.append((sender, piece))
 
-    def release(self) -> list[tuple[PeerId, Piece]]:
+    def release(self) -> list[tuple[PeerId, Held]]:
         """All pieces, and forget them."""
         held = self._held
         self.clear()

@@ -7,21 +7,24 @@ the last two also come without an offer (``ends_offer`` is False then).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
 from p2p_co2.wire.identity import PeerId
 
+Step = Literal["mean", "sum", "join"]
+
 
 @dataclass(frozen=True)
 class PayloadShape:
     """The encoded size of every fragment, the same on all peers: ``blocks[f]`` blocks of ``block_bytes``
-    bytes."""
+    bytes, ``sum_block_bytes`` as fp32 (only where there are several cells)."""
 
     block_bytes: int
     blocks: tuple[int, ...]
+    sum_block_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:
@@ -86,7 +89,10 @@ class Slice(NamedTuple):
 @dataclass(frozen=True)
 class ReduceJob:
     """One part to average: the weighted mean of ``slices`` (sorted by peer), encoded into
-    ``(stop_block - start_block) * block_bytes`` bytes. ``key`` is the attempt's id."""
+    ``(stop_block - start_block) * block_bytes`` bytes. ``key`` is the attempt's id.
+
+    With several cells a mean is made in two steps: "sum" takes encoded slices and gives their mean in fp32
+    (``sum_block_bytes`` for each block), "join" takes such means, one for each cell, and encodes theirs."""
 
     key: bytes
     fragment: int
@@ -96,6 +102,14 @@ class ReduceJob:
     start_block: int
     stop_block: int
     slices: tuple[Slice, ...]
+    step: Step = "mean"
+
+
+@dataclass(frozen=True)
+class CellWanted:
+    """Find peers of a cell, for ``Rounds.set_cell``."""
+
+    cell: int
 
 
 @dataclass(frozen=True)
@@ -190,4 +204,6 @@ class Refused:
     detail: str
 
 
-RoundsEvent = ReduceWanted | Committed | Aborted | Began | FellBehind | OutcomeWithoutBytes | Refused
+RoundsEvent = (
+    ReduceWanted | Committed | Aborted | Began | FellBehind | OutcomeWithoutBytes | Refused | CellWanted
+)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.asking import Asking
-from p2p_co2.rounds.attempt import Attempt, check_digest, check_duration, read_begin
+from p2p_co2.rounds.attempt import Attempt, check_behind, check_duration, read_begin
 from p2p_co2.rounds.completing import Completing
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.deadline import Durations
@@ -29,8 +29,18 @@ from p2p_co2.rounds.events import (
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_MEMBERS
-from p2p_co2.wire.messages_pb2 import Begin, Behind, Decision, Mean, Outcome, Part, Reassign, Waiting
+from p2p_co2.wire.messages_pb2 import (
+    Begin,
+    Behind,
+    CellMean,
+    CellPart,
+    Decision,
+    Mean,
+    Outcome,
+    Part,
+    Reassign,
+    Waiting,
+)
 
 
 class FragmentRounds:
@@ -171,7 +181,7 @@ class FragmentRounds:
             self.asking.waiting(message, sender, now)
 
     def on_begin(self, message: Begin, sender: PeerId, now: float) -> None:
-        attempt = read_begin(message, sender, self._swarm.shape)
+        attempt = read_begin(message, sender, self._swarm.shape, self._swarm.cells)
         if self.verdicts.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
             return  # doubled
         if self.asking is None or self.asking.offer.round != attempt.round:
@@ -194,19 +204,14 @@ class FragmentRounds:
         self._replay(now)
 
     def on_behind(self, message: Behind, sender: PeerId) -> None:
-        check_digest(message.state_digest)
-        if len(message.donors) > MAX_MEMBERS or any(
-            len(donor) > bounds.MAX_PEER_ID for donor in message.donors
-        ):
-            raise RemoteProtocolError("too large", "donors")
-        if not message.round - 1 <= message.version <= bounds.MAX_ROUND:
-            raise RemoteProtocolError("impossible version", f"{message.version} for round {message.round}")
+        check_behind(message)
         asking = self.asking
         if asking is None or asking.offer.round != message.round or sender not in asking.asked:
             return
         if (message.version, message.state_digest) == (self.version, self.digest):
             raise RemoteProtocolError("impossible version", f"{message.version}, which is where we are")
-        if message.version > asking.farthest():
+        far = bool(message.donors) and not any(map(self._swarm.is_near, message.donors))
+        if message.version > asking.farthest() and not far:  # only other cells know where they are
             if sender == asking.asked[-1]:
                 asking.mistrust()
             farthest = f"{message.version}; as far as we hear most peers are not beyond {asking.farthest()}"
@@ -245,6 +250,20 @@ class FragmentRounds:
         self._early.hold(message, sender)
         return True
 
+    def on_exchange(self, message: CellPart | CellMean, sender: PeerId, now: float) -> bool:
+        """CELL_PART or CELL_MEAN: for the council of our attempt, or held until its BEGIN comes. False if it
+        came for nothing."""
+        member, attempt = self.member, message.key.attempt
+        if member is not None and member.sits_in(attempt):
+            return member.exchanged(message, sender, now)
+        waits = self.asking is not None and self.asking.offer.round == message.key.round
+        if not waits or isinstance(message, CellMean) or self.verdicts.has_ended(attempt):
+            return False
+        if self._swarm.cell_of(sender) != message.cell:
+            raise RemoteProtocolError("wrong cell", "CELL_PART")
+        self._early.hold(message, sender)
+        return True
+
     def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> bool:
         match message:
             case Part():
@@ -263,10 +282,11 @@ class FragmentRounds:
     def _replay(self, now: float) -> None:
         """Take the pieces that came before the BEGIN or REASSIGN that explains them."""
         for sender, message in self._early.release():
-            if self.attempt(message.key.attempt) is None:
-                continue
             try:
-                self.on_piece(message, sender, now)
+                if isinstance(message, CellPart):
+                    self.on_exchange(message, sender, now)
+                elif self.attempt(message.key.attempt) is not None:
+                    self.on_piece(message, sender, now)
             except RemoteProtocolError as error:
                 self._outlet.emit(Refused(sender, error.reason, error.detail))
 
@@ -300,6 +320,7 @@ class FragmentRounds:
 
     def _on_commit(self, decision: Decision, outcome: Outcome, now: float) -> None:
         round_, signer = outcome.key.round, PeerId(outcome.decided_by)
+        self._swarm.met_others(outcome.cells)
         member = self.member if self.member is not None and self.member.offer.round == round_ else None
         coordinator = member.attempt.coordinator if member is not None else None
         group = {peer.peer for peer in outcome.members}
@@ -418,6 +439,8 @@ class FragmentRounds:
         """Forget the open offer and all that was held for it."""
         if self.member is not None:
             self.verdicts.end(self.member.attempt.id)
+            if self.member.exchange is not None:
+                self.verdicts.end(self.member.exchange.council.key.attempt)
             self._coordination.member_left(self.member.attempt.id)
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)

@@ -15,8 +15,9 @@ import hashlib
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import seal_begin, write_senders
 from p2p_co2.rounds.bounds import DIGEST_BYTES
+from p2p_co2.rounds.cells import slot_ranges
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory, parts_deadline_s
-from p2p_co2.rounds.parts import Rates, divide
+from p2p_co2.rounds.parts import Rates, divide, divide_slots
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
@@ -33,6 +34,8 @@ class Gathering:
     ) -> None:  # fmt: skip
         self.fragment, self.round = fragment, round_
         self.readies: dict[PeerId, Ready] = {}
+        self.cells_before: list[int] = []
+        """Those that made the round before, where there are several and it is known."""
         self.first_at = now
         self.deadline_s = history.deadline_s(round_, cadence.gather_cap_s)
         self.in_time_until = now + cadence.gather_cap_s
@@ -136,7 +139,12 @@ class Gathering:
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}
-        division = divide(shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s)
+        if self._swarm.cells == 1:
+            division = divide(shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s)
+        else:
+            division = divide_slots(
+                slot_ranges(shape.blocks[self.fragment]), shape.block_bytes, rates, place, self._cheap_s
+            )
         parts_s = parts_deadline_s(division.transfer_s, observed)
         begin = Begin(
             key=RoundKey(fragment=self.fragment, round=self.round),

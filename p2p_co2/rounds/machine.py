@@ -20,7 +20,7 @@ one step stale anyway, so the protocol prefers an abort to a guess.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -32,7 +32,7 @@ from p2p_co2.rounds.decision import open_decision
 from p2p_co2.rounds.events import Offer, OpenOffer, PayloadShape, PeerView, ReduceJob, Refused, RoundsEvent
 from p2p_co2.rounds.fragment import FragmentRounds
 from p2p_co2.rounds.member import Member
-from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.rounds.swarm import OTHERS_KEPT, Outlet, Swarm
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, PeerId
 
@@ -41,14 +41,17 @@ class Rounds:
     """This peer's part in all rounds of a run.
 
     ``run`` is the digest of the ``RunConfig`` (32 bytes); ``shape`` the encoded size of every fragment;
-    ``group_size`` bounds one round's group. Single-threaded. After every call the caller drains
-    ``messages_to_send`` and ``next_event`` and sets its timer to ``get_timer``.
+    ``group_size`` bounds one round's group, of one cell where there are several ``cells``. Single-threaded.
+    After every call the caller drains ``messages_to_send`` and ``next_event`` and sets its timer to
+    ``get_timer``.
     """
 
-    def __init__(self, identity: Identity, run: bytes, shape: PayloadShape, group_size: int) -> None:
+    def __init__(
+        self, identity: Identity, run: bytes, shape: PayloadShape, group_size: int, cells: int = 1
+    ) -> None:
         self._me = identity.peer_id
         self._run, self._shape = run, shape
-        self._swarm = Swarm(self._me, shape, group_size)
+        self._swarm = Swarm(self._me, shape, group_size, cells)
         self._outlet = Outlet(self._me)
         self._coordination = Coordination(identity, run, self._swarm, self._outlet, len(shape.blocks))
         self._fragments = [
@@ -69,6 +72,15 @@ class Rounds:
             fragment.peers_changed(now)
         self._coordination.peers_changed(now)
         self._settle(now)
+
+    def set_cell(self, cell: int, peers: Sequence[PeerId], now: float) -> None:
+        """Peers of another cell, the answer to ``CellWanted``."""
+        known = [peer for peer in peers if self._swarm.cell_of(peer) == cell]
+        delegation = self._coordination.delegation
+        if delegation is not None and cell != self._swarm.cell:
+            self._swarm.others[cell] = known[:OTHERS_KEPT] or self._swarm.others.get(cell, [])
+            delegation.cells_changed(now)
+            self._settle(now)
 
     def set_state(self, fragment: int, version: int, digest: bytes) -> None:
         """The agreed state that we hold now. An open offer that does not start from it ends in
@@ -131,8 +143,10 @@ class Rounds:
         self._settle(now)
 
     def _member_of(self, job: ReduceJob) -> Member | None:
-        fragment = self._fragments[job.fragment]
-        return fragment.member if fragment.attempt(job.key) is not None else None
+        member = self._fragments[job.fragment].member
+        if member is None or not (member.attempt.id == job.key or member.sits_in(job.key)):
+            return None
+        return member
 
     # ---- the pump
 
@@ -218,6 +232,10 @@ class Rounds:
                 self._keyed(message).on_begin(message, sender, now)
             case wire.Part() | wire.Mean() | wire.Reassign():
                 return self._keyed(message).on_piece(message, sender, now)
+            case wire.CellPart() | wire.CellMean():
+                return self._fragments[read_key(message.key, self._shape)[0]].on_exchange(
+                    message, sender, now
+                )
             case wire.Result():
                 self._on_result(message, sender, now)
             case wire.AskOutcome():
@@ -225,9 +243,37 @@ class Rounds:
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)
                 self._fragments[outcome.key.fragment].on_decision(message, outcome, now)
+            case (
+                wire.CellReady()
+                | wire.CellWaiting()
+                | wire.CellBegin()
+                | wire.CellResult()
+                | wire.CellDecision()
+            ):
+                self._for_cells(message, sender, now)
             case _:
                 raise LocalProtocolError(f"{type(message).__name__} is not for the rounds machine")
         return True
+
+    def _for_cells(self, message: Message, sender: PeerId, now: float) -> None:
+        delegation = self._coordination.delegation
+        if delegation is None:
+            raise RemoteProtocolError("wrong cell", "this run has one cell")
+        match message:
+            case wire.CellReady():
+                fragment = self._fragments[read_key(message.key, self._shape)[0]]
+                mine = (fragment.version, fragment.digest)
+                delegation.on_ready(message, sender, fragment.verdicts, mine, now)
+            case wire.CellWaiting():
+                check_place(message.fragment, message.round, self._shape)
+                delegation.on_waiting(message, sender, now)
+            case wire.CellBegin():
+                check_place(message.council.key.fragment, message.council.key.round, self._shape)
+                delegation.on_begin(message, sender, now)
+            case wire.CellResult():
+                delegation.councils.on_result(message, sender, now)
+            case wire.CellDecision():
+                delegation.on_decision(message, sender)
 
     def _place(self, message: wire.Ready | wire.Waiting | wire.Behind) -> FragmentRounds:
         check_place(message.fragment, message.round, self._shape)

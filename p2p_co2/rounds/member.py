@@ -15,14 +15,17 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer, large_buffer
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.assembly import Assembly, pieces
-from p2p_co2.rounds.attempt import Attempt, check_duration, read_contributors
+from p2p_co2.rounds.attempt import Attempt, check_duration, read_who_is_in
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer, ReduceJob
-from p2p_co2.rounds.owner import Arrivals, Contributors, PartJob, Room, send_mean
+from p2p_co2.rounds.exchange import Exchange
+from p2p_co2.rounds.owner import Arrivals, Contributors, PartJob, Room, list_contributors, send_mean
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import (
     AskOutcome,
+    CellMean,
+    CellPart,
     Contributor,
     Mean,
     Outcome,
@@ -32,6 +35,8 @@ from p2p_co2.wire.messages_pb2 import (
     Result,
 )
 
+COUNCIL_GRACE_S = 6.0
+"""What a decision over several cells may take longer than one of our own."""
 RESEND_S = 1.0
 """A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
 
@@ -49,12 +54,13 @@ class _PartState:
         self.mean: memoryview | None = None
         self.digest = b""
         self.listed: list[Contributor] = []
+        self.who = b""
 
-    def hold(self, contributors: Contributors) -> None:
+    def hold(self, contributors: Contributors, attempt: Attempt) -> None:
         """The mean is in its place."""
         self.mean, self.contributors = self.place, contributors
         self.digest = digest(self.place)
-        self.listed = [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
+        self.listed, self.who = list_contributors(attempt, contributors)
 
 
 class Member:
@@ -80,7 +86,12 @@ class Member:
         self._resend_s = RESEND_S
         self._told: Result | None = None
         self._mean = large_buffer(len(self._payload))
+        self.exchange: Exchange | None = None
         means_due_at = now + 2 * attempt.parts_within_s
+        if attempt.council is not None:
+            self.exchange = Exchange(attempt, swarm, outlet, now)
+            means_due_at += 2 * attempt.council.sums_within_s
+            self._decide_by_at += COUNCIL_GRACE_S
         self._parts = [
             _PartState(owner, 0, self._slice(part, self._mean), means_due_at)
             for part, owner in enumerate(attempt.owners)
@@ -151,16 +162,52 @@ class Member:
         return job.add(message, sender, now)
 
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
+        if job.step == "join" and self.exchange is not None:
+            self.exchange.reduced(job, mean)
+            return
         mine = self._jobs.get(job.part)
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
-            state, contributors = self._parts[job.part], mine.reduced(mean)
-            state.place[:] = mean
-            state.hold(contributors)
-            self._check(now)
+            if self.exchange is None:
+                self._averaged(job.part, mean, mine.reduced(mean), now)
+                return
+            contributors = mine.summed(mean)
+            who = list_contributors(self.attempt, contributors)[1]
+            self.exchange.give(job.part, mean, who, sum(weight for _, weight in contributors))
+
+    def _averaged(self, part: int, mean: Buffer, contributors: Contributors, now: float) -> None:
+        """The encoded mean of our own part is made."""
+        state = self._parts[part]
+        state.place[:] = mean
+        state.hold(contributors, self.attempt)
+        self._check(now)
+
+    def sits_in(self, council: bytes) -> bool:
+        """Whether our attempt is part of this council's."""
+        return self.exchange is not None and self.exchange.council.key.attempt == council
+
+    def exchanged(self, message: CellPart | CellMean, sender: PeerId, now: float) -> bool:
+        """What comes from owners and roots in all cells; False if it came for nothing. Raises
+        ``RemoteProtocolError``."""
+        assert self.exchange is not None
+        if isinstance(message, CellPart):
+            return self.exchange.cell_part(message, sender)
+        done, part = self.exchange.cell_mean(message, sender), message.slot
+        if done is not None and part in self._jobs and self._parts[part].mean is None:
+            mean, peers = done
+            contributors = tuple((peer, self.attempt.shares[peer].weight) for peer in peers)
+            send_mean(
+                self.attempt, part, self._parts[part].generation, mean, contributors,
+                swarm=self._swarm, outlet=self._outlet,
+            )  # fmt: skip
+            self._averaged(part, mean, contributors, now)
+        return True
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""
+        if job.step == "join" and self.exchange is not None:
+            self.exchange.refused_slice(job, peer)
+            return True
         mine = self._jobs.get(job.part)
         if mine is None or not mine.is_answered_by(job):
             return False
@@ -186,14 +233,14 @@ class Member:
         if state.mean is not None and state.transfer.whole is None:
             return False  # kept over a REASSIGN
         if message.offset == 0:
-            contributors = read_contributors(message.contributors, self.attempt.shares)
+            contributors = read_who_is_in(message, self.attempt.shares, self.exchange is not None)
             if state.contributors is not None and state.contributors != contributors:
                 raise RemoteProtocolError("conflicting duplicate", "other contributors")
             state.contributors = contributors
         is_new = state.transfer.add(message.offset, message.total, message.data)
         if is_new and state.transfer.whole is not None:
             assert state.contributors is not None
-            state.hold(state.contributors)
+            state.hold(state.contributors, self.attempt)
             self._check(now)
         return is_new
 
@@ -226,7 +273,7 @@ class Member:
         is_sent_again, is_mine = message.parts_within_s == 0, owner == self._swarm.me
         if is_sent_again and old.mean is not None and old.contributors is not None:
             if is_mine or old.generation == message.generation - 1:
-                new.hold(old.contributors)  # what is sent again is what we have
+                new.hold(old.contributors, self.attempt)  # what is sent again is what we have
             if is_mine:
                 attempt, generation = self.attempt, message.generation
                 send_mean(
@@ -262,7 +309,7 @@ class Member:
         state, (start, stop) = self._parts[part], self.attempt.ranges[part]
         return PartOutcome(
             start_block=start, stop_block=stop, generation=state.generation,
-            digest=state.digest, contributors=state.listed,
+            digest=state.digest, contributors=state.listed, who=state.who,
         )  # fmt: skip
 
     def _tell(self, news: Result, now: float) -> None:
@@ -324,6 +371,8 @@ class Member:
         times += [due_at for job in self._jobs.values() if (due_at := job.get_timer()) is not None]
         if self._resend_at is not None:
             times.append(self._resend_at)
+        if self.exchange is not None and (sums_due_at := self.exchange.get_timer()) is not None:
+            times.append(sums_due_at)
         # Each mean's due time has to fire once; a later one is told by news, not by the clock.
         times += [state.due_at for part, state in enumerate(self._parts) if self._must_report(part)]
         return min(times)
@@ -338,6 +387,8 @@ class Member:
             return
         for job in list(self._jobs.values()):
             job.check(now)
+        if self.exchange is not None:
+            self.exchange.handle_timer(now)
         if now >= self._decide_by_at:
             self._move_on(now)
         if self.failure:

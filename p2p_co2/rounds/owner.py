@@ -14,6 +14,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt
+from p2p_co2.rounds.cells import write_who
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import ReduceJob, ReduceWanted, Slice
 from p2p_co2.rounds.swarm import Outlet, Swarm
@@ -150,6 +151,7 @@ class PartJob:
             start,
             stop,
             slices,
+            "sum" if self.attempt.council is not None else "mean",
         )
         self._outlet.emit(ReduceWanted(self.job))
 
@@ -173,6 +175,18 @@ class PartJob:
             raise LocalProtocolError(f"no slice of {peer} in this job")
         self._ask()
 
+    def summed(self, mean: Buffer) -> Contributors:
+        """The mean of this cell's slices in fp32 has been made; returns whose they are."""
+        assert self.job is not None
+        blocks = self.job.stop_block - self.job.start_block
+        if len(mean) != blocks * self._swarm.shape.sum_block_bytes:
+            raise LocalProtocolError(f"the sum of part {self.part} has {len(mean)} bytes")
+        contributors = tuple((piece.peer, piece.weight) for piece in self.job.slices)
+        self.is_done = True
+        self._whole.clear()
+        self.job = None
+        return contributors
+
     def reduced(self, mean: Buffer) -> Contributors:
         """Send the encoded mean to all other members; returns the contributors."""
         if len(mean) != self._size_bytes:
@@ -192,17 +206,24 @@ class PartJob:
         return contributors
 
 
+def list_contributors(attempt: Attempt, contributors: Contributors) -> tuple[list[Contributor], bytes]:
+    """As a message names them: one by one, or as bits where the round is over several cells."""
+    if attempt.council is not None:
+        return [], write_who({peer for peer, _ in contributors}, tuple(attempt.shares))
+    return [Contributor(peer=peer, weight=weight) for peer, weight in contributors], b""
+
+
 def send_mean(
     attempt: Attempt, part: int, generation: int, mean: Buffer, contributors: Contributors, *,
     swarm: Swarm, outlet: Outlet,
 ) -> None:  # fmt: skip
     """The encoded mean of a part, in pieces, to all other members."""
-    listed = [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
+    listed, who = list_contributors(attempt, contributors)
     others = [peer for peer in attempt.shares if peer != outlet.me]
     for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others)):
         message = Mean(
             key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean), data=data,
-            contributors=[] if offset else listed,
+            contributors=[] if offset else listed, who=b"" if offset else who,
         )  # fmt: skip
         for peer in others:
             outlet.send(peer, message)

@@ -111,6 +111,21 @@ def divide(
     return Division(ranges, owners, senders, max([*needed, time_s if budgets else 0.0]))
 
 
+def divide_slots(
+    slots: Sequence[BlockRange], block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int],
+    cheap_s: float,
+) -> Division:  # fmt: skip
+    """As ``divide``, where the cuts are fixed and each slot is a part of its own."""
+    slot_bytes = -(-slots[-1].stop * block_bytes // len(slots))
+    division = divide(len(slots), slot_bytes, rates, place, cheap_s)
+    owners: list[PeerId] = []
+    senders: list[frozenset[PeerId]] = []
+    for (start, stop), owner, sending in zip(division.ranges, division.owners, division.senders, strict=True):
+        owners += [owner] * (stop - start)
+        senders += [sending] * (stop - start)
+    return Division(tuple(slots), tuple(owners), tuple(senders), division.transfer_s)
+
+
 def split_blocks(blocks: int, uploads_bytes_per_s: Sequence[float]) -> tuple[BlockRange, ...]:
     """One range per member, in the members' order, by upload rates alone; empty where a member is too slow or
     there are too few blocks."""

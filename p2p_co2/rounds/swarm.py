@@ -18,7 +18,11 @@ from p2p_co2.rounds.assembly import piece_bytes
 from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.deadline import Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId, cell_of
+from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.messages_pb2 import CellShare
+
+OTHERS_KEPT = MAX_MEMBERS
 
 
 def coordination_order(peers: Iterable[PeerId], fragment: int, round_: int) -> list[PeerId]:
@@ -42,8 +46,11 @@ def named(peers: Sequence[str]) -> str:
 class Swarm:
     """The live peers as membership told us last."""
 
-    def __init__(self, me: PeerId, shape: PayloadShape, group_size: int) -> None:
+    def __init__(self, me: PeerId, shape: PayloadShape, group_size: int, cells: int = 1) -> None:
         self.me = me
+        self.cells, self.cell = cells, cell_of(me, cells)
+        self.others: dict[int, list[PeerId]] = {}
+        """Peers of other cells, as far as somebody named them: whom to ask first comes first."""
         self.shape = shape
         self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
@@ -58,6 +65,21 @@ class Swarm:
         self._training = [peer for peer, view in self.live.items() if view.training]
         for habit in (self.readies, self.slices, self.votes):
             habit.keep(self.live)
+
+    def cell_of(self, peer: str) -> int:
+        return cell_of(peer, self.cells)
+
+    def is_near(self, peer: str) -> bool:
+        """Whether ``peer`` is of our cell."""
+        return self.cell_of(peer) == self.cell
+
+    def met_others(self, cells: Iterable[CellShare]) -> None:
+        """Who coordinated in other cells a moment ago."""
+        for share in cells:
+            if share.cell != self.cell and self.cell_of(share.coordinator) == share.cell:
+                known = self.others.get(share.cell, [])
+                first = PeerId(share.coordinator)
+                self.others[share.cell] = [first, *(peer for peer in known if peer != first)][:OTHERS_KEPT]
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
-from p2p_co2.rounds.attempt import Attempt, check_digest, read_contributors
+from p2p_co2.rounds.attempt import Attempt, check_digest, read_who_is_in
 from p2p_co2.rounds.deadline import Durations, votes_deadline_s
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named, short
 from p2p_co2.wire.identity import PeerId
@@ -81,6 +81,11 @@ class Tally:
             self._decide_at = now + self.attempt.parts_within_s + bounds.GRACE_S
         self._evaluate(now)
 
+    def abort(self, reason: str) -> None:
+        """Somebody above us has given the round up."""
+        if not self.is_decided:
+            self._abort(reason)
+
     def has_heard(self, peer: PeerId) -> bool:
         return peer in self._heard
 
@@ -133,7 +138,7 @@ class Tally:
                 check_digest(part.digest)
                 content = part.SerializeToString(deterministic=True)
                 if content not in self._sound:
-                    read_contributors(part.contributors, self.attempt.shares)
+                    read_who_is_in(part, self.attempt.shares, self.attempt.council is not None)
                     if len(self._sound) < MAX_SOUND:
                         self._sound.add(content)
 

@@ -27,8 +27,11 @@ from itertools import islice, product
 from p2p_co2.digest import digest
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.rounds import DECISION_CONTEXT
+from p2p_co2.rounds.cells import read_who
+from p2p_co2.rounds.decision import ROSTER_CONTEXT, roster_digest
 from p2p_co2.simnet.ledger import Offered, Saved, State
 from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
+from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Outcome
 
 OFFERS_KEPT = 64
@@ -74,6 +77,7 @@ class Books:
         self.excused: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
         self.checked: set[tuple[bytes, bytes]] = set()
         self._signed: dict[tuple[int, int], list[Outcome]] = {}
+        self._rosters: dict[bytes, Outcome] = {}
         self._blocks = tuple(blocks)
         for fragment, count in enumerate(blocks):
             start = State.of(fragment, 0, [0] * (2 * count))
@@ -83,7 +87,9 @@ class Books:
         self.violations.append(Violation(self.now(), peer, law, text))
 
     def sign(self, context: bytes, content: bytes) -> None:
-        """Somebody signed something: kept if it is a committed outcome."""
+        """Somebody signed something: kept if it is a committed outcome, or the roster of a cell for one."""
+        if context == ROSTER_CONTEXT:
+            self._rosters[roster_digest(content)] = Outcome.FromString(content)
         if context == DECISION_CONTEXT:
             outcome = Outcome.FromString(content)
             if outcome.committed:
@@ -91,7 +97,22 @@ class Books:
 
     def is_signed(self, mean: AgreedMean, before: State) -> bool:
         outcomes = self._signed.get((mean.fragment, mean.round), [])
-        return any(outcome.state_digest == before.digest and _names(outcome, mean) for outcome in outcomes)
+        return any(
+            outcome.state_digest == before.digest
+            and (_holds(outcome, mean) if outcome.cells else _names(outcome, mean))
+            for outcome in outcomes
+        )
+
+    def everywhere(self, mean: AgreedMean, before: State) -> tuple[PartWeights, ...]:
+        """Who is in a mean: in a round over several cells those of all rosters that its outcome names."""
+        for outcome in self._signed.get((mean.fragment, mean.round), []):
+            if outcome.cells and outcome.state_digest == before.digest and _holds(outcome, mean):
+                rosters = [self._rosters[share.roster_digest] for share in outcome.cells]
+                return tuple(
+                    PartWeights(part.start_block, part.stop_block, _in_part(rosters, number))
+                    for number, part in enumerate(outcome.parts)
+                )
+        return mean.parts
 
 
 class Auditor:
@@ -136,8 +157,17 @@ class Auditor:
             return
         if tuple(add(before.sums, unpack(mean.mean))) != after.sums:
             self._broken("conservation", f"{place}: the new state is not the old one and the mean")
+        parts = books.everywhere(mean, before)
+        pairs = zip(mean.parts, parts, strict=True)
+        if any(not part.weights.items() <= whole.weights.items() for part, whole in pairs):
+            self._broken("conservation", f"{place}: a cell's contributors are not those of its roster")
+        books.checked.add((before.digest, content))
+        everything = digest(mean.mean, repr(parts).encode())
+        if everything != content and (before.digest, everything) in books.checked:
+            return  # another cell's peer had it checked
+        content = everything
         counted = dict(history.counted)
-        for part in mean.parts:
+        for part in parts:
             self._check_part(mean, part, counted, place)
         books.histories[mean.fragment].setdefault(after.digest, History(after, before.digest, counted))
         books.checked.add((before.digest, content))
@@ -242,6 +272,22 @@ class Auditor:
                     self._broken("conservation", f"{place}: {twice} units of {peer[-6:]} are counted twice")
                 known[block] = max(reached, offer.units)
             counted[peer] = tuple(known)
+
+
+def _holds(outcome: Outcome, mean: AgreedMean) -> bool:
+    """Whether an outcome over several cells is about these very bytes."""
+    return all(
+        digest(mean.mean[part.start_block * BLOCK_BYTES : part.stop_block * BLOCK_BYTES]) == part.digest
+        for part in outcome.parts
+    )
+
+
+def _in_part(rosters: Sequence[Outcome], number: int) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for roster in rosters:
+        shares = {PeerId(member.peer): member.weight for member in roster.members}
+        weights |= {peer: shares[peer] for peer in read_who(roster.parts[number].who, tuple(shares))}
+    return weights
 
 
 def _names(outcome: Outcome, mean: AgreedMean) -> bool:

@@ -18,8 +18,9 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.rounds.events import Step
 from p2p_co2.simnet.virtual_time import ProcessLoop
-from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
+from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, join, mean_of, pack, unpack, widen
 
 TENSOR_BYTES_PER_S = 1e9
 """How fast the worker goes through payloads."""
@@ -100,7 +101,7 @@ class CountingLedger:
 
     def __init__(
         self, peer: str, blocks: Sequence[int], state_bytes: Sequence[int], scale: float,
-        *, work: Work, audit: Audit, loop: ProcessLoop,
+        *, work: Work, audit: Audit, loop: ProcessLoop, sum_factor: int = 8,
     ) -> None:  # fmt: skip
         self.peer, self.work, self.audit = peer, work, audit
         self.outcomes: deque[Outcome] = deque()
@@ -109,6 +110,7 @@ class CountingLedger:
             for f, count in enumerate(blocks)
         ]
         self._state_bytes, self._scale, self._loop = state_bytes, scale, loop
+        self._sum_factor = sum_factor
         self._free_at = 0.0
 
     def restore(self, saved: Sequence[Saved]) -> None:
@@ -157,9 +159,16 @@ class CountingLedger:
 
     # ---- the Ledger protocol
 
-    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> bytes:
+    async def reduce(
+        self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
+    ) -> bytes:
         size = sum(len(data) for _, _, data in slices)
-        return await self._ask(size, lambda: mean_of([(weight, data) for _, weight, data in slices]))
+        if step == "join":
+            return await self._ask(size, lambda: join([data for _, _, data in slices], self._sum_factor))
+        factor = self._sum_factor if step == "sum" else 1
+        return await self._ask(
+            size, lambda: widen(mean_of([(weight, data) for _, weight, data in slices]), factor)
+        )
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         return await self._ask(len(mean.mean), lambda: self._commit(mean))

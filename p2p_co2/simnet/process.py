@@ -106,6 +106,7 @@ class Process:
         return swarm.make_ledger(
             self.peer, swarm.shape.blocks, swarm.state_bytes, swarm.internet.scale,
             work=self.volunteer.work, audit=Auditor(swarm.books, self.peer), loop=self.loop,
+            sum_factor=swarm.settings.sum_factor,
         )  # fmt: skip
 
     # ---- its life

@@ -17,7 +17,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.simnet.internet import Endpoint, Internet
 from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.identity import Identity, PeerId, cell_of
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
@@ -142,10 +142,13 @@ class Doorway:
         self._rendezvous.publish(record, RECORD_LIFETIME_S)
         self._published_at = self._world.time()
 
-    async def find_peers(self) -> list[PeerRecord]:
+    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
         await self._lookup(self._rendezvous.answers, "the DHT did not answer")
-        me = self.identity.peer_id
-        return [record for record in self._rendezvous.records(me) if record.peer != me]
+        me, cells = self.identity.peer_id, self.run.cells
+        records = [record for record in self._rendezvous.records(me) if record.peer != me]
+        if cell is None or cells == 1:
+            return records
+        return [record for record in records if cell_of(record.peer, cells) == cell]
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         records = self._rendezvous.records(self.identity.peer_id)

@@ -43,7 +43,8 @@ MAX_STATE_FACTOR = 64
 @dataclass(frozen=True)
 class Settings:
     """What is simulated. ``blocks``: simulated blocks per fragment, 16 bytes each; each stands for
-    ``real_bytes_per_block`` bytes of an encoded gradient and ``state_factor`` times as many of a state.
+    ``real_bytes_per_block`` bytes of an encoded gradient, ``state_factor`` times as many of a state and
+    ``sum_factor`` times as many of a mean in fp32.
     ``step_s``: the typical peer's inner step, others are up to ``speed_spread`` times slower or faster.
     ``parameters`` is only reported. ``ends_at``: seconds after which the simulation is cut off, 0: when the
     run is over."""
@@ -56,6 +57,7 @@ class Settings:
     blocks: tuple[int, ...] = (8, 8)
     real_bytes_per_block: float = 16.0
     state_factor: int = 15
+    sum_factor: int = 8
     parameters: int = 0
     step_s: float = 0.5
     speed_spread: float = 2.0
@@ -128,7 +130,8 @@ class Swarm:
         seeds = [Seed(side=index % 2) for index in range(settings.seeds)]
         self.rendezvous = Rendezvous(self.internet, random.Random(f"{self.seed}/dht"), seeds)
         self.internet.relays_up = self.rendezvous.seed_answers
-        self.shape = PayloadShape(BLOCK_BYTES, settings.blocks)
+        sum_factor = settings.sum_factor if settings.run.cells > 1 else 0
+        self.shape = PayloadShape(BLOCK_BYTES, settings.blocks, BLOCK_BYTES * sum_factor)
         factor = min(MAX_STATE_FACTOR, max(2, settings.state_factor))
         self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
         self.books = Books(settings.blocks, lambda: self.world.now)

@@ -38,6 +38,7 @@ from p2p_co2.trainer.synchroniser import Progressed
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 """A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
 others, who may only be slow to answer."""
+FP32_BYTES = 4
 GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``."""
 CATCH_UP_BOUND_S = 600.0
@@ -143,7 +144,10 @@ class Connection:
         if saved is not None:
             restore(saved, model, optimizer, ledger)
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
-        shape = PayloadShape(codec.block_bytes, tuple(codec.blocks(f.numel) for f in plan.fragments))
+        sum_bytes = FP32_BYTES * codec.block_values if run.cells > 1 else 0
+        shape = PayloadShape(
+            codec.block_bytes, tuple(codec.blocks(f.numel) for f in plan.fragments), sum_bytes
+        )
         self._tell_of_damaged(saved)
         self._on_event(
             ev.PeerStarted(

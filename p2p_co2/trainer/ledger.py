@@ -21,13 +21,14 @@ from torch import Tensor
 
 from p2p_co2.averaging import HostileSlice, admit, mean_of_parts
 from p2p_co2.checkpoint import state_digest, state_from_bytes, state_view
-from p2p_co2.codec import Codec
+from p2p_co2.codec import Codec, get_codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.memory import Buffer, Joined
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
+from p2p_co2.rounds.events import Step
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
 
 _T = TypeVar("_T")
@@ -52,7 +53,7 @@ class TensorLedger:
     """Implements ``node.ledger.Ledger``. ``close`` ends the worker thread."""
 
     def __init__(self, codec: Codec, fragments: Sequence[FragmentLedger]) -> None:
-        self._codec = codec
+        self._codec, self._sums = codec, get_codec("fp32")
         self._fragments = list(fragments)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -154,10 +155,15 @@ class TensorLedger:
 
     # ---- the Ledger protocol, awaited on the network thread
 
-    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Buffer:
+    async def reduce(
+        self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
+    ) -> Buffer:
+        source = self._sums if step == "join" else self._codec
+        into = self._sums if step == "sum" else self._codec
+
         def work() -> Buffer:
             try:
-                return mean_of_parts(self._codec, slices)
+                return mean_of_parts(source, slices, into)
             except HostileSlice as hostile:
                 raise SliceRefused(hostile.peer, str(hostile.cause)) from None
 

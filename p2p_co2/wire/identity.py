@@ -7,7 +7,9 @@ exchange, no account. The price: an id is free to make, so an id proves continui
 
 from __future__ import annotations
 
+import hashlib
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import NewType
 
@@ -17,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Signed
 
 PeerId = NewType("PeerId", str)
@@ -119,3 +122,11 @@ def unseal(context: bytes, data: bytes) -> tuple[PeerId, bytes]:
         raise RemoteProtocolError("unreadable", "not a Signed message") from None
     verify(signed.signer, context, signed.content, signed.signature)
     return PeerId(signed.signer), signed.content
+
+
+@lru_cache(maxsize=2 * MAX_PEERS)
+def cell_of(peer: str, cells: int) -> int:
+    """The cell that a peer belongs to, of ``cells``: for good, by a hash of its id."""
+    if cells == 1:
+        return 0
+    return int.from_bytes(hashlib.sha256(f"cell/{peer}".encode()).digest()[:8]) % cells

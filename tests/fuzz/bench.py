@@ -89,6 +89,9 @@ class Bench:
     def now(self) -> float:
         return self.at
 
+    def is_near(self, peer: PeerId) -> bool:
+        return True
+
     def status(self) -> Status:
         return Status(
             phase=Status.TRAINING, versions=self.versions, digests=self.digests,

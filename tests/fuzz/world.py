@@ -136,7 +136,7 @@ class Beside:
     async def publish_self(self) -> None:
         return None
 
-    async def find_peers(self) -> list[PeerRecord]:
+    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
         return [PeerRecord(peer=peer) for peer in self._world.doors if peer != self.identity.peer_id]
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:

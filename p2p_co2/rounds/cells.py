@@ -1,0 +1,126 @@
+"""A swarm in cells: who belongs where, how a fragment is cut alike in all of them, who sums what.
+
+One group of all-to-all peers cannot grow for ever: its messages grow with the square of its size. So a large
+swarm is cut into cells of some fifty peers, for good, by a hash of the peer's id. Each cell makes its round
+as a swarm of its own would, up to the fp32 mean of its members; the owners of one slot in all cells then
+average these among themselves, weighted by what arrived, encode once, and hand the mean to their cells. The
+sum is the same, the bytes are the same in every cell, and nobody hears of more than its cell and the few
+whom it meets over a slot (the two-level reduction of hierarchical all-reduce, as in NCCL and Horovod, with
+owners instead of leaders, so that no link carries more than its share).
+
+Laws: a peer's cell, the slots and the sub-slots are pure functions of what all know; a slot is the same
+blocks in every cell; sub-slots are the slot, in order.
+
+Price, with cells of M peers, payloads of N values at b bits: beyond the flat 2 (1 - 1/M) N b a peer sends
+N (32 + b) / M bits on average. A root takes the sums of up to all cells but serves only a sub-slot of them:
+one for every ``CELLS_PER_ROOT`` cells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.events import PayloadShape
+from p2p_co2.rounds.parts import BlockRange
+from p2p_co2.wire.identity import PeerId, cell_of
+from p2p_co2.wire.limits import MAX_CELLS
+from p2p_co2.wire.messages_pb2 import CellReady, Council, SlotRoots
+
+CELLS_PER_ROOT = 8
+"""A slot has one root for so many cells: more would cost messages, fewer would make roots wait for their
+links."""
+SMALLEST_SUM_BYTES = 16 << 10
+"""A slot is not cut into sub-slots with smaller sums."""
+
+
+def council_order(cells: Iterable[int], fragment: int, round_: int) -> list[int]:
+    """The cells by rendezvous hash: the first one's coordinator decides for all."""
+    return sorted(
+        cells, key=lambda cell: hashlib.sha256(f"council/{cell}/{fragment}/{round_}".encode()).digest()
+    )
+
+
+def slot_ranges(blocks: int) -> tuple[BlockRange, ...]:
+    """The slots of a fragment: equal, not empty, at most ``MAX_PARTS``."""
+    return _equal(BlockRange(0, blocks), min(blocks, bounds.MAX_PARTS))
+
+
+def sub_slots(slot: BlockRange, roots: int) -> tuple[BlockRange, ...]:
+    """What each of a slot's ``roots`` sums."""
+    return _equal(slot, roots)
+
+
+def _equal(whole: BlockRange, count: int) -> tuple[BlockRange, ...]:
+    size = whole.stop - whole.start
+    edges = [whole.start + size * index // count for index in range(count + 1)]
+    return tuple(BlockRange(*edges[index : index + 2]) for index in range(count))
+
+
+def assign_roots(
+    owners: Mapping[int, Sequence[str]], place: tuple[int, int], shape: PayloadShape
+) -> list[SlotRoots]:
+    """Who sums what, of the ``owners`` of every slot by cell. The roots of a slot are its owners in some of
+    the cells, others for each slot and round."""
+    cells = sorted(owners)
+    wanted = -(-len(cells) // CELLS_PER_ROOT)
+    roots = []
+    for index, slot in enumerate(slot_ranges(shape.blocks[place[0]])):
+        blocks = slot.stop - slot.start
+        count = max(1, min(wanted, blocks, blocks * shape.sum_block_bytes // SMALLEST_SUM_BYTES))
+        order = council_order(cells, place[0], place[1] * bounds.MAX_PARTS + index)
+        roots.append(SlotRoots(peers=[owners[cell][index] for cell in order[:count]]))
+    return roots
+
+
+def write_who(peers: Collection[str], members: Sequence[PeerId]) -> bytes:
+    """Some of the members as bits, lowest first."""
+    bits = sum(1 << index for index, peer in enumerate(members) if peer in peers)
+    return bits.to_bytes(-(-len(members) // 8), "little")
+
+
+def read_who(bits: bytes, members: Sequence[PeerId]) -> tuple[PeerId, ...]:
+    """What ``write_who`` wrote, in the members' order; raises ``RemoteProtocolError``."""
+    number = int.from_bytes(bits, "little")
+    if len(bits) != -(-len(members) // 8) or number >> len(members):
+        raise RemoteProtocolError("wrong contributors", "bits of peers that are no members")
+    return tuple(peer for index, peer in enumerate(members) if number >> index & 1)
+
+
+def check_cell_ready(message: CellReady, sender: PeerId, cells: int, shape: PayloadShape) -> None:
+    """Raise ``RemoteProtocolError`` for a CELL_READY that no honest coordinator sends."""
+    if message.cell >= cells or cell_of(sender, cells) != message.cell:
+        raise RemoteProtocolError("wrong cell", f"{message.cell}")
+    if len(message.state_digest) != bounds.DIGEST_BYTES:
+        raise RemoteProtocolError("wrong digest length", f"{len(message.state_digest)} bytes")
+    if len(message.owners) != len(slot_ranges(shape.blocks[message.key.fragment])):
+        raise RemoteProtocolError("wrong parts", f"{len(message.owners)} owners")
+    if any(cell_of(owner, cells) != message.cell for owner in set(message.owners)):
+        raise RemoteProtocolError("wrong owner", "an owner of another cell")
+    if not 0 <= message.parts_within_s <= bounds.PARTS_CAP_S or message.base_version >= message.key.round:
+        raise RemoteProtocolError("impossible duration", "or version")
+    if len(message.before) > cells or any(cell >= cells for cell in message.before):
+        raise RemoteProtocolError("wrong cell", "of the round before")
+    if not 1 <= message.members <= bounds.MAX_PARTS:
+        raise RemoteProtocolError("wrong group", f"{message.members} members")
+
+
+def check_council(message: Council, cells: int, blocks: int) -> None:
+    """Raise ``RemoteProtocolError`` for a council that no honest coordinator writes."""
+    taking_part = list(message.cells)
+    if not taking_part or len(taking_part) > MAX_CELLS or taking_part != sorted(set(taking_part)):
+        raise RemoteProtocolError("wrong cell", "cells must be ascending")
+    if taking_part[-1] >= cells or len(message.coordinator) > bounds.MAX_PEER_ID:
+        raise RemoteProtocolError("wrong cell", str(taking_part[-1]))
+    slots = slot_ranges(blocks)
+    if len(message.roots) != len(slots):
+        raise RemoteProtocolError("wrong parts", f"roots of {len(message.roots)} slots")
+    for slot, roots in zip(slots, message.roots, strict=True):
+        if not 1 <= len(roots.peers) <= slot.stop - slot.start:
+            raise RemoteProtocolError("wrong parts", f"{len(roots.peers)} roots of a slot")
+        if any(cell_of(peer, cells) not in taking_part for peer in roots.peers):
+            raise RemoteProtocolError("wrong cell", "a root that does not take part")
+    if not 0 <= message.sums_within_s <= 2 * bounds.PARTS_CAP_S + bounds.GRACE_S:
+        raise RemoteProtocolError("impossible duration", f"{message.sums_within_s} s")

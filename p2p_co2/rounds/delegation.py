@@ -1,0 +1,284 @@
+"""What a coordinator does for its cell beyond its own group: from a closed gathering to BEGIN by way of the
+council, and from its members' votes to the one decision of all cells.
+
+Laws: no member begins before the council has; a cell's commit is told only with the council's signature and
+the roster that the council counted; whatever goes wrong on the way is an abort of this cell's attempt.
+
+Price: where the council's coordinator dies after it committed and before it told this cell, the cell aborts
+what stands; the digests of its next CELL_READY show and heal it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import bounds
+from p2p_co2.rounds.attempt import Attempt, check_place, seal_begin
+from p2p_co2.rounds.cells import check_council
+from p2p_co2.rounds.council import Councils, result_within_s
+from p2p_co2.rounds.deadline import Cadence
+from p2p_co2.rounds.decision import Verdicts, open_council_decision, roster_digest, sign_roster
+from p2p_co2.rounds.delegate import Delegate, Voice
+from p2p_co2.rounds.events import FellBehind
+from p2p_co2.rounds.gathering import Gathering, behind_message
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.messages_pb2 import (
+    Begin,
+    CellBegin,
+    CellDecision,
+    CellReady,
+    CellResult,
+    CellWaiting,
+    Decision,
+    Outcome,
+    Ready,
+    Waiting,
+)
+
+Place = tuple[int, int]
+WAIT_S = 5.0
+"""What a member is told to wait for BEGIN, as often as it asks, while the council gathers."""
+
+
+@dataclass
+class _Pending:
+    """A gathering that has closed and waits for the council."""
+
+    gathering: Gathering
+    begin: Begin
+    delegate: Delegate
+    late: set[PeerId] = field(default_factory=set)
+
+
+@dataclass
+class _Vote:
+    """A cell's attempt that began. ``outcome``: how its members voted, once they have."""
+
+    attempt: Attempt
+    until: float
+    outcome: Outcome | None = None
+    roster: bytes = b""
+    signature: bytes = b""
+    voice: Voice | None = None
+
+
+class Delegation:
+    """See the module. ``start(place, gathering, begin, late, now)`` begins a cell's round;
+    ``abort(place, gathering, attempt, reason)`` gives up a gathering; ``end(attempt, reason)`` an attempt;
+    ``tell(outcome, decision)`` passes on a commit."""
+
+    def __init__(
+        self, identity: Identity, run: bytes, swarm: Swarm, outlet: Outlet, cadences: list[Cadence], *,
+        start: Callable[[Place, Gathering, Begin, set[PeerId], float], None],
+        abort: Callable[[Place, Gathering, bytes, str], None],
+        end: Callable[[Attempt, str], None],
+        tell: Callable[[Outcome, Decision], None],
+    ) -> None:  # fmt: skip
+        self.councils = Councils(identity, run, swarm, outlet, cadences)
+        self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
+        self._start, self._abort, self._end, self._tell = start, abort, end, tell
+        self._pending: dict[Place, _Pending] = {}
+        self._votes: OrderedDict[bytes, _Vote] = OrderedDict()
+        """By the council's attempt."""
+
+    # ---- to BEGIN
+
+    def propose(self, place: Place, gathering: Gathering, begin: Begin, now: float) -> None:
+        """A gathering has closed: ask the council for a round of all cells."""
+        ready = CellReady(
+            key=begin.key,
+            cell=self._swarm.cell,
+            state_digest=begin.state_digest,
+            members=len(begin.members),
+            base_version=min(member.base_version for member in begin.members),
+            owners=[part.owner for part in begin.parts],
+            parts_within_s=begin.parts_within_s,
+            before=gathering.cells_before,
+        )
+        # The council may be this peer: what it answers finds the delegate in its place.
+        pending = self._pending[place] = _Pending(
+            gathering, begin, Delegate(ready, self._swarm, self._outlet, now)
+        )
+        self._look(place, pending)
+
+    def answers_ready(self, place: Place, message: Ready, sender: PeerId) -> bool:
+        """A READY while the council gathers: BEGIN will come, or for who is late the decision."""
+        pending = self._pending.get(place)
+        if pending is None:
+            return False
+        if pending.gathering.readies.get(sender) != message:
+            pending.late.add(sender)
+        self._outlet.send(sender, Waiting(fragment=place[0], round=place[1], begins_within_s=WAIT_S))
+        return True
+
+    def on_ready(
+        self, message: CellReady, sender: PeerId, verdicts: Verdicts, mine: tuple[int | None, bytes],
+        now: float,
+    ) -> None:  # fmt: skip
+        place = message.key.fragment, message.key.round
+        leads = place in self._pending or coordination_order(self._swarm.training(), *place)[:1] == [
+            self._swarm.me
+        ]
+        self.councils.on_ready(message, sender, verdicts, mine, now, leads=leads)
+
+    def on_waiting(self, message: CellWaiting, sender: PeerId, now: float) -> None:
+        place = message.fragment, message.round
+        pending = self._pending.get(place)
+        if pending is not None:
+            pending.delegate.waiting(message, sender, now)
+            self._look(place, pending)
+
+    def on_begin(self, message: CellBegin, sender: PeerId, now: float) -> None:
+        """The council has begun. Raises ``RemoteProtocolError``."""
+        council = message.council
+        place = council.key.fragment, council.key.round
+        pending = self._pending.get(place)
+        if pending is None or pending.begin.key.attempt != message.attempt:
+            return  # doubled, or of a council that we gave up on: it will miss our result
+        check_council(council, self._swarm.cells, self._swarm.shape.blocks[place[0]])
+        if sender != council.coordinator or self._swarm.cell not in council.cells:
+            raise RemoteProtocolError("wrong sender", "CELL_BEGIN")
+        if len(council.key.attempt) != bounds.ATTEMPT_BYTES:
+            raise RemoteProtocolError("wrong attempt length", f"{len(council.key.attempt)} bytes")
+        del self._pending[place]
+        begin = pending.begin
+        begin.council.CopyFrom(council)
+        within_s = result_within_s(begin.parts_within_s, council.sums_within_s)
+        begin.result_within_s = min(within_s, bounds.ROUND_CAP_S)
+        seal_begin(begin, self._swarm.me)
+        self._start(place, pending.gathering, begin, pending.late, now)
+
+    def _look(self, place: Place, pending: _Pending) -> None:
+        """End a gathering whose delegate has failed, or was told that the others are elsewhere."""
+        delegate = pending.delegate
+        if not delegate.failure and delegate.elsewhere is None:
+            return
+        del self._pending[place]
+        attempt = pending.begin.key.attempt
+        if delegate.elsewhere is None:
+            self._abort(place, pending.gathering, attempt, delegate.failure)
+            return
+        there = delegate.elsewhere
+        donors = [PeerId(donor) for donor in there.donors]
+        for peer in sorted({*pending.gathering.readies, *pending.late}):
+            message = behind_message(*place, there.version, there.state_digest, donors)
+            self._outlet.send(peer, message)
+
+    # ---- to the decision
+
+    def began(self, attempt: Attempt, now: float) -> None:
+        """An attempt over several cells whose votes are counted here."""
+        assert attempt.council is not None
+        council = attempt.council
+        if council.key.attempt not in self._votes:
+            whole_s = result_within_s(attempt.parts_within_s, council.sums_within_s)
+            until = now + min(2 * whole_s + 2 * bounds.GRACE_S, bounds.ROUND_CAP_S)
+            self._votes[council.key.attempt] = _Vote(attempt, until)
+            while len(self._votes) > bounds.KEEP_ATTEMPTS:
+                self._votes.popitem(last=False)
+
+    def voted(self, attempt: Attempt, outcome: Outcome) -> None:
+        """How our cell's members voted: told to the council as soon as ``settle`` is called."""
+        assert attempt.council is not None
+        vote = self._votes.get(attempt.council.key.attempt)
+        if vote is not None and vote.outcome is None:
+            vote.outcome = outcome
+
+    def _speak(self, vote: _Vote, now: float) -> None:
+        assert vote.outcome is not None
+        assert vote.attempt.council is not None
+        council, outcome = vote.attempt.council, vote.outcome
+        result = CellResult(key=council.key, cell=self._swarm.cell, failure=outcome.reason)
+        if outcome.committed:
+            outcome.run = self._run
+            vote.roster, vote.signature = sign_roster(self._identity, outcome)
+            result.roster_digest = roster_digest(vote.roster)
+            result.digests.extend(part.digest for part in outcome.parts)
+        vote.voice = Voice(council, result, self._outlet, now, vote.until)
+
+    def on_decision(self, message: CellDecision, sender: PeerId) -> None:
+        """The council has decided. Raises ``RemoteProtocolError``."""
+        vote = self._votes.get(message.attempt)
+        outcome = open_council_decision(message.decision, self._run)
+        if vote is None:
+            self._look_behind(outcome, sender)
+            return
+        assert vote.attempt.council is not None
+        if outcome.key != vote.attempt.council.key or not (
+            outcome.decided_by == sender == vote.attempt.council.coordinator
+        ):
+            raise RemoteProtocolError("wrong signer", "CELL_DECISION")
+        named = {share.roster_digest for share in outcome.cells}
+        if not outcome.committed:
+            self._give_up(vote, outcome.reason[: bounds.MAX_REASON] or "the council gave up")
+        elif vote.outcome is None or not vote.outcome.committed or roster_digest(vote.roster) not in named:
+            raise RemoteProtocolError("wrong cell", "a commit without this cell's vote")
+        else:
+            del self._votes[message.attempt]
+            decision = Decision(
+                outcome=message.decision.outcome, signature=message.decision.signature,
+                roster=vote.roster, roster_signature=vote.signature, roster_by=self._swarm.me,
+            )  # fmt: skip
+            self._tell(vote.outcome, decision)
+
+    def _look_behind(self, outcome: Outcome, sender: PeerId) -> None:
+        """A commit of the others that our cell had no part in: it is what our peers need next."""
+        fragment, round_ = outcome.key.fragment, outcome.key.round
+        cells = {share.cell for share in outcome.cells}
+        check_place(fragment, round_, self._swarm.shape)
+        known = self._swarm.my_versions.get(fragment, round_)
+        theirs = outcome.decided_by == sender and self._swarm.cell_of(sender) in cells
+        if not (outcome.committed and theirs) or known >= round_ or self._swarm.cell in cells:
+            return
+        if len(outcome.cells) > self._swarm.cells:
+            raise RemoteProtocolError("wrong cell", f"{len(outcome.cells)} cells")
+        donors = [PeerId(share.coordinator[: bounds.MAX_PEER_ID]) for share in outcome.cells]
+        self._outlet.emit(FellBehind(fragment, round_, b"", tuple(donors[:MAX_MEMBERS]), ends_offer=False))
+
+    def _give_up(self, vote: _Vote, reason: str) -> None:
+        assert vote.attempt.council is not None
+        del self._votes[vote.attempt.council.key.attempt]
+        self._end(vote.attempt, reason)
+
+    def forget(self, attempt: Attempt) -> None:
+        """Our own member knows how it ended, or the cell has aborted."""
+        if attempt.council is not None:
+            self._votes.pop(attempt.council.key.attempt, None)
+
+    # ---- time
+
+    def settle(self, now: float) -> bool:
+        """Tell the council of new votes, begin its rounds; True if something moved."""
+        for vote in list(self._votes.values()):
+            if vote.outcome is not None and vote.voice is None:
+                self._speak(vote, now)
+                return True
+        return self.councils.close_complete(now)
+
+    def cells_changed(self, now: float) -> None:
+        for place, pending in list(self._pending.items()):
+            pending.delegate.cells_changed(now)
+            self._look(place, pending)
+
+    def get_timer(self) -> float | None:
+        times = [pending.delegate.get_timer() for pending in self._pending.values()]
+        times += [vote.voice.get_timer() for vote in self._votes.values() if vote.voice is not None]
+        council_at = self.councils.get_timer()
+        return min([*times, *([] if council_at is None else [council_at])], default=None)
+
+    def handle_timer(self, now: float) -> None:
+        self.councils.handle_timer(now)
+        for place, pending in list(self._pending.items()):
+            if now >= pending.delegate.get_timer():
+                pending.delegate.handle_timer(now)
+                self._look(place, pending)
+        for vote in list(self._votes.values()):
+            if vote.voice is not None and now >= vote.voice.get_timer():
+                vote.voice.handle_timer(now)
+                if vote.voice.failure:
+                    self._give_up(vote, vote.voice.failure)
