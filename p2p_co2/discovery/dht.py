@@ -332,7 +332,11 @@ def _entries(found: ValueWithExpiration | None) -> Entries:
 
 def _cells_in(config: bytes) -> int:
     """How many cells a run has, by its canonical settings."""
-    cells = json.loads(config).get("cells", 1) if config.startswith(b"{") else 1
+    try:
+        settings = json.loads(config)
+    except ValueError:
+        return 1  # who reads the settings will refuse them
+    cells = settings.get("cells", 1) if isinstance(settings, dict) else 1
     return cells if isinstance(cells, int) and 1 <= cells <= MAX_CELLS else 1
 
 
