@@ -138,7 +138,11 @@ class Standing:
         return self.progress.phase != Status.TRAINING and self._seen() != self._concluded_of
 
     def _seen(self) -> tuple[object, ...]:
-        return self._node.membership.revision, tuple(self._node.agreed), self._node.catching.busy()
+        node = self._node
+        return node.membership.revision, tuple(node.agreed), node.catching.busy(), self._lingers()
+
+    def _lingers(self) -> bool:
+        return self._node.cells > 1 and self._node.now() - self._moved_at < LINGER_S
 
     def conclude(self, now: float) -> None:
         """Compare this peer with the others; while it trains nobody asks for more than the position."""
@@ -150,8 +154,7 @@ class Standing:
         if self.progress.phase == Status.TRAINING:
             self.unsettle()
             return
-        lingers = self._node.cells > 1 and now - self._moved_at < LINGER_S
-        seen = (*self._seen(), lingers)
+        seen = self._seen()
         if seen == self._concluded_of:
             return
         self._concluded_of = seen
@@ -160,7 +163,7 @@ class Standing:
         if self.progress.phase == Status.JOINING:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
-        self.settled = (idle and not lingers) and all(
+        self.settled = (idle and not self._lingers()) and all(
             info.status.phase in (Status.JOINING, Status.PAUSED)
             or (info.status.phase == Status.DRAINING and (info.versions, info.digests) == here)
             for info in live
