@@ -27,6 +27,7 @@ class Place:
             now=lambda: self.now,
             membership=Membership(PeerId("me")),
             catching=None,
+            cells=1,
         )
         self.standing = self.node.standing = Standing(cast(Any, self.node), 0.25)
         self.node.catching = Catching(cast(Any, self.node))
