@@ -33,6 +33,7 @@ FLOORS = {
     "recipes": 2,
     "telemetry": 3,
     "membership": 4,
+    "outlook": 4,
     "rounds": 4,
     "catchup": 4,
     "reports": 4,

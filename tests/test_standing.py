@@ -7,11 +7,12 @@ from typing import Any, cast
 
 from p2p_co2.membership import Membership
 from p2p_co2.node.catching import Catching
+from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.standing import Standing
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Leave, Ping, Status
+from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
 
 OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
 
@@ -27,10 +28,15 @@ class Place:
             now=lambda: self.now,
             membership=Membership(PeerId("me")),
             catching=None,
-            cells=1,
+            me=PeerId("me"),
+            far=None,
         )
+        self.node.far = Far(cast(Any, self.node), 1, self._find_peers)
         self.standing = self.node.standing = Standing(cast(Any, self.node), 0.25)
         self.node.catching = Catching(cast(Any, self.node))
+
+    async def _find_peers(self, cell: int | None) -> list[PeerRecord]:
+        raise AssertionError("there is one cell")
 
     def hear(self, peer: PeerId, phase: Status.Phase, *versions: int) -> None:
         status = Status(

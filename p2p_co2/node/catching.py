@@ -40,6 +40,8 @@ OTHER_HISTORY = "other history"
 AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
 """A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""
+NOTICE_FAR_AFTER_S = 8.0
+"""One that only other cells have: its decision goes through two coordinators."""
 
 
 class Catching:
@@ -80,7 +82,8 @@ class Catching:
         if self._rests():
             return
         joining = self._node.standing.progress.phase == Status.JOINING
-        seen = (self._node.membership.revision, tuple(self._node.agreed), joining)
+        outlook = self._node.far.outlook
+        seen = (self._node.membership.revision, outlook.revision, tuple(self._node.agreed), joining)
         if seen == self._looked_at and not self._noticed_at:
             return
         self._looked_at = seen
@@ -90,7 +93,10 @@ class Catching:
         for fragment, agreed in enumerate(self._node.agreed):
             newest = self.swarm_version(fragment)
             contradicted = self._majority(fragment, agreed.version) not in (None, agreed.digest)
-            if newest <= agreed.version and not contradicted:
+            other = (
+                outlook.other_digest(fragment, agreed.version, agreed.digest) if not contradicted else None
+            )
+            if newest <= agreed.version and not contradicted and other is None:
                 self._noticed_at.pop(fragment, None)
                 continue
             since = self._noticed_at.setdefault(fragment, now)
@@ -102,22 +108,29 @@ class Catching:
                 continue
             if now < self._again_at.get(fragment, 0.0):
                 continue
-            if now - since < NOTICE_AFTER_S and not joining:
+            near = contradicted or self.near_version(fragment) > agreed.version
+            if now - since < (NOTICE_AFTER_S if near else NOTICE_FAR_AFTER_S) and not joining:
                 continue
             version = newest if newest > agreed.version else agreed.version
-            digest = self._majority(fragment, version) or b""
+            digest = (other if newest <= agreed.version else None) or self._majority(fragment, version) or b""
             if newest <= agreed.version:
                 self._node.report(
                     ev.Warned,
                     text=f"fragment {fragment} differs from the majority at version {version}: taking theirs",
                 )
-            self.go_to(fragment, version, digest, self._donors(fragment, version))
+            donors = self._donors(fragment, version)
+            if not near:
+                donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
+            self.go_to(fragment, version, digest, donors)
 
     def _is_with_all(self) -> bool:
         """Whether every other peer says that it is where this one is: most of the time they all are."""
         agreed = self._node.agreed
         here = tuple(mine.version for mine in agreed), tuple(mine.digest for mine in agreed)
-        return all((info.versions, info.digests) == here for info in self._node.membership.live.values())
+        far = self._node.far.outlook.words.values()
+        return all(
+            (info.versions, info.digests) == here for info in self._node.membership.live.values()
+        ) and (all((word.versions, word.digests) == here for word in far))
 
     def wake(self, now: float) -> None:
         """This peer goes on after a rest: what it missed is fetched at once."""
@@ -146,9 +159,10 @@ class Catching:
         current = self._node.agreed[fragment].version
         alive = tuple(peer for peer in donors if peer in self._node.membership.live)
         alive += tuple(peer for peer in self._donors(fragment, version) if peer not in alive)
-        far = tuple(peer for peer in donors if not self._node.is_near(peer)) if not alive else ()
+        far = tuple(peer for peer in donors if not self._node.far.is_near(peer))
         rounds = self._replayable(fragment)
-        if far:  # our whole cell is behind; another cell's round does not say who of ours is in it
+        if far and not self._is_near_by(fragment, version, digest):
+            # Our whole cell is behind; another cell's round does not say who of ours is in it.
             goal = Goal(STATE, fragment, version, split_donors(far, fragment), digest, version)
         elif not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
@@ -157,6 +171,15 @@ class Catching:
             oldest = version if whole else max(current + 1, version - rounds // 2)
             goal = Goal(STATE, fragment, version, alive, self._majority(fragment, version) or digest, oldest)
         self._node.catchup.want(goal, self._node.now())
+
+    def _is_near_by(self, fragment: int, version: int, digest: bytes) -> bool:
+        """Whether somebody of our cell tells that it has this state, or a later one."""
+        return any(
+            info.versions[fragment] > version
+            or (info.versions[fragment] == version and digest in (b"", info.digests[fragment]))
+            for info in self._node.membership.live.values()
+            if fragment < len(info.digests)
+        )
 
     def _replayable(self, fragment: int) -> int:
         return min(REPLAY_AT_MOST, self._node.catchup.shape.replayable(fragment))
@@ -193,7 +216,7 @@ class Catching:
         fragment = event.goal.fragment
         majority = self._majority(fragment, event.version)
         try:
-            if majority is not None and majority != event.digest:
+            if majority is not None and majority != event.digest and not self._is_told_by_far(event):
                 raise DigestMismatch(
                     f"the state of version {event.version} is not the one that most peers report"
                 )
@@ -268,11 +291,32 @@ class Catching:
     def _told_by_far(self, event: Fetched) -> int:
         """The version that our cell's coordinator sent us after, if only other cells have it."""
         target = self._targets.get(event.goal.fragment)
-        return target[0] if target is not None and not any(map(self._node.is_near, event.donors)) else 0
+        return target[0] if target is not None and not any(map(self._node.far.is_near, event.donors)) else 0
+
+    def _is_told_by_far(self, event: Fetched) -> bool:
+        """Whether this is the very state that other cells contradict ours with."""
+        target = self._targets.get(event.goal.fragment)
+        return bool(target and self._told_by_far(event) and event.digest == target[1])
 
     # ---- what the others say
 
     def swarm_version(self, fragment: int) -> int:
+        """The highest version that at least half of the peers of our cell have reached, or half of the cells
+        (``Outlook.version``)."""
+        near, node = self.near_version(fragment), self._node
+        if node.far.cells == 1:
+            return near
+        phases = {info.status.phase for info in node.membership.live.values()}
+        phases.add(node.standing.progress.phase)
+        over = Status.TRAINING not in phases and not node.far.outlook.trains(node.now())
+        mine = near if phases & {Status.TRAINING, Status.DRAINING} else None
+        return max(near, node.far.outlook.version(fragment, mine, over))
+
+    def near_digest(self, fragment: int, version: int) -> bytes:
+        """The digest of ``version`` in our cell; empty if there is no majority for one."""
+        return self._majority(fragment, version) or b""
+
+    def near_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers have reached, this one included unless it is
         joining: one peer's word alone moves nobody where three or more train."""
         versions = sorted(self._votes(fragment), reverse=True)

@@ -78,16 +78,7 @@ class Deciding:
         elif isinstance(event, Refused):
             self._node.refuse(event.peer, event.reason, event.detail)
         elif isinstance(event, CellWanted):
-            self._node.spawn(self._find_cell(event.cell))
-
-    async def _find_cell(self, cell: int) -> None:
-        try:
-            peers = await self._node.find_cell(cell)
-        except TransportError as error:
-            self._node.report(ev.Warned, text=f"nobody of cell {cell} is found: {error}")
-            peers = []
-        self._node.rounds.set_cell(cell, peers, self._node.now())
-        self._node.pump()
+            self._node.spawn(self._node.far.look_up(event.cell))
 
     async def _reduce(self, event: ReduceWanted) -> None:
         job = event.job

@@ -23,6 +23,7 @@ from p2p_co2.errors import LocalProtocolError, TransportError
 from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
+from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
 from p2p_co2.node.receiving import BULK, Receiving
@@ -31,7 +32,7 @@ from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, 
 from p2p_co2.node.unreachable import Unreachable
 from p2p_co2.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId, cell_of
+from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope, Fetch, PeerRecord, Status
 
@@ -71,9 +72,9 @@ class Node:
         self.shape, self.group_size = shape, network.run.group_size
         self.agreed = list(agreed)
         self.membership = Membership(self.me)
-        self.cells = network.run.cells
-        self.cell = cell_of(self.me, self.cells)
-        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, self.cells)
+        cells = network.run.cells
+        self.far = Far(self, cells, network.find_peers)
+        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, cells)
         means = tuple(blocks * shape.block_bytes for blocks in shape.blocks)
         self.catchup = CatchUp(network.identity, self.run_digest, Shape(means, tuple(state_bytes)))
         for fragment, version in enumerate(agreed):
@@ -175,13 +176,13 @@ class Node:
         self.pump()
 
     def live_peers(self) -> int:
-        """Peers heard of late, without this one."""
-        return len(self.membership.live)
+        """Peers heard of late, without this one; of another cell that was heard, one."""
+        return len(self.membership.live) + self.far.outlook.heard(self.now())
 
     def unheard_peers(self) -> int:
         """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or
         about to answer."""
-        return self.membership.unheard
+        return self.membership.unheard + self.far.outlook.unanswered()
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""
@@ -224,7 +225,7 @@ class Node:
         sent = False
         last: Message | None = None
         data = b""
-        for machine in (self.membership, self.rounds, self.catchup):
+        for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
             for peer, message in machine.messages_to_send():
                 sent = True
                 if message is not last:  # a mean goes to all members, one after the other
@@ -255,7 +256,7 @@ class Node:
         while (catch_event := self.catchup.next_event()) is not None:
             handled = True
             self.catching.handle(catch_event)
-        return handled
+        return self.far.handle() or handled
 
     async def _keep_time(self) -> None:
         while True:
@@ -268,6 +269,7 @@ class Node:
             if (rounds_at := self.rounds.get_timer()) is not None and now >= rounds_at:
                 self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
+            self.far.outlook.handle_timer(now)
             self.pump()
             self.standing.conclude(self.now())
             self._wake.clear()
@@ -285,11 +287,12 @@ class Node:
             "membership": self.membership.get_timer(),
             "rounds": self.rounds.get_timer(),
             "catching up": self.catchup.get_timer(),
+            "other cells": self.far.outlook.get_timer(),
         }
 
     def _next_timer_at(self) -> float:
         until = self._beat_at if self._has_news() else math.inf
-        for machine in (self.membership, self.rounds, self.catchup):
+        for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
             at = machine.get_timer()
             if at is not None and at < until:
                 until = at
@@ -352,19 +355,12 @@ class Node:
         self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)
 
     def _unreachable(self, peer: PeerId, reason: str) -> None:
-        if not self.is_near(peer):
-            return  # of another cell: met over a slot, and no member
+        if not self.far.is_near(peer):
+            self.far.outlook.unreachable(peer)
+            return  # of another cell: no member
         self._unreached.failed(peer, reason)
         self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
         self.pump()
-
-    def is_near(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is of our cell."""
-        return cell_of(peer, self.cells) == self.cell
-
-    async def find_cell(self, cell: int) -> list[PeerId]:
-        """Peers of another cell, as the DHT lists them. Raises ``TransportError``."""
-        return [PeerId(record.peer) for record in await self._network.find_peers(cell)]
 
     def _tell_of_ways(self, trouble: str, records: Sequence[PeerRecord]) -> None:
         """Warn of what keeps others from reaching this peer, and of those that it cannot reach."""
@@ -388,7 +384,7 @@ class Node:
         while True:
             try:
                 trouble = await self._network.publish_self()
-                records = await self._network.find_peers(self.cell)
+                records = await self._network.find_peers(self.far.cell)
                 self._tell_of_ways(trouble or "", records)
                 if records or self.membership.live:
                     self._alone_since = self.now()

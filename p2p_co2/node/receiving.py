@@ -21,6 +21,7 @@ from p2p_co2.node.allowances import (
     refused_units,
     useless_units,
 )
+from p2p_co2.outlook import check_sights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, MAX_STATUS_BYTES, PROTOCOL_VERSION
@@ -42,9 +43,12 @@ _COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "reassign", "decision", 
 CELL_KINDS = frozenset(
     {"cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision"}
 )
+OUTLOOK_KINDS = frozenset({"cell_look", "cell_sight"})
 _ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | CELL_KINDS | {"part", "mean"}
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
 BULK = frozenset({"part", "mean", "chunk", "cell_part", "cell_mean"})
+_QUIET = _MEMBERSHIP | OUTLOOK_KINDS
+"""They move no timer but their own machines'."""
 _SAID = frozenset({"shut out", "too many messages"})
 """Reasons for which we dropped a link ourselves."""
 
@@ -102,7 +106,7 @@ class Receiving:
         except Exception as error:  # named place: a carrier would take our bug for the sender's fault
             self._node.crash(error)
             return 0.0
-        self._node.pump(timers=kind not in _MEMBERSHIP)
+        self._node.pump(timers=kind not in _QUIET)
         units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
         try:
             return max(wait_s, self._allowances.charge(sender, units, now))
@@ -138,10 +142,18 @@ class Receiving:
         if kind in _MEMBERSHIP:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
-            if not node.is_near(sender):
+            if not node.far.is_near(sender):
                 raise RemoteProtocolError("wrong cell", f"a {kind} from another cell")
             node.membership.status = node.standing.status()  # a pong says where we are, not where we were
+            if kind != "leave":
+                check_sights(getattr(envelope, kind).status, node.far.cells)
             node.membership.receive(getattr(envelope, kind), sender, now)
+        elif kind in OUTLOOK_KINDS:
+            if size_bytes > MAX_STATUS_BYTES:
+                raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
+            outlook = node.far.outlook
+            outlook.mine = node.far.sight()
+            outlook.receive(getattr(envelope, kind), sender, now)
         elif kind in _ROUNDS:
             useful = node.rounds.receive(getattr(envelope, kind), sender, now)
         elif kind in _CATCH_UP:

@@ -19,9 +19,6 @@ from p2p_co2.wire.messages_pb2 import Status
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
 
-LINGER_S = 25.0
-"""Where there are other cells a peer that is done stays for so long: what theirs have left to flush may take
-one more round, and they tell us."""
 PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
@@ -50,7 +47,7 @@ class Standing:
     ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps."""
 
     def __init__(self, node: Node, rounds_per_s: float) -> None:
-        self._node, self._rounds_per_s = node, rounds_per_s
+        self._node, self.rounds_per_s = node, rounds_per_s
         self.progress = LocalProgress()
         self.settled = self.abreast = self.left_behind = self.met = False
         self._furthest = [version.version for version in node.agreed]
@@ -62,12 +59,12 @@ class Standing:
         self._status_of: object = None
         self._placed_at = -math.inf
         self._concluded_of: object = None
-        self._moved_at = -math.inf
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
         progress, agreed, upload = self.progress, self._node.agreed, self._node.upload_bytes_per_s()
-        content = (progress, tuple(agreed), upload)
+        outlook = self._node.far.outlook
+        content = (progress, tuple(agreed), upload, outlook.seen)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
@@ -80,7 +77,11 @@ class Standing:
                 upload_bytes_per_s=upload,
                 download_bytes_per_s=self._node.download_bytes_per_s,
                 software=self._node.software,
+                sights=outlook.sights(self._node.now()),
             )
+        elif outlook.seen:
+            for sight, aged in zip(self._status.sights, outlook.sights(self._node.now()), strict=False):
+                sight.age_s = aged.age_s
         self._status.position = self.position()
         return self._status  # the messages that carry it hold copies
 
@@ -101,7 +102,7 @@ class Standing:
         progress = self.progress
         moving = progress.phase == Status.TRAINING
         elapsed_s = self._node.clock.monotonic() - progress.position_at if moving else 0.0
-        return max(0.0, progress.position + elapsed_s * self._rounds_per_s)
+        return max(0.0, progress.position + elapsed_s * self.rounds_per_s)
 
     def views(self) -> dict[PeerId, PeerView]:
         """The live peers, this one among them, as the rounds machine wants to know them."""
@@ -130,7 +131,6 @@ class Standing:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
         it was about."""
         self.settled, self._concluded_of = False, None
-        self._moved_at = self._node.now()
 
     def has_news(self) -> bool:
         """Whether ``conclude`` would conclude something else than last time. A peer that trains is in no
@@ -138,51 +138,51 @@ class Standing:
         return self.progress.phase != Status.TRAINING and self._seen() != self._concluded_of
 
     def _seen(self) -> tuple[object, ...]:
-        node = self._node
-        return node.membership.revision, tuple(node.agreed), node.catching.busy(), self._lingers()
-
-    def _lingers(self) -> bool:
-        return self._node.cells > 1 and self._node.now() - self._moved_at < LINGER_S
+        return self._node.membership.revision, tuple(self._node.agreed), self._node.catching.busy()
 
     def conclude(self, now: float) -> None:
         """Compare this peer with the others; while it trains nobody asks for more than the position."""
+        far = self._node.far
+        far.conclude(now)
         if now - self._placed_at >= PLACED_EVERY_S or self.swarm_position is None:
             self._placed_at = now
             at = self._node.clock.monotonic() - (self._node.now() - now)
-            positions = sorted(self._node.membership.positions(now, self._rounds_per_s))
-            self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None
+            position = far.position(self._node.membership.positions(now, self.rounds_per_s), now)
+            self.swarm_position = (position, at) if position is not None else None
         if self.progress.phase == Status.TRAINING:
             self.unsettle()
             return
         seen = self._seen()
-        if seen == self._concluded_of:
+        if seen == self._concluded_of and far.cells == 1:
             return
         self._concluded_of = seen
         agreed, live = self._node.agreed, self._node.membership.live.values()
         idle = not self._node.catching.busy()
         if self.progress.phase == Status.JOINING:
-            self._look_for_the_swarm(tuple(version.version for version in agreed), idle)
+            self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
-        self.settled = (idle and not self._lingers()) and all(
+        home = idle and all(
             info.status.phase in (Status.JOINING, Status.PAUSED)
             or (info.status.phase == Status.DRAINING and (info.versions, info.digests) == here)
             for info in live
         )
+        self.settled = far.together(home, *here, now)
 
-    def _look_for_the_swarm(self, versions: tuple[int, ...], idle: bool) -> None:
-        live = self._node.membership.live.values()
+    def _look_for_the_swarm(self, versions: tuple[int, ...], idle: bool, now: float) -> None:
+        live, outlook = self._node.membership.live.values(), self._node.far.outlook
         inside = [info.versions for info in live if info.status.phase != Status.JOINING]
-        self.met = self.met or bool(inside)
+        is_there = bool(inside) or not outlook.is_alone(now)
+        self.met = self.met or is_there
         if inside and 2 * len(inside) >= len(live):  # a few alone could hold up all who join
             middle = (len(inside) - 1) // 2
             of_fragments = zip(*(held for held in inside if len(held) == len(versions)), strict=True)
             self._furthest = [sorted(held, reverse=True)[min(middle, len(held) - 1)] for held in of_fragments]
         newest = [self._node.catching.swarm_version(fragment) for fragment in range(len(versions))]
-        if inside:
-            self._goes_on = any(info.status.phase == Status.TRAINING for info in live)
+        if is_there:
+            self._goes_on = any(info.status.phase == Status.TRAINING for info in live) or outlook.trains(now)
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)
         self.abreast = idle and not is_behind and _keeps_up(versions, newest, self._goes_on)
-        self.left_behind = is_behind and not inside
+        self.left_behind = is_behind and not is_there
 
 
 def _keeps_up(versions: Sequence[int], newest: Sequence[int], goes_on: bool) -> bool:

@@ -1,0 +1,123 @@
+"""Peers of other cells, as a node deals with them: whom to ask for, and what our own cell's looks bring in.
+
+Law: a peer of another cell is met over a slot, a question or a state, and is never a member of ours: its link
+may come and go without anybody being counted as lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from p2p_co2.errors import TransportError
+from p2p_co2.outlook import Outlook
+from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.identity import PeerId, cell_of
+from p2p_co2.wire.messages_pb2 import CellSight, PeerRecord, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from p2p_co2.node.node import Node
+
+CONCLUDED_EVERY_S, CONCLUDED_QUICKLY_EVERY_S = 4.0, 1.0
+"""How often our cell's sights are put together, as ``LOOK_EVERY_S`` and ``LOOK_QUICKLY_EVERY_S``."""
+LINGER_S = 6.0
+"""A peer that is done, and sees that all are, stays for so long: the other cells look at ours every few
+seconds, and have to see it too."""
+
+
+class Far:
+    """``find_peers(cell)`` asks the DHT, as ``Surroundings`` has it."""
+
+    def __init__(
+        self, node: Node, cells: int, find_peers: Callable[[int | None], Awaitable[list[PeerRecord]]]
+    ) -> None:
+        self.cells, self.cell = cells, cell_of(node.me, cells)
+        self.outlook = Outlook(node.me, cells)
+        self._node, self._find_peers = node, find_peers
+        self._concluded_at = -math.inf
+        self._together_since: float | None = None
+        self._home = False
+        """Whether our own cell has settled."""
+
+    def is_near(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is of our cell."""
+        return cell_of(peer, self.cells) == self.cell
+
+    async def look_up(self, cell: int) -> None:
+        """Find peers of another cell in the DHT, for whoever asked for them."""
+        node = self._node
+        try:
+            peers = [PeerId(record.peer) for record in await self._find_peers(cell)]
+        except TransportError as error:
+            node.report(ev.Warned, text=f"nobody of cell {cell} is found: {error}")
+            peers = []
+        self.outlook.found(cell, peers, node.now())
+        node.rounds.set_cell(cell, peers, node.now())
+        node.pump()
+
+    def handle(self) -> bool:
+        """Carry out what the outlook asks for; True if it asked."""
+        wanted, self.outlook.wanted = self.outlook.wanted, []
+        for cell in wanted:
+            self._node.spawn(self.look_up(cell))
+        return bool(wanted)
+
+    def conclude(self, now: float) -> None:
+        """Put together what our cell sees of the others, now and then."""
+        if self.cells == 1:
+            return
+        self.outlook.hurry = self._node.standing.progress.phase != Status.TRAINING
+        every_s = CONCLUDED_QUICKLY_EVERY_S if self.outlook.hurry else CONCLUDED_EVERY_S
+        if now - self._concluded_at < every_s:
+            return
+        self._concluded_at = now
+        self.outlook.conclude(self._node.membership.live, now)
+        if self.outlook.has_seen_news and self._node.standing.progress.phase == Status.DRAINING:
+            self.outlook.has_seen_news = False
+            self._node.membership.announce(now)  # the others of our cell wait for it
+
+    def together(self, home: bool, versions: tuple[int, ...], digests: tuple[bytes, ...], now: float) -> bool:
+        """Whether every cell is done, ours too (``home``), and has had the time to see that of the others."""
+        self._home = home
+        if self.cells == 1:
+            return home
+        if not (home and self.outlook.is_done(versions, digests, now)):
+            self._together_since = None
+            return False
+        if self._together_since is None:
+            self._together_since = now
+        return self.outlook.is_alone(now) or now - self._together_since >= LINGER_S
+
+    def sight(self) -> CellSight:
+        """How our cell stands, for those who watch it; without versions as long as nobody has joined."""
+        node, now = self._node, self._node.now()
+        live = node.membership.live
+        phase = node.standing.progress.phase
+        phases = {info.status.phase for info in live.values()} | {phase}
+        sight = CellSight(cell=self.cell, peer=node.me)
+        if phases.isdisjoint({Status.TRAINING, Status.DRAINING}):
+            return sight
+        sight.trains = Status.TRAINING in phases
+        sight.settled = self._home and not sight.trains and phase == Status.DRAINING
+        own = [node.standing.position()] if phase == Status.TRAINING or len(live) == 0 else []
+        positions = sorted([*own, *node.membership.positions(now, node.standing.rounds_per_s)])
+        sight.position = positions[(len(positions) - 1) // 2] if positions else node.standing.position()
+        for fragment in range(len(node.agreed)):
+            version = node.catching.near_version(fragment)
+            sight.versions.append(version)
+            sight.digests.append(node.catching.near_digest(fragment, version))
+        return sight
+
+    def position(self, near: Sequence[float], now: float) -> float | None:
+        """The lower median position of all who train, in all cells, each cell counting as many as ours."""
+        far = self.outlook.positions(now, self._node.standing.rounds_per_s) if self.cells > 1 else []
+        weighted = sorted([*((at, 1) for at in near), *((at, max(1, len(near))) for at in far)])
+        total, passed = sum(weight for _, weight in weighted), 0
+        for position, weight in weighted:
+            passed += weight
+            if 2 * passed >= total:
+                return position
+        return None

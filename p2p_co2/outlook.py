@@ -1,0 +1,378 @@
+"""What a peer knows of the other cells of its swarm: where they are and whether they are done. A machine
+without I/O or clock.
+
+Heartbeats stay inside a cell (``rounds.cells``). So that all cells share one swarm clock and one end, each
+other cell is watched by a few peers of this one, the first by rendezvous hash: each asks one peer over there
+every few seconds how its cell stands, and passes the answer on in its own heartbeats. A cell thus sees each
+other one through several pairs of eyes, and no peer asks more of them than its share.
+
+    CELL_LOOK -> a peer of the other cell -> CELL_SIGHT -> Status.sights -> ``words`` of all in our cell
+
+Laws: a sight counts only from a peer that is among the first to watch that cell; position and versions are
+the lower medians of what the watchers saw, so of three, one liar moves nothing; which cells hold what is
+decided by the majority of cells, as ``node.catching`` does with peers. A cell that has never been seen, or
+not for ``SILENT_S`` without being done, holds nobody up.
+
+Price: with G cells of M peers, each peer asks about ``WATCHERS`` (G - 1) / M others, and as many sights (some
+60 bytes and 34 for each fragment) go with its heartbeats. In a swarm of two or three peers a cell, one
+watcher is the only witness.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.wire.identity import PeerId, cell_of
+from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_VERSION
+from p2p_co2.wire.messages_pb2 import CellLook, CellSight, Status
+
+WATCHERS = 3
+"""Peers of one cell that watch another."""
+MAX_WATCHED = 8
+"""Cells that one peer watches: many cells of few peers go unseen in turn rather than cost their peers
+more."""
+KNOWN_KEPT = 64
+"""Peers of a watched cell that are remembered."""
+LOOK_EVERY_S, LOOK_QUICKLY_EVERY_S = 5.0, 2.0
+"""While this peer trains; before and after, when it waits for what the others say."""
+TRIES = 2
+"""Looks at one peer that go unanswered before another is asked."""
+LOOK_UP_EVERY_S = 20.0
+FRESH_S = 10.0
+"""Sights so much older than the newest one of their cell are not counted."""
+PLACED_S = 60.0
+"""A position is carried on by the clock for so long."""
+SILENT_S = 30.0
+"""A cell that was seen last so long ago is not waited for. Beyond a watcher's next peer and a heartbeat."""
+MAX_AGE_S = 1e6
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+class Near(Protocol):
+    """What membership knows of a live peer of our cell."""
+
+    @property
+    def status(self) -> Status: ...
+    @property
+    def status_at(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class CellWord:
+    """What our cell knows of another one. ``trains``: somebody there does; ``settled``: all there are done
+    and hold the same; ``versions`` and ``digests`` per fragment, empty as long as nobody has joined there;
+    ``position``: in rounds, at ``seen_at``; ``peers``: those who said so."""
+
+    cell: int
+    trains: bool
+    settled: bool
+    position: float
+    versions: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    peers: tuple[PeerId, ...]
+    seen_at: float
+
+
+@dataclass
+class _Watch:
+    """One cell that this peer watches."""
+
+    known: list[PeerId]
+    asked: PeerId | None = None
+    unanswered: int = 0
+    looked_up_at: float | None = None
+    is_found: bool = False
+    """Whether the DHT has answered."""
+    sight: CellSight | None = None
+    seen_at: float = 0.0
+
+
+class Outlook:
+    """``mine``: how our own cell stands, kept by the shell; ``hurry``: whether this peer waits for the
+    others' word; ``revision`` grows with what is news of other cells, but not with positions; ``seen`` with
+    each sight of this peer's own, ``has_seen_news`` says whether one differed from the last."""
+
+    def __init__(self, me: PeerId, cells: int) -> None:
+        self.me, self.cells, self.cell = me, cells, cell_of(me, cells)
+        self.mine = CellSight(cell=self.cell)
+        self.hurry = True
+        self.revision = self.seen = 0
+        self.has_seen_news = False
+        self.words: dict[int, CellWord] = {}
+        self.wanted: list[int] = []
+        """Cells whose peers the DHT should be asked for; the answer is ``found``."""
+        self._watched: dict[int, _Watch] = {}
+        self._near: frozenset[PeerId] | None = None
+        self._first_of: dict[int, list[PeerId]] = {}
+        self._next_at: float | None = None if cells == 1 else 0.0
+        self._outgoing: list[tuple[PeerId, CellLook | CellSight]] = []
+
+    # ---- the five verbs
+
+    def receive(self, message: CellLook | CellSight, sender: PeerId, now: float) -> None:
+        """A question or an answer. Raises ``RemoteProtocolError`` for one that no honest peer sends."""
+        there = cell_of(sender, self.cells)
+        if there == self.cell:
+            raise RemoteProtocolError("wrong cell", "a look at one's own")
+        if isinstance(message, CellLook):
+            self._outgoing.append((sender, self.mine))
+            return
+        check_sight(message, self.cells)
+        if message.cell != there:
+            raise RemoteProtocolError("wrong cell", f"a sight of cell {message.cell}")
+        watch = self._watched.get(there)
+        if watch is None or watch.asked != sender:
+            return
+        watch.unanswered = 0
+        if message.versions or watch.sight is None:
+            self.has_seen_news |= watch.sight is None or _told(watch.sight) != _told(message)
+            watch.sight, watch.seen_at = message, now
+            self.seen += 1
+        if not message.versions:
+            self._ask_another(watch)  # it has not joined yet, and knows nothing
+
+    def handle_timer(self, now: float) -> None:
+        if self._next_at is None or now < self._next_at:
+            return
+        self._next_at = now + (LOOK_QUICKLY_EVERY_S if self.hurry else LOOK_EVERY_S)
+        for cell, watch in self._watched.items():
+            self._look(cell, watch, now)
+
+    def get_timer(self) -> float | None:
+        return self._next_at
+
+    def messages_to_send(self) -> list[tuple[PeerId, CellLook | CellSight]]:
+        messages, self._outgoing = self._outgoing, []
+        return messages
+
+    # ---- watching
+
+    def _look(self, cell: int, watch: _Watch, now: float) -> None:
+        if watch.asked is not None and watch.unanswered >= TRIES:
+            self._ask_another(watch)
+        if watch.asked is None and watch.known:
+            watch.asked = watch.known[0]
+        if watch.asked is not None:
+            watch.unanswered += 1
+            self._outgoing.append((watch.asked, CellLook()))
+        elif watch.looked_up_at is None or now - watch.looked_up_at >= LOOK_UP_EVERY_S:
+            watch.looked_up_at = now
+            self.wanted.append(cell)
+
+    def _ask_another(self, watch: _Watch) -> None:
+        """The next peer that is known; none if there is none left, and then the DHT is asked again."""
+        watch.known = [peer for peer in watch.known if peer != watch.asked]
+        watch.asked, watch.unanswered = None, 0
+
+    def found(self, cell: int, peers: Iterable[PeerId], now: float) -> None:
+        """The DHT lists these peers of another cell. Each watcher asks in an order of its own."""
+        watch = self._watched.get(cell)
+        if watch is not None:
+            watch.is_found = True
+            listed = [peer for peer in peers if cell_of(peer, self.cells) == cell]
+            watch.known = sorted(listed, key=lambda peer: _rank(self.me + peer, cell))[:KNOWN_KEPT]
+            if watch.asked is None and watch.known:
+                self._look(cell, watch, now)
+
+    def unreachable(self, peer: PeerId) -> None:
+        """No carrier gets through to a peer of another cell."""
+        for watch in self._watched.values():
+            if watch.asked == peer:
+                self._ask_another(watch)
+
+    def _set_watched(self, near: frozenset[PeerId], now: float) -> None:
+        self._near, self._first_of = near, {}
+        mine = [cell for cell in range(self.cells) if cell != self.cell]
+        mine = [cell for cell in mine if self.me in self._first(cell)[:WATCHERS]]
+        mine = sorted(mine, key=lambda cell: _rank(self.me, cell))[:MAX_WATCHED]
+        if mine != list(self._watched):
+            self._watched = {cell: self._watched.get(cell) or _Watch([]) for cell in mine}
+            self._next_at = now
+
+    def _first(self, cell: int) -> list[PeerId]:
+        """The first peers of our cell to watch ``cell``: as many again as do, who may see another swarm."""
+        known = self._first_of.get(cell)
+        if known is None:
+            ranked = sorted({*(self._near or ()), self.me}, key=lambda peer: _rank(peer, cell))
+            known = self._first_of[cell] = ranked[: 2 * WATCHERS]
+        return known
+
+    def sights(self, now: float) -> list[CellSight]:
+        """What this peer saw itself, for its heartbeats."""
+        seen = []
+        for watch in self._watched.values():
+            if watch.sight is not None:
+                watch.sight.age_s = min(MAX_AGE_S, max(0.0, now - watch.seen_at))
+                seen.append(watch.sight)
+        return seen
+
+    # ---- what our cell knows
+
+    def conclude(self, near: Mapping[PeerId, Near], now: float) -> bool:
+        """Make ``words`` of what this peer and the live peers of its cell saw; True if there is news."""
+        if self.cells == 1:
+            return False
+        if self._near is None or near.keys() != self._near:
+            self._set_watched(frozenset(near), now)
+        seen: dict[int, list[tuple[float, PeerId, CellSight]]] = {}
+        for cell, watch in self._watched.items():
+            if watch.sight is not None:
+                seen.setdefault(cell, []).append((watch.seen_at, self.me, watch.sight))
+        for peer, info in near.items():
+            for sight in info.status.sights:
+                seen.setdefault(sight.cell, []).append((info.status_at - sight.age_s, peer, sight))
+        old, self.words = self.words, dict(self.words)
+        for cell, told in seen.items():
+            entitled = self._first(cell)
+            sights = [one for one in told if one[1] in entitled and one[2].versions]
+            if sights and cell != self.cell:
+                word = _combined(cell, sights)
+                known = self.words.get(cell)
+                if known is None or word.seen_at >= known.seen_at:
+                    self.words[cell] = word
+        has_news = {c: _news(w) for c, w in old.items()} != {c: _news(w) for c, w in self.words.items()}
+        self.revision += has_news
+        return has_news
+
+    def positions(self, now: float, rounds_per_s: float) -> list[float]:
+        """Where the cells that train are now."""
+        fresh = [word for word in self.words.values() if now - word.seen_at < PLACED_S]
+        moving = [word.position + (now - word.seen_at) * rounds_per_s for word in fresh if word.trains]
+        return moving or [word.position for word in fresh]
+
+    def is_done(self, versions: tuple[int, ...], digests: tuple[bytes, ...], now: float) -> bool:
+        """Whether every cell that need be waited for is done with this very state."""
+        return all(
+            (word.settled and (word.versions, word.digests) == (versions, digests))
+            or now - word.seen_at > SILENT_S
+            for word in self.words.values()
+        )
+
+    def is_alone(self, now: float) -> bool:
+        """Whether no other cell was heard of late."""
+        return self.heard(now) == 0
+
+    def trains(self, now: float) -> bool:
+        """Whether anybody trains in another cell, as far as it was heard of late."""
+        return any(word.trains and now - word.seen_at <= SILENT_S for word in self.words.values())
+
+    def unanswered(self) -> int:
+        """Watched cells of which somebody may be about to answer for the first time."""
+        return sum(
+            watch.sight is None and (watch.asked is not None or not watch.is_found)
+            for watch in self._watched.values()
+        )
+
+    def heard(self, now: float) -> int:
+        """Cells that were heard of late."""
+        return sum(now - word.seen_at <= SILENT_S for word in self.words.values())
+
+    def version(self, fragment: int, mine: int | None, over: bool) -> int:
+        """The highest version that at least half of the cells have reached, ours (``mine``) among them if it
+        has one; once the run is ``over`` everywhere, that any has: no more rounds will settle it. 0 where no
+        other cell was seen."""
+        held = sorted(self._versions(fragment), reverse=True)
+        if not held:
+            return 0
+        if over:
+            return held[0]
+        held = sorted([*held, *([] if mine is None else [mine])], reverse=True)
+        return held[(len(held) - 1) // 2]
+
+    def _versions(self, fragment: int) -> list[int]:
+        return [word.versions[fragment] for word in self.words.values() if fragment < len(word.versions)]
+
+    def other_digest(self, fragment: int, version: int, mine: bytes) -> bytes | None:
+        """The digest of ``version`` in most cells if it is not ``mine``, our cell's; of equal camps the one
+        of the lowest cell counts. Empty digests are unknown."""
+        held = {
+            word.cell: word.digests[fragment]
+            for word in self.words.values()
+            if fragment < len(word.versions) and word.versions[fragment] == version
+        }
+        held = {cell: digest for cell, digest in held.items() if digest} | {self.cell: mine}
+        camps = Counter(held.values())
+        best = max(camps, key=lambda digest: (camps[digest], -min(c for c in held if held[c] == digest)))
+        return best if best != mine else None
+
+    def donors(self, fragment: int, version: int, digest: bytes = b"") -> tuple[PeerId, ...]:
+        """Peers of other cells that hold ``version`` or, if ``digest`` is given, just that state."""
+        return tuple(
+            peer
+            for word in self.words.values()
+            if fragment < len(word.versions) and word.versions[fragment] >= version
+            and digest in (b"", word.digests[fragment])
+            for peer in word.peers
+        )  # fmt: skip
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What strangers can make grow: (now, at most) by the name of the bound."""
+        most = max((len(watch.known) for watch in self._watched.values()), default=0)
+        return {"KNOWN_KEPT": (most, KNOWN_KEPT), "MAX_WATCHED": (len(self._watched), MAX_WATCHED)}
+
+
+@lru_cache(maxsize=1 << 16)
+def _rank(name: str, cell: int) -> bytes:
+    return hashlib.sha256(f"watch/{name}/{cell}".encode()).digest()[:8]
+
+
+def _combined(cell: int, sights: Sequence[tuple[float, PeerId, CellSight]]) -> CellWord:
+    newest_at, _, newest = max(sights, key=lambda one: one[:2])
+    fresh = [one for one in sights if newest_at - one[0] <= FRESH_S]
+    alike = [sight for _, _, sight in fresh if len(sight.versions) == len(newest.versions)]
+    versions = tuple(_lower_median(held) for held in zip(*(sight.versions for sight in alike), strict=True))
+    digests = tuple(
+        next((s.digests[f] for s in (newest, *alike) if s.versions[f] == version), b"")
+        for f, version in enumerate(versions)
+    )
+    return CellWord(
+        cell=cell,
+        trains=newest.trains,
+        settled=newest.settled,
+        position=_lower_median([sight.position for sight in alike]),
+        versions=versions,
+        digests=digests,
+        peers=tuple(dict.fromkeys(PeerId(sight.peer) for _, _, sight in fresh)),
+        seen_at=newest_at,
+    )
+
+
+def _lower_median(values: Iterable[_Number]) -> _Number:
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _told(sight: CellSight) -> tuple[object, ...]:
+    return sight.trains, sight.settled, tuple(sight.versions), tuple(sight.digests)
+
+
+def _news(word: CellWord) -> tuple[object, ...]:
+    return word.trains, word.settled, word.versions, word.digests
+
+
+def check_sight(sight: CellSight, cells: int) -> None:
+    """Raise ``RemoteProtocolError`` for a sight that cannot be true."""
+    if sight.cell >= cells or (sight.peer and cell_of(sight.peer, cells) != sight.cell):
+        raise RemoteProtocolError("wrong cell", f"a sight of cell {sight.cell}")
+    if not (0 <= sight.position < 1e18 and 0 <= sight.age_s <= MAX_AGE_S):  # NaN fails every comparison
+        raise RemoteProtocolError("bad sight", f"position {sight.position}, age {sight.age_s} s")
+    if len(sight.versions) > MAX_FRAGMENTS or len(sight.digests) != len(sight.versions):
+        raise RemoteProtocolError("bad sight", "versions and digests do not belong together")
+    if max(sight.versions, default=0) > MAX_VERSION or not {0, 32}.issuperset(map(len, sight.digests)):
+        raise RemoteProtocolError("bad sight", "a version or a digest that cannot be")
+
+
+def check_sights(status: Status, cells: int) -> None:
+    """The same for all that a heartbeat passes on."""
+    if len(status.sights) > MAX_WATCHED:
+        raise RemoteProtocolError("bad status", f"{len(status.sights)} sights of other cells")
+    for sight in status.sights:
+        check_sight(sight, cells)
