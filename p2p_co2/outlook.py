@@ -216,8 +216,9 @@ class Outlook:
 
     # ---- what our cell knows
 
-    def conclude(self, near: Mapping[PeerId, Near], now: float) -> bool:
-        """Make ``words`` of what this peer and the live peers of its cell saw; True if there is news."""
+    def conclude(self, near: Mapping[PeerId, Near], now: float, rounds_per_s: float) -> bool:
+        """Make ``words`` of what this peer and the live peers of its cell saw; True if there is news.
+        ``rounds_per_s``: how fast positions move by themselves."""
         if self.cells == 1:
             return False
         if self._near is None or near.keys() != self._near:
@@ -234,7 +235,7 @@ class Outlook:
             entitled = self._first(cell)
             sights = [one for one in told if one[1] in entitled and one[2].versions]
             if sights and cell != self.cell:
-                word = _combined(cell, sights)
+                word = _combined(cell, sights, rounds_per_s)
                 known = self.words.get(cell)
                 if known is None or word.seen_at >= known.seen_at:
                     self.words[cell] = word
@@ -324,7 +325,7 @@ def _rank(name: str, cell: int) -> bytes:
     return hashlib.sha256(f"watch/{name}/{cell}".encode()).digest()[:8]
 
 
-def _combined(cell: int, sights: Sequence[tuple[float, PeerId, CellSight]]) -> CellWord:
+def _combined(cell: int, sights: Sequence[tuple[float, PeerId, CellSight]], rounds_per_s: float) -> CellWord:
     newest_at, _, newest = max(sights, key=lambda one: one[:2])
     fresh = [one for one in sights if newest_at - one[0] <= FRESH_S]
     alike = [sight for _, _, sight in fresh if len(sight.versions) == len(newest.versions)]
@@ -333,11 +334,15 @@ def _combined(cell: int, sights: Sequence[tuple[float, PeerId, CellSight]]) -> C
         next((s.digests[f] for s in (newest, *alike) if s.versions[f] == version), b"")
         for f, version in enumerate(versions)
     )
+    positions = [
+        sight.position + (newest_at - seen_at) * (rounds_per_s if sight.trains else 0.0)
+        for seen_at, _, sight in fresh
+    ]
     return CellWord(
         cell=cell,
         trains=newest.trains,
         settled=newest.settled,
-        position=_lower_median([sight.position for sight in alike]),
+        position=_lower_median(positions),
         versions=versions,
         digests=digests,
         peers=tuple(dict.fromkeys(PeerId(sight.peer) for _, _, sight in fresh)),

@@ -74,7 +74,7 @@ class Far:
         if now - self._concluded_at < every_s:
             return
         self._concluded_at = now
-        self.outlook.conclude(self._node.membership.live, now)
+        self.outlook.conclude(self._node.membership.live, now, self._node.standing.rounds_per_s)
         if self.outlook.has_seen_news and self._node.standing.progress.phase == Status.DRAINING:
             self.outlook.has_seen_news = False
             self._node.membership.announce(now)  # the others of our cell wait for it
