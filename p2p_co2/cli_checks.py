@@ -53,7 +53,7 @@ def doctor(
 
 def plan(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to plan.")],
-    peers: Annotated[int, typer.Option(help="Peers in a round.")] = 4,
+    peers: Annotated[int, typer.Option(help="Peers of the run; a round has at most its group_size.")] = 4,
     profile: Annotated[
         str, typer.Option(help="Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")
     ] = "",

@@ -84,7 +84,8 @@ class RunConfig(_Frozen):
     keyword arguments; ``recipe_digest`` is filled in when the run is published (sha256, hex) and checked by
     every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` bounds one
     round's group. ``cells``: a swarm of more than one group is cut into so many, of some fifty peers each;
-    the groups' means are averaged in turn (choose ``group_size`` 64 with it). ``seed`` makes every peer start
+    the groups' means are averaged in turn (choose ``group_size`` 64 with it). Tried with thousands of
+    simulated peers, and with four real ones in two cells. ``seed`` makes every peer start
     from the same parameters.
     """
 

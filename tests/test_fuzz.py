@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from p2p_co2.node.receiving import CELL_KINDS
+from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
 from p2p_co2.rounds.gathering import behind_message
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
@@ -25,7 +25,8 @@ from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.play import STRANGER, Game, check_bounds
 from tests.fuzz.world import RUN, World, make_identity, run_virtual
 
-KINDS = {field.name for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields} - CELL_KINDS
+KINDS = {field.name for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
+KINDS -= CELL_KINDS | OUTLOOK_KINDS
 """Those between cells have a test like these of their own (``test_rounds_cells``)."""
 PATIENT = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MUTANTS_PER_MESSAGE, MESSAGES_PER_KIND = 6, 8

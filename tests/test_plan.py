@@ -101,6 +101,13 @@ def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
         assert words in shown
 
 
+def test_of_more_peers_than_a_round_has_the_plan_says_which_it_is_of(run_file: Path) -> None:
+    text = StringIO()
+    print_plan(make_plan(options(run_file, peers=40)), Console(file=text, width=200))
+    assert "32 peers in a round" in text.getvalue()
+    assert "of 40 peers the 32 slowest uploads make the round" in text.getvalue()
+
+
 @pytest.mark.parametrize("mode", ["time", "steps"])
 def test_advice_is_in_the_words_of_the_runs_clock(run_file: Path, mode: str) -> None:
     run_file.write_text(RUN + f'mode = "{mode}"\n')
@@ -193,6 +200,7 @@ def test_a_measurement_that_is_none_is_refused(tmp_path: Path, content: str, wor
     ("changes", "words"),
     [
         ({"peers": 0}, "--peers"),
+        ({"peers": 10**9}, r"--peers: 1 to 4096 \(got 1000000000\)"),
         ({"target": 1.0}, "--target"),
         ({"target": float("nan")}, "--target"),
         ({"step_s": -1.0}, "--step-s"),

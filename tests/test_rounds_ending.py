@@ -1,14 +1,16 @@
-"""The last rounds of a run: some peers have finished and only wait, the others offer the rest of their work.
-Both were found by simulations: finished peers held up the last rounds, and runs ended with two states."""
+"""How rounds end: the last ones of a run, when some peers have finished and only wait, and those whose means
+come after the decision. Found by simulations and real runs: rounds held up, two states, means thrown away."""
 
 from __future__ import annotations
 
-from p2p_co2.rounds import Began, PeerView, Rounds
+from google.protobuf.message import Message
+
+from p2p_co2.rounds import Began, Committed, PeerView, Rounds
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_machine import DIGEST, SHAPE, drain, offer_of
-from tests.round_network import RUN, make_identity
+from tests.round_machine import DIGEST, SHAPE, coordinator_of, drain, offer_of
+from tests.round_network import RUN, Network, make_identity
 
 ME, OTHER, THIRD = (make_identity(index).peer_id for index in range(3))
 TRAINS, FINISHES = PeerView(1e6), PeerView(1e6, training=False)
@@ -44,3 +46,21 @@ def test_another_coordinator_is_asked_when_this_one_has_stopped_to_train() -> No
     machine.set_peers({ME: TRAINS, OTHER: FINISHES, THIRD: FINISHES}, 0.2)
     began = [event.group for event in drain(machine) if isinstance(event, Began)]
     assert began == [(ME,)]
+
+
+def test_means_that_a_slow_link_brings_after_the_decision_complete_its_round() -> None:
+    net = Network(4)
+    slow = next(name for name in net.names if name != coordinator_of(net))
+
+    def later(source: PeerId, to: PeerId, message: Message) -> bool:
+        if to == slow and isinstance(message, wire.Mean):
+            net.at(net.now + 1.5, lambda: net.deliver(source, to, message))
+            return False
+        return True
+
+    net.on_send = later
+    net.offer_all()
+    net.run(20.0)
+    assert [name for name, event in net.events if isinstance(event, Committed)][-1] == slow
+    assert set(net.committed()) == set(net.names)
+    net.check_agreement()

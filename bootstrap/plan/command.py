@@ -12,6 +12,7 @@ from bootstrap.plan.links import GivenLink, read_links
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
+from p2p_co2.wire.limits import MAX_PEERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ def make_plan(options: PlanOptions) -> Plan:
     _check(options)
     run = read_run_config(options.run_file)
     links, link_source = read_links(options.link, options.peers, run.seed)
+    if options.peers > run.group_size:
+        link_source += f"; of {options.peers} peers the {run.group_size} slowest uploads make the round"
     sources = {"links": link_source, "step": "given", "parameters": "given"}
     fragments = even_fragments(options.parameters, run.fragments) if options.parameters else ()
     step_s, tokens, train_bytes = options.step_s, 0, 16.0 * options.parameters
@@ -96,7 +99,7 @@ def make_plan(options: PlanOptions) -> Plan:
 
 def _check(options: PlanOptions) -> None:
     wrong = (
-        ("--peers", options.peers < 1, f"at least 1 (got {options.peers})"),
+        ("--peers", not 1 <= options.peers <= MAX_PEERS, f"1 to {MAX_PEERS} (got {options.peers})"),
         ("--step-s", not 0 <= options.step_s < 1e6, f"seconds, above 0 (got {options.step_s:g})"),
         ("--parameters", not 0 <= options.parameters < 10**14, f"a count (got {options.parameters})"),
         ("--target", not 0 < options.target < 1, f"between 0 and 1, such as 0.95 (got {options.target:g})"),

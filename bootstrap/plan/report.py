@@ -73,7 +73,8 @@ def _advised_line(plan: Plan) -> str:
         else f"inner_steps_per_round = {advice.inner_steps}"
     )
     return (
-        f'advised: clock.{length}, fragments = {len(setting.fragments)}, codec.name = "{setting.codec}", '
+        f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
+        f'fragments = {len(setting.fragments)}, codec.name = "{setting.codec}", '
         f"outer.sync_delay_steps = 0 (an answer comes after {advice.forecast.delay_steps} inner steps)"
     )
 

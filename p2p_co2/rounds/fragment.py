@@ -111,13 +111,9 @@ class FragmentRounds:
             self._end_without_bytes(*known)
         else:
             self.asking = Asking(
-                offer,
-                self._swarm,
-                self._outlet,
-                self._receipts,
-                is_retry=offer.round == self._aborted_round,
-                now=now,
-            )
+                offer, self._swarm, self._outlet, self._receipts,
+                is_retry=offer.round == self._aborted_round, now=now,
+            )  # fmt: skip
 
     def withdraw(self, reason: str, now: float) -> bool:
         """End the open offer, whatever it waits for; False if there is none."""
@@ -231,7 +227,7 @@ class FragmentRounds:
         """PART, MEAN or REASSIGN: for the attempt we are in, or held until its BEGIN or REASSIGN comes. False
         if it came for nothing."""
         round_, member = message.key.round, self.member
-        if self.verdicts.has_ended(message.key.attempt):
+        if self.verdicts.has_ended(message.key.attempt) and not self._completes(message):
             return False
         if member is not None and member.attempt.id == message.key.attempt:
             if sender not in member.attempt.shares and sender not in member.coordinators:
@@ -263,6 +259,11 @@ class FragmentRounds:
             raise RemoteProtocolError("wrong cell", "CELL_PART")
         self._early.hold(message, sender)
         return True
+
+    def _completes(self, message: Piece) -> bool:
+        """Whether it is of a mean that was on its way to us when our attempt was decided."""
+        ours = self.attempt(message.key.attempt) is not None
+        return ours and self._completing is not None and isinstance(message, Mean)
 
     def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> bool:
         match message:

@@ -30,6 +30,7 @@ from p2p_co2.catchup import (
 )
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.membership import Membership
+from p2p_co2.outlook import Outlook
 from p2p_co2.node.links import MAX_SERVED_BYTES
 from p2p_co2.node.receiving import Receiving
 from p2p_co2.rounds import (
@@ -45,7 +46,7 @@ from p2p_co2.rounds import (
 )
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Chunk, Decision, Envelope, Status
+from p2p_co2.wire.messages_pb2 import CellSight, Chunk, Decision, Envelope, Status
 from tests.fuzz.world import make_identity
 from tests.round_network import toy_mean
 
@@ -74,7 +75,8 @@ class Bench:
         self.rounds = Rounds(self.identity, RUN, SHAPE, 32)
         means = tuple(blocks * SHAPE.block_bytes for blocks in SHAPE.blocks)
         self.catchup = CatchUp(self.identity, RUN, Shape(means, STATE_BYTES))
-        self.standing = self
+        self.standing = self.far = self
+        self.cells, self.outlook = 1, Outlook(self.me, 1)
         self.receiving = Receiving(self, 0.0)  # type: ignore[arg-type]
         self.versions, self.digests = [0] * len(means), [START] * len(means)
         self.sent: list[tuple[PeerId, bytes]] = []
@@ -91,6 +93,9 @@ class Bench:
 
     def is_near(self, peer: PeerId) -> bool:
         return True
+
+    def sight(self) -> CellSight:
+        return CellSight()
 
     def status(self) -> Status:
         return Status(
