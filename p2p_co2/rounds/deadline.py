@@ -106,6 +106,11 @@ class Cadence:
         )
 
     @property
+    def last_gather_s(self) -> float:
+        """The same for the last rounds of a run: as long as a round of training, at most."""
+        return min(bounds.LAST_GATHER_S, self.period_s or bounds.LAST_GATHER_S)
+
+    @property
     def cheap_s(self) -> float:
         """A round of this length costs nobody anything."""
         return max(bounds.CHEAP_S, bounds.CHEAP_SHARE * self.period_s)
