@@ -51,6 +51,7 @@ class Catching:
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
+        node.catchup.ask_swarm(self._vouch)
 
     @property
     def is_watching(self) -> bool:
@@ -189,14 +190,12 @@ class Catching:
     async def _take_state(self, event: Fetched) -> None:
         fragment = event.goal.fragment
         majority = self._majority(fragment, event.version)
-        try:
+        try:  # as when it was promised (``_vouch``), but for what was heard since
             if majority is not None and majority != event.digest:
                 raise DigestMismatch(
                     f"the state of version {event.version} is not the one that most peers report"
                 )
-            if event.version > max(
-                self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version
-            ):
+            if self._is_too_far(fragment, event.version):
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
             await self._node.deciding.adopt(fragment, event.data, AgreedVersion(event.version, event.digest))
         except (DigestMismatch, RemoteProtocolError) as error:
@@ -312,6 +311,26 @@ class Catching:
             return None
         digest, count = votes.most_common(1)[0]
         return digest if 2 * count > votes.total() else None
+
+    def _is_too_far(self, fragment: int, version: int) -> bool:
+        """Whether nobody who is honest can be at ``version``, going by most peers."""
+        return version > max(
+            self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version
+        )
+
+    def _vouch(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
+        """See ``catchup.goals.Vouch``. One word against another contradicts nothing."""
+        votes = Counter(
+            info.digests[fragment]
+            for peer, info in self._node.membership.live.items()
+            if peer != donor and fragment < len(info.digests) and info.versions[fragment] == version
+        )
+        same = votes[digest]
+        votes[digest] += 1
+        most, count = votes.most_common(1)[0]
+        if self._is_too_far(fragment, version) or (most != digest and 2 * count > votes.total()):
+            return False
+        return True if same else None
 
     def _donors(self, fragment: int, version: int) -> tuple[PeerId, ...]:
         """Peers that have it; one that rests, whose owner wants the machine or the line, only if no other
