@@ -29,7 +29,7 @@ from p2p_co2.rounds import Offer
 from p2p_co2.schedule import SETTLE_S, LastOffers, SwarmClock, due, flush_bound_s, points_passed
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
-from p2p_co2.trainer.ledger import Outcome, TensorLedger
+from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
 from p2p_co2.wire.messages_pb2 import Status
 
 FIRST_ROUND_BOUND_S = 15.0
@@ -122,6 +122,10 @@ class Synchroniser:
         """Set by a person's wish to end, in any thread: waits that only finish nicely are given up."""
         self.on_reset: Callable[[int], None] = lambda fragment: None
         """Called when a fragment's live parameters were replaced because they were not finite."""
+        self.on_moment: Callable[[Moment], None] = lambda moment: None
+        """Called when the live parameters fit the agreed states that it brings: save them together."""
+        self._saving_s = 0.0
+        """Of the time in ``after_step``, what went into ``on_moment``."""
 
     # ---- one inner step
 
@@ -131,6 +135,7 @@ class Synchroniser:
         if self._first_step_at is None:
             self._first_step_at = self._returned_at
         self.train_s += entered_at - self._returned_at
+        self._saving_s = 0.0
         self._check()
         self.inner_steps += 1
         self.tokens += tokens
@@ -140,7 +145,7 @@ class Synchroniser:
         for fragment in due(self._count, last, self.position):
             self._send(fragment)
         self._returned_at = time.monotonic()
-        self.exposed_s += self._returned_at - entered_at
+        self.exposed_s += self._returned_at - entered_at - self._saving_s
         if self._returned_at - self._reported_at >= REPORT_EVERY_S:
             self.report()
 
@@ -198,10 +203,19 @@ class Synchroniser:
             except queue.Empty:
                 break
             came = True
-            self._hold_or_apply(outcome)
+            if isinstance(outcome, Moment):
+                self._save(outcome)
+            else:
+                self._hold_or_apply(outcome)
         while self._held and self._held[0][0] <= self.inner_steps:
             self._apply(self._held.popleft()[1])
         return came
+
+    def _save(self, moment: Moment) -> None:
+        began_at = time.monotonic()
+        self.release_held()
+        self.on_moment(moment)
+        self._saving_s += time.monotonic() - began_at
 
     def release_held(self) -> None:
         """Apply what ``sync_delay_steps`` holds back: for a checkpoint, and at the end."""
@@ -298,9 +312,13 @@ class Synchroniser:
             if left_s <= 0:
                 return False
             try:
-                self._apply(self._ledger.outcomes.get(timeout=min(left_s, 0.05)))
+                outcome = self._ledger.outcomes.get(timeout=min(left_s, 0.05))
             except queue.Empty:
                 continue
+            if isinstance(outcome, Moment):
+                self._save(outcome)
+            else:
+                self._apply(outcome)
         return True
 
     # ---- the end
