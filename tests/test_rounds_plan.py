@@ -17,6 +17,7 @@ from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
 from p2p_co2.rounds.attempt import Attempt, Share, read_senders, write_senders
 from p2p_co2.rounds.deadline import (
+    GATHER_LEAST_CAP_S,
     Cadence,
     Durations,
     Punctuality,
@@ -178,7 +179,9 @@ def test_ready_deadline_learns_from_late_arrivals() -> None:
     for round_ in range(6, 40):
         history.arrived(round_, 100.0 * round_)
         history.arrived(round_, 100.0 * round_ + 0.1)
-    assert history.deadline_s(40) == limits.GATHER_FLOOR_S
+    assert history.deadline_s(40, 10.6 / 4) == 10.6 / 16  # a round of 10.6 s has room for steps of 0.5 s
+    assert history.deadline_s(40, 1.0) == limits.GATHER_FLOOR_S
+    assert history.deadline_s(40) == GATHER_LEAST_CAP_S
 
 
 def test_parts_deadline_is_the_links_time_with_a_margin_or_what_was_observed() -> None:
