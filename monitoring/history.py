@@ -2,8 +2,9 @@
 
 Laws: the file is bounded (``TIERS``, ``MAX_ROUNDS`` and its like), whatever a swarm does; a board that
 is started again goes on where the last one stopped; a damaged file is set aside under another name, never a
-reason not to look at the swarm. One thread writes, in one transaction per ``write``; readers have a
-connection of their own (write-ahead log), so a page never waits for a write.
+reason not to look at the swarm, and neither is a place that cannot be written (``or_in_memory``). One thread
+writes, in one transaction per ``write``; readers have a connection of their own (write-ahead log), so a page
+never waits for a write.
 
 Price: a week of 64 peers takes tens of megabytes (``benchmarks/board.py`` measures it); what is older than a
 tier is the mean over the next tier's step, so a short dip is not seen for ever.
@@ -39,6 +40,8 @@ MAX_AGREED = 20_000
 """Newest measurements of the agreed parameters."""
 MAX_TIME_LINES = 2_000
 """Newest rounds whose members' times are kept."""
+MAX_NAMES = 4096
+"""With more peers than these, those of which nothing is kept any more go."""
 MAX_POINTS = 720
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS peers (id INTEGER PRIMARY KEY, peer TEXT UNIQUE NOT NULL);
@@ -117,6 +120,8 @@ class History:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.trouble = ""
+        """What is wrong with it for as long as it lives, in words."""
         self._place = str(path) if path else f"file:board-{os.getpid()}-{id(self)}?mode=memory&cache=shared"
         self._writer = self._opened()
         self._reader = self._connect()
@@ -124,11 +129,19 @@ class History:
             # In memory there is no write-ahead log: without this a reader meets the locks of the writer.
             self._reader.execute("PRAGMA read_uncommitted=1")
         self._lock = threading.Lock()
-        self._peers: dict[str, int] = {
-            peer: number for number, peer in self._writer.execute("SELECT id, peer FROM peers")
-        }
+        self._peers = self._names()
         self._rolled_at = [0] * len(TIERS)
         self._pruned_at = 0.0
+
+    @classmethod
+    def or_in_memory(cls, path: Path | None) -> History:
+        """The history at ``path``, or one in memory whose ``trouble`` says why."""
+        try:
+            return cls(path)
+        except EnvironmentFault as error:
+            history = cls(None)
+            history.trouble = f"{error}. What this board remembers ends with it"
+            return history
 
     def _opened(self) -> sqlite3.Connection:
         try:
@@ -180,6 +193,7 @@ class History:
         """Keep a batch, roll up what has grown old. Raises ``EnvironmentFault`` if the disk refuses; what was
         kept before stays."""
         with self._lock:
+            before = dict(self._peers), list(self._rolled_at), self._pruned_at
             try:
                 self._writer.execute("BEGIN")
                 self._write(batch)
@@ -190,6 +204,7 @@ class History:
             except (sqlite3.Error, OverflowError, ValueError) as error:  # or a number that it cannot hold
                 with contextlib.suppress(sqlite3.Error):
                     self._writer.execute("ROLLBACK")
+                self._peers, self._rolled_at, self._pruned_at = before  # as the file has them
                 raise EnvironmentFault(f"the board's history is not written: {error}") from None
 
     def _write(self, batch: Batch) -> None:
@@ -265,6 +280,21 @@ class History:
             "DELETE FROM time_lines WHERE (fragment, round) NOT IN "
             f"(SELECT fragment, round FROM rounds ORDER BY at DESC LIMIT {MAX_TIME_LINES})"
         )
+        if len(self._peers) > MAX_NAMES:
+            self._prune_names()
+
+    def _prune_names(self) -> None:
+        sampled = " OR ".join(
+            f"EXISTS (SELECT 1 FROM samples WHERE step = {step} AND peer = peers.id)" for step, _ in TIERS
+        )
+        self._writer.execute(
+            "DELETE FROM peers WHERE id NOT IN (SELECT peer FROM happenings) "
+            f"AND id NOT IN (SELECT peer FROM counted) AND NOT ({sampled})"
+        )
+        self._peers = self._names()
+
+    def _names(self) -> dict[str, int]:
+        return {peer: number for number, peer in self._writer.execute("SELECT id, peer FROM peers")}
 
     # ---- reading
 

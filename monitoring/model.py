@@ -9,6 +9,7 @@ Price: about 30 microseconds per event.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -39,6 +40,9 @@ SAME_NEWS_S = 30.0
 MAX_SAID = 4096
 MAX_UNHEARD = 1024
 """Peers that are listed and never said anything, newest: an identity costs nothing."""
+FORGET_AFTER_S = 86_400.0
+"""A peer of which nothing was heard or seen for so long, while others were heard, is listed no more; its
+history stays, and so does its part in the swarm's sums."""
 REPLAY_FROM_S = 10.0
 REPLAY_STEPS = 600
 
@@ -51,9 +55,12 @@ class Model:
         self.view = SwarmView(rounds_kept=ROUNDS_KEPT)
         self.sightings: dict[str, Sighting] = {}
         self.now = 0.0
-        self.trouble_with_history = ""
+        self.trouble_with_history = history.trouble
+        self._sighted_at: dict[str, float] = {}
         self._paces: dict[str, Pace] = {}
         self._labels: dict[str, str] = {}
+        self._tokens: int | None = None
+        """Of the whole swarm since the last ``_settle``; None until they are asked for."""
         self._said_at: dict[str, float] = {}
         self._predicted: float | None = None
         self._predicted_at = -1e9
@@ -90,17 +97,36 @@ class Model:
         for sighting in news.sightings:
             self.sightings.pop(sighting.peer, None)  # newest last
             self.sightings[sighting.peer] = sighting
+            self._sighted_at[sighting.peer] = now
         self._labels = self.view.labels()
         if self.feed.is_whole and _span_s(news.events) > REPLAY_FROM_S:
             self._replay(news.events)
         else:
             for event in news.events:
                 self._add(event)
-        unheard = [peer for peer in self.sightings if peer not in self.view.peers]
-        for peer in unheard[: max(0, len(unheard) - MAX_UNHEARD)]:
-            del self.sightings[peer]
+        self._forget()
         self.now = max(now, self.now) if self.state.phase != "ended" else (self.view.last_at or now)
         self._settle()
+
+    def _forget(self) -> None:
+        """List no more who is gone for long, nor a crowd that never said anything."""
+        unheard = [peer for peer in self.sightings if peer not in self.view.peers]
+        gone = unheard[: max(0, len(unheard) - MAX_UNHEARD)]
+        if not self.feed.is_whole:
+            since = (self.view.last_at or 0.0) - FORGET_AFTER_S
+            listed = itertools.chain(self.view.peers, unheard[len(gone) :])
+            gone += [peer for peer in listed if self._heard_at(peer) < since]
+        for peer in gone:
+            self.view.forget(peer)
+            for table in (self.sightings, self._sighted_at, self._paces):
+                table.pop(peer, None)
+
+    def _heard_at(self, peer: str) -> float:
+        """When anything was last known of it, unix seconds."""
+        known = self.view.peers.get(peer)
+        own_at = known.last_seen_at if known is not None and known.last_seen_at is not None else 0.0
+        left_at = max((at for at, _ in known.seen_left.values()), default=0.0) if known is not None else 0.0
+        return max(own_at, left_at, self._sighted_at.get(peer, 0.0))
 
     def _replay(self, events: list[Event]) -> None:
         """Take in a run's past in its own time, so that there are samples of it."""
@@ -118,6 +144,7 @@ class Model:
     def _settle(self) -> None:
         """What follows from the events taken in, at ``now``."""
         self._labels = self.view.labels()
+        self._tokens = None
         for peer in self.view.peers.values():
             if peer.last_seen_at is not None:
                 pace = self._paces.setdefault(peer.peer, Pace())
@@ -141,13 +168,20 @@ class Model:
             return  # counted before this board was started again
         self.view.add(event)
         if isinstance(event, PeerStarted | Recalled):
-            self._labels = self.view.labels()  # its name is known from now on
+            self._label(event.peer, event.name)
         if isinstance(event, RoundBegan | RoundCommitted | RoundAborted | RoundCounted):
             self._changed_rounds.add((event.fragment, event.round))
         if isinstance(event, AgreedMeasured) and math.isfinite(event.loss):
-            tokens = sum(peer.totals.tokens for peer in self.view.peers.values())
-            self._agreed.append((event.at, float(tokens), event.loss))
+            if self._tokens is None:
+                self._tokens = self.view.totals.tokens
+            self._agreed.append((event.at, float(self._tokens), event.loss))
         self._happened(event)
+
+    def _label(self, peer: str, name: str) -> None:
+        """Call it by its name from now on; ``_settle`` weighs all names, which takes longer."""
+        if self._labels.get(peer, "") != name:
+            is_free = name and name not in self._labels.values()
+            self._labels[peer] = name if is_free else f"{name}~{peer[-6:]}"
 
     def _happened(self, event: Event) -> None:
         """Note what is worth a line; what several members tell is noted once."""
@@ -197,7 +231,7 @@ class Model:
 
     def wrote(self, batch: Batch, trouble: str) -> None:
         """A batch is in the history, or could not be written: then its lines are kept for the next one."""
-        self.trouble_with_history = trouble
+        self.trouble_with_history = trouble or self.history.trouble
         if trouble:
             self._happenings = [*batch.happenings, *self._happenings][-MAX_SAID:]
             self._agreed = [*batch.agreed, *self._agreed][-MAX_SAID:]

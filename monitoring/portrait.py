@@ -107,7 +107,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
     staleness = view.staleness
     used = [peer.utilisation for peer in online or peers if peer.utilisation is not None]
     losses = [peer.loss for peer in online or peers if peer.loss is not None]
-    fragments = known.fragments
+    fragments, totals = known.fragments, view.totals
     return SwarmFacts(
         at=known.now,
         run=run.name if run else "",
@@ -126,12 +126,12 @@ def swarm_facts(known: Known) -> SwarmFacts:
         loss_agreed_at=agreed[0] if agreed else None,
         loss_training=sum(losses) / len(losses) if losses else None,
         loss_unit=loss_unit(run.recipe) if run else "",
-        tokens=sum(peer.tokens for peer in peers),
+        tokens=totals.tokens,
         tokens_counted=known.counted / fragments if fragments else 0.0,
         tokens_per_s=sum(peer.tokens_per_s for peer in online),
         utilisation=sum(used) / len(used) if used else None,
         utilisation_predicted=known.predicted,
-        up_bytes=sum(peer.up_bytes for peer in peers),
+        up_bytes=totals.up_bytes,
         up_bytes_per_s=sum(peer.up_bytes_per_s or 0.0 for peer in peers),
         rounds_committed=_committed(known),
         rounds_aborted=view.abort_reasons.total(),

@@ -84,11 +84,12 @@ def _feed(source: str, folder: Path) -> tuple[Feed, Path | None]:
     """
     if source.strip().startswith(PREFIX):
         from p2p_co2.observer import Observer
-        from p2p_co2.process import require_supported_platform
+        from p2p_co2.process import FolderLock, require_supported_platform
         from p2p_co2.ticket import Ticket
 
         require_supported_platform()
         run = Ticket.parse(source).run.hex()[:12]
+        FolderLock(folder).release()  # said now, rather than on a page by an observer that tries for ever
         return Observer(source, folder), folder / f"board-{run}.sqlite"
     if not Path(source).is_dir():
         raise ConfigError("command line", "TICKET", f"{source[:80]!r} is neither a ticket nor a folder")

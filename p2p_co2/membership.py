@@ -271,6 +271,7 @@ class Membership:
             or known.phase != status.phase
             or known.upload_bytes_per_s != status.upload_bytes_per_s
             or known.download_bytes_per_s != status.download_bytes_per_s
+            or known.finished != status.finished
         ):
             info.versions, info.digests, info.view = versions, digests, None
             self.revision += 1
@@ -304,6 +305,8 @@ def check_status(status: Status) -> None:
         if not 0 <= number < 1e18:  # NaN fails every comparison
             raise RemoteProtocolError("bad status", f"position or rate out of range: {number}")
     digests = status.digests
+    if 8 * len(status.finished) > MAX_FRAGMENTS + 7:
+        raise RemoteProtocolError("bad status", f"{8 * len(status.finished)} finished fragments")
     if len(status.versions) > MAX_FRAGMENTS or len(digests) not in (0, len(status.versions)):
         raise RemoteProtocolError("bad status", "versions and digests do not belong together")
     if max(status.versions, default=0) > MAX_VERSION:

@@ -14,6 +14,8 @@ into its next offers.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from statistics import median
 
 from p2p_co2.config import ClockConfig
 
@@ -24,6 +26,19 @@ _SLEW = 0.1
 """The largest correction of the clock's rate."""
 _JUMP_ROUNDS = 1.0
 """A clock that is further behind than this jumps forward."""
+FLUSH_FLOOR_S, FLUSH_CAP_S = 30.0, 600.0
+"""The final flush of a run that is over takes so long at most; or, where that is more, as long as one round
+of every fragment would take one after the other (two are under way at once), but never longer than the
+cap."""
+SETTLE_S = 25.0
+"""Until all live peers agree: longer than a flush by so much, since theirs may begin with our end."""
+
+
+def flush_bound_s(count: int, delays_s: Collection[float]) -> float:
+    """How long a peer tries to have the rest of its work counted, in ``count`` fragments. ``delays_s``: what
+    its last rounds took, from the offer to the mean."""
+    sweep_s = count * median(delays_s) if delays_s else 0.0
+    return min(FLUSH_CAP_S, max(FLUSH_FLOOR_S, sweep_s))
 
 
 def points_passed(fragment: int, count: int, position: float) -> int:
@@ -44,6 +59,30 @@ def due(count: int, last_position: float, position: float) -> tuple[int, ...]:
 
 def _ticks(count: int, position: float) -> int:
     return max(0, math.floor(position * count + _TOLERANCE))
+
+
+class LastOffers:
+    """The order in which a peer offers the rest of its work when a run is over: the same on all peers, so
+    that they meet in the same rounds.
+
+    Few at once: each holds a snapshot until its round ends, and here no training lies between one and the
+    next; the lines are busy with two. When time runs short all at once, for peers that wait for each other
+    with different ones. Law: every fragment's turn comes; one that failed is tried again after the others.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._few = max(2, -(-count // 2))
+        self._tries = [0] * count
+
+    def next(self, uncounted: Collection[int], in_flight: Collection[int], in_a_hurry: bool) -> list[int]:
+        """Fragments to offer now: of those with work that is not counted (``uncounted``), and not
+        ``in_flight``."""
+        room = len(self._tries) if in_a_hurry else max(0, self._few - len(in_flight))
+        waiting = [fragment for fragment in uncounted if fragment not in in_flight]
+        chosen = sorted(waiting, key=lambda fragment: (self._tries[fragment], fragment))[:room]
+        for fragment in chosen:
+            self._tries[fragment] += 1
+        return chosen
 
 
 class SwarmClock:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
+import pytest
+
+from p2p_co2.membership import PeerInfo
+from p2p_co2.node.catching import Catching
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Status
 from tests.fuzz.world import World, run_virtual
 
@@ -30,3 +38,42 @@ def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
         await world.close()
 
     run_virtual(work())
+
+
+GOOD, BAD, NONE = b"g" * 32, b"b" * 32, b"n" * 32
+
+
+@pytest.mark.parametrize(
+    ("said", "version", "digest", "vouched"),
+    [
+        ({"a": (9, GOOD), "b": (9, GOOD), "c": (9, GOOD)}, 9, GOOD, True),
+        ({"a": (9, GOOD), "b": (9, GOOD), "c": (9, GOOD)}, 9, BAD, False),
+        ({"a": (9, BAD), "b": (9, GOOD), "c": (8, GOOD)}, 9, BAD, None),  # one word against another
+        ({"a": (9, GOOD), "b": (9, BAD), "c": (8, GOOD)}, 9, GOOD, None),
+        ({"a": (9, GOOD), "b": (9, GOOD), "c": (9, BAD)}, 9, GOOD, True),
+        ({"a": (12, BAD), "b": (9, GOOD), "c": (9, GOOD)}, 12, BAD, None),  # its own word only
+        (
+            {"a": (9 + AHEAD_AT_MOST + 1, BAD), "b": (9, GOOD), "c": (9, GOOD)},
+            9 + AHEAD_AT_MOST + 1,
+            BAD,
+            False,
+        ),
+        ({"a": (9, GOOD)}, 9, GOOD, None),
+    ],
+)
+def test_who_vouches_for_the_state_of_a(
+    said: dict[str, tuple[int, bytes]], version: int, digest: bytes, vouched: bool | None
+) -> None:
+    live = {
+        PeerId(peer): PeerInfo(
+            status=Status(phase=Status.TRAINING), heard_at=0.0, status_at=0.0, versions=(held,), digests=(of,)
+        )
+        for peer, (held, of) in said.items()
+    }
+    node = SimpleNamespace(
+        membership=SimpleNamespace(live=live),
+        agreed=[AgreedVersion(0, NONE)],
+        standing=SimpleNamespace(progress=SimpleNamespace(phase=Status.JOINING)),
+        catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
+    )
+    assert Catching(node)._vouch(PeerId("a"), 0, version, digest) is vouched  # type: ignore[arg-type]

@@ -127,6 +127,40 @@ def test_a_lone_false_promise_is_outvoted_and_costs_nothing() -> None:
     assert event.chunks_wasted <= 1
 
 
+def promise(world: World, liar: PeerId, version: int) -> None:
+    """Have ``liar`` give bytes of its own as the state of ``version``, whole and well signed."""
+    data = bytes(LARGE)
+    digests = [chunk_digest(data[chunk_at(i, LARGE)]) for i in range(CHUNKS)]
+    world.move(liar, version)
+    world.machines[liar].exported(1, version, data, hashlib.sha256(data).digest(), digests, world.now)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("says", [True, False, None])
+def test_a_state_that_others_do_not_know_is_not_loaded(ahead: int, says: bool | None) -> None:
+    """One honest donor, one that lies by a few versions. ``says``: of the honest state (True), of the false
+    one (False), or nothing."""
+    world = World(donors=2)
+    promise(world, D1, 7 + ahead)
+    honest = hashlib.sha256(state_of(1, 7)).digest()
+
+    def vouch(donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
+        assert fragment == 1
+        if (version, digest) == (7, honest):
+            assert donor == D2
+            return True if says else None
+        return False if says is False else None
+
+    world.machines[LATE].ask_swarm(vouch)
+    world.want(version=5, oldest=5)
+    world.run()
+    refused = [event.peer for event in world.events if isinstance(event, DonorRefused)]
+    assert refused == ([D1] if says is False else [])
+    if ahead or says is not None:  # else it is one word against another
+        assert not world.chunks_from(D1)
+        assert world.fetched().donors == (D2,)
+
+
 def test_a_chunk_that_was_not_asked_for_puts_its_donor_out() -> None:
     world = World(donors=2, rate=2e6)
     world.want()

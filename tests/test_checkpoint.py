@@ -27,7 +27,7 @@ from torch import nn
 
 from p2p_co2 import checkpoint as rooms
 from p2p_co2 import outer
-from p2p_co2.checkpoint import Checkpoint, load, load_agreed, save
+from p2p_co2.checkpoint import Checkpoint, load, load_agreed, save, tensorfile
 from p2p_co2.config import OuterConfig, RunConfig
 from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
@@ -169,6 +169,38 @@ def test_state_bytes_there_and_back(numel: int, steps: int, seed: int) -> None:
     assert same(shared, state)
     shared.params.add_(1.0)
     assert rooms.state_bytes(shared) == given != (data if numel else b"")
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_file_can_be_written_in_any_order_and_over_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_staged: bool
+) -> None:
+    """Staged: as tensors of an accelerator are, through memory of 16 bytes."""
+    monkeypatch.setattr(tensorfile, "_is_staged", lambda tensor: is_staged)
+    monkeypatch.setattr(tensorfile, "_STAGED_BYTES", 16)
+    monkeypatch.setattr(tensorfile, "_IOV_MOST", 3)
+    torch.manual_seed(0)
+    tensors = {f"t{i}": torch.randn(3 * i) for i in range(9)}
+    tensors |= {"turned": torch.randn(5, 7).t(), "half": torch.randn(9).bfloat16(), "one": torch.tensor(3)}
+    (tmp_path / tensorfile.TEMPORARY).write_bytes(b"what a killed process left" * 999)
+    writing = tensorfile.Writing(tmp_path / "file", tensors, {"key": "word"})
+    late = {name: tensors[name].clone() for name in ("t8", "half", "t1")}
+    writing.put({name: values for name, values in tensors.items() if name not in late})
+    tensors["t7"].zero_()  # training goes on
+    writing.put(late)
+    writing.change("t8", 4, 6, lambda values: values + 1.0)
+    writing.change("half", 0, 9, lambda values: values * 2.0)
+    writing.finish()
+    writing.give_up()  # too late
+    read, metadata = tensorfile.read(tmp_path / "file", lambda name: True)
+    assert metadata == {"key": "word"}
+    late["t8"][4:6] += 1.0
+    late["half"] *= 2.0
+    assert read["t7"].abs().min() > 0
+    for name, values in ({**tensors, **late}).items():
+        assert name == "t7" or torch.equal(read[name], values), name
+    assert set(safetensors.torch.load_file(tmp_path / "file")) == set(tensors)
+    assert names(tmp_path) == ["file"]
 
 
 def test_the_swarm_digest_sees_order_and_count() -> None:

@@ -1,50 +1,34 @@
-"""monitoring's facts, troubles, charts, metrics, sinks and terminal view, on swarms that were made up."""
+"""monitoring's facts and troubles, runs that are over, and who may look, on swarms that were made up."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 
 from monitoring import charts
 from monitoring.board.server import Activity, Guard, place_for, swarm_schema
-from monitoring.event_docs import event_docs
 from monitoring.facts import SwarmFacts
 from monitoring.history import SWARM, History
 from monitoring.journals import JournalFeed
-from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
-from monitoring.model import Model
+from monitoring.metrics import FactsCollector, exposition
+from monitoring.model import FORGET_AFTER_S, Model
 from monitoring.portrait import Pace
 from monitoring.predicted import predicted_utilisation
 from monitoring.report import write_report
-from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sinks
-from monitoring.watch import frame, line, watch_feed
+from monitoring.watch import line
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.events import EVENT_TYPES
-from p2p_co2.telemetry.feed import FeedState, Sighting
+from p2p_co2.telemetry.feed import FeedState
 from p2p_co2.telemetry.journal import Journal
+from p2p_co2.wire.identity import PeerId
+from tests.made_model import START, all_charts, model_after
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
-from tests.swarms import ROOT
-
-START = 1_800_000_000.0
-EVIL = "<img src=x onerror=alert(1)>{a|b}\x1b[2J"
-
-
-def model_after(seconds: int, peers: int = 6, **options: Any) -> Model:
-    feed = MadeFeed(MadeSwarm(peers, start_at=START, **options))
-    feed.advance(seconds)
-    model = Model(feed, History(None))
-    model.step(START + seconds)
-    model.keep(START + seconds)
-    return model
 
 
 @pytest.fixture(name="model", scope="module")
@@ -52,17 +36,6 @@ def _model() -> Iterator[Model]:
     model = model_after(100, dead=3, late=4)
     yield model
     model.history.close()
-
-
-def walk(value: Any) -> Iterator[Any]:
-    yield value
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from walk(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from walk(item)
 
 
 # ---- facts
@@ -161,260 +134,70 @@ def test_a_board_started_again_counts_nothing_twice(tmp_path: Path) -> None:
     whole.history.close()
 
 
-# ---- hostile
+# ---- who is gone
 
 
-def evil_model() -> Model:
-    """A swarm in which one peer says all that the checks of a report let pass."""
+def test_who_is_gone_for_a_day_is_listed_no_more_and_still_counts() -> None:
     feed = MadeFeed(MadeSwarm(3, start_at=START))
-    feed.advance(40)
-    feed.take()
-    bad = peer_id(9)
-    numbers = {
-        "inner_steps": 2**53,
-        "tokens": 2**53,
-        "up_bytes": 2**53,
-        "down_bytes": 0,
-        "versions": (2**53,) * 256,
-    }
-    feed._news.events += [
-        ev.PeerStarted(at=START, peer=bad, name=EVIL, pid=0, software=EVIL, device=EVIL, parameters=2**53,
-                       fragments=2**53, run=EVIL),
-        ev.Progress(at=START + 1, peer=bad, phase=EVIL, position=1e15, tokens_per_s=1e15, loss=math.nan,
-                    train_s=1e15, exposed_s=1e15, wall_s=0.0, **numbers),
-        ev.LinkMeasured(at=START + 1, peer=bad, other=peer_id(0), carrier=EVIL, relayed=True,
-                        round_trip_s=1e15,
-                        bytes_per_s=1e15, sent_bytes=2**53),
-        ev.FragmentApplied(at=START + 1, peer=bad, fragment=255, version=2**40, contributed=True,
-                           staleness=2**53, sync_delay_steps=2**53, sync_delay_s=1e15, gap=1e15,
-                           gradient_norm=0.0, momentum_norm=1e15, clipped_share=1e15),
-        ev.RoundCommitted(at=START + 1, peer=bad, fragment=255, round=2**40, coordinator=EVIL,
-                          group_size=2**53,
-                          contributors=0, partial=2**53, duration_s=1e15),
-        ev.RoundAborted(at=START + 1, peer=bad, fragment=255, round=2**40, reason=EVIL),
-        ev.Warned(at=START + 39, peer=bad, text=EVIL),
-        ev.MessageRefused(at=START + 39, peer=bad, other=EVIL, reason=EVIL),
-    ]  # fmt: skip
-    feed._news.sightings.append(Sighting(bad, "answering", START, refused=ev_counter({EVIL: 3})))
+    feed.advance(30)
     feed.is_whole = False
     model = Model(feed, History(None))
-    model.step(START + 40)
-    model.keep(START + 40)
-    return model
-
-
-def ev_counter(counts: dict[str, int]) -> Any:
-    from collections import Counter
-
-    return Counter(counts)
-
-
-def all_charts(model: Model) -> list[charts.Options]:
-    facts, palette = model.facts(), charts.DARK
-    span = model.history.span()
-    rows = model.history.series(SWARM, *span)
-    fragments = {f: model.history.fragment_series(f, *span) for f in range(min(4, facts.fragments))}
-    members = {peer_id(0): {"ready_at": 5.0, "begin_s": 0.1, "parts_s": 0.3, "mean_s": 0.2, "commit_s": 0.6}}
-    return [
-        charts.loss(palette, rows, model.history.agreed(), over_tokens=True),
-        charts.loss(palette, rows, model.history.agreed(), over_tokens=False),
-        charts.over_time(palette, rows, {"tokens/s": ("tokens_per_s", charts.GREEN, 1.0)}),
-        charts.rounds(palette, facts.rounds, facts.fragments),
-        charts.staleness(palette, {f: {0: 3, 7: 1} for f in range(3)}),
-        charts.staleness(palette, {0: {2**53: 1}}),
-        charts.ages(palette, facts.peers, facts.fragments),
-        charts.link_matrix(palette, facts.peers),
-        charts.hidden_and_exposed(palette, facts.peers),
-        charts.fragment_lines(palette, fragments, 1),
-        charts.round_time_line(palette, members, {peer_id(0): EVIL}),
-    ]
-
-
-def test_a_peer_that_says_nonsense_is_shown_as_such_and_breaks_nothing() -> None:
-    model = evil_model()
+    model.step(START + 30)
+    before, gone = model.facts(), peer_id(2)
+    last = next(peer for peer in before.peers if peer.peer == gone)
+    steps = model.view.staleness.total()
+    day = FORGET_AFTER_S + 60
+    for at in (day, 2 * day):
+        for number in range(2):
+            feed._news.events.append(progress_of(model, peer_id(number), START + at))
+        model.step(START + at)
     facts = model.facts()
-    words = " ".join(trouble.words for trouble in facts.troubles)
-    assert "publishes nonsense" in words
-    assert "\x1b" not in words
-    text = exposition(FactsCollector(model.facts)).decode()
-    assert list(text_string_to_metric_families(text))
-    console = Console(width=110, record=True, force_terminal=True)
-    console.print(frame(facts, 110, 50))
-    assert "\x1b[2J" not in console.export_text(styles=True)
+    assert {peer.peer for peer in facts.peers} == {peer_id(0), peer_id(1)}
+    assert (facts.tokens, facts.up_bytes) == (before.tokens, before.up_bytes)
+    assert model.view.staleness.total() == steps
+    # It comes back as another process, which counts from 0.
+    feed._news.events += [
+        ev.PeerStarted(at=START + 2 * day, peer=gone, name="back", pid=1, software="", device="",
+                       parameters=1, fragments=4, run=""),
+        dataclasses.replace(progress_of(model, peer_id(0), START + 2 * day), peer=gone, tokens=5),
+    ]  # fmt: skip
+    model.step(START + 2 * day + 1)
+    back = next(peer for peer in model.facts().peers if peer.peer == gone)
+    assert back.tokens == last.tokens + 5
+    assert model.facts().tokens == before.tokens + 5
     model.history.close()
 
 
-def test_a_peers_text_is_never_a_key_of_a_chart_and_no_number_is_missing() -> None:
-    """A key that begins with a colon would be run as a program in the browser."""
-    model = evil_model()
-    for made in all_charts(model):
-        text = json.dumps(made, allow_nan=False)
-        assert len(text) < 400_000
-        keys = [key for value in walk(made) if isinstance(value, dict) for key in value]
-        assert all(re.fullmatch(r"[A-Za-z]\w*", key) for key in keys), keys
-        assert made["tooltip"]["renderMode"] == "richText"
-        texts = [value for value in walk(made) if isinstance(value, str)]
-        assert not any("\x1b" in value for value in texts)
+def progress_of(model: Model, peer: str, at: float) -> ev.Progress:
+    """What ``peer`` says at ``at`` if it has done nothing since its last word."""
+    known = model.view.peers[peer]
+    return ev.Progress(
+        at=at, peer=PeerId(peer), phase="training", position=known.position, versions=known.versions,
+        tokens_per_s=0.0, loss=math.nan, **dataclasses.asdict(known.totals),
+    )  # fmt: skip
+
+
+def test_a_swarm_that_fell_silent_as_a_whole_stays_listed() -> None:
+    feed = MadeFeed(MadeSwarm(3, start_at=START))
+    feed.advance(30)
+    feed.is_whole = False
+    model = Model(feed, History(None))
+    model.step(START + 30)
+    model.step(START + 9 * FORGET_AFTER_S)
+    assert model.facts().peers_known == 3
     model.history.close()
 
 
-def test_markup_cannot_leave_the_report(tmp_path: Path) -> None:
-    with Journal(tmp_path / "events.jsonl") as journal:
-        for event in MadeSwarm(2, start_at=START).at(0):
-            journal.write(event)
-        name = "</script><img src=x onerror=alert(1)>"
-        journal.write(
-            ev.PeerStarted(at=START, peer=peer_id(7), name=name, pid=1, software=name, device=name,
-                           parameters=1,
-                           fragments=1, run="00")
-        )  # fmt: skip
-        journal.write(ev.Warned(at=START + 1, peer=peer_id(7), text=name))
-    write_report(tmp_path, tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert "<img" not in page
-    assert page.count("</script>") == 3
-    assert "default-src 'none'" in page
-    assert not re.search(r"""(src|href)=["']?https?:""", page)
-
-
-def test_the_report_says_the_newest_loss_whoever_measured_it(tmp_path: Path) -> None:
-    with Journal(tmp_path / "events.jsonl") as journal:
-        for event in MadeSwarm(2, start_at=START).at(0):
-            journal.write(event)
-    agreed = [(START, 0.0, 4.976), (START + 60, 1e6, 1.4375)]
-    write_report(tmp_path, tmp_path / "report.html", agreed)
-    assert "1.438" in (tmp_path / "report.html").read_text().split("application/json")[0]
-    write_report(tmp_path, tmp_path / "report.html", agreed[:1])
-    assert "1.438" not in (tmp_path / "report.html").read_text()
-
-
-# ---- metrics and other tools
-
-
-def test_metrics_follow_the_conventions(model: Model) -> None:
-    families = list(text_string_to_metric_families(exposition(FactsCollector(model.facts)).decode()))
-    assert len(families) > 40
-    for family in families:
-        assert family.name.startswith("p2p_co2_")
-        assert family.documentation
-        assert not re.search(r"_(mb|kb|ms|percent|minutes)(_|$)", family.name)
-        for sample in family.samples:
-            assert math.isfinite(sample.value)
-            assert set(sample.labels) <= {
-                "peer",
-                "name",
-                "state",
-                "outcome",
-                "fragment",
-                "carrier",
-                "relayed",
-            }
-            assert sample.name.endswith("_total") == (family.type == "counter")
-
-
-def test_a_peers_own_page_tells_of_itself_alone(model: Model) -> None:
-    text = exposition(FactsCollector(model.facts, lambda: peer_id(1))).decode()
-    labels = {
-        sample.labels["peer"]
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if "peer" in sample.labels
-    }
-    assert labels == {peer_id(1)}
-    assert "swarm_tokens" not in text
-
-
-def test_label_sets_are_bounded() -> None:
-    model = model_after(5, peers=MAX_PEERS + 40)
-    text = exposition(FactsCollector(model.facts)).decode()
-    assert text.count("p2p_co2_peer_up{") == MAX_PEERS
-    model.history.close()
-
-
-def test_the_dashboard_file_asks_for_metrics_that_exist(model: Model) -> None:
-    dashboard = json.loads((ROOT / "monitoring" / "grafana.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    text = exposition(FactsCollector(model.facts)).decode()
-    names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
-    for query in queries:
-        asked = set(re.findall(r"p2p_co2_\w+", query))
-        assert asked
-        assert asked <= names, query
-
-
-def test_the_schema_of_events_is_the_one_that_is_documented() -> None:
-    made = event_docs()
-    assert (ROOT / "docs" / "events.md").read_text() == made, "run: make docs"
-    for kind in EVENT_TYPES:
-        assert f"\n## {kind}\n" in made
-
-
-def test_tensorboard_gets_what_the_swarm_did(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX", reason="the tensorboard extra is not installed")
-    from tensorboardX.proto.event_pb2 import Event as TensorBoardEvent
-    from tensorboardX.record_writer import RecordWriter
-
-    assert RecordWriter
-    feed = MadeFeed(MadeSwarm(3, start_at=START), FeedState("ended", "over"))
-    feed.advance(60)
-    assert export_feed(feed, [TensorBoardSink(tmp_path / "tb")]) == 0
-    (path,) = (tmp_path / "tb").iterdir()
-    told = {
-        value.tag: value.simple_value
-        for record in records(path.read_bytes())
-        for value in TensorBoardEvent.FromString(record).summary.value
-    }
-    assert told["swarm/peers_online"] == 3.0
-    assert told["swarm/loss_training"] > 0
-    assert told["peer/peer-1/tokens_per_s"] == pytest.approx(1440.0)
-
-
-def records(data: bytes) -> Iterator[bytes]:
-    """TFRecord: length (8 bytes, little-endian), its checksum (4), the bytes, their checksum (4)."""
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        yield data[12 : 12 + length]
-        data = data[16 + length :]
-
-
-def test_a_sink_that_is_not_asked_for_or_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--tensorboard"):
-        open_sinks(None, "")
-    import sys
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"p2p-co2\[wandb\]"):
-        open_sinks(None, "project")
-
-
-def test_sinks_get_plain_names_and_finite_numbers() -> None:
-    model = evil_model()
-    figures = figures_of(model.facts())
-    assert all(re.fullmatch(r"[\w./-]+", name) for name in figures)
-    assert all(math.isfinite(value) for value in figures.values())
-    model.history.close()
-
-
-# ---- terminal
-
-
-def test_the_terminal_shows_swarm_and_staleness(model: Model) -> None:
-    for width, height in ((80, 24), (120, 50), (40, 15)):
-        console = Console(width=width, height=height, record=True, force_terminal=True)
-        console.print(frame(model.facts(), width, height))
-        text = console.export_text()
-        assert "peer-1" in text
-        assert "staleness" in text
-        assert max(len(row) for row in text.splitlines()) <= width
-    assert "5 troubles: Round 13" in line(model.facts())
-
-
-def test_watching_without_a_terminal_prints_lines_and_ends() -> None:
-    feed = MadeFeed(MadeSwarm(2, start_at=START))
-    feed.advance(20)
-    console = Console(width=200, record=True, force_terminal=False)
-    assert watch_feed(feed, 0.01, console) == 0
-    assert "2 of 2 peers" in console.export_text() or "0 of 2 peers" in console.export_text()
+def test_a_history_that_cannot_be_written_is_told_and_kept_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    history = History.or_in_memory(tmp_path / "file" / "board.sqlite")
+    model = Model(MadeFeed(MadeSwarm(2, start_at=START)), history)
+    model.step(START + 1)
+    model.keep(START + 1)
+    assert "--folder" in model.trouble_with_history
+    assert history.span() != (0.0, 0.0)
+    history.close()
+    assert not History.or_in_memory(None).trouble
 
 
 # ---- journals
@@ -445,6 +228,17 @@ def test_a_run_that_is_over_is_told_in_its_own_time(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_told() -> None:
     with pytest.raises(EnvironmentFault, match="no folder"):
         JournalFeed(Path("/nowhere"))
+
+
+def test_the_report_says_the_newest_loss_whoever_measured_it(tmp_path: Path) -> None:
+    with Journal(tmp_path / "events.jsonl") as journal:
+        for event in MadeSwarm(2, start_at=START).at(0):
+            journal.write(event)
+    agreed = [(START, 0.0, 4.976), (START + 60, 1e6, 1.4375)]
+    write_report(tmp_path, tmp_path / "report.html", agreed)
+    assert "1.438" in (tmp_path / "report.html").read_text().split("application/json")[0]
+    write_report(tmp_path, tmp_path / "report.html", agreed[:1])
+    assert "1.438" not in (tmp_path / "report.html").read_text()
 
 
 # ---- who may look

@@ -12,6 +12,7 @@ import pytest
 from monitoring.history import (
     FRAGMENT_MEASURES,
     MAX_AGREED,
+    MAX_NAMES,
     MEASURES,
     SWARM,
     TIERS,
@@ -165,6 +166,42 @@ def test_a_number_that_it_cannot_hold_is_told_and_forgotten() -> None:
             history.write(Batch(at=at, samples={"a": sample(1.0)}, fragments={}))
     filled(history, 4)
     assert len(history.series("a", START, START + 99)) == 2
+    history.close()
+
+
+def test_a_write_that_fails_gives_no_peer_the_rows_of_another() -> None:
+    history = History(None)
+    line = Happening(START, "warned", "a", 2**70, 0, "a number that the file cannot hold")
+    with pytest.raises(EnvironmentFault):
+        history.write(Batch(at=START, samples={"a": sample(1.0)}, fragments={}, happenings=[line]))
+    history.write(Batch(at=START + 2, samples={"b": sample(2.0)}, fragments={}))
+    history.write(Batch(at=START + 4, samples={"a": sample(3.0)}, fragments={}))
+    assert [row[0] for row in history.series("a", START, START + 9)] == [START + 4]
+    assert [row[0] for row in history.series("b", START, START + 9)] == [START + 2]
+    history.close()
+
+
+def test_a_write_that_fails_leaves_its_means_to_the_next() -> None:
+    (finer, _), (coarser, _) = TIERS[:2]
+    history = History(None)
+    for at in range(0, coarser, finer):
+        history.write(Batch(at=START + at, samples={"a": sample(1.0)}, fragments={}))
+    with pytest.raises(EnvironmentFault):
+        history.write(Batch(at=START + coarser, samples={"a": sample(1.0)[:-1]}, fragments={}))
+    history.write(Batch(at=START + coarser + finer, samples={"a": sample(1.0)}, fragments={}))
+    means = "SELECT count(*) FROM samples WHERE step = ? AND at >= ?"
+    assert history._writer.execute(means, (coarser, int(START))).fetchone() == (1,)
+    history.close()
+
+
+def test_names_of_which_nothing_is_kept_go() -> None:
+    history = History(None)
+    crowd = {f"peer {number}": sample(1.0) for number in range(MAX_NAMES + 9)}
+    history.write(Batch(at=START, samples=crowd, fragments={}, counted={"peer 0": 1.0}))
+    later = START + 2 * TIERS[-1][1]
+    history.write(Batch(at=later, samples={"peer 7": sample(1.0)}, fragments={}))
+    assert {name for (name,) in history._writer.execute("SELECT peer FROM peers")} == {"peer 0", "peer 7"}
+    assert len(history.series("peer 7", later - 9, later + 9)) == 1
     history.close()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from google.protobuf.message import Message
 
 from p2p_co2.rounds import Began, Committed, PeerView, Rounds
+from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -23,8 +24,12 @@ def machine_with(views: dict[PeerId, PeerView]) -> Rounds:
     return machine
 
 
-def ready(weight: float = 2.0) -> wire.Ready:
-    return wire.Ready(fragment=0, round=1, base_version=0, state_digest=DIGEST, weight=weight)
+def ready(weight: float = 2.0, last: bool = False) -> wire.Ready:
+    return wire.Ready(fragment=0, round=1, base_version=0, state_digest=DIGEST, weight=weight, last=last)
+
+
+def groups(machine: Rounds) -> list[tuple[PeerId, ...]]:
+    return [tuple(event.group) for event in drain(machine) if isinstance(event, Began)]
 
 
 def test_a_coordinator_that_only_finishes_does_not_wait_for_itself() -> None:
@@ -64,3 +69,56 @@ def test_means_that_a_slow_link_brings_after_the_decision_complete_its_round() -
     assert [name for name, event in net.events if isinstance(event, Committed)][-1] == slow
     assert set(net.committed()) == set(net.names)
     net.check_agreement()
+
+
+def seasoned() -> Rounds:
+    """A coordinator whose rounds came two seconds apart, all READYs at once: it does not wait long."""
+    machine = machine_with(dict.fromkeys((ME, OTHER, THIRD), TRAINS))
+    cadence = machine._coordination.cadences[0]
+    for round_ in range(1, 5):
+        cadence.committed(round_, 2.0 * round_)
+        machine._coordination._history[0].arrived(round_ + 10, 2.0 * round_)
+        machine._coordination._history[0].arrived(round_ + 10, 2.0 * round_ + 0.01)
+    return machine
+
+
+def test_in_the_last_round_who_still_trains_is_waited_for_as_long_as_a_round_of_training() -> None:
+    for last, waits in ((False, False), (True, True)):
+        machine = seasoned()
+        for peer in (ME, OTHER):
+            machine.receive(ready(last=last), peer, 100.0)
+        machine.handle_timer(100.0 + limits.GATHER_FLOOR_S + 0.3)
+        assert bool(groups(machine)) is not waits
+        if waits:
+            machine.receive(ready(last=True), THIRD, 101.5)  # it has written a checkpoint meanwhile
+            assert groups(machine) == [tuple(sorted((ME, OTHER, THIRD)))]
+
+
+def test_nobody_is_waited_for_beyond_the_last_rounds_deadline() -> None:
+    machine = seasoned()
+    for peer in (ME, OTHER):
+        machine.receive(ready(last=True), peer, 100.0)
+    timer_at = machine.get_timer()
+    assert timer_at is not None
+    assert timer_at <= 100.0 + limits.LAST_GATHER_S
+    machine.handle_timer(timer_at)
+    assert groups(machine) == [tuple(sorted((ME, OTHER)))]
+
+
+def test_one_peers_word_that_it_is_the_last_round_makes_nobody_wait() -> None:
+    machine = seasoned()
+    machine.receive(ready(last=True), OTHER, 100.0)
+    machine.receive(ready(), ME, 100.0)
+    machine.handle_timer(100.0 + limits.GATHER_FLOOR_S + 0.3)
+    assert groups(machine) == [tuple(sorted((ME, OTHER)))]
+
+
+def test_who_has_nothing_more_to_offer_for_a_fragment_is_neither_waited_for_nor_needed() -> None:
+    done = PeerView(1e6, finished=frozenset({0}))
+    machine = machine_with({ME: done, OTHER: TRAINS, THIRD: done})
+    machine.receive(ready(last=True), OTHER, 1.0)
+    assert groups(machine) == [(OTHER,)]
+    elsewhere = PeerView(1e6, finished=frozenset({1}))
+    machine = machine_with({ME: done, OTHER: TRAINS, THIRD: elsewhere})
+    machine.receive(ready(last=True), OTHER, 1.0)
+    assert groups(machine) == []

@@ -17,6 +17,7 @@ from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
 from p2p_co2.rounds.attempt import Attempt, Share, read_senders, write_senders
 from p2p_co2.rounds.deadline import (
+    GATHER_LEAST_CAP_S,
     Cadence,
     Durations,
     Punctuality,
@@ -27,6 +28,7 @@ from p2p_co2.rounds.deadline import (
 )
 from p2p_co2.rounds.owner import Arrivals
 from p2p_co2.rounds.parts import (
+    FINEST_BYTES,
     PIPELINED_BYTES,
     BlockRange,
     Division,
@@ -85,7 +87,10 @@ def test_equal_links_share_equally_and_send_everything() -> None:
     assert division.transfer_s == pytest.approx(1.5)  # 2 (1 - 1/4) payloads
 
 
-def test_a_link_ten_times_slower_averages_nothing_and_sends_what_it_can_in_time() -> None:
+def test_a_link_ten_times_slower_averages_nothing_and_sends_what_it_can_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_co2.rounds.parts.FINEST_BYTES", 1)
     asked: Counter[int] = Counter()
     for round_ in range(1, 61):
         division = divided([1200.0, 1200.0, 120.0, 1200.0], round_=round_)
@@ -117,7 +122,27 @@ def test_who_may_not_download_much_averages_little_but_sends_all() -> None:
     assert all("p1" in peers for peers in division.senders)
 
 
-def test_a_link_too_slow_for_any_part_sends_one_now_and_then() -> None:
+def test_a_claim_to_be_slow_does_not_cut_a_round_into_crumbs() -> None:
+    blocks, round_ = 160_000 // 68, 1
+    for claimed in (25_000.0, 1_000.0, 1e-9):
+        rates = {PeerId(f"p{i}"): Rates(2.5e6) for i in range(3)} | {PeerId("p3"): Rates(claimed)}
+        division = divide(blocks, 68, rates, (0, round_), 0.25)
+        assert min(stop - start for start, stop in division.ranges) * 68 >= FINEST_BYTES
+        assert max(stop - start for start, stop in division.ranges) * 68 < 2 * FINEST_BYTES
+        assert covers(division.ranges, blocks)
+    rates[PeerId("p3")] = Rates(25_000.0)  # a hundredth: 6 kB in a round that is cheap
+    brought = sum(
+        (stop - start) * 68
+        for round_ in range(1, 401)
+        for division in [divide(blocks, 68, rates, (0, round_), 0.25)]
+        for (start, stop), peers in zip(division.ranges, division.senders, strict=True)
+        if "p3" in peers
+    )
+    assert 0.7 * 6250 < brought / 400 < 1.3 * 6250  # what it can, in fewer and larger pieces
+
+
+def test_a_link_too_slow_for_any_part_sends_one_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.rounds.parts.FINEST_BYTES", 1)
     division = divided([1200.0] * 3 + [1.0])
     assert len(division.ranges) <= limits.MAX_PARTS
     times = [
@@ -178,7 +203,9 @@ def test_ready_deadline_learns_from_late_arrivals() -> None:
     for round_ in range(6, 40):
         history.arrived(round_, 100.0 * round_)
         history.arrived(round_, 100.0 * round_ + 0.1)
-    assert history.deadline_s(40) == limits.GATHER_FLOOR_S
+    assert history.deadline_s(40, 10.6 / 4) == 10.6 / 16  # a round of 10.6 s has room for steps of 0.5 s
+    assert history.deadline_s(40, 1.0) == limits.GATHER_FLOOR_S
+    assert history.deadline_s(40) == GATHER_LEAST_CAP_S
 
 
 def test_parts_deadline_is_the_links_time_with_a_margin_or_what_was_observed() -> None:

@@ -247,6 +247,7 @@ def test_what_a_slow_link_could_not_bring_is_neither_lost_nor_counted_twice(
     )
     lossy = CodecConfig(name=codec, error_feedback=codec != "fp32", error_feedback_decay=1.0)
     monkeypatch.setattr(world, "RUN", world.RUN.model_copy(update={"codec": lossy, "outer": plain}))
+    monkeypatch.setattr("p2p_co2.rounds.parts.FINEST_BYTES", 1)  # a tiny model's parts, as a large one's
 
     async def work() -> None:
         swarm = World("a", "b", "c")

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.config import ClockConfig
-from p2p_co2.schedule import SwarmClock, due, points_passed
+from p2p_co2.schedule import (
+    FLUSH_CAP_S,
+    FLUSH_FLOOR_S,
+    LastOffers,
+    SwarmClock,
+    due,
+    flush_bound_s,
+    points_passed,
+)
 
 
 def test_points_by_hand() -> None:
@@ -117,3 +125,32 @@ def test_a_peer_that_slept_sends_each_fragment_once() -> None:
     last = clock.position(1.0, 0)
     clock.observe(40.3, 1.0)
     assert sorted(due(4, last, clock.position(1.0, 0))) == [0, 1, 2, 3]
+
+
+def test_peers_offer_the_rest_of_their_work_in_one_order_few_fragments_at_once() -> None:
+    offers = LastOffers(4)
+    assert offers.next({0, 1, 2, 3}, {0}, False) == [1]  # 0 was sent before the end
+    assert offers.next({2, 3}, {1}, False) == [2]
+    assert offers.next({1, 3}, {2}, False) == [3]  # 1 failed: its turn comes again after the others
+    assert offers.next({1}, {3}, False) == [1]
+    assert offers.next({0, 2}, set(), False) == [0, 2]
+    assert LastOffers(4).next({0, 1, 2, 3}, {3}, True) == [0, 1, 2]
+
+
+@given(count=st.integers(1, 6), outcomes=st.lists(st.booleans(), max_size=60))
+def test_every_fragment_has_its_turn_again_and_again(count: int, outcomes: list[bool]) -> None:
+    offers, uncounted, tried = LastOffers(count), set(range(count)), [0] * count
+    for counted in outcomes:
+        for fragment in offers.next(uncounted, (), False):
+            tried[fragment] += 1
+            if counted:
+                uncounted.discard(fragment)
+        waiting = [tried[fragment] for fragment in uncounted]
+        assert not waiting or max(waiting) - min(waiting) <= 1
+
+
+def test_a_flush_is_given_the_time_that_rounds_take_within_its_bounds() -> None:
+    assert flush_bound_s(4, []) == FLUSH_FLOOR_S
+    assert flush_bound_s(4, [2.0, 2.0, 90.0]) == FLUSH_FLOOR_S
+    assert flush_bound_s(4, [20.0, 20.0, 1.0]) == 80.0
+    assert flush_bound_s(64, [100.0]) == FLUSH_CAP_S

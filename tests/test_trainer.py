@@ -20,6 +20,7 @@ from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer
+from p2p_co2.schedule import FLUSH_FLOOR_S, SETTLE_S
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
@@ -248,7 +249,7 @@ def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.Monk
     made = bench_on_virtual_time(monkeypatch)
     made.step(1)
     made.sync.flush(finished=True)  # nobody answers
-    assert made.sync.exposed_s == pytest.approx(synchroniser.FLUSH_BOUND_S + synchroniser.SETTLE_BOUND_S)
+    assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
     made.ledger.states()
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
     assert made.wire.shown[-1].phase == made.sync.phase

@@ -296,9 +296,9 @@ def test_a_checkpoint_under_co2_loses_no_work_and_turns_none_back() -> None:
     peer.live += 2.0
     peer.commit(mean, everybody([peer], 1))  # the live parameters meet it at the next boundary only
     peer.live += 4.0
-    addend = peer.ledger.rebased()
-    assert addend is not None
-    saved = peer.live + addend
+    rebase = peer.ledger.rebase()
+    assert rebase is not None
+    saved = peer.live + rebase.addend(slice(None))
     assert torch.equal(saved - peer.ledger.state.params, torch.full((BLOCK,), 6.0))
     resumed = FragmentLedger(run_config(config), get_codec("fp32"), "a", peer.ledger.state)
     offered = peer.codec.decode(

@@ -22,12 +22,13 @@ IDLE_S = 90.0
 def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str], None] = print) -> int:
     """Serve ``feed`` at ``place`` until SIGINT or SIGTERM; returns the exit status. Closes the feed.
 
-    ``history``: the SQLite file; None keeps it in memory. Raises ``EnvironmentFault`` (port, disk).
+    ``history``: the SQLite file; None keeps it in memory, and so does a place that cannot be written, which
+    is said. Raises ``EnvironmentFault`` if the port is taken.
     """
     try:
         bound = listening_socket(place)
         say(f"board: {address(place, bound)}")
-        _run(feed, place, bound, history, lambda activity: False)
+        _run(feed, place, bound, history, lambda activity: False, say)
     finally:
         feed.close()
     return 0
@@ -42,16 +43,19 @@ def run_behind_gate(
         return activity.idle_s() > IDLE_S or (gone is not None and gone.is_set())
 
     try:
-        _run(feed, Place(), bound, history, is_over)
+        _run(feed, Place(), bound, history, is_over, lambda words: None)  # the page says it
     finally:
         feed.close()
     return 0
 
 
 def _run(
-    feed: Feed, place: Place, bound: socket.socket, history: Path | None, over: Callable[[Activity], bool]
-) -> None:
-    kept = History(history)
+    feed: Feed, place: Place, bound: socket.socket, history: Path | None, over: Callable[[Activity], bool],
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    kept = History.or_in_memory(history)
+    if kept.trouble:
+        say(f"warning: {kept.trouble}")
     try:
         asyncio.run(_serve_until_stopped(Model(feed, kept), place, bound, over))
     finally:

@@ -32,6 +32,7 @@ from p2p_co2.catchup.goals import (
     Goal,
     Outbox,
     Shape,
+    Vouch,
     split_donors,
 )
 from p2p_co2.catchup.kept import Store
@@ -74,6 +75,11 @@ class CatchUp:
     def keep_in(self, store: Store) -> None:
         """From now on the chunks of states go to ``store``, and come from it after a restart."""
         self._fetcher.store = store
+
+    def ask_swarm(self, vouch: Vouch) -> None:
+        """From now on a state is loaded only if ``vouch`` does not contradict its donor, and rather one for
+        which others vouch."""
+        self._fetcher.vouch = vouch
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""

@@ -2,7 +2,9 @@
 
     ask for manifests -> choose what most donors promise -> chunks, from whoever is free -> all right: done
 
-Donors that promise other bytes (another version, or a lie) are put aside. A chunk goes to whichever donor has
+Donors that promise other bytes (another version, or a lie) are put aside: what others than the donors vouch
+for goes before what they alone say, and what others contradict is refused before a byte of it is loaded. A
+chunk goes to whichever donor has
 room, so each donor gives as much as it can carry; near the end a free donor repeats what another is late
 with. A donor that is silent, slow, or wrong loses its place and its chunks go to the others; chunks that were
 right stay, whoever gave them.
@@ -18,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from p2p_co2.catchup.goals import ROUND, Fetched, FetchFailed, Goal, Outbox
+from p2p_co2.catchup.goals import ROUND, STATE, Fetched, FetchFailed, Goal, Outbox, Vouch
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.manifest import (
     Content,
@@ -59,6 +61,7 @@ class Context:
     out: Outbox
     next_request: Callable[[], int]
     load: Callable[[PeerId], int]
+    vouch: Vouch
 
 
 class Download:
@@ -96,6 +99,8 @@ class Download:
             return  # doubled under way
         oldest = self.goal.oldest or self.goal.version
         check_manifest(manifest, self.goal, self.total_bytes, oldest, source.peer, self._context.run)
+        if self._vouched(source.peer, manifest) is False:
+            raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
         source.manifest, source.content, source.heard_at = manifest, content_of(manifest), now
         self._moved_at = now
         if self._choose_at is None:
@@ -277,20 +282,30 @@ class Download:
         silent = [s for s in self.sources.values() if s.manifest is None and s.again_at is None]
         if not answered or (silent and self._choose_at is not None and now < self._choose_at):
             return
-        camps: dict[Content, list[Manifest]] = {}
+        camps: dict[Content, list[tuple[PeerId, Manifest]]] = {}
         for source in answered:
             assert source.manifest is not None
-            camps.setdefault(source.content, []).append(source.manifest)
-        content, manifests = max(camps.items(), key=lambda camp: self._rank(camp[1]))
-        self._chosen = manifests[0]
+            camps.setdefault(source.content, []).append((source.peer, source.manifest))
+        content, camp = max(camps.items(), key=lambda camp: self._rank(camp[1]))
+        self._chosen = camp[0][1]
         if content != self._content:
             self._content = content
-            self._begin(manifests[0])
+            self._begin(self._chosen)
 
-    def _rank(self, camp: list[Manifest]) -> tuple[bool, int, int]:
-        """What most peers report goes before what most donors promise."""
-        known = (camp[0].version, camp[0].digest) == (self.goal.version, self.goal.digest)
-        return known, len(camp), camp[0].version
+    def _rank(self, camp: list[tuple[PeerId, Manifest]]) -> tuple[bool, bool, int, int]:
+        """What most peers report goes before what most donors promise; the newest of it, but of what nobody
+        else knows the oldest: it is easy to promise a version that nobody has reached."""
+        promise = camp[0][1]
+        known = (promise.version, promise.digest) == (self.goal.version, self.goal.digest)
+        vouched = any(self._vouched(donor, manifest) for donor, manifest in camp)
+        return known, vouched, len(camp), promise.version if known or vouched else -promise.version
+
+    def _vouched(self, donor: PeerId, manifest: Manifest) -> bool | None:
+        """What others say of it: a round carries its decision, so only of a state there is something to
+        say."""
+        if manifest.what != STATE:
+            return None
+        return self._context.vouch(donor, manifest.fragment, manifest.version, manifest.digest)
 
     def _begin(self, manifest: Manifest) -> None:
         """Chunks that a buffer brings along from an earlier attempt are kept if they are right."""

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from p2p_co2.catchup.download import Context, Download
-from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, STATE, DonorRefused, FetchFailed, Goal, Outbox, Shape
+from p2p_co2.catchup.goals import (
+    EXPORTS_FREE_BYTES,
+    STATE,
+    DonorRefused,
+    FetchFailed,
+    Goal,
+    Outbox,
+    Shape,
+    Vouch,
+)
 from p2p_co2.catchup.kept import NothingKept, Store
 from p2p_co2.catchup.source import Source
 from p2p_co2.errors import RemoteProtocolError
@@ -30,13 +39,15 @@ class Fetcher:
     def __init__(self, run: bytes, shape: Shape, out: Outbox) -> None:
         self._shape, self._out = shape, out
         self.store: Store = NothingKept()
+        self.vouch: Vouch = lambda donor, fragment, version, digest: None
+        """What the swarm says of a promised state."""
         self._downloads: dict[int, Download] = {}
         self._waiting: dict[int, Goal] = {}
         self._quarantined: dict[PeerId, float] = {}
         self._put_aside: set[int] = set()
         """Fragments whose download has waited for another one already."""
         self._requests = 0
-        self._context = Context(run, out, self._next_request, self._load)
+        self._context = Context(run, out, self._next_request, self._load, self._vouch)
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
@@ -164,6 +175,9 @@ class Fetcher:
     def _next_request(self) -> int:
         self._requests += 1
         return self._requests
+
+    def _vouch(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
+        return self.vouch(donor, fragment, version, digest)
 
     def _load(self, peer: PeerId) -> int:
         sources = (download.sources.get(peer) for download in self._downloads.values())

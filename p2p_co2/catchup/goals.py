@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.wire.identity import PeerId
@@ -48,6 +48,11 @@ class Goal:
     donors: tuple[PeerId, ...]
     digest: bytes = b""
     oldest: int = 0
+
+
+Vouch = Callable[[PeerId, int, int, bytes], bool | None]
+"""(donor, fragment, version, digest of its state): whether others than the donor say so too (True), or
+otherwise (False); None if nobody else says anything."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from p2p_co2.checkpoint.agreed import (
     state_view,
     swarm_digest,
 )
-from p2p_co2.checkpoint.folder import Agreed, Checkpoint, load, load_agreed, save
+from p2p_co2.checkpoint.folder import Agreed, Checkpoint, Saving, load, load_agreed, save
 
 __all__ = [
     "Agreed",
     "Checkpoint",
+    "Saving",
     "load",
     "load_agreed",
     "save",

@@ -5,8 +5,8 @@ damaged newest one falls back to the previous, with the reason kept. A file of a
 went back to an earlier checkpoint, or began anew in the same folder) is set aside under another name and
 never deleted.
 
-Price: two checkpoints on disk, each about the fp32 parameters three times (live, agreed, outer momentum)
-and the inner optimizer.
+Price: two checkpoints on disk (a third while one is written, and between two that are written beside
+training), each about the fp32 parameters three times (live, agreed, outer momentum) and the inner optimizer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Checkpoint:
     ``optimizer``: the inner optimizer's ``state_dict()``. ``position`` in rounds. ``residuals``: error
     feedback per fragment, fp32. ``passed_over``, set by ``load``: newer files that were damaged, and how.
 
-    Tensors are held, not copied: whoever saves from another thread hands over copies. A list of ``states`` is
-    emptied by ``save``, which lets each one go when it is written: the swarm may replace them meanwhile.
+    Tensors are held, not copied. A list of ``states`` is emptied by ``Saving``, which lets each one go when
+    it is written: the swarm may replace them meanwhile.
     """
 
     run_config_json: str
@@ -76,39 +76,68 @@ class Agreed:
     passed_over: tuple[str, ...] = ()
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write ``checkpoint`` into ``folder`` and keep the newest two; returns the file.
+class Saving:
+    """A checkpoint on its way into ``folder``. When this returns, what training changes (``params``,
+    ``buffers``, ``optimizer``) is in the file's pages; ``finish`` adds the rest and makes it whole, on any
+    thread. ``give_up`` otherwise.
 
     Raises ``EnvironmentFault`` if the disk is full or the folder not writable (the earlier checkpoints
     stay), ``ConfigError`` if the optimizer's state cannot be saved without pickle.
     """
-    path = folder / f"state-{checkpoint.inner_steps:012d}.safetensors"
-    tensors = {
-        f"agreed.{index}.{what}": values
-        for index, state in enumerate(checkpoint.states)
-        for what, values in (("params", state.params), ("momentum", state.momentum))
-    }
-    tensors |= {f"live.{name}": value for name, value in checkpoint.params.items()}
-    tensors |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
-    tensors |= {f"residual.{index}": value for index, value in checkpoint.residuals.items()}
-    optimizer_tensors: list[Tensor] = []
-    optimizer = tree.flatten(checkpoint.optimizer, optimizer_tensors)
-    tensors |= {f"optimizer.{index}": value for index, value in enumerate(optimizer_tensors)}
-    metadata = {
-        "format": _FORMAT,
-        "run": checkpoint.run_config_json,
-        "plan": checkpoint.plan_digest.hex(),
-        "states": json.dumps([header_bytes(state).hex() for state in checkpoint.states]),
-        "optimizer": json.dumps(optimizer),
-        "position": checkpoint.position.hex(),
-        "inner_steps": str(checkpoint.inner_steps),
-        "tokens": str(checkpoint.tokens),
-    }
-    if isinstance(checkpoint.states, list):
-        checkpoint.states.clear()
-    tensorfile.write(path, tensors, metadata)
-    _prune(folder, path)
-    return path
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+        self._folder = folder
+        self._path = folder / f"state-{checkpoint.inner_steps:012d}.safetensors"
+        self._agreed = {
+            f"agreed.{index}.{what}": values
+            for index, state in enumerate(checkpoint.states)
+            for what, values in (("params", state.params), ("momentum", state.momentum))
+        }
+        self._agreed |= {f"residual.{index}": value for index, value in checkpoint.residuals.items()}
+        optimizer_tensors: list[Tensor] = []
+        optimizer = tree.flatten(checkpoint.optimizer, optimizer_tensors)
+        changing = {f"live.{name}": value for name, value in checkpoint.params.items()}
+        changing |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
+        changing |= {f"optimizer.{index}": value for index, value in enumerate(optimizer_tensors)}
+        metadata = {
+            "format": _FORMAT,
+            "run": checkpoint.run_config_json,
+            "plan": checkpoint.plan_digest.hex(),
+            "states": json.dumps([header_bytes(state).hex() for state in checkpoint.states]),
+            "optimizer": json.dumps(optimizer),
+            "position": checkpoint.position.hex(),
+            "inner_steps": str(checkpoint.inner_steps),
+            "tokens": str(checkpoint.tokens),
+        }
+        if isinstance(checkpoint.states, list):
+            checkpoint.states.clear()
+        self._writing = tensorfile.Writing(self._path, self._agreed | changing, metadata)
+        self._writing.put(changing)
+
+    def add(self, name: str, start: int, values: Tensor) -> None:
+        """Add ``values`` (fp32 [n]) to the live parameter ``name``, from its element ``start`` on, as it is
+        saved; rounded once to its dtype."""
+        self._writing.change(f"live.{name}", start, start + values.numel(), lambda saved: saved.add_(values))
+
+    def finish(self, keep_spare: bool = False) -> Path:
+        """Write the rest; returns the file. Then the newest two are kept, and with ``keep_spare`` the memory
+        of the one before them for the next checkpoint, under its temporary name."""
+        for name in list(self._agreed):
+            self._writing.put({name: self._agreed.pop(name)})
+        self._writing.finish()
+        _prune(self._folder, self._path, keep_spare)
+        return self._path
+
+    def give_up(self) -> None:
+        """Leave nothing of it behind."""
+        self._agreed.clear()
+        self._writing.give_up()
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write ``checkpoint`` into ``folder`` and keep the newest two; returns the file. Raises as ``Saving``,
+    in one go."""
+    return Saving(folder, checkpoint).finish()
 
 
 def load(folder: Path) -> Checkpoint:
@@ -209,10 +238,11 @@ def _candidates(folder: Path) -> Iterator[Path]:
         raise EnvironmentFault(f"cannot read {folder}: {error.strerror}; check its permissions") from error
 
 
-def _prune(folder: Path, written: Path) -> None:
+def _prune(folder: Path, written: Path, keep_spare: bool) -> None:
     """Keep ``written`` and the newest before it; set aside what claims to be newer.
 
-    A file that cannot be removed is left: it costs space, not correctness.
+    A file that cannot be removed is left: it costs space, not correctness. One that somebody's copy shares
+    its content with (a hard link) is not written over.
     """
     older = []
     for path in _candidates(folder):
@@ -223,4 +253,7 @@ def _prune(folder: Path, written: Path) -> None:
             older.append(path)
     for path in older[_KEPT - 1 :]:
         with contextlib.suppress(OSError):
-            path.unlink()
+            if keep_spare and path.stat().st_nlink == 1:
+                path.replace(folder / tensorfile.TEMPORARY)
+            else:
+                path.unlink()

@@ -66,7 +66,7 @@ class Codec(ABC):
         numel, width = values.numel(), self.block_values
         if out is None:
             out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=values.device)
-        _must_fit(out, torch.uint8, self.payload_bytes(numel), values.device)
+        must_fit(out, torch.uint8, self.payload_bytes(numel), values.device)
         rows, whole = out.view(-1, self.block_bytes), numel // width
         blocks = values[: whole * width].view(whole, width)
         for start, stop in _chunks(whole, values.device):
@@ -86,7 +86,7 @@ class Codec(ABC):
         rows = self._rows(payload)
         if out is None:
             out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device=payload.device)
-        _must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
+        must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
         blocks = out.view(-1, self.block_values)
         for start, stop in _chunks(len(rows), payload.device):
             self._decode_blocks(rows[start:stop], blocks[start:stop])
@@ -187,7 +187,8 @@ def _chunks(blocks: int, device: torch.device) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, blocks)
 
 
-def _must_fit(out: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+def must_fit(out: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+    """Raise ``LocalProtocolError`` unless ``out`` is contiguous, of this dtype and device, and [numel]."""
     fits = out.dtype == dtype and out.shape == (numel,) and out.device == device and out.is_contiguous()
     if not fits:
         raise LocalProtocolError(

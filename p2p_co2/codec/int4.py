@@ -1,17 +1,17 @@
 """int4: the integers -7..7 times a scale, absmax / 7 per block, rounded to nearest.
 
 A block is a row of torch's own 4-bit embedding tables: 64 bytes of codes (the integer plus 8, the first one
-in the low nibble), then a scale and a bias of -8 scales, both fp16. On a CPU torch's fused kernel
-``quantized::embedding_bag_4bit_unpack`` therefore decodes a whole payload in one vectorised pass, as fast as
-memory takes it; other devices look codes up in a table.
+in the low nibble), then a scale and a bias of -8 scales, both fp16. So on a CPU without our own kernel
+(``native``) torch's fused ``quantized::embedding_bag_4bit_unpack`` decodes a whole payload in one vectorised
+pass, as fast as memory takes it; other devices look codes up in a table.
 
 Laws: with a scale of 11 bits ``code * scale + bias`` is exact in fp32 however it is computed, so every
 kernel and device give the same bits. Encoding what was decoded gives the same bytes: 7 scales divided by 7
 are the scale again.
 
 Price: fp16's range. Decoded values are multiples of 2**-24 (6e-8): blocks whose largest value is below 1e-6
-are sent coarsely, below 3e-8 as zeros. Values beyond 57316 saturate there. And a decode into given memory is
-one pass more, since the kernel makes its own.
+are sent coarsely, below 3e-8 as zeros. Values beyond 57316 saturate there. And with torch's kernel a decode
+into given memory is one pass more, since it makes its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from p2p_co2.codec import native
 from p2p_co2.codec.base import absmax
 from p2p_co2.codec.fourbit import FourBitCodec
 
@@ -36,6 +37,8 @@ class Int4(FourBitCodec):
 
     name = "int4"
     steps_of_codes = tuple(range(-8, 8))
+    half_scales = True
+    zero = 0.0  # as torch's kernel: no negative zeros, which hostile codes make of a scale of 0
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         scratch = torch.empty_like(values)
@@ -52,7 +55,7 @@ class Int4(FourBitCodec):
         self._pack(codes, rows)
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is not None or payload.device.type != "cpu" or _unpack is None:
+        if out is not None or payload.device.type != "cpu" or native.kernel is not None or _unpack is None:
             return super().decode(payload, out)
         values: Tensor = _unpack(self._rows(payload))
         return values.view(-1)
@@ -62,7 +65,7 @@ class Int4(FourBitCodec):
             values.copy_(_unpack(rows))
         else:
             super()._decode_blocks(rows, values)
-            values.add_(0.0)  # as the kernel: no negative zeros, which hostile codes make of a scale of 0
+            values.add_(self.zero)
 
     def _finite(self, rows: Tensor) -> bool:
         field = super()._scales(rows)

@@ -9,6 +9,7 @@ whether this peer's own work is in the missed means.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import (
@@ -53,6 +54,7 @@ class Catching:
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
+        node.catchup.ask_swarm(self._vouch)
 
     @property
     def is_watching(self) -> bool:
@@ -215,13 +217,13 @@ class Catching:
     async def _take_state(self, event: Fetched) -> None:
         fragment = event.goal.fragment
         majority = self._majority(fragment, event.version)
-        try:
+        try:  # as when it was promised (``_vouch``), but for what was heard since
             if majority is not None and majority != event.digest and not self._is_told_by_far(event):
                 raise DigestMismatch(
                     f"the state of version {event.version} is not the one that most peers report"
                 )
-            reached = max(self.swarm_version(fragment), self._told_by_far(event))
-            if event.version > max(reached + AHEAD_AT_MOST, self._node.agreed[fragment].version):
+            told = self._told_by_far(fragment, event.donors)
+            if event.version > told + AHEAD_AT_MOST and self._is_too_far(fragment, event.version):
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
             await self._node.deciding.adopt(fragment, event.data, AgreedVersion(event.version, event.digest))
         except (DigestMismatch, RemoteProtocolError) as error:
@@ -288,15 +290,17 @@ class Catching:
             self._node.refuse(donor, reason, detail)
             self._node.catchup.quarantine(donor, reason, self._node.now())
 
-    def _told_by_far(self, event: Fetched) -> int:
-        """The version that our cell's coordinator sent us after, if only other cells have it."""
-        target = self._targets.get(event.goal.fragment)
-        return target[0] if target is not None and not any(map(self._node.far.is_near, event.donors)) else 0
+    def _told_by_far(self, fragment: int, donors: Sequence[PeerId]) -> int:
+        """The version that our cell's coordinator, or most cells, sent us after, if only other cells have
+        it."""
+        target = self._targets.get(fragment)
+        return target[0] if target is not None and not any(map(self._node.far.is_near, donors)) else 0
 
     def _is_told_by_far(self, event: Fetched) -> bool:
         """Whether this is the very state that other cells contradict ours with."""
         target = self._targets.get(event.goal.fragment)
-        return bool(target and self._told_by_far(event) and event.digest == target[1])
+        far = not any(map(self._node.far.is_near, event.donors))
+        return far and target is not None and event.digest == target[1]
 
     # ---- what the others say
 
@@ -363,6 +367,33 @@ class Catching:
             return None
         digest, count = votes.most_common(1)[0]
         return digest if 2 * count > votes.total() else None
+
+    def _is_too_far(self, fragment: int, version: int) -> bool:
+        """Whether nobody who is honest can be at ``version``, going by most peers."""
+        return version > max(
+            self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version
+        )
+
+    def _vouch(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
+        """See ``catchup.goals.Vouch``. One word against another contradicts nothing. Of what only other cells
+        have, ours knows no more than that we were sent after it."""
+        if not self._node.far.is_near(donor):
+            target = self._targets.get(fragment, (0, b"", ()))
+            if (version, digest) == target[:2]:
+                return True
+            is_beyond = version > target[0] + AHEAD_AT_MOST
+            return False if is_beyond and self._is_too_far(fragment, version) else None
+        votes = Counter(
+            info.digests[fragment]
+            for peer, info in self._node.membership.live.items()
+            if peer != donor and fragment < len(info.digests) and info.versions[fragment] == version
+        )
+        same = votes[digest]
+        votes[digest] += 1
+        most, count = votes.most_common(1)[0]
+        if self._is_too_far(fragment, version) or (most != digest and 2 * count > votes.total()):
+            return False
+        return True if same else None
 
     def _donors(self, fragment: int, version: int) -> tuple[PeerId, ...]:
         """Peers that have it; one that rests, whose owner wants the machine or the line, only if no other

@@ -159,10 +159,11 @@ class Node:
         self.pump()
 
     def show(self, progress: LocalProgress) -> None:
-        """Where the training thread is; a new phase is announced at once, the rest goes with the
-        heartbeats."""
-        news = progress.phase != self.standing.progress.phase
-        rested = self.standing.progress.phase == Status.PAUSED
+        """Where the training thread is; a new phase and a fragment that is finished are announced at once,
+        the rest goes with the heartbeats."""
+        known = self.standing.progress
+        news = (progress.phase, progress.finished) != (known.phase, known.finished)
+        rested = known.phase == Status.PAUSED
         self.standing.progress = progress
         if news:
             if rested:
@@ -310,7 +311,8 @@ class Node:
         self.membership.status = self.standing.status()
         phase = self.standing.progress.phase
         self._told_revision = self.membership.revision
-        news = (self._told_revision, tuple(self.agreed), self.upload_bytes_per_s(), phase)
+        finished = self.standing.progress.finished
+        news = (self._told_revision, tuple(self.agreed), self.upload_bytes_per_s(), phase, finished)
         if news == self._told:
             return
         self._told = news

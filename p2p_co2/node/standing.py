@@ -36,6 +36,8 @@ class LocalProgress:
     inner_steps: int = 0
     tokens: int = 0
     loss: float = 0.0
+    finished: frozenset[int] = frozenset()
+    """Fragments for which this peer has nothing more to offer in this run."""
 
 
 class Standing:
@@ -78,6 +80,9 @@ class Standing:
                 download_bytes_per_s=self._node.download_bytes_per_s,
                 software=self._node.software,
                 sights=outlook.sights(self._node.now()),
+                finished=sum(1 << fragment for fragment in progress.finished).to_bytes(
+                    -(-len(agreed) // 8) if progress.finished else 0, "little"
+                ),
             )
         elif outlook.seen:
             for sight, aged in zip(self._status.sights, outlook.sights(self._node.now()), strict=False):
@@ -88,11 +93,14 @@ class Standing:
     def _view(self, info: PeerInfo) -> PeerView:
         """Made once for each news of a peer: there are many peers and few news."""
         if info.view is None:
+            bits = int.from_bytes(info.status.finished, "little")
+            finished = frozenset(f for f in range(len(info.versions)) if bits >> f & 1)
             info.view = PeerView(
                 upload_bytes_per_s=info.status.upload_bytes_per_s,
-                training=info.status.phase == Status.TRAINING,
+                training=_works(info.status.phase, len(finished) == len(info.versions)),
                 versions=info.versions,
                 download_bytes_per_s=info.status.download_bytes_per_s,
+                finished=finished,
             )
         assert isinstance(info.view, PeerView)
         return info.view
@@ -109,9 +117,10 @@ class Standing:
         views = {peer: self._view(info) for peer, info in self._node.membership.live.items()}
         versions = tuple(version.version for version in self._node.agreed)
         views[self._node.me] = PeerView(
-            self._node.upload_bytes_per_s(), True, versions, self._node.download_bytes_per_s
-        )
-        if self.progress.phase != Status.TRAINING:
+            self._node.upload_bytes_per_s(), True, versions, self._node.download_bytes_per_s,
+            self.progress.finished,
+        )  # fmt: skip
+        if not _works(self.progress.phase, len(self.progress.finished) == len(versions)):
             # One that only finishes must not wait for itself where it coordinates the last rounds of others.
             views[self._node.me] = replace(views[self._node.me], training=False)
         return views
@@ -183,6 +192,12 @@ class Standing:
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)
         self.abreast = idle and not is_behind and _keeps_up(versions, newest, self._goes_on)
         self.left_behind = is_behind and not is_there
+
+
+def _works(phase: Status.Phase, has_finished: bool) -> bool:
+    """Whether a peer has a part in rounds. One that drains has as long as an offer of it is in flight: who
+    made the same round without it, because nobody else trains any more, would contradict those it is with."""
+    return phase == Status.TRAINING or (phase == Status.DRAINING and not has_finished)
 
 
 def _keeps_up(versions: Sequence[int], newest: Sequence[int], goes_on: bool) -> bool:

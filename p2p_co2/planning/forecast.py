@@ -28,6 +28,7 @@ from p2p_co2.planning.traffic import (
     shares_of,
 )
 from p2p_co2.rounds.bounds import GATHER_CAP_S, PARTS_CAP_S, ROUND_CAP_S
+from p2p_co2.schedule import FLUSH_CAP_S
 
 COPY_BYTES_PER_S = 3e9
 """fp32 bytes per second that the training thread copies out or merges in."""
@@ -35,8 +36,6 @@ STEP_OVERHEAD_S = 0.0004
 """``peer.step`` in an inner step in which nothing is due (``benchmarks/plan_accuracy.py``)."""
 FIRST_ROUND_BOUND_S = 15.0
 """Training waits at most this long for a first round (``trainer.synchroniser``)."""
-FLUSH_BOUND_S = 65.0
-"""The same at the end of a run: its last rounds, then until all agree."""
 SETTLE_S = 0.1
 """From the last commit until everybody has heard that everybody agrees."""
 NETWORK_BYTES = 150e6
@@ -193,7 +192,7 @@ def exposed_ends_s(setting: Setting, times: Sequence[RoundTime]) -> tuple[float,
     together_s = math.fsum(time.transfer_s for time in times) + max(
         time.latency_s + time.compute_s for time in times
     )
-    return first_s, min(FLUSH_BOUND_S, together_s + SETTLE_S)
+    return first_s, min(2 * FLUSH_CAP_S, together_s + SETTLE_S)
 
 
 def _delay_steps(setting: Setting, rounds: Flow) -> int:

@@ -46,6 +46,8 @@ MAX_NAMED = 5
 
 GATHER_DEFAULT_S, GATHER_FLOOR_S, GATHER_CAP_S = 10.0, 0.3, 30.0
 """From the first READY to BEGIN: before anything was measured, at the least, at the most."""
+LAST_GATHER_S = 10.0
+"""The same for the last rounds of a run: who is left out of one costs everybody another one."""
 RECEIPT_FLOOR_S, RECEIPT_CAP_S = 1.0, 10.0
 """From READY to its receipt."""
 PARTS_FLOOR_S, PARTS_CAP_S = 2.0, 300.0

@@ -29,6 +29,10 @@ MARGIN = 0.25
 """At least this share of the median on top: equal arrivals have no spread but the next one has jitter."""
 SAFETY = 4.0
 """A link is allowed to be this much slower than its measured rate."""
+GATHER_LEAST, GATHER_LEAST_CAP_S = 1 / 4, 2.0
+"""Of their cap, READYs are waited for at least this share, and so for a sixteenth of the time between two
+rounds, which costs nobody anything: offers come at the ends of inner steps, and those may be as long. At most
+so many seconds."""
 MISSES = 2
 """Deadlines that a peer may miss in a row and still be waited for."""
 
@@ -76,7 +80,8 @@ class ReadyHistory:
         """Seconds to wait from the first READY of ``round_``, measured on the other rounds, at most
         ``cap_s``."""
         past = [last - first for key, (first, last) in self._rounds.items() if key != round_ and last > first]
-        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, bounds.GATHER_FLOOR_S, cap_s)
+        floor_s = max(bounds.GATHER_FLOOR_S, min(GATHER_LEAST * cap_s, GATHER_LEAST_CAP_S))
+        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, floor_s, cap_s)
 
 
 class Cadence:
@@ -106,6 +111,11 @@ class Cadence:
         )
 
     @property
+    def last_gather_s(self) -> float:
+        """The same for the last rounds of a run: as long as a round of training, at most."""
+        return min(bounds.LAST_GATHER_S, self.period_s or bounds.LAST_GATHER_S)
+
+    @property
     def cheap_s(self) -> float:
         """A round of this length costs nobody anything."""
         return max(bounds.CHEAP_S, bounds.CHEAP_SHARE * self.period_s)
@@ -131,7 +141,8 @@ class Punctuality:
 
     def keep(self, live: Collection[PeerId]) -> None:
         """Forget peers that are gone."""
-        self._missed = {peer: missed for peer, missed in self._missed.items() if peer in live}
+        if self._missed:
+            self._missed = {peer: missed for peer, missed in self._missed.items() if peer in live}
 
 
 def parts_deadline_s(transfer_s: float, observed: Durations) -> float:

@@ -37,12 +37,14 @@ class PayloadShape:
 @dataclass(frozen=True)
 class PeerView:
     """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown; ``download_bytes_per_s`` 0: no
-    cap. ``versions``: per fragment, may be empty."""
+    cap. ``versions``: per fragment, may be empty. ``finished``: fragments for which it has nothing more to
+    offer in this run."""
 
     upload_bytes_per_s: float = 0.0
     training: bool = True
     versions: tuple[int, ...] = ()
     download_bytes_per_s: float = 0.0
+    finished: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Offer:
     (tokens).
 
     ``round`` is the version the round would make; ``state_digest`` that of the agreed state at ``round - 1``;
-    ``base_version`` the version that the gradient was measured from.
+    ``base_version`` the version that the gradient was measured from. ``is_last``: this peer trains no more,
+    so it loses nothing by waiting for others.
     """
 
     fragment: int
@@ -60,6 +63,7 @@ class Offer:
     state_digest: bytes
     payload: Buffer
     weight: float
+    is_last: bool = False
 
     def __post_init__(self) -> None:
         if len(self.state_digest) != DIGEST_BYTES or not 0 < self.weight <= MAX_WEIGHT:

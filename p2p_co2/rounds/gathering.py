@@ -16,7 +16,7 @@ from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import seal_begin, write_senders
 from p2p_co2.rounds.bounds import DIGEST_BYTES
 from p2p_co2.rounds.cells import slot_ranges
-from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory, parts_deadline_s
+from p2p_co2.rounds.deadline import Cadence, Durations, Punctuality, ReadyHistory, parts_deadline_s
 from p2p_co2.rounds.parts import Rates, divide, divide_slots
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
@@ -37,12 +37,11 @@ class Gathering:
         self.cells_before: list[int] = []
         """Those that made the round before, where there are several and it is known."""
         self.first_at = now
-        self.deadline_s = history.deadline_s(round_, cadence.gather_cap_s)
+        self._adaptive_s = history.deadline_s(round_, cadence.gather_cap_s)
         self.in_time_until = now + cadence.gather_cap_s
         """Who comes by then is worth waiting for."""
-        self._cheap_s = cadence.cheap_s
-        self.close_at = now + self.deadline_s
-        self.give_up_at = now + max(self.deadline_s, bounds.GATHER_CAP_S)
+        self._cheap_s, self._last_gather_s = cadence.cheap_s, cadence.last_gather_s
+        self.give_up_at = now + max(self._adaptive_s, bounds.GATHER_CAP_S)
         self._is_overdue = False
         self._swarm, self._outlet, self._history = swarm, outlet, history
 
@@ -53,6 +52,20 @@ class Gathering:
         self.readies[sender] = message
         within_s = max(0.0, self.get_timer() - now)
         self._outlet.send(sender, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether most of those who are ready train no more: one peer's word alone makes nobody wait."""
+        return 2 * sum(ready.last for ready in self.readies.values()) > len(self.readies)
+
+    @property
+    def deadline_s(self) -> float:
+        """From the first READY: how long the others are waited for."""
+        return max(self._adaptive_s, self._last_gather_s) if self.is_last else self._adaptive_s
+
+    @property
+    def close_at(self) -> float:
+        return self.first_at + self.deadline_s
 
     def get_timer(self) -> float:
         """The deadline; once that has passed without a majority, the end of all patience."""
@@ -69,24 +82,28 @@ class Gathering:
         return False
 
     def _live(self) -> list[PeerId]:
-        return sorted({*self._swarm.training(), *self.readies})
+        return sorted({*self._swarm.working_on(self.fragment), *self.readies})
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not
         waited for; one in ``moved`` has reached ``round - 1`` whatever its last status said."""
-        habit = self._swarm.readies
+        habit = self._habit()
         return all(
             peer in self.readies or not habit.is_awaited(peer) or not self._may_come(peer, moved)
-            for peer in self._swarm.training()
+            for peer in self._swarm.working_on(self.fragment)
         )
+
+    def _habit(self) -> Punctuality:
+        return self._swarm.last_readies if self.is_last else self._swarm.readies
 
     def note_punctuality(self, moved: frozenset[PeerId]) -> None:
         """At BEGIN: who came, and who was waited for in vain."""
-        for peer in self._swarm.training():
+        habit = self._habit()
+        for peer in self._swarm.working_on(self.fragment):
             if peer in self.readies:
-                self._swarm.readies.came(peer)
+                habit.came(peer)
             elif self._is_overdue and self._may_come(peer, moved):
-                self._swarm.readies.missed(peer, (self.fragment, self.round))
+                habit.missed(peer, (self.fragment, self.round))
 
     def _may_come(self, peer: PeerId, moved: frozenset[PeerId]) -> bool:
         version = self._swarm.version_of(peer, self.fragment)

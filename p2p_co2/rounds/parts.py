@@ -17,7 +17,9 @@ over the rounds a slow member's parts go through the whole fragment, evenly but 
 as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median. What one member says of its
 link can make the others wait for a link of that kind, and no longer.
 
-Price: more parts make votes longer; ``PIPELINED_PARTS`` and ``MAX_PARTS`` bound that.
+Price: more parts make votes longer and messages more; ``PIPELINED_PARTS`` and ``MAX_PARTS`` bound that, and
+nobody's claim to be slow makes parts smaller than ``FINEST_BYTES``, whose messages would cost the others more
+than their bytes. What is too little for such a part is brought now and then, as one.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ PIPELINED_PARTS = 32
 """Parts of a round, all owners' together: a group of 32 or more has one for each owner."""
 PIPELINED_BYTES = 64 << 10
 """A share is not cut for the pipeline into parts smaller than this."""
+FINEST_BYTES = 16 << 10
+"""Nor for a slow member into parts smaller than this."""
 _NEARLY = 0.1
 """Shares are whole blocks: one that is this much of a part short of another part gets it."""
 
@@ -95,7 +99,7 @@ def divide(
     }
     shares = _capped(shares, OWNED_PAYLOADS / max(1, len(members) - len(budgets)))
     finest = blocks * min(budgets.values(), default=2.0) / 2
-    ranges, owners = _cut(blocks, members, shares, finest, PIPELINED_BYTES / block_bytes)
+    ranges, owners = _cut(blocks, members, shares, finest, block_bytes)
     asked = {peer: _asked(peer, ranges, budget * blocks, place) for peer, budget in budgets.items()}
     senders = tuple(
         frozenset(peer for peer in members if peer not in asked or part in asked[peer])
@@ -208,10 +212,10 @@ def _edges(blocks: int, shares: Sequence[float]) -> tuple[BlockRange, ...]:
 
 
 def _cut(
-    blocks: int, members: Sequence[PeerId], shares: Sequence[float], finest: float, coarsest: float
+    blocks: int, members: Sequence[PeerId], shares: Sequence[float], finest: float, block_bytes: int
 ) -> tuple[tuple[BlockRange, ...], tuple[PeerId, ...]]:
-    """Ranges and their owners, in blocks: no part larger than ``finest`` where ``MAX_PARTS`` allows it, and a
-    share in as many parts of at least ``coarsest`` as a pipeline wants."""
+    """Ranges and their owners, in blocks: no part larger than ``finest`` where ``MAX_PARTS`` and
+    ``FINEST_BYTES`` allow it, and a share in as many parts of ``PIPELINED_BYTES`` as a pipeline wants."""
     whole = [
         (owner, part)
         for owner, part in zip(members, _edges(blocks, shares), strict=True)
@@ -219,12 +223,13 @@ def _cut(
     ]
     most = max(1, MAX_PARTS - len(whole))
     size = max(1.0, finest, blocks / most)
-    pipelined = max(1.0, coarsest, blocks / min(PIPELINED_PARTS, most))
+    pipelined = max(1.0, PIPELINED_BYTES / block_bytes, blocks / min(PIPELINED_PARTS, most))
     ranges: list[BlockRange] = []
     owners: list[PeerId] = []
     for owner, (start, stop) in whole:
         needed = math.ceil((stop - start) / size) if finest < blocks else 1
-        count = max(needed, int((stop - start) / min(size, pipelined) + _NEARLY))
+        needed = min(needed, max(1, (stop - start) * block_bytes // FINEST_BYTES))
+        count = max(needed, int((stop - start) / pipelined + _NEARLY))
         for number in range(count):
             first, last = (start + (stop - start) * (number + turn) // count for turn in (0, 1))
             ranges.append(BlockRange(first, last))

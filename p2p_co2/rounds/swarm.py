@@ -58,12 +58,14 @@ class Swarm:
         self.my_versions: dict[int, int] = {}
         self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
         """Who is in time with what."""
+        self.last_readies = Punctuality()
+        """The same at the end of a run, where everybody is waited for longer."""
 
     def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
         views = {self.me: PeerView(), **live}
         self.live = {peer: views[peer] for peer in sorted(views)}
         self._training = [peer for peer, view in self.live.items() if view.training]
-        for habit in (self.readies, self.slices, self.votes):
+        for habit in (self.readies, self.last_readies, self.slices, self.votes):
             habit.keep(self.live)
 
     def cell_of(self, peer: str) -> int:
@@ -90,6 +92,10 @@ class Swarm:
     def training(self) -> Sequence[PeerId]:
         """Sorted."""
         return self._training
+
+    def working_on(self, fragment: int) -> list[PeerId]:
+        """Of those that train, who may still offer for ``fragment`` in this run; sorted."""
+        return [peer for peer in self._training if fragment not in self.live[peer].finished]
 
     def version_of(self, peer: PeerId, fragment: int) -> int | None:
         """The newest version that ``peer`` is known to hold; None if nobody told us."""

@@ -34,7 +34,7 @@ from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, Work
 from p2p_co2.wire.identity import Identity, PeerId
 
-OUTLAST_S = 120.0
+OUTLAST_S = 240.0
 """A run that is over is given this long for its last flushes."""
 MAX_STATE_FACTOR = 64
 """Most times that a serialised state is larger than an encoded gradient."""

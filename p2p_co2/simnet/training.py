@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,12 @@ from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
 from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import SwarmClock, due, points_passed
+from p2p_co2.schedule import SETTLE_S, LastOffers, SwarmClock, due, flush_bound_s, points_passed
 from p2p_co2.simnet.ledger import CountingLedger, Offered, Outcome
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.messages_pb2 import Status
 
-FIRST_ROUND_BOUND_S, FLUSH_BOUND_S, LEAVE_BOUND_S, SETTLE_BOUND_S = 15.0, 20.0, 3.0, 45.0
+FIRST_ROUND_BOUND_S, LEAVE_BOUND_S = 15.0, 3.0
 """As ``trainer.synchroniser`` has them; what follows is as in ``trainer.connection``."""
 LISTEN_S, LISTEN_TO_LISTED_S, GATHER_BOUND_S, CATCH_UP_BOUND_S = 3.0, 12.0, 120.0, 600.0
 LEFT_BEHIND_BOUND_S = 30.0
@@ -87,6 +88,8 @@ class Training:
         self.inner_steps, self.tokens = start.inner_steps, start.tokens
         self._contributed_tokens = [start.tokens] * self._count
         self.sent: dict[int, Sent] = {}
+        self._delays_s: deque[float] = deque(maxlen=2 * self._count)
+        self._is_flushing = False
         self.versions = [agreed.version for agreed in ledger.agreed()]
         self.train_s = self.exposed_s = 0.0
         self._first_step_at: float | None = None
@@ -191,8 +194,8 @@ class Training:
         self._ledger.submit_offer(fragment, self.versions[fragment], weight, self._encoded)
 
     def _encoded(self, fragment: int, offer: Offered, agreed: AgreedVersion) -> None:
-        base = offer.round - 1
-        self._node.offer(Offer(fragment, offer.round, base, agreed.digest, offer.payload, offer.weight))
+        base, weight, is_last = offer.round - 1, offer.weight, self._is_flushing
+        self._node.offer(Offer(fragment, offer.round, base, agreed.digest, offer.payload, weight, is_last))
         self._node.report(
             ev.FragmentSent,
             fragment=fragment,
@@ -214,6 +217,8 @@ class Training:
         sent = self.sent.pop(fragment, None) if outcome.ends_offer else self.sent.get(fragment)
         if not outcome.stepped:
             return
+        if sent is not None:
+            self._delays_s.append(self._now() - sent.at)
         if outcome.contributed and sent is not None:
             self._contributed_tokens[fragment] = sent.tokens
             self.contributions += 1
@@ -253,10 +258,12 @@ class Training:
         if not self.over:
             await self._wait(lambda: not self.sent, LEAVE_BOUND_S)
         else:
-            await self._offer_the_rest(entered_at + FLUSH_BOUND_S)
+            bound_s = flush_bound_s(self._count, self._delays_s)
+            self._is_flushing = True
+            await self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            await self._wait(self._settled, SETTLE_BOUND_S, SETTLE_LOOK_EVERY_S)
+            await self._wait(self._settled, bound_s + SETTLE_S, SETTLE_LOOK_EVERY_S)
         self.exposed_s += self._now() - entered_at
         self.report()
 
@@ -264,14 +271,29 @@ class Training:
         known = [agreed.version for agreed in self._node.agreed]
         return known == self.versions and self._node.standing.settled
 
-    async def _offer_the_rest(self, ends_at: float) -> None:
-        unsent = {f for f in range(self._count) if self._contributed_tokens[f] < self.tokens}
-        while unsent and self._now() < ends_at:
-            for fragment in sorted(unsent):
-                if fragment not in self.sent:
-                    self._offer(fragment)
-            await self._wait(lambda: not self.sent, max(0.0, ends_at - self._now()))
-            unsent = {f for f in unsent if self._contributed_tokens[f] < self.tokens}
+    async def _offer_the_rest(self, bound_s: float) -> None:
+        """As ``Synchroniser._offer_the_rest``."""
+        entered_at, offers = self._now(), LastOffers(self._count)
+        while (left_s := entered_at + bound_s - self._now()) > 0:
+            uncounted = self._uncounted()
+            self._show()
+            if not uncounted:
+                return
+            in_a_hurry = left_s <= bound_s / 2
+            for fragment in offers.next(uncounted, self.sent.keys(), in_a_hurry):
+                self._offer(fragment)
+            in_flight = len(self.sent)
+            wait_s = left_s if in_a_hurry else left_s - bound_s / 2
+            await self._wait(lambda: len(self.sent) < in_flight, wait_s)  # noqa: B023
+
+    def _uncounted(self) -> list[int]:
+        return [f for f in range(self._count) if self._contributed_tokens[f] < self.tokens]
+
+    def _finished(self) -> frozenset[int]:
+        if not self._is_flushing:
+            return frozenset()
+        open_ = self.sent.keys() | set(self._uncounted() if self.phase == Status.TRAINING else ())
+        return frozenset(range(self._count)) - open_
 
     # ---- figures
 
@@ -280,9 +302,7 @@ class Training:
         elapsed_s = now - self._reported_at
         rate = (self.tokens - self._reported_tokens) / elapsed_s if elapsed_s > 0 else 0.0
         self._reported_at, self._reported_tokens = now, self.tokens
-        self._node.show(
-            LocalProgress(self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, 0.0)
-        )
+        self._show()
         up_bytes, down_bytes = self._traffic()
         fields: dict[str, Any] = {
             "phase": Status.Phase.Name(self.phase).lower(),
@@ -299,3 +319,11 @@ class Training:
             "versions": tuple(self.versions),
         }
         self._node.report(ev.Progress, **fields)
+
+    def _show(self) -> None:
+        finished = self._finished()
+        self._node.show(
+            LocalProgress(
+                self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, 0.0, finished
+            )
+        )

@@ -280,6 +280,8 @@ class CheckpointSaved(Event):
     """Outer version by fragment."""
     duration_s: float
     """What saving cost the training thread."""
+    written_s: float = 0.0
+    """From then until it was whole, on another thread."""
 
 
 @dataclass(frozen=True, kw_only=True)

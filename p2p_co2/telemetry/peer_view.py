@@ -37,6 +37,15 @@ MAX_DISTINCT = 64
 OTHERS = "(others)"
 MAX_LINKS = 4096
 """Most other peers whose links are remembered."""
+MAX_DIGITS = 17
+MAX_VALUES = 1024
+"""Most distinct values of a histogram; others are left out of it."""
+
+
+def count_value(histogram: Counter[int], value: int, times: int = 1) -> None:
+    """Count ``value``, unless the histogram is full of other values."""
+    if value in histogram or len(histogram) < MAX_VALUES:
+        histogram[value] += times
 
 
 def count(counter: Counter[str], name: str) -> None:
@@ -262,14 +271,18 @@ class PeerView:
 
     def _apply(self, event: FragmentApplied) -> None:
         self.last_staleness, self.last_sync_delay_steps = event.staleness, event.sync_delay_steps
-        self.staleness[event.staleness] += 1
-        self.fragment_staleness.setdefault(event.fragment, Counter())[event.staleness] += 1
+        self._stale(event.fragment, event.staleness, 1)
         self.applied[event.fragment], self.applied_at[event.fragment] = event, event.at
         self.in_flight_s += _finite_or(event.sync_delay_s, 0.0)
-        self.sync_delay_steps[event.sync_delay_steps] += 1
+        count_value(self.sync_delay_steps, event.sync_delay_steps)
         self.sync_delay_max_s = _larger(self.sync_delay_max_s, event.sync_delay_s)
         self.gap_max = _larger(self.gap_max, event.gap)
         self.clipped_share_max = _larger(self.clipped_share_max, event.clipped_share)
+
+    def _stale(self, fragment: int, staleness: int, times: int) -> None:
+        count_value(self.staleness, staleness, times)
+        if staleness in self.staleness:
+            self.fragment_staleness.setdefault(fragment, Counter())[staleness] += times
 
     def _recall(self, event: Recalled) -> None:
         """Take over what an observer could not see for itself; the peer's later events follow."""
@@ -285,15 +298,16 @@ class PeerView:
         self.carriers = dict(event.carriers)
         self.payload_bytes = _by_number(event.payload_bytes)
         self.applied_at = _by_number(event.applied_at)
-        self.sync_delay_steps = Counter(_by_number(event.sync_delay_steps))
+        self.sync_delay_steps = Counter()
+        for delay, times in _by_number(event.sync_delay_steps).items():
+            count_value(self.sync_delay_steps, delay, times)
         self.skipped_sends, self.caught_up = Counter(event.skipped_sends), Counter(event.caught_up)
         self.refused = Counter(event.refused)
         self.staleness, self.fragment_staleness = Counter(), {}
         for key, times in event.staleness.items():
             fragment, _, stale = key.partition(":")
-            if fragment.isdecimal() and stale.isdecimal():
-                self.staleness[int(stale)] += times
-                self.fragment_staleness.setdefault(int(fragment), Counter())[int(stale)] += times
+            if _is_number(fragment) and _is_number(stale):
+                self._stale(int(fragment), int(stale), times)
         points = zip(event.loss_at, event.loss_position, event.loss_value, strict=False)
         self.history = LossHistory(list(points)[-MAX_HISTORY_POINTS + 1 :])
 
@@ -353,7 +367,12 @@ def _by_text(table: Mapping[int, _V]) -> dict[str, _V]:
 
 
 def _by_number(table: Mapping[str, _V]) -> dict[int, _V]:
-    return {int(key): value for key, value in table.items() if key.isascii() and key.isdecimal()}
+    return {int(key): value for key, value in table.items() if _is_number(key)}
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is a count. One of hundreds of digits is none, and no float can hold it."""
+    return len(text) < MAX_DIGITS and text.isascii() and text.isdecimal()
 
 
 def _finite_or(value: float, otherwise: float) -> float:

@@ -14,6 +14,7 @@ everything else is bounded.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -36,10 +37,14 @@ from p2p_co2.telemetry.events import (
     SendSkipped,
     Warned,
 )
-from p2p_co2.telemetry.peer_view import PeerView, count, keep
+from p2p_co2.telemetry.peer_view import Counters, PeerView, count, keep
 
 MAX_NOTABLE = 256
 """Newest notable events kept in the view."""
+MAX_MENTIONED = 1024
+"""Peers that only others spoke of, newest: a name costs nothing, and one report has room for thousands."""
+MAX_FORGOTTEN = 1024
+"""Forgotten peers whose sums are kept one by one, newest, should they come back."""
 _NOTABLE = (
     PeerStarted,
     PeerJoined,
@@ -166,11 +171,19 @@ class RoundView:
 
 @dataclass
 class Settled:
-    """What rounds that are kept no more come to."""
+    """What rounds and peers that are kept no more come to."""
 
     committed: int = 0
     missed: int = 0
     aborts: Counter[str] = field(default_factory=Counter)
+    totals: Counters = field(default_factory=Counters)
+    staleness: Counter[int] = field(default_factory=Counter)
+    sync_delay_steps: Counter[int] = field(default_factory=Counter)
+
+    def add_peer(self, view: PeerView) -> None:
+        self.totals = self.totals.plus(view.totals)
+        self.staleness.update(view.staleness)
+        self.sync_delay_steps.update(view.sync_delay_steps)
 
     def add(self, view: RoundView) -> None:
         self.committed += view.outcome == "committed"
@@ -183,7 +196,8 @@ class SwarmView:
     """All peers and rounds. ``notable``: (at, peer, its event's number, event), oldest first, the newest
     ``MAX_NOTABLE``; ``warnings`` counts all ``Warned`` events. ``counted``: work by peer (tokens, summed over
     fragments) as signed decisions say, of ``counted_rounds`` rounds. ``rounds_kept``: older rounds than these
-    are only counted, in ``settled``; 0 keeps all, and only then does the order of peers not matter."""
+    are only counted, in ``settled``; 0 keeps all, and only then does the order of peers not matter.
+    ``forgotten``: peers that are listed no more (``forget``), with nothing but their sums."""
 
     peers: dict[str, PeerView] = field(default_factory=dict)
     rounds: dict[tuple[int, int], RoundView] = field(default_factory=dict)
@@ -193,17 +207,20 @@ class SwarmView:
     counted_rounds: int = 0
     rounds_kept: int = 0
     settled: Settled = field(default_factory=Settled)
+    forgotten: dict[str, PeerView] = field(default_factory=dict)
+    _mentioned: dict[str, None] = field(default_factory=dict)
     _written: Counter[str] = field(default_factory=Counter)
 
     def add(self, event: Event) -> None:
         """Take in one event; events of one peer must come in the order it wrote them."""
         self._peer(event.peer).add(event)
+        self._mentioned.pop(event.peer, None)
         self._written[event.peer] += 1
         match event:
             case PeerJoined():
-                self._peer(event.other).seen_left.pop(event.peer, None)
+                self._other(event.other).seen_left.pop(event.peer, None)
             case PeerLeft():
-                self._peer(event.other).seen_left[event.peer] = (event.at, event.reason)
+                keep(self._other(event.other).seen_left, event.peer, (event.at, event.reason))
             case RoundBegan():
                 began = self._round(event.fragment, event.round)
                 begun = (event.at, event.peer, event.group)
@@ -225,8 +242,32 @@ class SwarmView:
     def _peer(self, peer: str) -> PeerView:
         known = self.peers.get(peer)
         if known is None:
-            known = self.peers[peer] = PeerView(peer)
+            known = self.forgotten.pop(peer) if peer in self.forgotten else PeerView(peer)
+            self.peers[peer] = known
         return known
+
+    def _other(self, peer: str) -> PeerView:
+        """A peer that another one speaks of."""
+        if peer not in self.peers:
+            self._mentioned[peer] = None
+            if len(self._mentioned) > MAX_MENTIONED:
+                self.forget(next(iter(self._mentioned)))
+        return self._peer(peer)
+
+    def forget(self, peer: str) -> None:
+        """List ``peer`` no more. What it did stays in the sums of the swarm, and is its own again if it comes
+        back."""
+        self._mentioned.pop(peer, None)
+        self._written.pop(peer, None)
+        known = self.peers.pop(peer, None)
+        if known is None or not known.started:
+            return
+        self.forgotten[peer] = PeerView(
+            peer, previous=known.previous, current=known.current, staleness=known.staleness,
+            fragment_staleness=known.fragment_staleness, sync_delay_steps=known.sync_delay_steps,
+        )  # fmt: skip
+        if len(self.forgotten) > MAX_FORGOTTEN:
+            self.settled.add_peer(self.forgotten.pop(next(iter(self.forgotten))))
 
     def _round(self, fragment: int, number: int) -> RoundView:
         known = self.rounds.get((fragment, number))
@@ -311,12 +352,23 @@ class SwarmView:
     @property
     def staleness(self) -> Counter[int]:
         """Applied outer steps by staleness, over all peers."""
-        return _sum(peer.staleness for peer in self.peers.values())
+        return _sum([self.settled.staleness, *(peer.staleness for peer in self._all())])
 
     @property
     def sync_delay_steps(self) -> Counter[int]:
         """Applied outer steps by inner steps between send and apply, over all peers."""
-        return _sum(peer.sync_delay_steps for peer in self.peers.values())
+        return _sum([self.settled.sync_delay_steps, *(peer.sync_delay_steps for peer in self._all())])
+
+    @property
+    def totals(self) -> Counters:
+        """What all peers did, those that are forgotten too."""
+        total = self.settled.totals
+        for peer in self._all():
+            total = total.plus(peer.totals)
+        return total
+
+    def _all(self) -> Iterable[PeerView]:
+        return itertools.chain(self.peers.values(), self.forgotten.values())
 
     @property
     def gap_max(self) -> float:

@@ -32,7 +32,8 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
-from p2p_co2.trainer.peer import Peer, Plan
+from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.synchroniser import Progressed
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0

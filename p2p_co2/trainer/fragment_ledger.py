@@ -59,6 +59,24 @@ class Applied:
     """Why the mean was not applied although it was agreed ("" if it was): every peer refuses alike."""
 
 
+@dataclass(frozen=True)
+class Rebase:
+    """How live parameters that set out from ``origin`` are measured from ``params`` instead. fp32 [n] each,
+    never changed: held, not copied."""
+
+    origin: Tensor
+    params: Tensor
+    gradient: Tensor | None
+    correction: Tensor | None
+
+    def addend(self, at: slice) -> Tensor:
+        """What the live parameters gain there; a new tensor."""
+        addend = self.params[at] - self.origin[at]
+        if self.gradient is not None:
+            addend.sub_(self.gradient[at])
+        return addend if self.correction is None else addend.add_(self.correction[at])
+
+
 @dataclass
 class _InFlight:
     round: int
@@ -169,7 +187,7 @@ class FragmentLedger:
         peer that is often late would pull the swarm its way again and again.
         """
         is_newer = state.version > self.state.version
-        merge = Merge(1.0, self._rebased_on(state))
+        merge = Merge(1.0, self._rebase_on(state).addend(slice(None)))
         mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
         if is_newer and (is_foreign or self.is_resumed):
             merge = Merge(0.0, state.params)  # as in ``_merge_after``
@@ -188,10 +206,10 @@ class FragmentLedger:
         self._correction, self._stale, self._measured_from = None, None, self.state
         return Merge(0.0, self.state.params)
 
-    def rebased(self) -> Tensor | None:
+    def rebase(self) -> Rebase | None:
         """What to add to the live parameters so that they can be saved beside ``state``: a resumed peer
-        knows neither what was in flight nor an older state. None if they fit as they are. fp32 [n]."""
-        return self._rebased_on(self.state) if self._delayed else None
+        knows neither what was in flight nor an older state. None if they fit as they are."""
+        return self._rebase_on(self.state) if self._delayed else None
 
     # ---- parts of the above
 
@@ -222,15 +240,11 @@ class FragmentLedger:
             lost, energy = lost + piece[0], energy + piece[1]
         return payload.numpy().data, error_ratio(lost, energy)
 
-    def _rebased_on(self, state: OuterState) -> Tensor:
+    def _rebase_on(self, state: OuterState) -> Rebase:
         """Added to live parameters, keeps all work of this peer and measures it from ``state``."""
         origin = self._measured_from if self._delayed else self.state
-        addend = state.params - origin.params
-        if self._in_flight is not None and self._in_flight.gradient is not None:
-            addend.sub_(self._in_flight.gradient)
-        if self._correction is not None:
-            addend.add_(self._correction)
-        return addend
+        gradient = None if self._in_flight is None else self._in_flight.gradient
+        return Rebase(origin.params, state.params, gradient, self._correction)
 
     def _mine(self, round_: int, parts: Sequence[PartWeights]) -> _InFlight | None:
         """Which of this peer's offers the mean is about."""

@@ -24,12 +24,11 @@ from p2p_co2.checkpoint import state_digest, state_from_bytes, state_view
 from p2p_co2.codec import Codec, get_codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.memory import Buffer, Joined
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.rounds.events import Step
-from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
+from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger, Rebase
 
 _T = TypeVar("_T")
 
@@ -49,6 +48,20 @@ class Outcome:
     trouble: str = ""
 
 
+@dataclass(frozen=True)
+class Moment:
+    """The agreed states, in the queue of outcomes: live parameters that have met every outcome before it, and
+    none after it, fit these states. Nobody waits for anybody. Tensors are held, not copied, and never change.
+
+    ``residuals`` by fragment, if the codec keeps any; ``rebases`` by fragment: what the live parameters still
+    have to gain to be saved beside ``states`` (``FragmentLedger.rebase``).
+    """
+
+    states: list[OuterState]
+    residuals: dict[int, Tensor]
+    rebases: dict[int, Rebase]
+
+
 class TensorLedger:
     """Implements ``node.ledger.Ledger``. ``close`` ends the worker thread."""
 
@@ -56,7 +69,7 @@ class TensorLedger:
         self._codec, self._sums = codec, get_codec("fp32")
         self._fragments = list(fragments)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
-        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[Outcome | Moment] = queue.SimpleQueue()
         self._told = [0] * len(self._fragments)
         """Outcomes of each fragment so far."""
         self.failure: BaseException | None = None
@@ -79,16 +92,6 @@ class TensorLedger:
         """The agreed states, consistent with each other. Any thread; waits for the worker."""
         return self._worker.submit(lambda: [fragment.state for fragment in self._fragments]).result()
 
-    def residuals(self) -> dict[int, Tensor]:
-        """Error-feedback residuals by fragment, if the codec keeps any. Any thread; waits for the worker."""
-
-        def copy() -> dict[int, Tensor]:
-            return {
-                f: ledger.residual for f, ledger in enumerate(self._fragments) if ledger.residual is not None
-            }
-
-        return self._worker.submit(copy).result()
-
     def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
         had offered is in doubt from now on."""
@@ -97,17 +100,17 @@ class TensorLedger:
         for ledger in self._fragments:
             ledger.is_resumed = True
 
-    def states_beside_(self, copy: LiveParameters) -> list[OuterState]:
-        """The agreed states, to be saved with a ``copy`` of the live parameters. What a resumed peer would
-        not know (``FragmentLedger.rebased``) goes into the copy; all at one moment. Waits for the worker."""
+    def submit_moment(self) -> Future[None]:
+        """Put the agreed states among the outcomes, as a ``Moment``. Any thread; does not block."""
 
-        def work() -> list[OuterState]:
-            for fragment, ledger in enumerate(self._fragments):
-                if (addend := ledger.rebased()) is not None:
-                    copy.merge_(fragment, Merge(1.0, addend))
-            return [fragment.state for fragment in self._fragments]
+        def tell() -> None:
+            rebases = {f: way for f, one in enumerate(self._fragments) if (way := one.rebase()) is not None}
+            residuals = {f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None}
+            self.outcomes.put(Moment([one.state for one in self._fragments], residuals, rebases))
 
-        return self._worker.submit(work).result()
+        future = self._worker.submit(tell)
+        future.add_done_callback(self._note_failure)
+        return future
 
     def submit_offer(
         self,

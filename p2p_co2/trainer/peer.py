@@ -6,41 +6,22 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from p2p_co2 import checkpoint as checkpoints
-from p2p_co2.checkpoint import Checkpoint, swarm_digest
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.checkpoint import swarm_digest
+from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.governor import Governor
-from p2p_co2.outer import OuterState
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
+from p2p_co2.trainer.plan import Plan
+from p2p_co2.trainer.saver import Saver
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a peer trains: the agreed run, its own config, the cut model and the inner optimizer."""
-
-    run: RunConfig
-    config: PeerConfig
-    fragments: FragmentPlan
-    model: nn.Module
-    optimizer: Optimizer
-    learning_rate: Callable[[float], float] | None
-    base_lr: tuple[float, ...]
-    """The inner optimizer's learning rate per group, before any factor."""
 
 
 class Peer:
@@ -49,7 +30,7 @@ class Peer:
     def __init__(self, thread: NetworkThread, ledger: TensorLedger, plan: Plan, start: Progressed) -> None:
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
-        self._saved_at = time.monotonic()
+        self._saver = Saver(plan, ledger, self._sync, thread.report)
         self._stopped = self._left = False
         self._governor = Governor(plan.config.limits.hours)
         self._sync.on_reset = self._forget_optimizer
@@ -92,10 +73,7 @@ class Peer:
         self._sync.after_step(tokens, loss.detach() if isinstance(loss, Tensor) else loss)
         self._set_learning_rate()
         self._rest()
-        if time.monotonic() - self._saved_at >= self._plan.config.checkpoint_every_s:
-            started_at = time.monotonic()
-            self._save_or_warn()
-            self._sync.pause(time.monotonic() - started_at)
+        self._saver.keep_up()
         return not (self._stopped or self.over)
 
     def stop(self) -> None:
@@ -119,7 +97,10 @@ class Peer:
 
     def _rest(self) -> None:
         if self._governor.resting(_minute_of_the_day()) and not self._stopped:
-            self._save_or_warn()  # a machine that rests may be switched off
+            try:
+                self.save()  # a machine that rests may be switched off
+            except EnvironmentFault as error:
+                self._thread.report(ev.Warned, {"text": f"no checkpoint was written: {error}"})
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
             self._set_learning_rate()
 
@@ -168,41 +149,13 @@ class Peer:
         return duration_s
 
     def save(self) -> None:
-        """Write a checkpoint now. Raises ``EnvironmentFault`` if the disk refuses; the previous one stays."""
+        """Write a checkpoint now, and wait until it is whole. Raises ``EnvironmentFault`` if the disk
+        refuses; the previous one stays."""
         started_at = time.monotonic()
-        plan, sync = self._plan, self._sync
-        states, params = self._matching()  # the list is emptied while it is written
-        path = checkpoints.save(
-            plan.config.folder / "checkpoint",
-            Checkpoint(
-                run_config_json=plan.run.canonical_bytes().decode(),
-                plan_digest=plan.fragments.digest,
-                states=states,
-                params=params,
-                buffers=dict(plan.model.named_buffers()),
-                optimizer=plan.optimizer.state_dict(),
-                position=sync.position,
-                inner_steps=sync.inner_steps,
-                tokens=sync.tokens,
-                residuals=self._ledger.residuals(),
-            ),
-        )
-        self._saved_at = time.monotonic()
-        duration_s = self._saved_at - started_at
-        fields = {"path": str(path), "versions": tuple(sync.versions), "duration_s": duration_s}
-        self._thread.report(ev.CheckpointSaved, fields)
-
-    def _matching(self) -> tuple[list[OuterState], dict[str, Tensor]]:
-        """Agreed states, and live parameters by name that have met them: no merge is still on its way, and a
-        resumed peer can go on from them. Under "co2" and "eager" the parameters are a copy."""
-        is_delayed = self._plan.run.outer.rule in {"co2", "eager"}
-        self._sync.release_held()
-        while True:
-            model = deepcopy(self._plan.model) if is_delayed else self._plan.model
-            states = self._ledger.states_beside_(LiveParameters(model, self._plan.fragments))
-            if not self._sync.take_outcomes():
-                return states, {name: parameter.detach() for name, parameter in model.named_parameters()}
-            self._sync.release_held()
+        try:
+            self._saver.save()
+        finally:
+            self._sync.pause(time.monotonic() - started_at)
 
     def _forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
@@ -243,6 +196,7 @@ class Peer:
             reason += ", without a last checkpoint"
             raise
         finally:
+            self._saver.close()
             self._ledger.close()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
             self._thread.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
@@ -256,15 +210,6 @@ class Peer:
         if kind is not None:
             self.stop()
         self.leave("" if kind is None else f"{kind.__name__} in the training loop")
-
-    def _save_or_warn(self) -> None:
-        """A checkpoint that cannot be written now is no reason to stop training: say so, and try again
-        later."""
-        try:
-            self.save()
-        except EnvironmentFault as error:
-            self._saved_at = time.monotonic()
-            self._thread.report(ev.Warned, {"text": f"no checkpoint was written: {error}"})
 
     def _set_learning_rate(self) -> None:
         if self._plan.learning_rate is None:

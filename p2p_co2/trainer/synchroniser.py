@@ -26,20 +26,16 @@ from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import SwarmClock, due, points_passed
+from p2p_co2.schedule import SETTLE_S, LastOffers, SwarmClock, due, flush_bound_s, points_passed
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
-from p2p_co2.trainer.ledger import Outcome, TensorLedger
+from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
 from p2p_co2.wire.messages_pb2 import Status
 
 FIRST_ROUND_BOUND_S = 15.0
 """Training waits at most this long for a first round."""
-FLUSH_BOUND_S = 20.0
-"""The final flush of a run that is over, all fragments together."""
 LEAVE_BOUND_S = 3.0
 """Waiting for rounds in flight when a person stops the peer."""
-SETTLE_BOUND_S = 45.0
-"""Waiting at the end until all live peers agree: longer than a flush, since theirs may begin with our end."""
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
 must not take the offer of its last process for its own."""
@@ -105,6 +101,9 @@ class Synchroniser:
         self._counted_tokens = [start.tokens] * self._count
         """Tokens at the newest offer that was counted at least in part."""
         self._sent: dict[int, _Sent] = {}
+        self._delays_s: deque[float] = deque(maxlen=2 * self._count)
+        """From the offer to the mean, of the last rounds."""
+        self._is_flushing = False
         self._taken = [0] * self._count
         """Outcomes of each fragment that the live parameters have met."""
         self._held: deque[tuple[int, Outcome]] = deque()
@@ -123,6 +122,10 @@ class Synchroniser:
         """Set by a person's wish to end, in any thread: waits that only finish nicely are given up."""
         self.on_reset: Callable[[int], None] = lambda fragment: None
         """Called when a fragment's live parameters were replaced because they were not finite."""
+        self.on_moment: Callable[[Moment], None] = lambda moment: None
+        """Called when the live parameters fit the agreed states that it brings: save them together."""
+        self._saving_s = 0.0
+        """Of the time in ``after_step``, what went into ``on_moment``."""
 
     # ---- one inner step
 
@@ -132,6 +135,7 @@ class Synchroniser:
         if self._first_step_at is None:
             self._first_step_at = self._returned_at
         self.train_s += entered_at - self._returned_at
+        self._saving_s = 0.0
         self._check()
         self.inner_steps += 1
         self.tokens += tokens
@@ -141,7 +145,7 @@ class Synchroniser:
         for fragment in due(self._count, last, self.position):
             self._send(fragment)
         self._returned_at = time.monotonic()
-        self.exposed_s += self._returned_at - entered_at
+        self.exposed_s += self._returned_at - entered_at - self._saving_s
         if self._returned_at - self._reported_at >= REPORT_EVERY_S:
             self.report()
 
@@ -171,11 +175,11 @@ class Synchroniser:
             self.tokens,
         )
         weight = max(1, self.tokens - self._contributed_tokens[fragment]) + DISTINCT * random.random()
+        is_last = self._is_flushing
 
         def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
-            self._wire.offer(
-                Offer(index, offer.round, offer.base_version, agreed.digest, offer.payload, weight)
-            )
+            base, payload = offer.base_version, offer.payload
+            self._wire.offer(Offer(index, offer.round, base, agreed.digest, payload, weight, is_last))
             self._report(
                 ev.FragmentSent,
                 fragment=index,
@@ -199,10 +203,19 @@ class Synchroniser:
             except queue.Empty:
                 break
             came = True
-            self._hold_or_apply(outcome)
+            if isinstance(outcome, Moment):
+                self._save(outcome)
+            else:
+                self._hold_or_apply(outcome)
         while self._held and self._held[0][0] <= self.inner_steps:
             self._apply(self._held.popleft()[1])
         return came
+
+    def _save(self, moment: Moment) -> None:
+        began_at = time.monotonic()
+        self.release_held()
+        self.on_moment(moment)
+        self._saving_s += time.monotonic() - began_at
 
     def release_held(self) -> None:
         """Apply what ``sync_delay_steps`` holds back: for a checkpoint, and at the end."""
@@ -273,6 +286,8 @@ class Synchroniser:
             self._contributed_tokens[fragment] = known + outcome.share * (sent.tokens - known)
             self._counted_tokens[fragment] = sent.tokens
         now = time.monotonic()
+        if sent is not None:
+            self._delays_s.append(now - sent.at)
         passed = points_passed(fragment, self._count, self.position)
         self._report(
             ev.FragmentApplied,
@@ -297,9 +312,13 @@ class Synchroniser:
             if left_s <= 0:
                 return False
             try:
-                self._apply(self._ledger.outcomes.get(timeout=min(left_s, 0.05)))
+                outcome = self._ledger.outcomes.get(timeout=min(left_s, 0.05))
             except queue.Empty:
                 continue
+            if isinstance(outcome, Moment):
+                self._save(outcome)
+            else:
+                self._apply(outcome)
         return True
 
     # ---- the end
@@ -312,35 +331,41 @@ class Synchroniser:
         if not finished:
             self._wait(lambda: not self._sent, LEAVE_BOUND_S)
         else:
-            self._offer_the_rest(entered_at + FLUSH_BOUND_S)
+            bound_s = flush_bound_s(self._count, self._delays_s)
+            self._is_flushing = True
+            self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            self._wait(lambda: self.stopped or self._wire.settled(self.versions), SETTLE_BOUND_S)
+            self._wait(lambda: self.stopped or self._wire.settled(self.versions), bound_s + SETTLE_S)
             self.release_held()
         self.exposed_s += time.monotonic() - entered_at
         self.report()
 
-    def _offer_the_rest(self, ends_at: float) -> None:
-        """Offer what this peer learned since its last contributions until it is counted, or time is up.
-
-        Half of the fragments at once: each holds a snapshot until its round ends, and here no training lies
-        between one and the next. In the second half of the time all at once, for peers that wait for each
-        other with different ones.
-        """
-        few, all_at = max(2, -(-self._count // 2)), ends_at - FLUSH_BOUND_S / 2
-        tries = [0] * self._count
-        while time.monotonic() < ends_at and not self.stopped:
-            unsent = [f for f in range(self._count) if self._contributed_tokens[f] < self.tokens]
-            if not unsent:
+    def _offer_the_rest(self, bound_s: float) -> None:
+        """Offer what this peer learned since its last contributions until it is counted, or time is up."""
+        entered_at, offers = time.monotonic(), LastOffers(self._count)
+        while (left_s := entered_at + bound_s - time.monotonic()) > 0 and not self.stopped:
+            uncounted = self._uncounted()
+            self._show()
+            if not uncounted:
                 return
-            at_most = few if time.monotonic() < all_at else self._count
-            for fragment in sorted(unsent, key=lambda f: (tries[f], f)):
-                if fragment not in self._sent and len(self._sent) < at_most:
-                    tries[fragment] += 1
-                    self._offer(fragment)
+            in_a_hurry = left_s <= bound_s / 2
+            for fragment in offers.next(uncounted, self._sent.keys(), in_a_hurry):
+                self._offer(fragment)
             in_flight = len(self._sent)
-            until = all_at if time.monotonic() < all_at else ends_at
-            self._wait(lambda: self.stopped or len(self._sent) < in_flight, until - time.monotonic())  # noqa: B023
+            wait_s = left_s if in_a_hurry else left_s - bound_s / 2
+            self._wait(lambda: self.stopped or len(self._sent) < in_flight, wait_s)  # noqa: B023
+
+    def _uncounted(self) -> list[int]:
+        """Fragments with work of this peer that is in no mean yet."""
+        return [f for f in range(self._count) if self._contributed_tokens[f] < self.tokens]
+
+    def _finished(self) -> frozenset[int]:
+        """Once the run is over: fragments for which this peer has nothing more to offer."""
+        if not self._is_flushing:
+            return frozenset()
+        open_ = self._sent.keys() | set(self._uncounted() if self.phase == Status.TRAINING else ())
+        return frozenset(range(self._count)) - open_
 
     # ---- figures
 
@@ -356,10 +381,7 @@ class Synchroniser:
             self._loss = sum(float(loss) for loss in self._losses) / len(self._losses)
             self._losses.clear()
         self._reported_at, self._reported_tokens = now, self.tokens
-        loss = self._loss if math.isfinite(self._loss) else 0.0
-        self._wire.show(
-            LocalProgress(self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, loss)
-        )
+        self._show()
         up_bytes, down_bytes = self._wire.traffic_bytes()
         self._report(
             ev.Progress,
@@ -375,6 +397,15 @@ class Synchroniser:
             up_bytes=up_bytes,
             down_bytes=down_bytes,
             versions=tuple(self.versions),
+        )
+
+    def _show(self) -> None:
+        loss = self._loss if math.isfinite(self._loss) else 0.0
+        finished = self._finished()
+        self._wire.show(
+            LocalProgress(
+                self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, loss, finished
+            )
         )
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type

@@ -30,9 +30,9 @@ from p2p_co2.catchup import (
 )
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.membership import Membership
-from p2p_co2.outlook import Outlook
 from p2p_co2.node.links import MAX_SERVED_BYTES
 from p2p_co2.node.receiving import Receiving
+from p2p_co2.outlook import Outlook
 from p2p_co2.rounds import (
     Committed,
     FellBehind,

@@ -1,0 +1,160 @@
+"""What a board hands to others: metrics, sinks, the documents of its events, the terminal's picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from monitoring.event_docs import event_docs
+from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
+from monitoring.model import Model
+from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sinks
+from monitoring.watch import frame, line, watch_feed
+from p2p_co2.errors import ConfigError
+from p2p_co2.telemetry.events import EVENT_TYPES
+from p2p_co2.telemetry.feed import FeedState
+from tests.made_model import START, evil_model, model_after
+from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
+from tests.swarms import ROOT
+
+
+@pytest.fixture(name="model", scope="module")
+def _model() -> Iterator[Model]:
+    model = model_after(100, dead=3, late=4)
+    yield model
+    model.history.close()
+
+
+# ---- metrics and other tools
+
+
+def test_metrics_follow_the_conventions(model: Model) -> None:
+    families = list(text_string_to_metric_families(exposition(FactsCollector(model.facts)).decode()))
+    assert len(families) > 40
+    for family in families:
+        assert family.name.startswith("p2p_co2_")
+        assert family.documentation
+        assert not re.search(r"_(mb|kb|ms|percent|minutes)(_|$)", family.name)
+        for sample in family.samples:
+            assert math.isfinite(sample.value)
+            assert set(sample.labels) <= {
+                "peer",
+                "name",
+                "state",
+                "outcome",
+                "fragment",
+                "carrier",
+                "relayed",
+            }
+            assert sample.name.endswith("_total") == (family.type == "counter")
+
+
+def test_a_peers_own_page_tells_of_itself_alone(model: Model) -> None:
+    text = exposition(FactsCollector(model.facts, lambda: peer_id(1))).decode()
+    labels = {
+        sample.labels["peer"]
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "peer" in sample.labels
+    }
+    assert labels == {peer_id(1)}
+    assert "swarm_tokens" not in text
+
+
+def test_label_sets_are_bounded() -> None:
+    model = model_after(5, peers=MAX_PEERS + 40)
+    text = exposition(FactsCollector(model.facts)).decode()
+    assert text.count("p2p_co2_peer_up{") == MAX_PEERS
+    model.history.close()
+
+
+def test_the_dashboard_file_asks_for_metrics_that_exist(model: Model) -> None:
+    dashboard = json.loads((ROOT / "monitoring" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    text = exposition(FactsCollector(model.facts)).decode()
+    names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    for query in queries:
+        asked = set(re.findall(r"p2p_co2_\w+", query))
+        assert asked
+        assert asked <= names, query
+
+
+def test_the_schema_of_events_is_the_one_that_is_documented() -> None:
+    made = event_docs()
+    assert (ROOT / "docs" / "events.md").read_text() == made, "run: make docs"
+    for kind in EVENT_TYPES:
+        assert f"\n## {kind}\n" in made
+
+
+def test_tensorboard_gets_what_the_swarm_did(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="the tensorboard extra is not installed")
+    from tensorboardX.proto.event_pb2 import Event as TensorBoardEvent
+    from tensorboardX.record_writer import RecordWriter
+
+    assert RecordWriter
+    feed = MadeFeed(MadeSwarm(3, start_at=START), FeedState("ended", "over"))
+    feed.advance(60)
+    assert export_feed(feed, [TensorBoardSink(tmp_path / "tb")]) == 0
+    (path,) = (tmp_path / "tb").iterdir()
+    told = {
+        value.tag: value.simple_value
+        for record in records(path.read_bytes())
+        for value in TensorBoardEvent.FromString(record).summary.value
+    }
+    assert told["swarm/peers_online"] == 3.0
+    assert told["swarm/loss_training"] > 0
+    assert told["peer/peer-1/tokens_per_s"] == pytest.approx(1440.0)
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """TFRecord: length (8 bytes, little-endian), its checksum (4), the bytes, their checksum (4)."""
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        yield data[12 : 12 + length]
+        data = data[16 + length :]
+
+
+def test_a_sink_that_is_not_asked_for_or_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--tensorboard"):
+        open_sinks(None, "")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"p2p-co2\[wandb\]"):
+        open_sinks(None, "project")
+
+
+def test_sinks_get_plain_names_and_finite_numbers() -> None:
+    model = evil_model()
+    figures = figures_of(model.facts())
+    assert all(re.fullmatch(r"[\w./-]+", name) for name in figures)
+    assert all(math.isfinite(value) for value in figures.values())
+    model.history.close()
+
+
+# ---- terminal
+
+
+def test_the_terminal_shows_swarm_and_staleness(model: Model) -> None:
+    for width, height in ((80, 24), (120, 50), (40, 15)):
+        console = Console(width=width, height=height, record=True, force_terminal=True)
+        console.print(frame(model.facts(), width, height))
+        text = console.export_text()
+        assert "peer-1" in text
+        assert "staleness" in text
+        assert max(len(row) for row in text.splitlines()) <= width
+    assert "5 troubles: Round 13" in line(model.facts())
+
+
+def test_watching_without_a_terminal_prints_lines_and_ends() -> None:
+    feed = MadeFeed(MadeSwarm(2, start_at=START))
+    feed.advance(20)
+    console = Console(width=200, record=True, force_terminal=False)
+    assert watch_feed(feed, 0.01, console) == 0
+    assert "2 of 2 peers" in console.export_text() or "0 of 2 peers" in console.export_text()

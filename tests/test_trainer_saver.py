@@ -1,0 +1,193 @@
+"""Checkpoints beside training: one moment, whatever happens while they are written; and disks that refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from p2p_co2.checkpoint import Checkpoint, load
+from p2p_co2.config import PeerConfig
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.node.ledger import AgreedMean, PartWeights
+from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.plan import Plan
+from p2p_co2.trainer.saver import Saver
+from tests.test_trainer import Bench
+
+
+class Saving:
+    """A bench whose every step is followed by a checkpoint."""
+
+    def __init__(self, folder: Path, rule: str = "keep") -> None:
+        self.bench = Bench(rule=rule, lr=1.0, momentum=0.0, gap_penalty=False)
+        model = self.bench.model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.train()
+        config = PeerConfig(folder=folder, checkpoint_every_s=1e-9)
+        plan = plan_fragments(model, 2)
+        self.plan = Plan(self.bench.run, config, plan, model, self.optimizer, None, (0.1,))
+        wire = self.bench.wire
+        self.saver = Saver(self.plan, self.bench.ledger, self.bench.sync, wire.report)
+        self.folder = folder / "checkpoint"
+
+    def train(self) -> None:
+        for parameter in self.bench.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
+    def ask(self) -> None:
+        """Have a moment among the outcomes."""
+        self.saver.keep_up()
+        self.bench.ledger.states()  # the worker has told it
+
+    def finish(self) -> None:
+        self.saver._thread.submit(lambda: None).result()
+        self.saver.keep_up()
+
+    @contextmanager
+    def slow_disk(self) -> Iterator[None]:
+        """The thread that writes gets nowhere while the block runs."""
+        go_on = threading.Event()
+        self.saver._thread.submit(go_on.wait)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def others_move(self, fragment: int, by: float) -> None:
+        """A round without us commits."""
+        size = self.bench.ledger.states()[fragment].params.numel()
+        mean = torch.full((size,), -by).numpy().tobytes()
+        parts = (PartWeights(0, len(mean) // 512, {"other": 1.0}),)
+        asyncio.run(self.bench.ledger.commit(AgreedMean(fragment, 1, 0, mean, parts)))
+
+    def live(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self.bench.model.named_parameters()}
+
+    def close(self) -> None:
+        self.saver.close()
+        self.bench.ledger.close()
+
+
+@pytest.fixture(params=["keep", "co2"])
+def saving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saving]:
+    made = Saving(tmp_path, request.param)
+    yield made
+    made.close()
+
+
+def offered_by(made: Saving, saved: Checkpoint) -> list[float]:
+    """What a resumed peer would offer of each fragment: the mean of its outer gradient."""
+    offers = []
+    for fragment, state in zip(made.plan.fragments.fragments, saved.states, strict=True):
+        live = torch.cat([saved.params[p.name].reshape(-1)[p.start : p.stop] for p in fragment.slices])
+        offers.append(float((state.params - live).mean()))
+    return offers
+
+
+def test_training_goes_on_while_a_checkpoint_of_one_moment_is_written(saving: Saving) -> None:
+    before, moments = saving.live(), [state["exp_avg"].clone() for state in saving.optimizer.state.values()]
+    saving.ask()
+    saving.others_move(0, by=100.0)  # committed before the checkpoint is taken, and after its moment
+    with saving.slow_disk():
+        saving.bench.sync.take_outcomes()
+        saving.train()
+        saving.bench.step()
+        assert not list(saving.folder.glob("state-*"))
+    saving.finish()
+    saved = load(saving.folder)
+    assert [state.version for state in saved.states] == [0, 0]
+    for name, values in before.items():
+        assert torch.equal(saved.params[name], values), name
+    for index, values in enumerate(moments):
+        assert torch.equal(saved.optimizer["state"][index]["exp_avg"], values)
+    assert saved.inner_steps == 0
+    (event,) = saving.bench.wire.seen(ev.CheckpointSaved)
+    assert event["versions"] == (0, 0)
+
+
+def test_what_had_committed_by_then_is_in_the_checkpoint_and_in_its_live_parameters(saving: Saving) -> None:
+    saving.others_move(0, by=100.0)
+    saving.ask()
+    saving.bench.sync.take_outcomes()
+    saving.finish()
+    saved = load(saving.folder)
+    assert [state.version for state in saved.states] == [1, 0]
+    assert offered_by(saving, saved) == pytest.approx([0.1, 0.1], abs=1e-4)  # its own step, still
+
+
+def test_work_in_flight_is_in_the_checkpoint_under_every_rule(saving: Saving) -> None:
+    for _ in range(4):  # both fragments are offered
+        saving.bench.step()
+    saving.bench.sync.take_outcomes()  # under "co2" the offered work leaves the live parameters
+    saving.saver.save()
+    expected = [0.1 - 4.0] * 2  # one step of AdamW down from the start, and 4 up
+    assert offered_by(saving, load(saving.folder)) == pytest.approx(expected, abs=1e-2)
+
+
+def test_the_memory_of_an_old_checkpoint_serves_again_but_never_a_copy_of_it(tmp_path: Path) -> None:
+    made = Saving(tmp_path)
+    for step in range(1, 5):
+        made.bench.step()
+        made.ask()
+        made.bench.sync.take_outcomes()
+        made.finish()
+        if step == 2:
+            first = made.folder / "state-000000000001.safetensors"
+            os.link(first, tmp_path / "copy")
+    assert sorted(path.name for path in made.folder.iterdir()) == [
+        "state-000000000003.safetensors",
+        "state-000000000004.safetensors",
+        "state.part",
+    ]
+    assert load(tmp_path / "copy").inner_steps == 1
+    made.bench.step()
+    made.saver.save()
+    assert [load(path).inner_steps for path in sorted(made.folder.iterdir())] == [4, 5]  # no spare at the end
+    made.close()
+
+
+def test_a_disk_that_refuses_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    made = Saving(tmp_path)
+    made.folder.write_text("a file in the place of the folder")
+    made.ask()
+    made.bench.sync.take_outcomes()
+    made.finish()
+    (warned,) = made.bench.wire.seen(ev.Warned)
+    assert warned["text"].startswith("no checkpoint was written: cannot write the checkpoint")
+    with pytest.raises(EnvironmentFault, match="cannot write the checkpoint"):
+        made.saver.save()
+    made.folder.unlink()
+    made.saver.save()
+    assert load(made.folder).inner_steps == 0
+    made.close()
+
+
+def test_a_disk_that_refuses_at_the_end_of_the_writing_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Saving(tmp_path)
+    made.saver.save()
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        made.bench.step()
+        made.ask()
+        made.bench.sync.take_outcomes()
+        made.finish()
+    (warned,) = made.bench.wire.seen(ev.Warned)
+    assert "Input/output error" in warned["text"]
+    assert [path.name for path in made.folder.iterdir()] == ["state-000000000000.safetensors"]
+    made.close()
