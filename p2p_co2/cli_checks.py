@@ -105,6 +105,9 @@ def simulate(
     parameters: Annotated[int, typer.Option(help="Size of the model.")] = 1_300_000,
     step_s: Annotated[float, typer.Option(help="Seconds of a typical peer's inner step.")] = 0.5,
     storm: Annotated[bool, typer.Option("--storm", help="A short run with every fault at once.")] = False,
+    cells: Annotated[
+        int, typer.Option(help="Cells of the swarm; 0: as the run says, and of some 50 peers above 64.")
+    ] = 0,
 ) -> None:
     """Play a run of many peers on virtual time, with the real protocol, and check its laws at every step.
     Exit status 0: no law was broken."""
@@ -112,6 +115,6 @@ def simulate(
 
     options = SimulationOptions(
         run_file=run_file, peers=peers, profile=profile, hours=hours, churn_per_h=read_churn(churn),
-        seed=seed, folder=folder, parameters=parameters, step_s=step_s, storm=storm,
+        seed=seed, folder=folder, parameters=parameters, step_s=step_s, storm=storm, cells=cells,
     )  # fmt: skip
     raise typer.Exit(run_simulation(options))

@@ -69,7 +69,8 @@ class Near(Protocol):
 class CellWord:
     """What our cell knows of another one. ``trains``: somebody there does; ``settled``: all there are done
     and hold the same; ``versions`` and ``digests`` per fragment, empty as long as nobody has joined there;
-    ``position``: in rounds, at ``seen_at``; ``peers``: those who said so."""
+    ``finished``: fragments for which nobody there has more to offer; ``position``: in rounds, at
+    ``seen_at``; ``peers``: those who said so."""
 
     cell: int
     trains: bool
@@ -77,6 +78,7 @@ class CellWord:
     position: float
     versions: tuple[int, ...]
     digests: tuple[bytes, ...]
+    finished: frozenset[int]
     peers: tuple[PeerId, ...]
     seen_at: float
 
@@ -259,11 +261,11 @@ class Outlook:
 
     def is_alone(self, now: float) -> bool:
         """Whether no other cell was heard of late."""
-        return self.heard(now) == 0
+        return not self.recent(now)
 
     def trains(self, now: float) -> bool:
         """Whether anybody trains in another cell, as far as it was heard of late."""
-        return any(word.trains and now - word.seen_at <= SILENT_S for word in self.words.values())
+        return any(word.trains for word in self.recent(now))
 
     def unanswered(self) -> int:
         """Watched cells of which somebody may be about to answer for the first time."""
@@ -272,9 +274,9 @@ class Outlook:
             for watch in self._watched.values()
         )
 
-    def heard(self, now: float) -> int:
-        """Cells that were heard of late."""
-        return sum(now - word.seen_at <= SILENT_S for word in self.words.values())
+    def recent(self, now: float) -> list[CellWord]:
+        """The cells that were seen of late."""
+        return [word for word in self.words.values() if now - word.seen_at <= SILENT_S]
 
     def version(self, fragment: int, mine: int | None, over: bool) -> int:
         """The highest version that at least half of the cells have reached, ours (``mine``) among them if it
@@ -345,6 +347,7 @@ def _combined(cell: int, sights: Sequence[tuple[float, PeerId, CellSight]], roun
         position=_lower_median(positions),
         versions=versions,
         digests=digests,
+        finished=_bits(newest.finished, len(versions)),
         peers=tuple(dict.fromkeys(PeerId(sight.peer) for _, _, sight in fresh)),
         seen_at=newest_at,
     )
@@ -356,11 +359,16 @@ def _lower_median(values: Iterable[_Number]) -> _Number:
 
 
 def _told(sight: CellSight) -> tuple[object, ...]:
-    return sight.trains, sight.settled, tuple(sight.versions), tuple(sight.digests)
+    return sight.trains, sight.settled, tuple(sight.versions), tuple(sight.digests), sight.finished
 
 
 def _news(word: CellWord) -> tuple[object, ...]:
-    return word.trains, word.settled, word.versions, word.digests
+    return word.trains, word.settled, word.versions, word.digests, word.finished
+
+
+def _bits(data: bytes, count: int) -> frozenset[int]:
+    number = int.from_bytes(data, "little")
+    return frozenset(index for index in range(count) if number >> index & 1)
 
 
 def check_sight(sight: CellSight, cells: int) -> None:
@@ -371,6 +379,8 @@ def check_sight(sight: CellSight, cells: int) -> None:
         raise RemoteProtocolError("bad sight", f"position {sight.position}, age {sight.age_s} s")
     if len(sight.versions) > MAX_FRAGMENTS or len(sight.digests) != len(sight.versions):
         raise RemoteProtocolError("bad sight", "versions and digests do not belong together")
+    if 8 * len(sight.finished) > MAX_FRAGMENTS + 7:
+        raise RemoteProtocolError("bad sight", f"{8 * len(sight.finished)} finished fragments")
     if max(sight.versions, default=0) > MAX_VERSION or not {0, 32}.issuperset(map(len, sight.digests)):
         raise RemoteProtocolError("bad sight", "a version or a digest that cannot be")
 

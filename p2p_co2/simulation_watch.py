@@ -14,9 +14,11 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from monitoring.summary import RunFacts, summarise
 from p2p_co2.config import RunConfig, read_run_config
@@ -26,6 +28,7 @@ from p2p_co2.profiles import profile_of
 from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.telemetry.view import SwarmView
+from p2p_co2.wire.limits import MAX_CELLS, MAX_MEMBERS
 
 BLOCKS = 16
 """Simulated blocks per fragment; each stands for its share of the real bytes."""
@@ -35,6 +38,8 @@ FP32_BYTES = 4
 STATE_BYTES_PER_VALUE = 8
 """Agreed parameters and momentum, fp32."""
 MAX_SIMULATED_PEERS = 4096
+CELL_PEERS = 51
+"""Peers of a cell where we choose: hardly any has more than ``MAX_MEMBERS`` of them by chance then."""
 CALM_SHARE = 0.9
 """Peers come and go during this share of the run, so that its end can be judged."""
 
@@ -42,7 +47,8 @@ CALM_SHARE = 0.9
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
     """As ``p2p-co2 simulate`` takes them. ``churn_per_h``: times an hour that each peer goes. ``storm``: the
-    campaign's run instead of ``run_file``'s."""
+    campaign's run instead of ``run_file``'s. ``cells`` 0: what the run says, or as many as so many peers
+    need."""
 
     run_file: Path | None
     peers: int
@@ -54,6 +60,7 @@ class SimulationOptions:
     parameters: int
     step_s: float
     storm: bool
+    cells: int = 0
 
 
 def read_churn(text: str) -> float:
@@ -96,13 +103,14 @@ def settings_of(options: SimulationOptions) -> Settings:
     if not 1 <= options.peers <= MAX_SIMULATED_PEERS:
         raise ConfigError("command line", "--peers", f"1 to {MAX_SIMULATED_PEERS} (got {options.peers})")
     if options.storm:
-        return storm_settings(options.seed, options.peers)
+        settings = storm_settings(options.seed, options.peers)
+        return replace(settings, run=_in_cells(settings.run, options))
     if options.run_file is None:
         raise ConfigError("command line", "RUN.toml", "name a run file, or ask for --storm")
     if not 0 < options.hours < 1e5 or options.step_s <= 0 or options.parameters < 1:
         raise ConfigError("command line", "", "--hours, --step-s and --parameters must be above 0")
     profile_of(options.profile, options.seed, 0)
-    run = read_run_config(options.run_file)
+    run = _in_cells(read_run_config(options.run_file), options)
     clock, seconds = run.clock, 3600 * options.hours
     round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * options.step_s
     rounds = max(1, math.ceil(seconds / round_s))
@@ -117,6 +125,25 @@ def settings_of(options: SimulationOptions) -> Settings:
         step_s=options.step_s,
         **_sizes(run, options.parameters),
     )
+
+
+def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:
+    """The run in as many cells as are asked for, or as its peers need. Raises ``ConfigError``."""
+    cells = options.cells or run.cells
+    if not 1 <= cells <= MAX_CELLS:
+        raise ConfigError("command line", "--cells", f"1 to {MAX_CELLS}, or 0 to choose (got {cells})")
+    if not options.cells and cells == 1 and options.peers > MAX_MEMBERS:
+        cells = round(options.peers / CELL_PEERS)
+    if cells == run.cells:
+        return run
+    if cells > 1:
+        print(f"{cells} cells of some {round(options.peers / cells)} peers each (--cells)")
+    changed = {**run.model_dump(), "cells": cells, "group_size": MAX_MEMBERS if cells > 1 else run.group_size}
+    try:
+        return RunConfig.model_validate(changed)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise ConfigError("command line", "--cells", f"this run cannot have {cells} cells: {why}") from None
 
 
 def _sizes(run: RunConfig, parameters: int) -> dict[str, Any]:

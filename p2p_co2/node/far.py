@@ -75,6 +75,11 @@ class Far:
             return
         self._concluded_at = now
         self.outlook.conclude(self._node.membership.live, now, self._node.standing.rounds_per_s)
+        words = self.outlook.recent(now)
+        self._node.rounds.set_other_cells(
+            {word.cell: word.versions for word in words if word.trains},
+            {word.cell: word.finished for word in words},
+        )
         if self.outlook.has_seen_news and self._node.standing.progress.phase == Status.DRAINING:
             self.outlook.has_seen_news = False
             self._node.membership.announce(now)  # the others of our cell wait for it
@@ -105,6 +110,10 @@ class Far:
         own = [node.standing.position()] if phase == Status.TRAINING or len(live) == 0 else []
         positions = sorted([*own, *node.membership.positions(now, node.standing.rounds_per_s)])
         sight.position = positions[(len(positions) - 1) // 2] if positions else node.standing.position()
+        views = node.standing.views().values()
+        finished = [all(not v.training or f in v.finished for v in views) for f in range(len(node.agreed))]
+        bits = sum(1 << fragment for fragment, over in enumerate(finished) if over)
+        sight.finished = bits.to_bytes(-(-len(finished) // 8) if bits else 0, "little")
         for fragment in range(len(node.agreed)):
             version = node.catching.near_version(fragment)
             sight.versions.append(version)

@@ -178,7 +178,7 @@ class Node:
 
     def live_peers(self) -> int:
         """Peers heard of late, without this one; of another cell that was heard, one."""
-        return len(self.membership.live) + self.far.outlook.heard(self.now())
+        return len(self.membership.live) + len(self.far.outlook.recent(self.now()))
 
     def unheard_peers(self) -> int:
         """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or

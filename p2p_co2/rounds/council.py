@@ -3,7 +3,8 @@
 Laws: a round begins with more than half of the cells that made the round before (of all, for the first one;
 half is enough with the lowest of them), so that two halves of a split swarm cannot both go on; it commits
 only if every cell that began holds the same means, and else nothing changes anywhere; a cell that does not
-come in time is left out and catches up.
+come in time is left out and catches up. Nobody waits for a cell that is done, and one that was seen to train
+is waited for as long as cells take as a rule.
 
 Price: one cell that fails in the middle costs all of them the round.
 """
@@ -36,6 +37,8 @@ from p2p_co2.wire.messages_pb2 import (
 )
 
 Place = tuple[int, int]
+SEEN_LATE_BY = 2
+"""Rounds that a cell may have made since it was seen: one that is further behind is not waited for."""
 TOLD_OF_LEFT_OUT = 2
 """Peers of a cell that was left out who are told of a commit: the others see it in their heartbeats."""
 
@@ -43,10 +46,12 @@ TOLD_OF_LEFT_OUT = 2
 @dataclass
 class _Forming:
     """The CELL_READYs of one round: by cell, with who sent it. ``before``: the cells that made the round
-    before, as far as this peer knows; ``cells``: all."""
+    before, as far as this peer knows; ``awake``: those that were seen to train of late."""
 
+    fragment: int
+    swarm: Swarm
     before: frozenset[int]
-    cells: int
+    awake: frozenset[int]
     close_at: float
     give_up_at: float
     readies: dict[int, tuple[CellReady, PeerId]] = field(default_factory=dict)
@@ -64,9 +69,13 @@ class _Forming:
         return best, camps[best]
 
     def expected(self) -> frozenset[int]:
-        """The cells of the round before: this peer's word of them, or that of the first who knows."""
-        told = (frozenset(self.readies[cell][0].before) for cell in self.camp()[1])
-        return self.before or next((cells for cells in told if cells), frozenset(range(self.cells)))
+        """The cells of the round before, without those that are done with the fragment: this peer's word of
+        them, or that of the first who knows."""
+        camp = self.camp()[1]
+        told = (frozenset(self.readies[cell][0].before) for cell in camp)
+        cells = self.before or next((cells for cells in told if cells), frozenset(range(self.swarm.cells)))
+        finished = self.swarm.finished(self.fragment) - self.readies.keys()
+        return cells - finished or frozenset(camp)
 
     def may_begin(self) -> bool:
         expected = self.expected()
@@ -76,7 +85,7 @@ class _Forming:
         return 2 * len(came) > len(expected)
 
     def is_complete(self) -> bool:
-        return self.expected() <= self.readies.keys()
+        return self.expected() | self.awake <= self.readies.keys()
 
 
 @dataclass
@@ -143,9 +152,16 @@ class Councils:
         before = frozenset(cells_before(verdicts, round_))
         history, cap_s = self._history[fragment], self._cadences[fragment].gather_cap_s
         history.forget(round_)
-        wait_s = history.deadline_s(round_, cap_s)
+        wait_s = history.deadline_s(round_, cap_s) if round_ > 1 else bounds.GATHER_CAP_S
         give_up_at = now + max(wait_s, bounds.GATHER_CAP_S)
-        forming = _Forming(before, self._swarm.cells, now + wait_s, give_up_at)
+        awake = frozenset(
+            cell
+            for cell, versions in self._swarm.awake.items()
+            if cell not in self._swarm.finished(fragment)
+            and fragment < len(versions)
+            and versions[fragment] >= round_ - 1 - SEEN_LATE_BY
+        )
+        forming = _Forming(fragment, self._swarm, before, awake, now + wait_s, give_up_at)
         self._forming = {at: known for at, known in self._forming.items() if at[0] != fragment}
         self._forming[place] = forming
         return forming

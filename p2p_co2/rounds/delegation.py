@@ -121,9 +121,8 @@ class Delegation:
         now: float,
     ) -> None:  # fmt: skip
         place = message.key.fragment, message.key.round
-        leads = place in self._pending or coordination_order(self._swarm.training(), *place)[:1] == [
-            self._swarm.me
-        ]
+        order = coordination_order(self._swarm.training(), *place) or [self._swarm.me]
+        leads = place in self._pending or order[0] == self._swarm.me
         self.councils.on_ready(message, sender, verdicts, mine, now, leads=leads)
 
     def on_waiting(self, message: CellWaiting, sender: PeerId, now: float) -> None:

@@ -82,6 +82,14 @@ class Rounds:
             delegation.cells_changed(now)
             self._settle(now)
 
+    def set_other_cells(
+        self, awake: Mapping[int, tuple[int, ...]], finished: Mapping[int, frozenset[int]]
+    ) -> None:
+        """Other cells as far as they were seen of late: those that train, with their versions, are waited for
+        when a round of all begins; one that has ``finished`` a fragment is not needed for its rounds."""
+        self._swarm.awake, self._swarm.finished_in = dict(awake), dict(finished)
+        self._timer_is_stale = True
+
     def set_state(self, fragment: int, version: int, digest: bytes) -> None:
         """The agreed state that we hold now. An open offer that does not start from it ends in
         ``Aborted``."""

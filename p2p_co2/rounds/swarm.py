@@ -51,6 +51,10 @@ class Swarm:
         self.cells, self.cell = cells, cell_of(me, cells)
         self.others: dict[int, list[PeerId]] = {}
         """Peers of other cells, as far as somebody named them: whom to ask first comes first."""
+        self.awake: dict[int, tuple[int, ...]] = {}
+        """Other cells that train, and which versions they had when they were seen."""
+        self.finished_in: dict[int, frozenset[int]] = {}
+        """By cell, the fragments for which nobody there has more to offer in this run."""
         self.shape = shape
         self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
@@ -70,6 +74,11 @@ class Swarm:
 
     def cell_of(self, peer: str) -> int:
         return cell_of(peer, self.cells)
+
+    def finished(self, fragment: int) -> set[int]:
+        """The cells that are done with ``fragment``, as far as we know."""
+        cells = {cell for cell, fragments in self.finished_in.items() if fragment in fragments}
+        return cells if self.working_on(fragment) else cells | {self.cell}
 
     def is_near(self, peer: str) -> bool:
         """Whether ``peer`` is of our cell."""

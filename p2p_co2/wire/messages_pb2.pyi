@@ -496,7 +496,7 @@ class CellLook(_message.Message):
     def __init__(self) -> None: ...
 
 class CellSight(_message.Message):
-    __slots__ = ("cell", "trains", "settled", "position", "versions", "digests", "peer", "age_s")
+    __slots__ = ("cell", "trains", "settled", "position", "versions", "digests", "peer", "age_s", "finished")
     CELL_FIELD_NUMBER: _ClassVar[int]
     TRAINS_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +505,7 @@ class CellSight(_message.Message):
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     cell: int
     trains: bool
     settled: bool
@@ -513,7 +514,8 @@ class CellSight(_message.Message):
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     peer: str
     age_s: float
-    def __init__(self, cell: _Optional[int] = ..., trains: _Optional[bool] = ..., settled: _Optional[bool] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., peer: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+    finished: bytes
+    def __init__(self, cell: _Optional[int] = ..., trains: _Optional[bool] = ..., settled: _Optional[bool] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., peer: _Optional[str] = ..., age_s: _Optional[float] = ..., finished: _Optional[bytes] = ...) -> None: ...
 
 class CellDecision(_message.Message):
     __slots__ = ("decision", "attempt")
