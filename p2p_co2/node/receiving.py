@@ -86,7 +86,7 @@ class Receiving:
         try:
             envelope = _opened(data, self._node.run_digest)
             kind = envelope.WhichOneof("body") or ""
-            useful = self._dispatch(envelope, kind, len(data), sender)
+            useful = self._dispatch(envelope, kind, len(data), sender, now)
             if kind == "fetch" and envelope.fetch.want_chunk:
                 wait_s, units = 0.0, ASKED_UNITS
             elif kind not in BULK:
@@ -128,16 +128,18 @@ class Receiving:
                 ev.MessageRefused, other=peer, message=message, reason=reason, detail=detail[:200]
             )
 
-    def _dispatch(self, envelope: Envelope, kind: str, size_bytes: int, sender: PeerId) -> bool:
+    def _dispatch(self, envelope: Envelope, kind: str, size_bytes: int, sender: PeerId, now: float) -> bool:
         """Give the body to its machine; False for bulk that nobody waited for."""
-        node, now = self._node, self._node.now()
-        useful = True
+        node, useful = self._node, True
         if kind in _MEMBERSHIP:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
-            node.membership.status = node.standing.status()  # a pong says where we are, not where we were
-            node.membership.receive(getattr(envelope, kind), sender, now)
+            message = getattr(envelope, kind)
+            if kind == "ping" and message.nonce:
+                node.membership.status = node.standing.status()  # a pong says where we are, not were
+            node.membership.receive(message, sender, now)
         elif kind in _ROUNDS:
+            node.know_all()
             useful = node.rounds.receive(getattr(envelope, kind), sender, now)
         elif kind in _CATCH_UP:
             if kind == "chunk":
