@@ -1,26 +1,29 @@
 """All rounds that this peer coordinates: from the first READY to the signed outcome.
 
 Laws: a peer acts as coordinator for whoever asks it, whatever its own state, because a split view is healed
-by digests and not by silence; one sender occupies one gathering per fragment, so what is held is bounded by
-the live peers; a decided round is answered from the kept decision.
+by digests and not by silence; but it begins no second attempt of a round while it is itself in one that is
+not decided, and signs no commit of a round of which it knows another: where views differ, at the end of a run
+above all, two attempts of one round could both commit. One sender occupies one gathering per fragment, so
+what is held is bounded by the live peers; a decided round is answered from the kept decision.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
-from p2p_co2.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.rounds.decision import Verdicts, content_of, sign_outcome
 from p2p_co2.rounds.events import Began
 from p2p_co2.rounds.gathering import Gathering, attempt_nonce, behind_message
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.rounds.tally import Tally
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Begin, Outcome, Ready, Result, RoundKey, Waiting
+from p2p_co2.wire.messages_pb2 import Begin, Decision, Outcome, Ready, Result, RoundKey, Waiting
 
 Place = tuple[int, int]
 """(fragment, round)"""
@@ -69,6 +72,10 @@ class Coordination:
         """Until when a vote for an attempt that has committed would have been in time."""
         self._moved: list[tuple[int, frozenset[PeerId]]] = [(0, frozenset())] * fragments
         self._counter = 0
+        self.known: Callable[[Place], tuple[Decision, Outcome] | None] = lambda place: None
+        """The commit of a round that we have heard of."""
+        self.joined_until: Callable[[Place], float | None] = lambda place: None
+        """When to look again at an attempt of a round that we are in; None if we are in none that is open."""
 
     # ---- gathering
 
@@ -85,6 +92,8 @@ class Coordination:
             return
         if place in self._begun:
             self._answer_begun(self._begun[place], message, sender, now)
+            return
+        if self._is_elsewhere(place, [sender], now):
             return
         for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
             self.withdraw(other, sender)
@@ -138,6 +147,17 @@ class Coordination:
             sender, Waiting(fragment=message.fragment, round=message.round, begins_within_s=within_s)
         )
 
+    def _is_elsewhere(self, place: Place, peers: Iterable[PeerId], now: float) -> bool:
+        """Whether an attempt of the round has committed or we are in one; ``peers``, who asked, are told."""
+        known, until = self.known(place), self.joined_until(place)
+        if known is None and until is None:
+            return False
+        within_s = max(0.0, (until or now) - now)
+        for peer in peers:
+            waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=within_s)
+            self._outlet.send(peer, waiting if known is None else known[0])
+        return True
+
     def withdraw(self, place: Place, peer: PeerId) -> None:
         """Forget a READY: its peer left, wants another round, or (we) ended the offer."""
         gathering = self._gatherings.get(place)
@@ -150,6 +170,9 @@ class Coordination:
         """Close the gatherings that need not or may not wait longer; True if there was one."""
         for place, gathering in list(self._gatherings.items()):
             if gathering.may_close(self._moved_to(place), now):
+                if self._is_elsewhere(place, gathering.readies, now):
+                    del self._gatherings[place]
+                    return True
                 self._close(place, gathering, now)
                 return True
         return False
@@ -240,9 +263,14 @@ class Coordination:
     def _decide(self, outcome: Outcome) -> None:
         """Sign the outcome and tell the group, and for a commit every live peer: it is their next version
         too."""
+        place = (outcome.key.fragment, outcome.key.round)
+        known = self.known(place) if outcome.committed else None
+        if known is not None and content_of(known[1]) != content_of(outcome):
+            # Nothing that was offered here is lost: the members carry it over and catch up.
+            outcome.committed, outcome.reason = False, "another attempt of this round was committed"
+            outcome.ClearField("parts")
         outcome.run = self._run
         decision = sign_outcome(self._identity, outcome)
-        place = (outcome.key.fragment, outcome.key.round)
         tally = self._tallies.pop(outcome.key.attempt, None)
         if tally is not None and outcome.committed:
             self._votes_until[outcome.key.attempt] = tally.votes_until

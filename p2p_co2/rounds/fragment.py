@@ -66,6 +66,12 @@ class FragmentRounds:
         """Whether the bytes of a commit are coming in: nobody else need be asked for them."""
         return self._completing is not None
 
+    def joined_until(self, round_: int) -> float | None:
+        """When the attempt of ``round_`` that we are in does something next; None if we are in none that is
+        open."""
+        is_open = self.member is not None and self._completing is None and self.member.offer.round == round_
+        return self.member.get_timer() if is_open and self.member is not None else None
+
     def reached(self) -> int:
         """The newest version that we hold or have seen committed; -1 while joining."""
         newest = self.verdicts.newest_commit()
