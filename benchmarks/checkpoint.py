@@ -8,6 +8,7 @@ thread is in it. Per number of peers, over all checkpoints of all peers:
 
 - ``stopped_s``: what the peers say it cost them (``CheckpointSaved.duration_s``), and ``longest_step_s``,
   the longest ``peer.step`` of all, which no report can flatter;
+- ``first_stopped_s``: the first of each peer, for which the kernel has no pages ready, apart from the others;
 - ``whole_s``: the same checkpoint while training waits until it is whole on the disk (``peer.save()``, as
   when a peer leaves);
 - ``written_s``: how long it then takes on the other thread;
@@ -82,9 +83,11 @@ def _measure(peers: int, options: argparse.Namespace) -> dict[str, Any]:
                 process.stdin.close()
             for process in (*processes, seed):
                 process.wait(60)
-    stopped, whole = _all(answers, "stopped_s"), _all(answers, "whole_s")
+    whole, first = _all(answers, "whole_s"), [answer["stopped_s"].pop(0) for answer in answers]
+    stopped = _all(answers, "stopped_s")
     return {
         "checkpoints": len(stopped),
+        "first_stopped_s": _spread(first),
         "stopped_s": _spread(stopped),
         "whole_s": _spread(whole),
         "stopped_share": round(100 * statistics.median(stopped) / 60, 3),
@@ -158,7 +161,6 @@ def _train(
         left_at = time.monotonic()
         peer.step(tokens=BATCH, loss=loss)
         if entered_at < since:
-            saved.clear()
             continue
         longest_s = max(longest_s, time.monotonic() - left_at)
         inner_steps.append((time.time(), left_at - entered_at))

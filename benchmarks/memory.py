@@ -47,6 +47,8 @@ from json_workers import answer_of, say, spawn
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.memory import return_large_blocks
 from p2p_co2.trainer import Peer, connect
+from p2p_co2.trainer.fragment_ledger import Kept
+from p2p_co2.trainer.halved import Halved
 
 PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
 TINY_WIDTH = 16
@@ -227,7 +229,12 @@ def _held(peer: Peer) -> dict[str, int]:
         "outer: outer_params": sum(_size(one.state.params) for one in fragments),
         "outer: outer_momentum": sum(_size(one.state.momentum) for one in fragments),
         "outer: older params (co2, eager)": sum(
-            _size(one._measured_from.params) for one in fragments if one._measured_from is not one.state
+            _size(one._measured_from.params)
+            for one in fragments
+            if one._measured_from.params is not one.state.params
+        ),
+        "outer: stale gradient, correction (eager)": sum(
+            _size(one._correction) + _size(one._stale[0] if one._stale else None) for one in fragments
         ),
         "codec: residual": sum(_size(one.residual) for one in fragments),
         "trainer: snapshot or gradient in flight": sum(
@@ -243,8 +250,10 @@ def _held(peer: Peer) -> dict[str, int]:
     }
 
 
-def _size(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+def _size(kept: Kept | None) -> int:
+    if kept is None:
+        return 0
+    return kept.held_bytes if isinstance(kept, Halved) else kept.numel() * kept.element_size()
 
 
 if __name__ == "__main__":

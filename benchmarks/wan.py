@@ -1,6 +1,7 @@
 """Training over internet lines: four peers in network namespaces, ours and hivemind's own Optimizer.
 
     python benchmarks/wan.py [--cases dsl transatlantic slow] [--seconds 100] [--hivemind] [--folder DIR]
+                             [--scale 0.2]
 
 Needs root (see ``p2p-co2 rehearse``). The model's exchange takes half of a round at the line's upload rate at
 best (the floor of ALGORITHMS section 5), in case ``slow`` twice the round. Steps have a fixed length
@@ -10,14 +11,17 @@ between the first rounds and the last. Prints JSON; ``bars`` says what each figu
 ``--hivemind`` runs the same recipe, data and lines with hivemind 1.1.12's ``Optimizer`` afterwards, for as
 long as ours took from its first step to its end (``--only-hivemind``: for ``--seconds``): tokens per second,
 utilisation, and the held-out loss at equal wall time (ours: of the agreed parameters). ``steady`` leaves out
-what comes before the first outer step, for both, and the writing of our checkpoints, which is told beside it
-(four peers write to one disk); ``training`` leaves out nothing but, for ours, the wait for the last rounds,
-which hivemind is given time for as well. hivemind averages gradients, so its one step per round is given a
-larger learning rate (``HIVEMIND_LEARNING_RATE_TIMES``).
+what comes before the first outer step, for both, and for ours what stops training without having to do with
+the line, told beside it (``aside_share``: checkpoints, held-out loss); ``training`` leaves out nothing but,
+for ours, the wait for the last rounds, which hivemind is given time for as well. hivemind averages
+gradients, so its one step per round is given a larger learning rate (``HIVEMIND_LEARNING_RATE_TIMES``).
 
 ``line_share``: bytes on the line while an exchange is on; ``transfer_share``: payload alone, from BEGIN until
 the last member has all means ("achieved bandwidth during an exchange"); ``goodput_share``: the same with
 votes and decision.
+
+``--scale``: model and line rates smaller by this, latency, loss and the floor's share of the round as they
+are: for machines whose cores four peers' bytes at full rate would fill.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bootstrap import netns
 from bootstrap.internet import Internet
 from bootstrap.local_swarm import Child, LocalSwarm, environment
-from p2p_co2.profiles import PROFILES
+from p2p_co2.profiles import PROFILES, LinkProfile
 from p2p_co2.telemetry.events import Progress
 from p2p_co2.telemetry.journal import read_events
 
@@ -69,7 +73,20 @@ CASES: dict[str, dict[str, Any]] = {
 def floor_s(case: dict[str, Any]) -> float:
     """Seconds of a full exchange at the line's upload rate."""
     values = case["rows"] * WIDTH * PARTS
-    return float(2 * (1 - 1 / PEERS) * values * BITS_PER_VALUE / PROFILES[case["profile"]].up_bits_per_s)
+    return float(2 * (1 - 1 / PEERS) * values * BITS_PER_VALUE / line_of(case).up_bits_per_s)
+
+
+def line_of(case: dict[str, Any]) -> LinkProfile:
+    """The case's line, without a router that hides anybody."""
+    profile, scale = PROFILES[case["profile"]], case["scale"]
+    loss = profile.loss if case["loss"] is None else case["loss"]
+    up, down = int(scale * profile.up_bits_per_s), int(scale * profile.down_bits_per_s)
+    return replace(profile, nat="open", loss=loss, up_bits_per_s=up, down_bits_per_s=down)
+
+
+def scaled(case: dict[str, Any], scale: float) -> dict[str, Any]:
+    """The case with a model and a line smaller by ``scale``."""
+    return {**case, "rows": round(scale * case["rows"]), "scale": scale}
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -85,21 +102,24 @@ def ours(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
         f"[recipe_options]\n{options}\n[clock]\nround_s = {round_s:.3f}\n"
     )
     command = [sys.executable, "-m", "bootstrap", "rehearse", str(folder / "run.toml"), "--peers", str(PEERS)]
-    command += ["--profile", case["profile"], "--nat", "open", "--seconds", str(seconds)]
-    command += ["--folder", str(folder / "run")]
-    if case["loss"] is not None:
-        command += ["--loss", str(case["loss"])]
+    line = line_of(case)
+    command += ["--profile", case["profile"], "--nat", line.nat, "--seconds", str(seconds)]
+    command += ["--up-mbit", str(line.up_bits_per_s / 1e6), "--down-mbit", str(line.down_bits_per_s / 1e6)]
+    command += ["--loss", str(line.loss), "--folder", str(folder / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"failed": (done.stdout + done.stderr)[-2000:]}
     summary = json.loads((folder / "run" / "summary.json").read_text())
-    used, saving = summary["steady"]["utilisation"], summary["steady"]["saving_share"]
+    steady = summary["steady"]
+    used = steady["utilisation"]
+    aside = {peer: steady["saving_share"][peer] + steady["measuring_share"][peer] for peer in used}
     exchanges = summary["exchanges"]
     return {
         "round_s": round(round_s, 2),
         "floor_s": round(floor_s(case), 2),
-        "utilisation_steady": min(used[peer] / (1 - saving[peer]) for peer in used),
-        "utilisation_with_checkpoints": min(used.values()),
+        "utilisation_steady": min(used[peer] / (1 - aside[peer]) for peer in used),
+        "utilisation_with_all": min(used.values()),
+        "aside_share": max(aside.values()),
         "wall_s": max(peer["wall_s"] for peer in summary["peer_table"].values()),
         "training": _training(folder / "run" / "events.jsonl"),
         "line_share": exchanges["line_share"],
@@ -135,10 +155,7 @@ def _training(journal: Path) -> dict[str, float]:
 
 def theirs(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
     """hivemind's Optimizer on the same lines."""
-    profile = PROFILES[case["profile"]]
-    loss = profile.loss if case["loss"] is None else case["loss"]
-    line = replace(profile, nat="open", loss=loss)
-    round_s = floor_s(case) / case["floor"]
+    line, round_s = line_of(case), floor_s(case) / case["floor"]
     job = {
         "recipe": f"{ROOT}/benchmarks/wan_recipe.py:make",
         "options": options_of(case),
@@ -213,12 +230,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--folder", type=Path, help="keep our runs here, one folder each")
+    parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--hivemind", action="store_true")
     parser.add_argument("--only-hivemind", action="store_true")
     options = parser.parse_args()
-    report: dict[str, Any] = {"at": time.strftime("%F %R"), "peers": PEERS}
+    report: dict[str, Any] = {"at": time.strftime("%F %R"), "peers": PEERS, "scale": options.scale}
     for name in options.cases:
-        case = CASES[name]
+        case = scaled(CASES[name], options.scale)
         report[name] = {}
         if not options.only_hivemind:
             with _folder(options.folder, name) as folder:

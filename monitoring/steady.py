@@ -2,8 +2,8 @@
 
 Training waits for the first round of each fragment by design, and for the last answers at the end; both are
 seconds once in a run, but a fifth of a rehearsal. The summary has both figures: ``utilisation`` with all of
-it, ``steady`` without. Writing checkpoints stops training too and has nothing to do with the network; its
-share is told beside it.
+it, ``steady`` without. Saving checkpoints and measuring the held-out loss stop training too and have nothing
+to do with the network; their shares are told beside it.
 
 Law: the figure is a difference of two of the peer's own ``Progress`` reports, so nothing is estimated.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2p_co2.telemetry.events import CheckpointSaved, Event, PeerStarted, Progress
+from p2p_co2.telemetry.events import AgreedMeasured, CheckpointSaved, Event, PeerStarted, Progress
 
 
 @dataclass
@@ -24,7 +24,9 @@ class SteadyLog:
     _last: dict[str, Progress] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
     _saved: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """By peer: when a checkpoint was written, and how long that took."""
+    """By peer: when a checkpoint was written, and how long training stood still for it."""
+    _measured: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """The same for the held-out loss."""
 
     def add(self, event: Event) -> None:
         if isinstance(event, PeerStarted):
@@ -36,6 +38,8 @@ class SteadyLog:
             self._last[event.peer] = event
         elif isinstance(event, CheckpointSaved):
             self._saved.setdefault(event.peer, []).append((event.at, event.duration_s))
+        elif isinstance(event, AgreedMeasured):
+            self._measured.setdefault(event.peer, []).append((event.at, event.duration_s))
 
     def since(self) -> float | None:
         """When the last peer had its first rounds behind it (unix); None if one has not."""
@@ -49,12 +53,19 @@ class SteadyLog:
 
     def saving_share(self) -> dict[str, float]:
         """By peer's name: of the same time, what went into checkpoints."""
+        return self._share(self._saved)
+
+    def measuring_share(self) -> dict[str, float]:
+        """By peer's name: of the same time, what went into measuring the agreed parameters."""
+        return self._share(self._measured)
+
+    def _share(self, stood_still: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
         shares = {}
         for peer, first in self._first.items():
             last = self._last[peer]
-            saved_s = sum(took_s for at, took_s in self._saved.get(peer, ()) if first.at < at <= last.at)
+            stood_s = sum(took_s for at, took_s in stood_still.get(peer, ()) if first.at < at <= last.at)
             if last.wall_s > first.wall_s:
-                shares[self._names.get(peer, peer)] = round(saved_s / (last.wall_s - first.wall_s), 4)
+                shares[self._names.get(peer, peer)] = round(stood_s / (last.wall_s - first.wall_s), 4)
         return dict(sorted(shares.items()))
 
     def tokens_per_s(self) -> float:

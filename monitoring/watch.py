@@ -68,9 +68,8 @@ def line(facts: SwarmFacts) -> str:
     if not facts.peers_known:
         return f"{facts.connection}: {plain(facts.connection_words, 200)}"
     loss = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
-    wrong = (
-        f", {len(facts.troubles)} troubles: {plain(facts.troubles[0].words, 120)}" if facts.troubles else ""
-    )
+    count = len(facts.troubles)
+    wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 120)}" if count else ""
     return (
         f"{facts.peers_online} of {facts.peers_known} peers, round {figure(facts.position, 1)}, "
         f"loss {figure(loss, 3)}, {figure(facts.tokens)} tokens, {figure(facts.tokens_per_s)} tokens/s, "

@@ -1,16 +1,18 @@
 """Who is alive, how far away, and where they are in the run: a machine without I/O or clock.
 
-Each peer pings each other every ``heartbeat_s``; pings and pongs carry the sender's ``Status``. A peer is
-live from its first ping or pong until it says goodbye, its link breaks and cannot be opened again, or it is
-silent for longer than its own habit explains. There is no fixed timeout to guess: the silence that we accept
-grows with the gaps that were seen.
+Each peer tells each other its ``Status`` every ``heartbeat_s``, in a ping that asks for no answer (``nonce``
+0: one message, serialised once for all); pings that want one, and pongs, carry it too. A peer is live from
+its first message until it says goodbye, its link breaks and cannot be opened again, or it is silent for
+longer than its own habit explains. There is no fixed timeout to guess: the silence that we accept grows with
+the gaps that were seen.
 
 Law: ``live`` holds only peers that were heard directly; a peer that only the DHT knows is not live. Time is
 compared with this machine's clock alone; other clocks are only measured (``clock_offset_s``), never trusted.
 
-A pair needs one of the two pings: who was pinged within the last heartbeat answers and asks nothing itself,
-but for a round trip of its own every ``MEASURE_EVERY_S``. Among many the heart beats more slowly, so that a
-peer pings at most ``PINGS_PER_S`` others a second, down to one beat in ``SLOWEST_HEARTBEAT_S``.
+Nobody is told twice: who heard our status within most of the last heartbeat, by a pong or because something
+changed, is left out. A round trip is measured every ``MEASURE_EVERY_S``. Among many the heart beats more
+slowly, so that a peer tells at most ``TOLD_PER_S`` others a second, down to one beat in
+``SLOWEST_HEARTBEAT_S``; the silence that is accepted grows with the beat.
 
 Price: each peer still hears from each other one, so this serves groups of up to a few hundred, not thousands.
 """
@@ -19,9 +21,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
@@ -29,10 +32,14 @@ from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_PEERS, MAX_STRING, MAX_VERSIO
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
 HEARTBEAT_S = 1.0
-PINGS_PER_S = 10.0
+TOLD_PER_S = 6.4
 SLOWEST_HEARTBEAT_S = 5.0
 """Silence must stand out from the beat: ``SILENCE_CAP_S`` is six of these."""
-MEASURE_EVERY_S = 10.0
+TOLD_LATELY = 0.75
+"""Of a heartbeat: who was told more lately, because something changed, waits for the next one."""
+ANNOUNCED_AGAIN = 0.125
+"""Of a heartbeat, between two announcements: at the end of a run there is much to announce."""
+MEASURE_EVERY_S = 20.0
 SILENCE_FLOOR_S = 6.0
 """A peer is never declared silent sooner: a busy laptop may starve a thread for seconds."""
 SILENCE_CAP_S = 30.0
@@ -74,9 +81,10 @@ class PeerInfo:
     status_at: float
     versions: tuple[int, ...] = ()
     digests: tuple[bytes, ...] = ()
-    view: object = None
+    view: Any = None
     """What the shell made of the newest status; forgotten when there is news."""
-    pinged_us_at: float = -math.inf
+    told_at: float = -math.inf
+    """When our status last went to it."""
     answered_us_at: float = -math.inf
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
     round_trips_s: deque[float] = field(default_factory=lambda: deque(maxlen=OFFSETS_KEPT))
@@ -112,6 +120,8 @@ class Membership:
         """Peers the DHT lists that are not live, and when to try them next."""
         self._one_way_until: dict[PeerId, float] = {}
         self._next_heartbeat_at: float | None = None
+        self._announced_at = -math.inf
+        self._announce_at: float | None = None
         self._nonce = 0
         self.revision = 0
         """Grows with everything that is news of the others, but not with their positions and counters."""
@@ -126,7 +136,12 @@ class Membership:
     @property
     def heartbeat_s(self) -> float:
         """Seconds between this peer's heartbeats."""
-        return min(SLOWEST_HEARTBEAT_S, max(HEARTBEAT_S, len(self._live) / PINGS_PER_S))
+        return heartbeat_among_s(len(self._live))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to send and no event."""
+        return not (self._outgoing or self._events)
 
     @property
     def unheard(self) -> int:
@@ -153,18 +168,20 @@ class Membership:
         if isinstance(message, Leave):
             self._drop(sender, f"left: {message.reason[:MAX_STRING] or 'no reason given'}")
             return
-        check_status(message.status)
+        status = message.status
+        check_status(status)
         if self._one_way_until.get(sender, 0.0) > now:
             return
-        self._heard(sender, message.status, now)
-        info = self._live.get(sender)
+        info = self._heard(sender, status, now)
         if isinstance(message, Ping):
+            if not message.nonce:
+                return
             pong = Pong(
                 nonce=message.nonce, ping_sent_at=message.sent_at, answered_at=now, status=self.status
             )
             self._outgoing.append((sender, pong))
             if info is not None:
-                info.pinged_us_at = now
+                info.told_at = now
             return
         round_trip_s = now - message.ping_sent_at
         if not (0 <= round_trip_s < SILENCE_CAP_S and math.isfinite(message.answered_at)):
@@ -187,14 +204,19 @@ class Membership:
         self._one_way_until[peer] = now + ONE_WAY_S
 
     def announce(self, now: float) -> None:
-        """Tell every live peer this peer's status now, instead of at the next heartbeat."""
-        self._ping(self._live, now)
+        """Tell every live peer this peer's status now, instead of at the next heartbeat; soon, if they were
+        told a moment ago."""
+        self._announce_at = max(now, self._announced_at + ANNOUNCED_AGAIN * self.heartbeat_s)
+        if self._announce_at <= now:
+            self._announce(now)
 
     def say_goodbye(self, reason: str) -> None:
         """Tell every live peer that this one leaves."""
         self._outgoing.extend((peer, Leave(reason=reason)) for peer in self._live)
 
     def handle_timer(self, now: float) -> None:
+        if self._announce_at is not None and now >= self._announce_at:
+            self._announce(now)
         if self._next_heartbeat_at is None or now < self._next_heartbeat_at:
             return
         beat_s = self.heartbeat_s
@@ -203,19 +225,25 @@ class Membership:
             for info in self._live.values():
                 info.heard_at = min(now, info.heard_at + late_s)
         self._next_heartbeat_at = now + beat_s
-        due: list[PeerId] = []
+        asked: list[PeerId] = []
+        told: list[PeerId] = []
         for peer, info in list(self._live.items()):
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * beat_s):
                 self._drop(peer, f"silent for {silent_s:.0f} s")
                 self._await_return(peer, now)
-            elif now - info.pinged_us_at > beat_s or now - info.answered_us_at > MEASURE_EVERY_S:
-                due.append(peer)
-        self._ping(due, now)
+            elif now - info.answered_us_at > MEASURE_EVERY_S:
+                asked.append(peer)
+            elif now - info.told_at > TOLD_LATELY * beat_s:
+                told.append(peer)
+        self._ping(asked, now)
+        self._tell(told, now)
         self._greet(now)
 
     def get_timer(self) -> float | None:
-        return self._next_heartbeat_at
+        if self._announce_at is None or self._next_heartbeat_at is None:
+            return self._announce_at or self._next_heartbeat_at
+        return min(self._announce_at, self._next_heartbeat_at)
 
     def messages_to_send(self) -> list[tuple[PeerId, Ping | Pong | Leave]]:
         messages, self._outgoing = self._outgoing, []
@@ -249,11 +277,12 @@ class Membership:
         offsets = [info.clock_offset_s for info in self._live.values() if info.offsets_s]
         return median(offsets) if offsets else 0.0
 
-    def _heard(self, peer: PeerId, status: Status, now: float) -> None:
+    def _heard(self, peer: PeerId, status: Status, now: float) -> PeerInfo | None:
+        """Note what a peer says of itself; None if as many peers as we take are live already."""
         info = self._live.get(peer)
         if info is None:
             if len(self._live) >= MAX_PEERS:
-                return
+                return None
             info = self._live[peer] = PeerInfo(status=status, heard_at=now, status_at=now)
             info.versions, info.digests = tuple(status.versions), tuple(status.digests)
             self.revision += 1
@@ -261,20 +290,21 @@ class Membership:
             self._events.append(Joined(peer))
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now
-            return
+            return info
         info.gaps_s.append(now - info.heard_at)
         info.heard_at = info.status_at = now
         known, info.status = info.status, status
-        versions, digests = tuple(status.versions), tuple(status.digests)
         if (
-            (versions, digests) != (info.versions, info.digests)
+            known.digests != status.digests
+            or known.versions != status.versions
             or known.phase != status.phase
             or known.upload_bytes_per_s != status.upload_bytes_per_s
             or known.download_bytes_per_s != status.download_bytes_per_s
             or known.finished != status.finished
         ):
-            info.versions, info.digests, info.view = versions, digests, None
+            info.versions, info.digests, info.view = tuple(status.versions), tuple(status.digests), None
             self.revision += 1
+        return info
 
     def _await_return(self, peer: PeerId, now: float) -> None:
         """Try a peer that is gone again in a while, as long as there is room: anybody can come and go."""
@@ -287,16 +317,37 @@ class Membership:
             self._candidates[peer] = now + REVISIT_S
         self._ping(due, now)
 
-    def _ping(self, peers: Iterable[PeerId], now: float) -> None:
-        """The same ping to all of them: it is serialised once."""
+    def _ping(self, peers: Sequence[PeerId], now: float) -> None:
+        """The same ping to all of them, to be answered: it is serialised once."""
+        if not peers:
+            return
         self._nonce += 1
-        ping = Ping(nonce=self._nonce, sent_at=now, status=self.status)
-        self._outgoing.extend((peer, ping) for peer in peers)
+        self._send_to_all(peers, Ping(nonce=self._nonce, sent_at=now, status=self.status), now)
+
+    def _announce(self, now: float) -> None:
+        self._announced_at, self._announce_at = now, None
+        self._tell(list(self._live), now)
+
+    def _tell(self, peers: Sequence[PeerId], now: float) -> None:
+        """As ``_ping``, but nobody answers."""
+        if peers:
+            self._send_to_all(peers, Ping(sent_at=now, status=self.status), now)
+
+    def _send_to_all(self, peers: Sequence[PeerId], ping: Ping, now: float) -> None:
+        for peer in peers:
+            self._outgoing.append((peer, ping))
+            if (info := self._live.get(peer)) is not None:
+                info.told_at = now
 
     def _drop(self, peer: PeerId, reason: str) -> None:
         if self._live.pop(peer, None) is not None:
             self.revision += 1
             self._events.append(Left(peer, reason))
+
+
+def heartbeat_among_s(others: int) -> float:
+    """Seconds between the heartbeats of one that ``others`` hear."""
+    return min(SLOWEST_HEARTBEAT_S, max(HEARTBEAT_S, others / TOLD_PER_S))
 
 
 def check_status(status: Status) -> None:

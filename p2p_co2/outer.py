@@ -16,21 +16,22 @@ Laws:
    the inverse. Norms come from ``exact_norm``, which has no reduction order. (A process that flushes
    denormals, ``torch.set_flush_denormal``, breaks this law: leave it off.)
 2. An aborted round changes nothing: there is no call for it.
-3. A state is never modified; ``step`` works in buffers that it made or was given.
+3. A state is never modified, unless ``step`` is told that nobody else holds it; it works in buffers that it
+   made or was given.
 
 Sources: CO2 (arXiv 2401.16265) for the staleness gap penalty (after its Eq. 3, denominator ours) and outer
 momentum clipping; DiLoCo and Streaming DiLoCo (2501.18512) for Nesterov and ``blend``; Eager updates
 (2502.12996) for ``eager_correction``; ``keep`` is ours.
 
 Price: a step holds two fp32 copies of one fragment beside the old state and the mean (one, if it may have the
-mean's memory), and passes over them twice more for the norms. All else happens in pieces that stay in the
-cache: fresh pages of memory cost more than the arithmetic.
+mean's memory; none, if also the old state's), and passes over them twice more for the norms. All else happens
+in pieces that stay in the cache: fresh pages of memory cost more than the arithmetic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,8 @@ MOVED_NORMS_KEPT = 4
 _GAP_EPS = 1e-12
 _MEAN_SQUARE_DECAY = 0.9
 _NORM_BITS = 18
+_SAFE = 1e38
+"""Below this, no rounding reaches the end of fp32."""
 _PIECE = 1 << 16
 """Elements worked on at once, few enough for a cache. Also few enough for ``exact_norm``: this many squares
 of integers of at most 2^_NORM_BITS stay below 2^53, so fp64 adds them exactly, in any order."""
@@ -160,13 +163,19 @@ def outer_gradient(state: OuterState, params: Tensor, correction: Tensor | None 
 
 
 def step(
-    config: OuterConfig, state: OuterState, mean: Tensor, base_version: int, out: Tensor | None = None
+    config: OuterConfig,
+    state: OuterState,
+    mean: Tensor,
+    base_version: int,
+    out: Tensor | None = None,
+    consume: bool = False,
 ) -> tuple[OuterState, StepReport]:
     """Apply the committed mean outer gradient of one round.
 
     ``mean``: fp32 [n], host memory. ``base_version``: the outer version that the mean was measured from, at
     most ``state.version``; the difference is the staleness. ``out``: memory for the new parameters, fp32 [n];
-    it may be ``mean`` itself, whose values are lost then, whatever happens.
+    it may be ``mean`` itself, whose values are lost then, whatever happens. ``consume``: nobody else holds
+    ``state``, so the new momentum may take the old one's memory, which it does if the step cannot fail.
 
     Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32: every peer
     that holds the same bits refuses alike, and the state stays. Raises ``LocalProtocolError`` for a wrong
@@ -180,7 +189,8 @@ def step(
     mean_square = applied_norm * applied_norm / max(1, mean.numel())
     if state.mean_square > 0.0:
         mean_square = _MEAN_SQUARE_DECAY * state.mean_square + (1.0 - _MEAN_SQUARE_DECAY) * mean_square
-    momentum = torch.empty_like(state.momentum)
+    consume = consume and _cannot_fail(config, state, mean, 1.0 / gap)
+    momentum = state.momentum if consume else torch.empty_like(state.momentum)
     params = torch.empty_like(state.params) if out is None else out
     done = _change_of(
         config, state.momentum, mean, 1.0 / gap, _clip_bound(config, mean_square), momentum, params
@@ -197,6 +207,14 @@ def step(
         OuterState(state.version + 1, params, momentum, mean_square, moved_norms),
         StepReport(gap, gradient_norm, math.sqrt(done.energy), done.clipped / max(1, mean.numel())),
     )
+
+
+def _cannot_fail(config: OuterConfig, state: OuterState, mean: Tensor, inverse: float) -> bool:
+    """Whether no value on the way can leave fp32, whatever meets whatever."""
+    applied = _magnitude(mean) * inverse
+    momentum = _magnitude(state.momentum) * config.momentum + applied
+    change = (momentum * config.momentum + applied if config.nesterov else momentum) * config.lr
+    return max(momentum, change, _magnitude(state.params) + change) < _SAFE
 
 
 class _Change(NamedTuple):
@@ -280,6 +298,30 @@ def merge(
     addend = torch.sub(new.params, snapshot, out=out)
     for part in missed:
         addend[part] = new.params[part] - old.params[part]
+    return Merge(1.0, addend)
+
+
+def merge_offered(
+    config: OuterConfig,
+    old: OuterState,
+    new: OuterState,
+    offered: Callable[[slice], Tensor],
+    missed: Sequence[slice],
+    out: Tensor | None = None,
+) -> Merge:
+    """``merge`` for a peer that kept the outer gradient it offered, ``offered(slice)``, not the snapshot,
+    which was ``old.params - offered``. ``out`` may be ``old.params`` itself."""
+    if config.rule == "blend" and not missed:
+        return Merge(config.blend_alpha, torch.mul(new.params, 1.0 - config.blend_alpha, out=out))
+    # Where the offer was missed the drift is measured from ``old``, as if nothing had been offered.
+    lost = [(max(0, part.start), part.stop) for part in missed]
+    addend = torch.empty_like(old.params) if out is None else out
+    for start in range(0, addend.numel(), _PIECE):
+        at = slice(start, min(start + _PIECE, addend.numel()))
+        counted = offered(at)
+        for first, last in lost:
+            counted[max(0, first - start) : max(0, last - start)] = 0.0
+        torch.sub(new.params[at], old.params[at], out=addend[at]).add_(counted)
     return Merge(1.0, addend)
 
 
@@ -389,4 +431,5 @@ def _clip_bound(config: OuterConfig, mean_square: float) -> float:
     """The magnitude at which momentum is clipped; inf for never."""
     if config.clip == "none":
         return math.inf
-    return config.clip_phi * (math.sqrt(mean_square) if config.clip == "rms" else 1.0)
+    bound = config.clip_phi * (math.sqrt(mean_square) if config.clip == "rms" else 1.0)
+    return bound if bound < torch.finfo(torch.float32).max else math.inf

@@ -33,7 +33,8 @@ def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> P
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s")
-        raise ConfigError("command line", option, f"{first['msg']} (got {first['input']!r})") from None
+        problem = first["msg"].removeprefix("Value error, ")
+        raise ConfigError("command line", option, f"{problem} (got {first['input']!r})") from None
     is_said = "host" in read.model_fields_set or given.get("host") is not None
     if ticket and not is_said and not Ticket.parse(ticket).is_local:
         config = config.model_copy(update={"host": "0.0.0.0"})

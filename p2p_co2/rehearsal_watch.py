@@ -109,6 +109,7 @@ class RehearsalTerminal:
             "steady": {
                 "utilisation": self._steady.utilisation(),
                 "saving_share": self._steady.saving_share(),
+                "measuring_share": self._steady.measuring_share(),
                 "tokens_per_s": self._steady.tokens_per_s(),
             },
             "exchanges": exchange_figures(self._exchanges, end.traffic, profiles, since),

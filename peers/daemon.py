@@ -13,12 +13,13 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.process import StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.run_recipe import load_run_recipe
 from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.journal import Journal
@@ -76,6 +77,7 @@ def _join(options: JoinOptions, watch: Watch) -> int:
     end_with_parent(options.parent)
     device = _checked_device(options.config.device)
     _look_first(options.config, watch.say)
+    _look_into_folder(options.config.folder, options.resume)
     running = _Running()
     signal.signal(signal.SIGUSR1, running.toggle_pause)
     with StopSignals(running.stop), Journal(options.config.folder / "events.jsonl") as journal:
@@ -91,6 +93,15 @@ def _join(options: JoinOptions, watch: Watch) -> int:
         if journal.failed:
             watch.say(f"warning: {journal.failed}")
     return 0
+
+
+def _look_into_folder(folder: Path, resume: bool) -> None:
+    """What would end the peer once it has found the swarm, before it looks for it."""
+    FolderLock(folder).release()
+    if resume and not (folder / "checkpoint").is_dir():
+        raise ConfigError(
+            "command line", "--resume", f"{folder} has no checkpoint; leave it out, or name another --folder"
+        )
 
 
 def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:

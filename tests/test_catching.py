@@ -77,3 +77,33 @@ def test_who_vouches_for_the_state_of_a(
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
     assert Catching(node)._vouch(PeerId("a"), 0, version, digest) is vouched  # type: ignore[arg-type]
+
+
+TRAINS, FINISHES = Status.TRAINING, Status.DRAINING
+
+
+@pytest.mark.parametrize(
+    ("phases", "is_most"),
+    [
+        ({"a": TRAINS, "b": TRAINS, "c": TRAINS, "d": TRAINS}, True),
+        ({"a": FINISHES, "b": FINISHES, "c": TRAINS, "d": TRAINS}, True),  # as in the last rounds of a run
+        ({"a": FINISHES, "c": TRAINS, "d": TRAINS}, False),  # one word against two
+        ({"a": TRAINS, "c": TRAINS, "d": TRAINS}, False),
+        ({"a": FINISHES, "c": FINISHES, "d": FINISHES}, True),
+    ],
+)
+def test_a_mean_of_a_and_b_is_taken_where_they_are_most_of_those_who_train_or_did(
+    phases: dict[str, Status.Phase], is_most: bool
+) -> None:
+    live = {
+        PeerId(peer): PeerInfo(status=Status(phase=phase), heard_at=0.0, status_at=0.0)
+        for peer, phase in phases.items()
+    }
+    node = SimpleNamespace(
+        membership=SimpleNamespace(live=live),
+        me=PeerId("me"),
+        group_size=32,
+        catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
+    )
+    catching = Catching(node)  # type: ignore[arg-type]
+    assert catching._is_most({PeerId("a"), PeerId("b")}) is is_most

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,17 @@ from bootstrap.demo import DemoOptions, run_demo
 from bootstrap.seed import SeedOptions, serve_run
 from monitoring.words import loss_unit
 from p2p_co2.checkpoint import load, load_agreed
-from p2p_co2.errors import ConfigError
+from p2p_co2.config import PeerConfig
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.peer_options import peer_config
+from p2p_co2.process import FolderLock
 from p2p_co2.recipes import check_data
 from p2p_co2.telemetry.events import Progress
+from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import peer_id_of
+from peers.daemon import JoinOptions, join_run
+from peers.doctor.machine import check_disk
+from peers.doctor.network import round_trips_finding
 from peers.status import StatusLines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +75,39 @@ def test_only_who_resumes_is_told_to_start_without_it(tmp_path: Path) -> None:
         load_agreed(tmp_path)
     assert "resuming" not in str(caught.value)
     assert "give a folder that a peer wrote" in str(caught.value)
+
+
+def test_what_a_folder_lacks_is_said_before_the_swarm_is_looked_for(tmp_path: Path) -> None:
+    said: list[str] = []
+    lines = StatusLines(said.append)
+    seed = peer_id_of(bytes(32))
+    ticket = Ticket(run=bytes(32), run_key=seed, seeds=(f"/ip4/127.0.0.1/tcp/9/p2p/{seed}",))
+    options = JoinOptions(ticket=str(ticket), config=PeerConfig(folder=tmp_path / "peer"), resume=True)
+    with pytest.raises(ConfigError, match=r"--resume: .* has no checkpoint; leave it out"):
+        join_run(options, lines)
+    lock = FolderLock(tmp_path / "peer")
+    with pytest.raises(EnvironmentFault, match=f"in use by process {os.getpid()}"):
+        join_run(replace(options, resume=False), lines)
+    lock.release()
+    assert not any("looking for the swarm" in text for text in said)
+    assert not (tmp_path / "peer" / "events.jsonl").exists()
+
+
+def test_an_option_that_cannot_be_is_refused_in_our_own_words() -> None:
+    with pytest.raises(ConfigError, match="--hours: '25-26' is no span of the day"):
+        peer_config(None, {"limits.hours": "25-26"}, "")
+
+
+def test_a_folder_that_is_a_file_is_not_told_to_free_space(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    advice = check_disk(tmp_path / "file", 1.0).advice
+    assert "--folder" in advice
+    assert "space" not in advice
+
+
+def test_one_is_no_plural() -> None:
+    assert round_trips_finding({"seed 1": 0.05}, 1).measured.endswith("; 1 peer in the run")
+    assert round_trips_finding({"seed 1": 0.05}, 2).measured.endswith("; 2 peers in the run")
 
 
 def test_a_seed_names_its_own_option(tmp_path: Path) -> None:

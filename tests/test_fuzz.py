@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from p2p_co2.node.envelope import enveloped
 from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
 from p2p_co2.rounds.gathering import behind_message
 from p2p_co2.wire.identity import PeerId
@@ -84,7 +85,7 @@ def test_every_kind_of_message_is_tried() -> None:
             await world.train(0.7)
             version = second.node.agreed[0].version
             behind = behind_message(0, version + 1, version + 1, bytes(32), [first.me])
-            world.send(first.me, second.me, first.node._envelope(behind))
+            world.send(first.me, second.me, enveloped(behind, first.node._envelope_head))
         for trainer in world.trainers[1:]:
             trainer.node.say_goodbye("done")
         await asyncio.sleep(0.1)

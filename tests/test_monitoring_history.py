@@ -181,17 +181,24 @@ def test_a_write_that_fails_gives_no_peer_the_rows_of_another() -> None:
     history.close()
 
 
-def test_a_write_that_fails_leaves_its_means_to_the_next() -> None:
+def test_a_write_that_fails_leaves_its_means_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     (finer, _), (coarser, _) = TIERS[:2]
     history = History(None)
     for at in range(0, coarser, finer):
         history.write(Batch(at=START + at, samples={"a": sample(1.0)}, fragments={}))
-    with pytest.raises(EnvironmentFault):
-        history.write(Batch(at=START + coarser, samples={"a": sample(1.0)[:-1]}, fragments={}))
+    history._pruned_at = 0.0
+    monkeypatch.setattr(history, "_prune", refuse)
+    with pytest.raises(EnvironmentFault, match="disk is full"):
+        history.write(Batch(at=START + coarser, samples={"a": sample(1.0)}, fragments={}))
+    monkeypatch.undo()
     history.write(Batch(at=START + coarser + finer, samples={"a": sample(1.0)}, fragments={}))
     means = "SELECT count(*) FROM samples WHERE step = ? AND at >= ?"
     assert history._writer.execute(means, (coarser, int(START))).fetchone() == (1,)
     history.close()
+
+
+def refuse(now: float) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
 
 
 def test_names_of_which_nothing_is_kept_go() -> None:

@@ -76,5 +76,8 @@ def test_checkpoints_are_told_beside_what_the_network_costs() -> None:
                   progress(30.0, 20.0, (2,))):  # fmt: skip
         log.add(event)
     assert log.utilisation() == {"a": 0.9}
+    assert log.measuring_share() == {"a": 0.0}
+    log.add(ev.AgreedMeasured(at=21.0, peer="a", loss=1.0, position=1.0, tokens=1, duration_s=1.0))
+    assert log.measuring_share() == {"a": 0.05}
     assert log.saving_share() == {"a": 0.1}  # the one before the first rounds were over does not count
     assert log.tokens_per_s() == 9.0

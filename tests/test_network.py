@@ -18,7 +18,7 @@ from p2p_co2.errors import TransportError
 from p2p_co2.node import network as room
 from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, publishable
 from p2p_co2.ticket import Ticket
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -83,7 +83,7 @@ async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -
             assert await network.find_peers() == []
             network._published_at = -1e9
             os.kill(network.p2p.daemon.process.pid, signal.SIGKILL)
-            await network.daemon_ended()
+            await wait_p2p_exit(network.p2p)
             for call in (network.publish_self, network.find_peers):
                 with pytest.raises(TransportError, match="daemon"):
                     await call()

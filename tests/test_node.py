@@ -13,6 +13,7 @@ import pytest
 from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.node.links import AHEAD_BYTES, MAX_QUEUED_BYTES, LinkObserver, Links
 from p2p_co2.node.meter import DRAINED_BYTES, LONGEST_BURST_S, MEASURABLE_BYTES, Pace, Progress, UploadMeter
+from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
 from p2p_co2.transport.base import OnMessage, OnRefused
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -23,6 +24,7 @@ B, C = PeerId("b"), PeerId("c")
 class FakeLink:
     def __init__(self, carrier: FakeCarrier, peer: PeerId) -> None:
         self._carrier, self.peer, self.carrier, self.way = carrier, peer, carrier.name, carrier.way
+        self.acknowledged: Acknowledged | None = None
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def send(self, data: bytes) -> None:
@@ -30,6 +32,8 @@ class FakeLink:
         if self.closed.done():
             raise PeerLost(self.closed.result())
         self._carrier.sent.append(data)
+        if self.acknowledged is not None:
+            self.acknowledged.sent(len(data), time.monotonic())
 
     async def close(self) -> None:
         if not self.closed.done():
@@ -262,7 +266,7 @@ def burst(meter: UploadMeter, size_bytes: int, started_at: float, duration_s: fl
     """Of eight messages, one after the other at an even rate."""
     for number in range(8):
         meter.started(started_at + number * duration_s / 8)
-        meter.finished(size_bytes // 8, started_at + (number + 1) * duration_s / 8)
+        meter.finished("b", size_bytes // 8, started_at + (number + 1) * duration_s / 8)
 
 
 def test_the_rate_is_that_of_the_best_burst_of_late() -> None:
@@ -282,7 +286,7 @@ def test_messages_close_together_are_one_burst() -> None:
     meter = UploadMeter()
     for number in range(10):
         meter.started(1.0 + number * 0.1)
-        meter.finished(MEASURABLE_BYTES // 4, 1.05 + number * 0.1)
+        meter.finished("b", MEASURABLE_BYTES // 4, 1.05 + number * 0.1)
     burst(meter, 8, 10.0, 0.001)
     # Of ten quarters, the last five left in half a second.
     assert meter.bytes_per_s == pytest.approx(2.5 * MEASURABLE_BYTES)
@@ -295,7 +299,7 @@ def test_what_buffers_swallow_is_no_rate() -> None:
     assert meter.bytes_per_s == 0.0
     for number in range(8):  # the first half into buffers, the rest at the speed of the link
         meter.started(20.0 + 0.1 * max(0, number - 3))
-        meter.finished(100_000, 20.0 + 0.1 * max(0, number - 3) + 0.001)
+        meter.finished("b", 100_000, 20.0 + 0.1 * max(0, number - 3) + 0.001)
     burst(meter, 8, 30.0, 0.001)
     assert meter.bytes_per_s == pytest.approx(1e6)
     burst(meter, 4 * DRAINED_BYTES, 40.0, 0.02)  # no buffer holds so much
@@ -303,11 +307,72 @@ def test_what_buffers_swallow_is_no_rate() -> None:
     assert meter.bytes_per_s == pytest.approx(200 * DRAINED_BYTES)
 
 
+def exchange(meter: UploadMeter, began_at: float, ends_s: dict[str, float], size_bytes: int) -> None:
+    """``size_bytes`` to each receiver, who says evenly until its time that they come; then a rest."""
+    words = [
+        (began_at + end_s * (number + 1) / 20, to) for to, end_s in ends_s.items() for number in range(20)
+    ]
+    for _ in words:
+        meter.started(began_at)
+    for at, to in sorted(words):
+        meter.finished(to, size_bytes // 20, at)
+    meter.started(began_at + 100.0)
+    meter.finished("b", 0, began_at + 100.0)
+
+
+def test_one_receiver_of_three_makes_a_line_neither_slower_nor_faster() -> None:
+    honest_s = 3.0  # 3 MB to three receivers over a line of 1 MB/s
+    for lie_s in (honest_s, 90.0, 0.001):
+        meter = UploadMeter()
+        for number in range(5):
+            exchange(meter, 200.0 * number, {"b": honest_s, "c": honest_s, "d": lie_s}, 1_000_000)
+        # what the liar claims early has not gone in the stretch that is measured, what it claims late has not
+        share = 1.0 if lie_s == honest_s else 2 / 3
+        assert meter.bytes_per_s == pytest.approx(share * 1e6, rel=0.1)
+
+
+def test_a_slow_receiver_alone_does_not_undo_what_the_others_showed() -> None:
+    meter = UploadMeter()
+    exchange(meter, 0.0, {"b": 3.0, "c": 3.0, "d": 3.0}, 1_000_000)
+    for number in range(1, 5):
+        exchange(meter, 100.0 * number, {"d": 50.0}, 1_000_000)  # it fetches a state over a bad line
+    assert meter.bytes_per_s == pytest.approx(1e6, rel=0.1)
+    for number in range(5, 30):
+        exchange(meter, 100.0 * number, {"d": 50.0}, 1_000_000)  # and nobody else is there any more
+    assert meter.bytes_per_s < 2e5
+
+
+async def test_what_a_peer_says_it_has_is_what_was_sent() -> None:
+    libp2p = FakeCarrier("libp2p")
+    async with links_over(libp2p) as (links, heard):
+        links.post(B, b"hello", bulk=False)
+        await turns()
+        said = libp2p.links[0].acknowledged = Acknowledged()
+        said.on_news = lambda: links._hear(B, links._lanes[B], said)
+        for number in range(4):
+            links.post(B, bytes([number]) * LEAST_BYTES, bulk=True)
+        await turns()
+        assert len(libp2p.sent) == 2  # no room for more until it is there
+        links.post(B, b"ping", bulk=False)
+        await turns()
+        assert libp2p.sent[2:] == [b"ping"]
+        assert links.traffic == {}
+        said.hear(str(LEAST_BYTES).encode(), time.monotonic())
+        await turns()
+        assert (len(libp2p.sent), links.traffic[B].bulk_bytes) == (5, LEAST_BYTES)
+        assert links._meter.busy
+        libp2p.links[0].closed.set_result("the peer is gone")  # with the rest under way
+        await turns()
+        assert heard.lost == [(B, "libp2p", "the peer is gone")]
+        assert libp2p.sent[5:] == [bytes([3]) * LEAST_BYTES]  # over the next link
+        assert not links._meter.busy
+
+
 def test_a_burst_without_end_is_measured_all_the_same() -> None:
     meter = UploadMeter()
     for number in range(int(20 * LONGEST_BURST_S)):
         meter.started(number * 0.1)
-        meter.finished(50_000, number * 0.1 + 0.09)
+        meter.finished("b", 50_000, number * 0.1 + 0.09)
     assert meter.bytes_per_s == pytest.approx(5e5, rel=0.05)
 
 

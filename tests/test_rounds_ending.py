@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Began, Committed, PeerView, Rounds
+from p2p_co2.rounds import Began, Committed, PeerView, Rounds, open_decision
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_machine import DIGEST, SHAPE, coordinator_of, drain, offer_of
+from tests.round_machine import DIGEST, SHAPE, begun_member, coordinator_of, drain, offer_of
 from tests.round_network import RUN, Network, make_identity
+from tests.test_rounds_decision import signed
 
 ME, OTHER, THIRD = (make_identity(index).peer_id for index in range(3))
 TRAINS, FINISHES = PeerView(1e6), PeerView(1e6, training=False)
@@ -122,3 +123,50 @@ def test_who_has_nothing_more_to_offer_for_a_fragment_is_neither_waited_for_nor_
     machine = machine_with({ME: done, OTHER: TRAINS, THIRD: elsewhere})
     machine.receive(ready(last=True), OTHER, 1.0)
     assert groups(machine) == []
+
+
+# ---- two attempts of one round
+
+
+def test_who_is_in_a_round_that_is_not_decided_begins_no_second_attempt_of_it() -> None:
+    machine, begin, first, _ = begun_member()
+    machine.receive(begin, first, 0.5)
+    machine.messages_to_send()
+    late = make_identity(3).peer_id
+    views = {first: FINISHES, ME: FINISHES, late: TRAINS}  # as where the others only finish
+    machine.set_peers(views, 1.0)
+    machine.receive(ready(), late, 1.0)
+    answers = [message for to, message in machine.messages_to_send() if to == late]
+    assert [type(answer) for answer in answers] == [wire.Waiting]
+    assert groups(machine) == []
+
+
+def test_a_coordinator_signs_no_commit_of_a_round_of_which_it_knows_another() -> None:
+    net = Network(4)
+    coordinator, rival = coordinator_of(net), signed(1)
+    members = [name for name in net.names if name != coordinator]
+
+    votes: list[PeerId] = []
+
+    def after_two_votes(source: PeerId, to: PeerId, message: Message) -> bool:
+        if isinstance(message, wire.Result) and to == coordinator:
+            votes.append(source)
+            if len(votes) == 3:  # the third is waited for, and then a quorum commits
+                net.at(net.now + 0.06, lambda: net.deliver(make_identity(1).peer_id, coordinator, rival))
+            return len(votes) < 3
+        return True
+
+    net.on_send = after_two_votes
+    for name in members:
+        net.offer(name)
+    net.run(60.0)
+    decisions = [
+        open_decision(message, RUN, net.shape)
+        for source, _, message in net.sent
+        if source == coordinator and isinstance(message, wire.Decision) and message != rival
+    ]
+    assert decisions
+    assert not any(outcome.committed for outcome in decisions)
+    assert {outcome.reason for outcome in decisions} == {"another attempt of this round was committed"}
+    assert not [event for _, event in net.events if isinstance(event, Committed)]
+    assert not net.refused

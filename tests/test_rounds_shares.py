@@ -234,7 +234,10 @@ class Books:
             if ledger.residual is not None:
                 waiting += ledger.residual.double()
             torch.testing.assert_close(
-                self.counted[fragment] + waiting, -self.learned[fragment], atol=1e-4, rtol=0.0
+                self.counted[fragment] + waiting,
+                -self.learned[fragment],
+                atol=1e-3 if ledger.residual is not None else 1e-4,  # a residual in flight has half precision
+                rtol=0.0,
             )
 
 

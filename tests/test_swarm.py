@@ -20,11 +20,13 @@ from p2p_co2.telemetry.events import (
     CaughtUp,
     Event,
     FragmentApplied,
+    LinkLost,
     LinkOpened,
     PeerFinished,
     PeerLeft,
     Progress,
     RoundCommitted,
+    Warned,
 )
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.ticket import Ticket
@@ -211,6 +213,24 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(swarm: Swarm) -> None:
     assert not [
         process for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     ]
+
+
+def test_a_killed_libp2p_daemon_is_started_again_and_rounds_go_on(swarm: Swarm) -> None:
+    swarm.publish(paced_run())
+    peers = [swarm.join(name, "--min-peers", "2", "--carrier", "libp2p", *PACED) for name in ("one", "two")]
+    swarm.wait_until("a round of both", lambda: _contributors(swarm, "one") == 2)
+    daemon, *others = psutil.Process(peers[0].pid).children(recursive=True)
+    assert (daemon.name(), others) == ("p2pd", [])
+    killed_at = time.time()
+    daemon.kill()
+    since = killed_at + 1.0
+    swarm.wait_until("a round of both", lambda: _contributors(swarm, "one", since) == 2)
+    swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since) == 2)
+    assert [event for event in swarm.events("one", LinkLost) if event.at >= killed_at]
+    assert [event for event in swarm.events("two", LinkOpened) if event.at >= killed_at]
+    swarm.wait_until(
+        "its word", lambda: any("was started again" in event.text for event in swarm.events("one", Warned))
+    )
 
 
 def test_another_recipe_is_refused_in_one_line(swarm: Swarm, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_the_memory_of_an_old_checkpoint_serves_again_but_never_a_copy_of_it(tmp
         made.ask()
         made.bench.sync.take_outcomes()
         made.finish()
+        assert (made.folder / "state.part").stat().st_size == next(made.folder.glob("state-*")).stat().st_size
         if step == 2:
             first = made.folder / "state-000000000001.safetensors"
             os.link(first, tmp_path / "copy")

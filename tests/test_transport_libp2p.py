@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
-from p2p_co2.transport import libp2p_carrier, libp2p_daemon
+from p2p_co2.transport import libp2p_carrier, libp2p_daemon, libp2p_revival
+from p2p_co2.transport.base import Link
 from p2p_co2.transport.door import Door
+from p2p_co2.transport.hivemind_quiet import P2PDaemonError
 from p2p_co2.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
 from p2p_co2.transport.libp2p_control import hang_up, open_stream, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.transport.libp2p_revival import keep_alive
 from p2p_co2.wire.identity import Identity
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
-from tests.transport_peers import PATIENCE_S, RUN, open_pair, until
+from p2p_co2.wire.messages_pb2 import PeerRecord
+from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, until
 
 # ---- raw frames
 
@@ -70,6 +74,34 @@ async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(libp2p_carrier, "HEARTBEAT_S", 60.0)
         async with asyncio.timeout(PATIENCE_S):
             assert "silent" in await link.wait_closed()
+
+
+async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_pair("libp2p", tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        said = link.acknowledged
+        assert said is not None
+        b.gate.clear()  # read, and not worked on yet: the line has carried it
+        await link.send(bytes(100_000))
+        await until(lambda: said.arrived_bytes == 100_000)
+        b.gate.set()
+        for number in range(50):
+            await link.send(bytes(number + 1))
+        await until(lambda: said.arrived_bytes == said.sent_bytes == 101_275)
+        assert len(b.received) == 51
+        monkeypatch.setattr(
+            libp2p_carrier._Receipt, "came", lambda receipt, size: setattr(receipt, "_bytes", 1)
+        )
+        monkeypatch.setattr(libp2p_carrier, "HEARTBEAT_S", 0.01)
+        liar = await a.carrier.connect(b.record)
+        await liar.send(b"x")
+        await until(lambda: liar.acknowledged.arrived_bytes == 1)
+        monkeypatch.setattr(
+            libp2p_carrier._Receipt, "came", lambda receipt, size: setattr(receipt, "_bytes", 9)
+        )
+        await liar.send(b"x")
+        async with asyncio.timeout(PATIENCE_S):
+            assert "answers nonsense: wrong acknowledgement" in await liar.wait_closed()
 
 
 # ---- hivemind
@@ -145,6 +177,81 @@ async def test_a_dead_daemon_is_said(tmp_path: Path) -> None:
         assert await link.wait_closed()
         with pytest.raises(TransportError, match="daemon of this process is gone"):
             await a.carrier.connect(b.record)
+
+
+async def test_a_killed_daemon_comes_back_with_all_that_was_served(tmp_path: Path) -> None:
+    async with open_pair("libp2p", tmp_path) as (a, b):
+        ours, theirs = a.carrier._p2p, b.carrier._p2p  # type: ignore[attr-defined]
+        await ours.add_protobuf_handler("echo", _echo, PeerRecord)
+        revived: list[str] = []
+
+        async def hear(words: str) -> None:
+            revived.append(words)
+
+        keeper = asyncio.create_task(keep_alive(ours, hear))
+        before = [str(maddr) for maddr in await ours.get_visible_maddrs(latest=True)]
+        link = await b.carrier.connect(a.record)
+        unanswered = asyncio.create_task(
+            ours.call_protobuf_handler(theirs.peer_id, "none", b.record, PeerRecord)
+        )
+        for killed in (1, 2):
+            ours.daemon.process.kill()
+            await until(lambda: len(revived) == killed)  # noqa: B023
+            assert await link.wait_closed()
+            assert [str(maddr) for maddr in await ours.get_visible_maddrs(latest=True)] == before
+            link = await _connect_again(b, a)  # by the address that it had
+            await link.send(b"%d" % killed)
+            await until(lambda: a.received[-1:] == [(b.identity.peer_id, b"%d" % killed)])  # noqa: B023
+            async with asyncio.timeout(PATIENCE_S):
+                echoed = await theirs.call_protobuf_handler(ours.peer_id, "echo", b.record, PeerRecord)
+            assert echoed == b.record
+            await (await _connect_again(a, b)).send(b"back")
+            await until(lambda: [data for _, data in b.received] == killed * [b"back"])  # noqa: B023
+        with pytest.raises((ConnectionError, P2PDaemonError)):
+            await unanswered
+        await stop_p2p(ours)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await keeper  # we stopped it ourselves: it is not brought back
+
+
+async def test_a_daemon_that_cannot_live_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[bool] = []
+
+    async def fail(p2p: object, any_port: bool) -> None:
+        tries.append(any_port)
+        raise EnvironmentFault("the port is in use")
+
+    async def hear(words: str) -> None:
+        raise AssertionError(words)
+
+    monkeypatch.setattr(libp2p_revival, "revive", fail)
+    monkeypatch.setattr(libp2p_revival, "FIRST_WAIT_S", 0.0)
+    Identity.load_or_create(tmp_path / "id")
+    p2p = await start_p2p(tmp_path / "id")
+    try:
+        p2p.daemon.process.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            words = await keep_alive(p2p, hear)
+        assert "the port is in use; 8 starts in a row" in words
+        assert tries == 4 * [False] + 4 * [True]
+    finally:
+        await stop_p2p(p2p)
+
+
+async def _connect_again(one: Peer, other: Peer) -> Link:
+    """libp2p does not dial for some seconds after a failure."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await one.carrier.connect(other.record)
+            except TransportError as error:
+                if "dial backoff" not in str(error):
+                    raise
+            await asyncio.sleep(0.05)
+
+
+async def _echo(request: PeerRecord, _: object) -> PeerRecord:
+    return request
 
 
 def test_litter_of_killed_processes_is_swept(own_tmp: Path) -> None:

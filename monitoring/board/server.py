@@ -20,6 +20,7 @@ import re
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -233,6 +234,9 @@ def make_app(model: Model, broken: Callable[[BaseException], None]) -> FastAPI:
         return Response(exposition(collector), media_type=CONTENT_TYPE)
 
     add_pages(model)
+    # At its start NiceGUI asks every object of the process what it is, and torch's old names answer that they
+    # are old: nothing that a user of the board could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="nicegui")
     ui.run_with(
         app, title="p2p-co2", favicon="◐", dark=None, tailwind=False, show_welcome_message=False,
         binding_refresh_interval=None, reconnect_timeout=10.0,
@@ -337,7 +341,8 @@ async def serve(
     await asyncio.wait({serving}, timeout=5.0)
     stopping.cancel()
     serving.cancel()
-    await asyncio.gather(serving, stopping, return_exceptions=True)
+    ended = await asyncio.gather(serving, stopping, return_exceptions=True)
+    errors += [error for error in ended if isinstance(error, Exception)]
     bound.close()
     if errors:
         raise errors[0]

@@ -120,12 +120,15 @@ class Saving:
         self._writing.change(f"live.{name}", start, start + values.numel(), lambda saved: saved.add_(values))
 
     def finish(self, keep_spare: bool = False) -> Path:
-        """Write the rest; returns the file. Then the newest two are kept, and with ``keep_spare`` the memory
-        of the one before them for the next checkpoint, under its temporary name."""
+        """Write the rest; returns the file. Then the newest two are kept, and with ``keep_spare`` the one
+        before them (or as many zeros) for the next checkpoint to be written over, under its temporary
+        name: its pages are in memory."""
         for name in list(self._agreed):
             self._writing.put({name: self._agreed.pop(name)})
         self._writing.finish()
         _prune(self._folder, self._path, keep_spare)
+        if keep_spare:
+            tensorfile.reserve(self._folder, self._writing.size_bytes)
         return self._path
 
     def give_up(self) -> None:

@@ -99,12 +99,12 @@ class Writing:
             stop = at + tensors[name].numel() * tensors[name].element_size()
             self._places[name] = (at, stop)
             at = stop
-        self._size = at
+        self.size_bytes = at
         with self._faults():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         with self._faults():
-            os.ftruncate(self._file, self._size)
+            os.ftruncate(self._file, self.size_bytes)
             _write_at(self._file, [memoryview(self._header)], 0)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
@@ -142,8 +142,8 @@ class Writing:
         with self._faults():
             digest = hashlib.sha256(self._header)
             scratch = memoryview(bytearray(_SCRATCH_BYTES))
-            for at in range(len(self._header), self._size, _SCRATCH_BYTES):
-                piece = scratch[: min(_SCRATCH_BYTES, self._size - at)]
+            for at in range(len(self._header), self.size_bytes, _SCRATCH_BYTES):
+                piece = scratch[: min(_SCRATCH_BYTES, self.size_bytes - at)]
                 _read_at(self._file, piece, at)
                 digest.update(piece)
             sealed = memoryview(digest.hexdigest().encode())
@@ -181,6 +181,24 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -
     for name in list(tensors):
         writing.put({name: tensors.pop(name)})
     writing.finish()
+
+
+def reserve(folder: Path, size_bytes: int) -> None:
+    """Have pages ready for the next file in ``folder``, unless there are; what the disk refuses is left."""
+    spare = folder / TEMPORARY
+    zeros = memoryview(bytes(_SCRATCH_BYTES))
+    try:
+        file = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return
+    try:
+        for at in range(0, size_bytes, _SCRATCH_BYTES):
+            _write_at(file, [zeros[: min(_SCRATCH_BYTES, size_bytes - at)]], at)
+    except OSError:
+        with contextlib.suppress(OSError):
+            spare.unlink()
+    finally:
+        os.close(file)
 
 
 def read(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -131,6 +131,8 @@ class Allowances:
 
     def read(self, size_bytes: int, now: float) -> float:
         """A message was read: seconds to wait before the next one, for the download cap."""
+        if not self._pace.bytes_per_s:
+            return 0.0
         return self._pace.admit_at(size_bytes, now) + self._spent_s(size_bytes) - now
 
     def _spent_s(self, size_bytes: int) -> float:

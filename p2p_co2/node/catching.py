@@ -337,12 +337,14 @@ class Catching:
 
     def _is_most(self, group: set[PeerId]) -> bool:
         """Whether at least half of the peers that train now, as far as we hear them, are in ``group``, or as
-        many as a group holds."""
+        many as a group holds. Those of it that have finished since count, too: at the end of a run others
+        still train who missed its last rounds."""
         if len(group) >= self._node.group_size:
             return True
-        live = self._node.membership.live
-        training = {peer for peer, info in live.items() if info.status.phase == Status.TRAINING}
-        return 2 * len(training & group) >= len(training - {self._node.me})
+        phases = {peer: info.status.phase for peer, info in self._node.membership.live.items()}
+        training = {peer for peer, phase in phases.items() if phase == Status.TRAINING}
+        made_it = {peer for peer in group if phases.get(peer) in (Status.TRAINING, Status.DRAINING)}
+        return 2 * len(made_it) >= len((training | made_it) - {self._node.me})
 
     def _votes(self, fragment: int) -> list[int]:
         """Where those are who move the state. A peer that rests, or only joins, tells where it was left: many

@@ -38,14 +38,14 @@ class KeptChunks:
         return 0 if self._ended else max(versions, default=0)
 
     def buffer(self, manifest: Manifest) -> bytearray:
-        path = self._path(manifest)
+        path, data = self._path(manifest), bytearray(manifest.total_bytes)
         if not self._ended and _size_bytes(path) == manifest.total_bytes:
-            with contextlib.suppress(OSError):  # then it is loaded again
-                kept = bytearray(path.read_bytes())
-                if len(kept) == manifest.total_bytes:
-                    return kept
+            with contextlib.suppress(OSError), path.open("rb") as file:  # then it is loaded again
+                if file.readinto(data) == manifest.total_bytes:
+                    return data
+                data = bytearray(manifest.total_bytes)
         self._begin(manifest)
-        return bytearray(manifest.total_bytes)
+        return data
 
     def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
         if self._ended:

@@ -12,6 +12,10 @@ last lane is, and connections that share a line share it unevenly, so that the l
 with the line half empty. Only a lane that carries its share of the line is let ahead, not one whose receiver
 is slow.
 
+What a link's peer says that it has (``acknowledged``) is what counts as sent, where it says so: the upload is
+measured by it, and bulk waits until there is room on the way, so that little lies between a control message
+and the line.
+
 Law: all that leaves this machine for a peer leaves through ``post``.
 """
 
@@ -22,9 +26,12 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.node.meter import Pace, Progress, UploadMeter
+from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
@@ -62,10 +69,19 @@ class LinkObserver:
 
 @dataclass
 class LinkTraffic:
-    """Bulk bytes sent to one peer since the start, and the seconds in which the link was taking them."""
+    """Bulk bytes sent to one peer since the start, and the seconds in which they were on their way."""
 
     bulk_bytes: int = 0
     bulk_s: float = 0.0
+
+
+class _Message(NamedTuple):
+    """Bulk on its way to a peer that says what it has."""
+
+    end_bytes: int
+    """What it will have when this is there."""
+    size_bytes: int
+    sent_at: float
 
 
 @dataclass
@@ -79,6 +95,9 @@ class _Lane:
     asked_cap: bool = False
     """Whether it has its turn of our own cap, after that of the receiver's rate."""
     progress: Progress = field(default_factory=Progress)
+    under_way: deque[_Message] = field(default_factory=deque)
+    arrived_at: float = -1e9
+    """When the last bulk message was there."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
     task: asyncio.Task[None] | None = None
@@ -184,6 +203,7 @@ class Links:
                 await self._wait(lane, lane.link)
             except TransportError as error:
                 carrier, lane.link = lane.link.carrier, None
+                self._give_up(peer, lane)
                 self._observer.lost(peer, carrier, str(error))
 
     async def _open(self, peer: PeerId, lane: _Lane) -> bool:
@@ -201,6 +221,8 @@ class Links:
                 if carrier.name == "grpc" and len(self._carriers) > 1:
                     lane.grpc_failed_at = time.monotonic()
                 continue
+            if lane.link.acknowledged is not None:
+                lane.link.acknowledged.on_news = partial(self._hear, peer, lane, lane.link.acknowledged)
             self._used[peer] = carrier.name
             if lane.link.way != "direct":
                 reasons.append(lane.link.way)
@@ -236,6 +258,9 @@ class Links:
             if wait_s > 0:
                 await _wait_for_news(lane, wait_s)
                 continue
+            if link.acknowledged is not None and not link.acknowledged.has_room:
+                await self._wait(lane, link)
+                continue
             lane.turn_at = None
             data = lane.bulk.popleft()
             lane.bulk_bytes -= len(data)
@@ -269,23 +294,45 @@ class Links:
     async def _send_bulk(self, lane: _Lane, link: Link, data: bytes) -> None:
         started_at = time.monotonic()
         self._meter.started(started_at)
-        sent_bytes = 0
         try:
             await link.send(data)
-            sent_bytes = len(data)
-        finally:
-            self._meter.finished(sent_bytes, time.monotonic())
-        self.up_bytes += sent_bytes
-        traffic = self.traffic.setdefault(link.peer, LinkTraffic())
-        traffic.bulk_bytes += sent_bytes
+        except BaseException:
+            self._meter.finished(link.peer, 0, time.monotonic())
+            raise
+        self.up_bytes += len(data)
+        if link.acknowledged is None:
+            self._arrived(link.peer, lane, len(data), started_at)
+            return
+        lane.under_way.append(_Message(link.acknowledged.sent_bytes, len(data), started_at))
+        self._hear(link.peer, lane, link.acknowledged)  # it may have been there before ``send`` returned
+
+    def _hear(self, peer: PeerId, lane: _Lane, acknowledged: Acknowledged) -> None:
+        """The peer says that more is there."""
+        while lane.under_way and lane.under_way[0].end_bytes <= acknowledged.arrived_bytes:
+            message = lane.under_way.popleft()
+            self._arrived(peer, lane, message.size_bytes, message.sent_at)
+        lane.wake.set()
+
+    def _arrived(self, peer: PeerId, lane: _Lane, size_bytes: int, started_at: float) -> None:
+        """Bulk is there, or the line has taken it."""
         now = time.monotonic()
-        traffic.bulk_s += now - started_at
-        lane.progress.sent(sent_bytes, started_at, now)
+        since, lane.arrived_at = max(started_at, lane.arrived_at), now
+        self._meter.finished(peer, size_bytes, now)
+        traffic = self.traffic.setdefault(peer, LinkTraffic())
+        traffic.bulk_bytes += size_bytes
+        traffic.bulk_s += now - since
+        lane.progress.sent(size_bytes, since, now)
+
+    def _give_up(self, peer: PeerId, lane: _Lane) -> None:
+        """The link is gone: nobody will say what became of what was under way."""
+        for _ in lane.under_way:
+            self._meter.finished(peer, 0, time.monotonic())
+        lane.under_way.clear()
 
     async def _wait(self, lane: _Lane, link: Link) -> None:
-        """Until there is something to send; raises ``PeerLost`` when the link dies first."""
+        """Until there is something to send, and room for it; raises ``PeerLost`` when the link dies first."""
         lane.wake.clear()
-        if lane.control or lane.bulk:
+        if _may_send(lane, link):
             return
         woken = asyncio.ensure_future(lane.wake.wait())
         closed = asyncio.ensure_future(link.wait_closed())
@@ -294,8 +341,13 @@ class Links:
         finally:
             woken.cancel()
             closed.cancel()
-        if closed.done() and not closed.cancelled() and not (lane.control or lane.bulk):
+        if closed.done() and not closed.cancelled() and not _may_send(lane, link):
             raise PeerLost(closed.result())
+
+
+def _may_send(lane: _Lane, link: Link) -> bool:
+    """Whether there is a message, and room for it: control needs none."""
+    return bool(lane.control or (lane.bulk and (link.acknowledged is None or link.acknowledged.has_room)))
 
 
 async def _wait_for_news(lane: _Lane, timeout_s: float) -> None:

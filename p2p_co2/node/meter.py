@@ -4,14 +4,24 @@ handed in.
 The upload rate sizes this peer's part of a round, so it must say what the link can do, not how busy the
 processor was in one moment: it is measured over whole bursts, and the best burst of late counts. What a burst
 begins with fills buffers, which take it at any speed; its later half leaves at the speed of the link, so only
-that is measured. Law: over any stretch the bytes that a ``Pace`` admits are at most its rate times the length
-plus one message.
+that is measured.
+
+A receiver that reads slowly, or says that nothing has come, or that all has, must not make a line seem slower
+or faster than it is. So each receiver's bytes only tell a stretch of time, in which so much went to all; that
+is one opinion of the line, and of the receivers' opinions the (upper) median counts, of those of earlier
+bursts too. Laws: of three receivers one liar moves nothing; over any stretch the bytes that a ``Pace``
+admits are at most its rate times the length plus one message.
 
 Price: bursts that buffers swallow are not measured at all: a fast link with little to send stays unknown, and
-counts like the others'. libp2p's daemon has buffers of its own, which flatter a slow link in short bursts.
+counts like the others'. With one or two receivers a liar among them is believed, up to what was handed over:
+what that can do to a round is bounded there (``rounds.parts``).
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from statistics import median_high
 
 BURST_GAP_S = 0.1
 """A pause longer than this ends a burst."""
@@ -24,6 +34,10 @@ MEASURABLE_BYTES = 256 << 10
 DRAINED_S, DRAINED_BYTES = 0.1, 1 << 20
 """A later half that took as long, or was as much, was not swallowed by buffers."""
 _MAX_MARKS = 512
+MAX_RECEIVERS = 64
+"""Whose opinions are remembered."""
+OF_LATE_S = 600.0
+"""An opinion that is this much older than the newest does not count any more."""
 FORGETTING = 0.1
 """Share of the way down that a slower burst takes the rate; a faster one takes it up at once."""
 
@@ -74,15 +88,18 @@ class UploadMeter:
 
     def __init__(self) -> None:
         self._burst_started_at = self._burst_ended_at = -1e9
-        self._marks: list[tuple[float, int]] = []
-        """When the links had taken how many bytes of this burst."""
-        self._burst_bytes = 0
+        self._all = _Marks(-1e9)
+        """Bytes of this burst, to whomever."""
+        self._to: dict[str, _Marks] = {}
         self._sending = 0
+        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """(rate of the whole upload as each receiver's bytes tell it, when), the newest last."""
         self.bytes_per_s = 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether a bulk message is being handed to a link."""
+        """Whether a bulk message is being handed to a link, or on its way to a peer that will say when it is
+        there."""
         return self._sending > 0
 
     def started(self, now: float) -> None:
@@ -90,25 +107,60 @@ class UploadMeter:
         rested = self._sending == 0 and now - self._burst_ended_at > BURST_GAP_S
         if rested or now - self._burst_started_at > LONGEST_BURST_S:
             self._conclude()
-            self._burst_started_at, self._burst_bytes, self._marks = now, 0, [(now, 0)]
+            self._burst_started_at, self._all = now, _Marks(now)
+            self._to.clear()
         self._sending += 1
 
-    def finished(self, size_bytes: int, now: float) -> None:
-        """The link has taken it, or failed to (0 bytes)."""
+    def finished(self, to: str, size_bytes: int, now: float) -> None:
+        """The line to ``to`` has taken it, or failed to (0 bytes)."""
         self._sending -= 1
-        self._burst_bytes += size_bytes
+        if not size_bytes:
+            return
         self._burst_ended_at = now
-        self._marks.append((now, self._burst_bytes))
-        if len(self._marks) > _MAX_MARKS:
-            self._marks = self._marks[::2]
+        self._all.add(size_bytes, now)
+        if to in self._to or len(self._to) < MAX_RECEIVERS:
+            self._to.setdefault(to, _Marks(self._burst_started_at)).add(size_bytes, now)
 
     def _conclude(self) -> None:
-        if self._burst_bytes < MEASURABLE_BYTES:
+        if self._all.bytes < MEASURABLE_BYTES:
             return
-        middle_at, taken = next(mark for mark in self._marks if 2 * mark[1] >= self._burst_bytes)
-        left, drained_s = self._burst_bytes - taken, self._burst_ended_at - middle_at
-        if drained_s < DRAINED_S and left < DRAINED_BYTES:
+        for to, marks in self._to.items():
+            middle_at, last_at = marks.later_half()
+            left, drained_s = self._all.until(last_at) - self._all.until(middle_at), last_at - middle_at
+            if drained_s < DRAINED_S and left < DRAINED_BYTES:
+                continue
+            rate = left / max(1e-6, drained_s)
+            known, _ = self._seen.pop(to, (0.0, 0.0))
+            self._seen[to] = rate if rate > known else known + FORGETTING * (rate - known), last_at
+        if not self._seen:
             return
-        rate = left / max(1e-6, drained_s)
-        known = self.bytes_per_s
-        self.bytes_per_s = rate if rate > known else known + FORGETTING * (rate - known)
+        newest_at = next(reversed(self._seen.values()))[1]
+        while len(self._seen) > MAX_RECEIVERS or newest_at - next(iter(self._seen.values()))[1] > OF_LATE_S:
+            self._seen.popitem(last=False)
+        self.bytes_per_s = median_high(rate for rate, _ in self._seen.values())
+
+
+class _Marks:
+    """When how many bytes had gone, from 0 at ``began_at``."""
+
+    def __init__(self, began_at: float) -> None:
+        self._at, self._sums = [began_at], [0]
+
+    @property
+    def bytes(self) -> int:
+        return self._sums[-1]
+
+    def add(self, size_bytes: int, now: float) -> None:
+        self._at.append(now)
+        self._sums.append(self._sums[-1] + size_bytes)
+        if len(self._at) > _MAX_MARKS:
+            self._at, self._sums = self._at[::-2][::-1], self._sums[::-2][::-1]
+
+    def later_half(self) -> tuple[float, float]:
+        """(when half of the bytes had gone, when all had)."""
+        middle = bisect_left(self._sums, self.bytes / 2)
+        return self._at[middle], self._at[-1]
+
+    def until(self, at: float) -> int:
+        """Bytes that had gone at ``at``."""
+        return self._sums[max(0, bisect_right(self._at, at) - 1)]

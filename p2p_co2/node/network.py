@@ -7,6 +7,7 @@ The node then starts the carriers and keeps this peer's record alive.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
 from collections.abc import Sequence
@@ -19,12 +20,13 @@ from p2p_co2.errors import TicketError, TransportError
 from p2p_co2.process import FolderLock
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.addresses import is_loopback, is_own
-from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
+from p2p_co2.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
 from p2p_co2.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.transport.libp2p_control import own_maddrs
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.transport.libp2p_control import own_maddrs, reach
+from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.transport.libp2p_relay import Places
+from p2p_co2.transport.libp2p_revival import keep_alive
 from p2p_co2.transport.probe import ProbeServer
 from p2p_co2.transport.probe_limits import address_of
 from p2p_co2.transport.slow import SlowCarriers, SlowLine
@@ -38,6 +40,8 @@ RECORD_KEPT_S = 300.0
 """A record that was used is kept this long, though the DHT lists it no more."""
 DAEMON_TIMEOUT_S = 15.0
 MAX_GRPC_ADDRESSES = 4
+MAX_REACHED_AGAIN = 16
+"""Peers that a daemon that was started again is led to: with a seed that is down, nobody else knows them."""
 
 
 class Network:
@@ -52,7 +56,7 @@ class Network:
         self._grpc: GrpcCarrier | None = None
         self._places: Places | None = None
         """Who can be dialled, or runs on the seeds' own machine, needs none."""
-        self._trouble = ""
+        self._trouble = self._news = ""
         self._records = KnownRecords()
         self._published_at = -1e9
 
@@ -128,7 +132,7 @@ class Network:
         known. Raises ``TransportError``.
         """
         if time.monotonic() - self._published_at < RECORD_RENEWED_S:
-            return self._trouble
+            return self._told()
         maddrs = await own_maddrs(self.p2p, DAEMON_TIMEOUT_S)
         if self._places is not None:
             await self._places.renew()
@@ -146,7 +150,12 @@ class Network:
             record.certificate_digest = self._grpc.certificate_digest
         await self.discovery.publish_self(record, RECORD_LIFETIME_S)
         self._published_at = time.monotonic()
-        return self._trouble
+        return self._told()
+
+    def _told(self) -> str:
+        """What is to be said: news once, trouble as long as it lasts."""
+        news, self._news = self._news, ""
+        return news or self._trouble
 
     def _grpc_addresses(self, maddrs: Sequence[str], port: int) -> list[str]:
         """Where others may dial our gRPC; a peer that listens everywhere names this machine's own
@@ -181,8 +190,22 @@ class Network:
         return record
 
     async def daemon_ended(self) -> str:
-        """Wait until the libp2p daemon has ended by itself; returns its last words."""
-        return await wait_p2p_exit(self.p2p)
+        """Wait until the libp2p daemon has ended by itself and does not come back, however often it is
+        started again; returns its last words."""
+        return await keep_alive(self.p2p, self._revived)
+
+    async def _revived(self, words: str) -> None:
+        """The daemon is a new one, which knows nobody: be known again."""
+        self._news = f"the libp2p daemon had ended ({words}); it was started again"
+        self._published_at = -1e9
+        if self._places is not None:
+            self._places.forget()
+        known = self._records.used(MAX_REACHED_AGAIN)
+        reached = [reach(self.p2p, PeerId(one.peer), one.maddrs, CONNECT_TIMEOUT_S) for one in known]
+        again = self.discovery.rebootstrap(self.ticket.seeds)
+        for trouble in await asyncio.gather(again, *reached, return_exceptions=True):
+            if isinstance(trouble, BaseException) and not isinstance(trouble, TransportError):
+                raise trouble
 
     async def rebootstrap(self) -> None:
         """Look for the seeds again; raises ``TransportError`` when none answers."""
@@ -217,6 +240,11 @@ class KnownRecords:
     def outside(self, cell: int, cells: int) -> list[PeerRecord]:
         """Those of other cells."""
         return [record for peer, record in self._records.items() if cell_of(peer, cells) != cell]
+
+    def used(self, most: int) -> list[PeerRecord]:
+        """Records that were used of late, the newest first."""
+        newest = sorted(self._used_at, key=lambda peer: self._used_at[peer], reverse=True)
+        return [self._records[peer] for peer in newest[:most] if peer in self._records]
 
     def use(self, peer: PeerId, now: float) -> PeerRecord | None:
         """The record of ``peer``, kept for longer from now on."""

@@ -23,6 +23,7 @@ from p2p_co2.errors import LocalProtocolError, TransportError
 from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
+from p2p_co2.node.envelope import enveloped, kind_of
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
@@ -42,6 +43,8 @@ ALONE_BEFORE_REBOOTSTRAP_S = 20.0
 GREET_SEEDS_S = 20.0
 """How often the ticket's seeds are looked for again, whether we miss them or not."""
 NEWS_UNDER_WAY_S = 0.002
+CROWD_S = 0.05
+"""Who comes or goes within this time after another is told of together with it."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
 """The machines hear of statuses at most this often, but for changes of their own making; more rarely among
 many, because each time costs in proportion to the peers."""
@@ -86,9 +89,12 @@ class Node:
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
         self._beat_at = self._sleeps_until = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
         self._told_revision = -1
+        self._has_strangers = False
+        """Whether somebody came or went of whom the rounds machine has not heard."""
         self.receiving = Receiving(self, network.config.limits.download_bytes_per_s)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -209,18 +215,16 @@ class Node:
 
     def pump(self, timers: bool = True) -> None:
         """Send what the machines have to send and carry out their events until they are silent. ``timers``:
-        whether a timer of rounds or catching up may have changed."""
+        whether rounds or catching up may have anything to say, or another timer."""
         if self._links is None or self._stopping.is_set():
             return
-        for _ in range(1000):
+        for _ in range(1000 if timers or not self.membership.is_idle else 0):
             handled = False
             if not self._send_all() and not (handled := self._handle_all()):
                 break
             timers |= handled
         # The timers' task costs more than a message: it is woken for an earlier timer, or to conclude.
-        until = self._next_timer_at() if timers else self._beat_at if self._has_news() else math.inf
-        if until < self._sleeps_until or self.standing.has_news():
-            self._wake.set()
+        self._sleep_until(self._next_timer_at() if timers else self._news_at())
 
     def _send_all(self) -> bool:
         sent = False
@@ -230,21 +234,14 @@ class Node:
             for peer, message in machine.messages_to_send():
                 sent = True
                 if message is not last:  # a mean goes to all members, one after the other
-                    last, data = message, self._envelope(message)
-                kind = _FIELD_OF_TYPE[type(message)].name
+                    last, data = message, enveloped(message, self._envelope_head)
+                kind = kind_of(message)
                 taken = self.links.post(peer, data, kind in BULK, served=kind == "chunk")
                 if kind == "chunk" and not taken:
                     self.receiving.overasked(peer)
                 if isinstance(message, Fetch) and message.want_chunk:
                     self.receiving.asked(peer)
         return sent
-
-    def _envelope(self, message: Message) -> bytes:
-        """The bytes of ``Envelope(version, run, body=message)``, joined by hand: setting a field of a message
-        copies what is set, and bodies are large."""
-        body = message.SerializeToString()
-        key = _FIELD_OF_TYPE[type(message)].number << 3 | 2  # protobuf's wire type of an embedded message
-        return b"".join((self._envelope_head, _varint(key), _varint(len(body)), body))
 
     def _handle_all(self) -> bool:
         handled = False
@@ -274,13 +271,19 @@ class Node:
             self.pump()
             self.standing.conclude(self.now())
             self._wake.clear()
-            self._sleeps_until = min(self._next_timer_at(), now + HEARTBEAT_S)
-            wait_s = max(0.001, self._sleeps_until - self.now())
-            alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)  # cheaper than a timeout
-            try:
-                await self._wake.wait()
-            finally:
-                alarm.cancel()
+            self._sleeps_until = math.inf
+            self._sleep_until(min(self._next_timer_at(), now + HEARTBEAT_S))
+            await self._wake.wait()
+
+    def _sleep_until(self, at: float) -> None:
+        """Let the timers' task sleep no longer than until ``at``."""
+        if at >= self._sleeps_until:
+            return
+        self._sleeps_until = at
+        if self._alarm is not None:
+            self._alarm.cancel()
+        wait_s = max(0.001, at - self.now())
+        self._alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)  # cheaper than a timeout
 
     def timers(self) -> dict[str, float | None]:
         """When each machine wants to be called next."""
@@ -292,12 +295,16 @@ class Node:
         }
 
     def _next_timer_at(self) -> float:
-        until = self._beat_at if self._has_news() else math.inf
+        until = self._news_at()
         for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
             at = machine.get_timer()
             if at is not None and at < until:
                 until = at
         return until
+
+    def _news_at(self) -> float:
+        """When what the others said lately is to be looked at."""
+        return min(self._beat_at if self._has_news() else math.inf, self.standing.conclude_at())
 
     def _has_news(self) -> bool:
         """Whether the machines should hear of the others again, when ``REFRESH_S`` have passed."""
@@ -310,7 +317,7 @@ class Node:
         self._beat_at = now + min(SLOWEST_REFRESH_S, max(REFRESH_S, peers / REFRESHED_PEERS_PER_S))
         self.membership.status = self.standing.status()
         phase = self.standing.progress.phase
-        self._told_revision = self.membership.revision
+        self._told_revision, self._has_strangers = self.membership.revision, False
         finished = self.standing.progress.finished
         news = (self._told_revision, tuple(self.agreed), self.upload_bytes_per_s(), phase, finished)
         if news == self._told:
@@ -346,7 +353,13 @@ class Node:
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
             self.catchup.forget_donor(event.peer, now)
-        self.rounds.set_peers(self.standing.views(), now)
+        self._has_strangers = True  # they come and go in crowds, and each telling costs as many as there are
+        self._beat_at = min(self._beat_at, now + CROWD_S)
+
+    def know_all(self) -> None:
+        """Let the rounds machine hear of all who came and went before it hears more of them."""
+        if self._has_strangers:
+            self.refresh()
 
     # ---- links and discovery
 
@@ -418,19 +431,3 @@ class Node:
 
     def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._report_event(kind(at=self.clock.unix(), peer=self.me, **fields))
-
-
-def _varint(number: int) -> bytes:
-    """Protobuf's variable-length integer."""
-    result = bytearray()
-    while number > 0x7F:
-        result.append(number & 0x7F | 0x80)
-        number >>= 7
-    result.append(number)
-    return bytes(result)
-
-
-_FIELD_OF_TYPE = {
-    type(getattr(Envelope(), field.name)): field
-    for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields
-}

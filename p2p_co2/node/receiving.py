@@ -93,7 +93,7 @@ class Receiving:
         try:
             envelope = _opened(data, self._node.run_digest)
             kind = envelope.WhichOneof("body") or ""
-            useful = self._dispatch(envelope, kind, len(data), sender)
+            useful = self._dispatch(envelope, kind, len(data), sender, now)
             if kind == "fetch" and envelope.fetch.want_chunk:
                 wait_s, units = 0.0, ASKED_UNITS
             elif kind not in BULK:
@@ -135,19 +135,20 @@ class Receiving:
                 ev.MessageRefused, other=peer, message=message, reason=reason, detail=detail[:200]
             )
 
-    def _dispatch(self, envelope: Envelope, kind: str, size_bytes: int, sender: PeerId) -> bool:
+    def _dispatch(self, envelope: Envelope, kind: str, size_bytes: int, sender: PeerId, now: float) -> bool:
         """Give the body to its machine; False for bulk that nobody waited for."""
-        node, now = self._node, self._node.now()
-        useful = True
+        node, useful = self._node, True
         if kind in _MEMBERSHIP:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
             if not node.far.is_near(sender):
                 raise RemoteProtocolError("wrong cell", f"a {kind} from another cell")
-            node.membership.status = node.standing.status()  # a pong says where we are, not where we were
+            message = getattr(envelope, kind)
+            if kind == "ping" and message.nonce:
+                node.membership.status = node.standing.status()  # a pong says where we are, not were
             if kind != "leave":
-                check_sights(getattr(envelope, kind).status, node.far.cells)
-            node.membership.receive(getattr(envelope, kind), sender, now)
+                check_sights(message.status, node.far.cells)
+            node.membership.receive(message, sender, now)
         elif kind in OUTLOOK_KINDS:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
@@ -155,6 +156,7 @@ class Receiving:
             outlook.mine = node.far.sight()
             outlook.receive(getattr(envelope, kind), sender, now)
         elif kind in _ROUNDS:
+            node.know_all()
             useful = node.rounds.receive(getattr(envelope, kind), sender, now)
         elif kind in _CATCH_UP:
             if kind == "chunk":

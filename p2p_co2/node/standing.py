@@ -19,6 +19,8 @@ from p2p_co2.wire.messages_pb2 import Status
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
 
+CONCLUDED_EVERY_S = 0.25
+"""Conclusions that wait for others are drawn again at most this often: among many there is always news."""
 PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
@@ -61,6 +63,7 @@ class Standing:
         self._status_of: object = None
         self._placed_at = -math.inf
         self._concluded_of: object = None
+        self._concluded_at = -math.inf
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
@@ -114,7 +117,7 @@ class Standing:
 
     def views(self) -> dict[PeerId, PeerView]:
         """The live peers, this one among them, as the rounds machine wants to know them."""
-        views = {peer: self._view(info) for peer, info in self._node.membership.live.items()}
+        views = {peer: info.view or self._view(info) for peer, info in self._node.membership.live.items()}
         versions = tuple(version.version for version in self._node.agreed)
         views[self._node.me] = PeerView(
             self._node.upload_bytes_per_s(), True, versions, self._node.download_bytes_per_s,
@@ -141,10 +144,11 @@ class Standing:
         it was about."""
         self.settled, self._concluded_of = False, None
 
-    def has_news(self) -> bool:
-        """Whether ``conclude`` would conclude something else than last time. A peer that trains is in no
+    def conclude_at(self) -> float:
+        """When to ``conclude`` again; never while it would say the same. A peer that trains is in no
         hurry."""
-        return self.progress.phase != Status.TRAINING and self._seen() != self._concluded_of
+        has_news = self.progress.phase != Status.TRAINING and self._seen() != self._concluded_of
+        return self._concluded_at + CONCLUDED_EVERY_S if has_news else math.inf
 
     def _seen(self) -> tuple[object, ...]:
         return self._node.membership.revision, tuple(self._node.agreed), self._node.catching.busy()
@@ -164,7 +168,7 @@ class Standing:
         seen = self._seen()
         if seen == self._concluded_of and far.cells == 1:
             return
-        self._concluded_of = seen
+        self._concluded_of, self._concluded_at = seen, now
         agreed, live = self._node.agreed, self._node.membership.live.values()
         idle = not self._node.catching.busy()
         if self.progress.phase == Status.JOINING:

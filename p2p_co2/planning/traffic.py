@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from p2p_co2.config import CodecName
-from p2p_co2.membership import HEARTBEAT_S
+from p2p_co2.membership import MEASURE_EVERY_S, heartbeat_among_s
 from p2p_co2.rounds.bounds import ATTEMPT_BYTES, DIGEST_BYTES
 from p2p_co2.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import (
@@ -121,7 +121,8 @@ def round_control_bytes(peers: int, payload: int) -> float:
 
 
 def heartbeat_bytes_per_s(peers: int, fragments: int) -> float:
-    """What one peer sends to all others while nothing else happens: a ping and a pong to each."""
+    """What one peer sends to all others while nothing else happens: its status at each heartbeat, in place of
+    which now and then a ping asks for a pong."""
     status = Status(
         phase=Status.TRAINING, position=_NUMBER, inner_steps=_BIG, tokens=_BIG, loss=_NUMBER,
         versions=[_ROUND] * fragments, digests=[bytes(DIGEST_BYTES)] * fragments,
@@ -129,7 +130,7 @@ def heartbeat_bytes_per_s(peers: int, fragments: int) -> float:
     )  # fmt: skip
     ping = _size(Envelope(ping=Ping(nonce=_BIG, sent_at=_NUMBER, status=status)))
     pong = _size(Envelope(pong=Pong(nonce=_BIG, ping_sent_at=_NUMBER, answered_at=_NUMBER, status=status)))
-    return (peers - 1) * (ping + pong) / HEARTBEAT_S
+    return (peers - 1) * (ping / heartbeat_among_s(peers - 1) + pong / MEASURE_EVERY_S)
 
 
 def _size(envelope: Envelope) -> int:

@@ -1,20 +1,23 @@
 """All rounds that this peer coordinates: from the first READY to the signed outcome.
 
 Laws: a peer acts as coordinator for whoever asks it, whatever its own state, because a split view is healed
-by digests and not by silence; one sender occupies one gathering per fragment, so what is held is bounded by
-the live peers; a decided round is answered from the kept decision.
+by digests and not by silence; but it begins no second attempt of a round while it is itself in one that is
+not decided, and signs no commit of a round of which it knows another: where views differ, at the end of a run
+above all, two attempts of one round could both commit. One sender occupies one gathering per fragment, so
+what is held is bounded by the live peers; a decided round is answered from the kept decision.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
 from p2p_co2.rounds.council import cells_before
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
-from p2p_co2.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.rounds.decision import Verdicts, content_of, sign_outcome
 from p2p_co2.rounds.delegation import Delegation
 from p2p_co2.rounds.events import Began
 from p2p_co2.rounds.gathering import Gathering, attempt_nonce, behind_message
@@ -77,6 +80,10 @@ class Coordination:
                 identity, run, swarm, outlet, self.cadences,
                 start=self._start, abort=self._give_up_gathering, end=self._end_attempt, tell=self._tell,
             )  # fmt: skip
+        self.known: Callable[[Place], tuple[Decision, Outcome] | None] = lambda place: None
+        """The commit of a round that we have heard of."""
+        self.joined_until: Callable[[Place], float | None] = lambda place: None
+        """When to look again at an attempt of a round that we are in; None if we are in none that is open."""
 
     # ---- gathering
 
@@ -93,6 +100,8 @@ class Coordination:
             return
         if place in self._begun:
             self._answer_begun(self._begun[place], message, sender, now)
+            return
+        if self._is_elsewhere(place, [sender], now):
             return
         if self.delegation is not None and self.delegation.answers_ready(place, message, sender):
             return
@@ -150,6 +159,17 @@ class Coordination:
             sender, Waiting(fragment=message.fragment, round=message.round, begins_within_s=within_s)
         )
 
+    def _is_elsewhere(self, place: Place, peers: Iterable[PeerId], now: float) -> bool:
+        """Whether an attempt of the round has committed or we are in one; ``peers``, who asked, are told."""
+        known, until = self.known(place), self.joined_until(place)
+        if known is None and until is None:
+            return False
+        within_s = max(0.0, (until or now) - now)
+        for peer in peers:
+            waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=within_s)
+            self._outlet.send(peer, waiting if known is None else known[0])
+        return True
+
     def withdraw(self, place: Place, peer: PeerId) -> None:
         """Forget a READY: its peer left, wants another round, or (we) ended the offer."""
         gathering = self._gatherings.get(place)
@@ -162,6 +182,9 @@ class Coordination:
         """Close the gatherings that need not or may not wait longer; True if there was one."""
         for place, gathering in list(self._gatherings.items()):
             if gathering.may_close(self._moved_to(place), now):
+                if self._is_elsewhere(place, gathering.readies, now):
+                    del self._gatherings[place]
+                    return True
                 self._close(place, gathering, now)
                 return True
         return self.delegation is not None and self.delegation.settle(now)
@@ -264,6 +287,12 @@ class Coordination:
 
     def _decide(self, outcome: Outcome) -> None:
         """Sign the outcome and tell it; a commit over several cells is the council's to sign."""
+        place = (outcome.key.fragment, outcome.key.round)
+        known = self.known(place) if outcome.committed else None
+        if known is not None and self._is_another(outcome, known[1]):
+            # Nothing that was offered here is lost: the members carry it over and catch up.
+            outcome.committed, outcome.reason = False, "another attempt of this round was committed"
+            outcome.ClearField("parts")
         tally = self._tallies.get(outcome.key.attempt)
         if self.delegation is not None and tally is not None:
             self.delegation.voted(tally.attempt, outcome)
@@ -271,6 +300,13 @@ class Coordination:
                 return
         outcome.run = self._run
         self._tell(outcome, sign_outcome(self._identity, outcome))
+
+    def _is_another(self, outcome: Outcome, known: Outcome) -> bool:
+        """Whether a commit that we know of is not the one that we would decide. Over several cells that one
+        has yet to be made of ours."""
+        if self.delegation is not None:
+            return known.key.attempt != outcome.key.attempt
+        return content_of(known) != content_of(outcome)
 
     def _end_attempt(self, attempt: Attempt, reason: str) -> None:
         """The council has given up an attempt of ours, whether its votes are in or not."""

@@ -76,6 +76,12 @@ class FragmentRounds:
         """Whether the bytes of a commit are coming in: nobody else need be asked for them."""
         return self._completing is not None
 
+    def joined_until(self, round_: int) -> float | None:
+        """When the attempt of ``round_`` that we are in does something next; None if we are in none that is
+        open."""
+        is_open = self.member is not None and self._completing is None and self.member.offer.round == round_
+        return self.member.get_timer() if is_open and self.member is not None else None
+
     def reached(self) -> int:
         """The newest version that we hold or have seen committed; -1 while joining."""
         newest = self.verdicts.newest_commit()
@@ -249,11 +255,10 @@ class FragmentRounds:
     def on_exchange(self, message: CellPart | CellMean, sender: PeerId, now: float) -> bool:
         """CELL_PART or CELL_MEAN: for the council of our attempt, or held until its BEGIN comes. False if it
         came for nothing."""
-        member, attempt = self.member, message.key.attempt
-        if member is not None and member.sits_in(attempt):
-            return member.exchanged(message, sender, now)
+        if self.member is not None and self.member.sits_in(message.key.attempt):
+            return self.member.exchanged(message, sender, now)
         waits = self.asking is not None and self.asking.offer.round == message.key.round
-        if not waits or isinstance(message, CellMean) or self.verdicts.has_ended(attempt):
+        if not waits or isinstance(message, CellMean) or self.verdicts.has_ended(message.key.attempt):
             return False
         if self._swarm.cell_of(sender) != message.cell:
             raise RemoteProtocolError("wrong cell", "CELL_PART")
@@ -392,20 +397,15 @@ class FragmentRounds:
             for p in outcome.parts
         )
         event = Committed(
-            fragment=attempt.fragment,
-            round=attempt.round,
-            decision=decision.SerializeToString(),
-            mean=mean,
-            parts=parts,
-            base_version=member.offer.base_version,
-            group=tuple(attempt.shares),
+            fragment=attempt.fragment, round=attempt.round, decision=decision.SerializeToString(),
+            mean=mean, parts=parts, base_version=member.offer.base_version, group=tuple(attempt.shares),
             coordinator=PeerId(outcome.decided_by),
             duration_s=now - self._offered_at,
             contributed=tuple(any(peer == self._swarm.me for peer, _ in p.contributors) for p in parts),
             begun_s=member.begun_at - self._offered_at,
             parts_s=member.parts_at - self._offered_at,
             means_s=member.means_at - self._offered_at,
-        )
+        )  # fmt: skip
         self._end()
         self._outlet.emit(event)
         if rival is not None:

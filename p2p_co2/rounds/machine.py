@@ -58,6 +58,8 @@ class Rounds:
             FragmentRounds(fragment, self._swarm, self._outlet, self._coordination)
             for fragment in range(len(shape.blocks))
         ]
+        self._coordination.known = lambda place: self._fragments[place[0]].verdicts.commit(place[1])
+        self._coordination.joined_until = lambda place: self._fragments[place[0]].joined_until(place[1])
         self._now = 0.0
         self._timer_is_stale = True
         self._timer_at: float | None = None

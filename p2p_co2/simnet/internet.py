@@ -28,6 +28,8 @@ from p2p_co2.wire.identity import PeerId
 PACKET_BYTES = 1400
 MATHIS = 1.22
 """Bytes in flight of one TCP connection at loss p: 1.22 * packet / sqrt(p)."""
+SWING = math.sqrt(12)
+"""Width of the even distribution whose standard deviation is 1."""
 RETRANSMIT_S = 0.2
 """A lost last packet is noticed after this at the earliest (TCP's minimum retransmission time)."""
 LINK_GIVEN_UP_S = 20.0
@@ -245,7 +247,7 @@ class Internet:
         """Delay of one message, without its turns on the lines: jitter, and a retransmission if a packet of
         it is lost."""
         random_ = self.rng.random
-        travel = path.delay_s + path.jitter_s * math.sqrt(12) * (random_() - 0.5)
+        travel = path.delay_s + path.jitter_s * SWING * (random_() - 0.5)
         if path.loss > 0.0:
             packets = 1 + int(size_bytes / PACKET_BYTES)
             if random_() > (1.0 - path.loss) ** packets:

@@ -105,6 +105,7 @@ class CountingLedger:
     ) -> None:  # fmt: skip
         self.peer, self.work, self.audit = peer, work, audit
         self.outcomes: deque[Outcome] = deque()
+        self.on_outcome: Callable[[], None] = lambda: None
         self.fragments = [
             _Fragment(State.of(f, 0, [0] * (2 * count)), [work.units] * count)
             for f, count in enumerate(blocks)
@@ -211,7 +212,7 @@ class CountingLedger:
         everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.counted(mean.fragment, after, mine.counted)
-        self.outcomes.append(Outcome(mean.fragment, mean.round, stepped=True, contributed=everywhere))
+        self._tell(Outcome(mean.fragment, mean.round, stepped=True, contributed=everywhere))
         return AgreedVersion(after.version, after.digest)
 
     def _count(self, fragment: int, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
@@ -242,7 +243,7 @@ class CountingLedger:
         if mine.in_flight is None or mine.in_flight.round != round_:
             return
         mine.in_flight, mine.withdrawn = None, mine.in_flight
-        self.outcomes.append(Outcome(fragment, mine.state.version))
+        self._tell(Outcome(fragment, mine.state.version))
 
     def _adopt(
         self,
@@ -262,7 +263,7 @@ class CountingLedger:
             self._settle_doubts(fragment, parts)
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.adopted(fragment, before, after, mine.counted)
-        self.outcomes.append(Outcome(fragment, after.version))
+        self._tell(Outcome(fragment, after.version))
         return AgreedVersion(after.version, after.digest)
 
     def _settle_doubts(self, fragment: int, parts: Sequence[PartWeights] | None) -> None:
@@ -283,6 +284,10 @@ class CountingLedger:
             if counted < until_unit:
                 self.audit.written_off(fragment, block, counted, until_unit, why)
                 mine.counted[block] = until_unit
+
+    def _tell(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.on_outcome()
 
     # ---- the worker
 

@@ -32,8 +32,10 @@ LEFT_BEHIND_BOUND_S = 30.0
 REPORT_EVERY_S = 1.0
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off, so that no two offers of a peer have the same."""
-LOOK_EVERY_S, SETTLE_LOOK_EVERY_S = 0.1, 0.5
-"""How often a waiting training thread looks for news; at the end, when only heartbeats bring any."""
+LOOK_EVERY_S, SETTLE_LOOK_EVERY_S = 0.25, 0.5
+"""How often a training thread that waits for others looks where they are: before its first step, at the
+end."""
+SHORTEST_WAIT_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Training:
         self.sent: dict[int, Sent] = {}
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         self._is_flushing = False
+        self._news = asyncio.Event()
+        ledger.on_outcome = self._news.set
         self.versions = [agreed.version for agreed in ledger.agreed()]
         self.train_s = self.exposed_s = 0.0
         self._first_step_at: float | None = None
@@ -237,15 +241,22 @@ class Training:
             clipped_share=0.0,
         )
 
-    async def _wait(
-        self, done: Callable[[], bool], bound_s: float, look_every_s: float = LOOK_EVERY_S
-    ) -> bool:
+    async def _wait(self, done: Callable[[], bool], bound_s: float, look_every_s: float = math.inf) -> bool:
+        """Stand still until ``done`` or the bound; it is asked again at each outcome, and every
+        ``look_every_s``."""
         ends_at = self._now() + bound_s
         self._take_outcomes()
         while not done():
-            if self._now() >= ends_at:
+            left_s = ends_at - self._now()
+            if left_s <= 0:
                 return False
-            await asyncio.sleep(look_every_s)
+            wait_s = max(SHORTEST_WAIT_S, min(left_s, look_every_s))
+            alarm = asyncio.get_running_loop().call_later(wait_s, self._news.set)
+            try:
+                await self._news.wait()
+            finally:
+                alarm.cancel()
+                self._news.clear()
             self._take_outcomes()
         return True
 

@@ -97,7 +97,7 @@ class VirtualTime:
                 else:
                     break
                 callback, loop = handle.callback, handle.loop
-                if callback is None or (loop is not None and not loop.admits(handle)):
+                if callback is None or (loop is not None and loop.is_held and not loop.admits(handle)):
                     continue
                 if loop is not current:
                     events._set_running_loop(loop)
@@ -132,6 +132,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Callbacks that became due while the process was stalled."""
         self._dying: deque[Handle] | None = None
         self.dead = False
+        self.is_held = False
+        """Whether ``admits`` must be asked: it is stalled or dead."""
 
     def admits(self, handle: Handle) -> bool:
         """Whether a due callback may run now."""
@@ -145,11 +147,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def stall(self) -> None:
         """Stand still, as after SIGSTOP."""
         if self._held is None:
-            self._held = []
+            self._held, self.is_held = [], True
 
     def go_on(self) -> None:
         """SIGCONT: everything that became due meanwhile runs now, in order."""
-        held, self._held = self._held or [], None
+        held, self._held, self.is_held = self._held or [], None, self.dead
         for handle in held:
             self._world.soon(handle)
 
@@ -176,7 +178,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         finally:
             events._set_running_loop(None)
             events._set_running_loop(before)
-        self.dead, self._dying = True, None
+        self.dead, self.is_held, self._dying = True, True, None
 
     # ---- asyncio's side
 

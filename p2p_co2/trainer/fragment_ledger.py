@@ -10,13 +10,15 @@ that did not reach the mean, wholly or in some parts, goes back into this peer's
 there, so that its work is offered again (ALGORITHMS.md, laws 2 and 5). Residuals of error feedback advance
 only where the offer was counted.
 
-Memory, in copies of the fragment in fp32: state 2 (params, momentum), in flight 1, residual 1 if error
-feedback is on, and under "co2" and "eager" the older params until the next boundary 1.
+Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight 1, half with a codec of 8
+bits or less; residual 1 if error feedback is on, and as much as in flight for the next one; under "co2" and
+"eager" the older params until the next boundary 1, and under "eager" its last offer and the correction,
+each as much as in flight. A step takes the memory of the old state, unless somebody else holds it (``lend``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,12 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
+from p2p_co2.trainer.halved import Halved
+
+Kept = Tensor | Halved
+"""fp32 [n], read by slices, never changed once it is whole."""
+HALVED_FROM_BITS = 9
+"""Codecs with more bits per value give back more than half precision would."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,8 @@ class Rebase:
 
     origin: Tensor
     params: Tensor
-    gradient: Tensor | None
-    correction: Tensor | None
+    gradient: Kept | None
+    correction: Kept | None
 
     def addend(self, at: slice) -> Tensor:
         """What the live parameters gain there; a new tensor."""
@@ -83,8 +91,9 @@ class _InFlight:
     weight: float
     base_version: int
     snapshot: Tensor | None
-    gradient: Tensor | None
-    residual: Tensor | None
+    gradient: Kept | None
+    """Instead of the snapshot: under "co2" and "eager", and where it is kept at half its size."""
+    residual: Kept | None
 
 
 class FragmentLedger:
@@ -94,7 +103,9 @@ class FragmentLedger:
     def __init__(self, run: RunConfig, codec: Codec, peer: str, state: OuterState) -> None:
         self._run, self._codec, self._peer = run, codec, peer
         self._delayed = run.outer.rule in {"co2", "eager"}
+        self._halves = 8 * codec.block_bytes < HALVED_FROM_BITS * codec.block_values
         self.state = state
+        self._is_lent = True
         self.residual: Tensor | None = None
         if run.codec.error_feedback:
             self.residual = torch.zeros_like(state.params)
@@ -105,9 +116,14 @@ class FragmentLedger:
         """Whether live parameters hold work that an earlier process may have offered."""
         self._measured_from = state
         """Rules "co2" and "eager": the state from which the live parameters set out at the last boundary."""
-        self._correction: Tensor | None = None
-        self._stale: tuple[Tensor, float, float] | None = None
+        self._correction: Kept | None = None
+        self._stale: tuple[Kept, float, float] | None = None
         """Rule "eager": this peer's gradient in the newest mean, with the gap and its share there."""
+
+    def lend(self) -> OuterState:
+        """The state, for somebody who holds it while the swarm goes on: its memory is not written to."""
+        self._is_lent = True
+        return self.state
 
     def offer(self, snapshot: Tensor, weight: float) -> EncodedOffer:
         """Encode what this peer learned. ``snapshot``: fp32 [n], live parameters at the schedule point; owned
@@ -116,24 +132,33 @@ class FragmentLedger:
         if self._in_flight is not None:
             raise LocalProtocolError(f"round {self._in_flight.round} is still in flight")
         base = self._measured_from if self._delayed else self.state
-        gradient = torch.empty_like(snapshot) if self._delayed else None
-        residual = torch.empty_like(snapshot) if self.residual is not None else None
+        gradient = self._room() if self._delayed or self._halves else None
+        residual = self._room() if self.residual is not None else None
         payload, error = self._encode(base, snapshot, gradient, residual)
         merge: Merge | None = None
-        if gradient is not None:
+        if self._delayed:
+            assert gradient is not None
             correction = None
             if self._run.outer.rule == "eager" and self._stale is not None:
                 stale, gap, share = self._stale
-                correction = outer.eager_correction(self._run.outer, gap, share, gradient, stale)
-            merge = outer.boundary_merge(
-                self._run.outer, self.state, snapshot, None, correction, out=snapshot
+                correction = self._room()
+                for at in self._pieces():
+                    fresh = outer.eager_correction(self._run.outer, gap, share, gradient[at], stale[at])
+                    _set(correction, at, fresh)
+            merge = outer.boundary_merge(self._run.outer, self.state, snapshot, None, None, out=snapshot)
+            if correction is not None:
+                for at in self._pieces():
+                    merge.addend[at].sub_(correction[at])
+            self._correction, self._stale, self._measured_from = (
+                correction,
+                None,
+                _without_momentum(self.state),
             )
-            self._correction, self._stale, self._measured_from = correction, None, self.state
         self._in_flight = _InFlight(
             round=self.state.version + 1,
             weight=weight,
             base_version=base.version,
-            snapshot=None if self._delayed else snapshot,
+            snapshot=None if gradient is not None else snapshot,
             gradient=gradient,
             residual=residual,
         )
@@ -149,7 +174,9 @@ class FragmentLedger:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
         old, refused = self.state, ""
         try:
-            new, report = outer.step(self._run.outer, old, mean, min(base_version, old.version), out=mean)
+            new, report = outer.step(
+                self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_lent
+            )
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
@@ -163,6 +190,8 @@ class FragmentLedger:
             self.is_resumed = False  # what an earlier process did was in this offer, at the latest
         self._in_flight = self._withdrawn = None
         self.state = new
+        # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
+        self._is_lent = bool(refused) or (merge is not None and merge.addend is new.params)
         if not self._delayed:
             self._measured_from = new
         lost = sum(part.stop - part.start for part in missed) / self.state.params.numel()
@@ -176,7 +205,9 @@ class FragmentLedger:
         if mine is None or mine.round != round_:
             return False, None
         self._in_flight, self._withdrawn = None, mine
-        return True, Merge(1.0, -mine.gradient) if mine.gradient is not None else None
+        if not self._delayed or mine.gradient is None:
+            return True, None
+        return True, Merge(1.0, mine.gradient[:].neg())
 
     def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Merge:
         """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
@@ -193,57 +224,71 @@ class FragmentLedger:
             merge = Merge(0.0, state.params)  # as in ``_merge_after``
             self.is_resumed = False
         elif mine is not None:
-            merge.addend.add_(self._counted_work(mine, missed))
+            self._give_counted_work_(merge.addend, mine, missed)
             self._advance_residual(mine, missed)
         self._in_flight = self._withdrawn = None
         self._correction, self._stale = None, None
         self.state = self._measured_from = state
+        self._is_lent = True  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
     def reset(self) -> Merge:
         """Start again from the agreed state; what this peer learned since is dropped."""
         self._in_flight = self._withdrawn = None
         self._correction, self._stale, self._measured_from = None, None, self.state
-        return Merge(0.0, self.state.params)
+        return Merge(0.0, self.lend().params)
 
     def rebase(self) -> Rebase | None:
         """What to add to the live parameters so that they can be saved beside ``state``: a resumed peer
         knows neither what was in flight nor an older state. None if they fit as they are."""
-        return self._rebase_on(self.state) if self._delayed else None
+        return self._rebase_on(self.lend()) if self._delayed else None
 
     # ---- parts of the above
 
     def _encode(
-        self, base: OuterState, snapshot: Tensor, gradient: Tensor | None, residual: Tensor | None
+        self, base: OuterState, snapshot: Tensor, gradient: Kept | None, residual: Kept | None
     ) -> tuple[Buffer, float]:
         """The payload of ``base.params - snapshot`` and its relative error; fills ``gradient`` and the new
         ``residual`` if given. Piece by piece: nothing of the fragment's size is made that is not kept."""
-        size, width = snapshot.numel(), CHUNK_BLOCKS * self._codec.block_values
+        size, width = snapshot.numel(), self._width
         payload = torch.empty(self._codec.payload_bytes(size), dtype=torch.uint8)
         scratch = torch.empty(self._codec.blocks(min(width, size)) * self._codec.block_values)
         lost = energy = 0.0
-        for start in range(0, size, width):
-            at = slice(start, min(start + width, size))
+        for at in self._pieces():
             correction = None if self._correction is None else self._correction[at]
             wanted = outer.outer_gradient(base._replace(params=base.params[at]), snapshot[at], correction)
             if gradient is not None:
-                gradient[at] = wanted
+                _set(gradient, at, wanted)
             if self.residual is not None:
                 wanted += self.residual[at] * self._run.codec.error_feedback_decay
-            first, blocks = start // self._codec.block_values, self._codec.blocks(len(wanted))
+            first, blocks = at.start // self._codec.block_values, self._codec.blocks(len(wanted))
             rows = payload[first * self._codec.block_bytes : (first + blocks) * self._codec.block_bytes]
             self._codec.encode(wanted, rows)
             decoded = self._codec.decode(rows, scratch[: blocks * self._codec.block_values])[: len(wanted)]
             if residual is not None:
-                torch.sub(wanted, decoded, out=residual[at])
+                _set(residual, at, wanted - decoded)
             piece = error_energy(wanted, decoded)
             lost, energy = lost + piece[0], energy + piece[1]
         return payload.numpy().data, error_ratio(lost, energy)
 
+    @property
+    def _width(self) -> int:
+        return CHUNK_BLOCKS * self._codec.block_values
+
+    def _pieces(self) -> Iterator[slice]:
+        size = self.state.params.numel()
+        return (slice(start, min(start + self._width, size)) for start in range(0, size, self._width))
+
+    def _room(self) -> Kept:
+        """For as many values as the fragment has."""
+        size = self.state.params.numel()
+        return Halved(size, self._width) if self._halves else torch.empty(size)
+
     def _rebase_on(self, state: OuterState) -> Rebase:
         """Added to live parameters, keeps all work of this peer and measures it from ``state``."""
         origin = self._measured_from if self._delayed else self.state
-        gradient = None if self._in_flight is None else self._in_flight.gradient
+        mine = self._in_flight
+        gradient = mine.gradient if self._delayed and mine is not None else None
         return Rebase(origin.params, state.params, gradient, self._correction)
 
     def _mine(self, round_: int, parts: Sequence[PartWeights]) -> _InFlight | None:
@@ -264,14 +309,16 @@ class FragmentLedger:
         mine = self._mine(self.state.version + 1, parts)
         return mine, self._missed(parts, ""), mine is None
 
-    def _counted_work(self, mine: _InFlight, missed: list[slice]) -> Tensor:
-        """What an offer took out of the live parameters, as an outer gradient; 0 where it was missed."""
-        gradient = mine.gradient
-        if gradient is None:
-            assert mine.snapshot is not None
-            gradient = self.state.params - mine.snapshot
-        lost = outer.lost_work_of(gradient, missed)
-        return gradient if lost is None else gradient - lost
+    def _give_counted_work_(self, addend: Tensor, mine: _InFlight, missed: list[slice]) -> None:
+        """Add what an offer took out of the live parameters, as an outer gradient; 0 where it was missed."""
+        for at in self._pieces():
+            if mine.gradient is not None:
+                counted = mine.gradient[at]
+            else:
+                assert mine.snapshot is not None
+                counted = self.state.params[at] - mine.snapshot[at]
+            lost = outer.lost_work_of(counted, [_within(part, at) for part in missed])
+            addend[at].add_(counted if lost is None else counted - lost)
 
     def _missed(self, parts: Sequence[PartWeights], refused: str) -> list[slice]:
         size = self.state.params.numel()
@@ -299,6 +346,9 @@ class FragmentLedger:
             return Merge(0.0, new.params)
         if self._delayed:
             return self._work_returned(mine, missed)
+        if mine is not None and mine.gradient is not None:
+            out = None if self._is_lent or new.params is old.params else old.params
+            return outer.merge_offered(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
         snapshot = None if mine is None else mine.snapshot
         return outer.merge(self._run.outer, old, new, snapshot, missed, out=snapshot)
 
@@ -306,22 +356,34 @@ class FragmentLedger:
         """Rules "co2" and "eager": put back what was offered and not counted."""
         if mine is None or mine.gradient is None:
             return None
-        lost = outer.lost_work_of(mine.gradient, missed)
+        if mine is self._in_flight and not missed:
+            return None
+        gradient = mine.gradient[:]
+        lost = outer.lost_work_of(gradient, missed)
         if mine is self._in_flight:
             return None if lost is None else Merge(1.0, lost.neg_())
         # Given up, put back, and counted after all: take out again what counted. A later offer for the same
         # round held that work too, and comes to nothing.
-        addend = mine.gradient if lost is None else mine.gradient - lost
+        addend = gradient if lost is None else gradient - lost
         if self._in_flight is not None and self._in_flight.gradient is not None:
-            addend = addend - self._in_flight.gradient
+            addend = addend - self._in_flight.gradient[:]
         return Merge(1.0, addend)
 
     def _advance_residual(self, mine: _InFlight, missed: list[slice]) -> None:
         if self.residual is None or mine.residual is None:
             return
-        for part in missed:
-            mine.residual[part] = self.residual[part]
-        self.residual = mine.residual
+        old, new = self.residual, mine.residual
+        if not isinstance(new, Halved):
+            for part in missed:
+                new[part] = old[part]
+            self.residual = new
+            return
+        self.residual = torch.empty_like(old) if self._is_lent else old
+        for at in self._pieces():
+            values = new[at]
+            for part in missed:
+                values[_within(part, at)] = old[at][_within(part, at)]
+            self.residual[at] = values
 
     def _remember_stale(
         self, mine: _InFlight, report: StepReport, parts: Sequence[PartWeights], missed: list[slice]
@@ -331,3 +393,20 @@ class FragmentLedger:
         weights = parts[0].weights
         share = weights[self._peer] / sum(weights.values())
         self._stale = (mine.gradient, report.gap, share)
+
+
+def _set(room: Kept, at: slice, values: Tensor) -> None:
+    if isinstance(room, Halved):
+        room.set(at, values)
+    else:
+        room[at] = values
+
+
+def _within(part: slice, at: slice) -> slice:
+    """Where ``part`` lies in the piece ``at``, counted from that one's start."""
+    size = at.stop - at.start
+    return slice(min(size, max(0, part.start - at.start)), min(size, max(0, part.stop - at.start)))
+
+
+def _without_momentum(state: OuterState) -> OuterState:
+    return state._replace(momentum=state.momentum[:0].clone())

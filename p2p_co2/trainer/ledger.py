@@ -90,7 +90,7 @@ class TensorLedger:
 
     def states(self) -> list[OuterState]:
         """The agreed states, consistent with each other. Any thread; waits for the worker."""
-        return self._worker.submit(lambda: [fragment.state for fragment in self._fragments]).result()
+        return self._worker.submit(lambda: [fragment.lend() for fragment in self._fragments]).result()
 
     def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
@@ -106,7 +106,7 @@ class TensorLedger:
         def tell() -> None:
             rebases = {f: way for f, one in enumerate(self._fragments) if (way := one.rebase()) is not None}
             residuals = {f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None}
-            self.outcomes.put(Moment([one.state for one in self._fragments], residuals, rebases))
+            self.outcomes.put(Moment([one.lend() for one in self._fragments], residuals, rebases))
 
         future = self._worker.submit(tell)
         future.add_done_callback(self._note_failure)
@@ -205,7 +205,7 @@ class TensorLedger:
 
     async def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
         def work() -> tuple[AgreedVersion, Joined]:
-            state = self._fragments[fragment].state
+            state = self._fragments[fragment].lend()
             return AgreedVersion(state.version, self._digests[fragment]), state_view(state)
 
         return await self._ask(work)

@@ -8,8 +8,8 @@ the interpreter's lock. A checkpoint that cannot be written is told, and tried a
 training goes on.
 
 Memory: no copy in this process. The file's pages are the kernel's, which writes them out and takes them back;
-between two checkpoints those of the oldest file wait for the next one, since pages that are there cost a
-tenth of fresh ones. From an accelerator all passes through 32 MiB of pinned memory.
+between two checkpoints those of the oldest file (at first, zeros) wait for the next one, since pages that are
+there cost a tenth of fresh ones. From an accelerator all passes through 32 MiB of pinned memory.
 
 Price: training stands still for the copy (0.02 to 0.3 s for 200 MB where it was measured: the kernel may have
 no page ready, or hold a writer back that is far ahead of the disk).

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -50,6 +51,11 @@ class Link(Protocol):
     @property
     def way(self) -> str:
         """How the bytes travel, in words: "direct", or what is between."""
+
+    @property
+    def acknowledged(self) -> Acknowledged | None:
+        """What the peer says that it has of what was sent; None where ``send`` itself returns when the line
+        takes a message, or where the peer does not say."""
 
     async def send(self, data: bytes) -> None:
         """Hand over one message; returns when there is room for the next.

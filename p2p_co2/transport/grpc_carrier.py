@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.addresses import is_near
 from p2p_co2.transport.base import (
     CLOSE_TIMEOUT_S,
@@ -220,6 +221,8 @@ class GrpcLink:
 
     carrier = "grpc"
     way = "direct"
+    acknowledged: Acknowledged | None = None
+    """The kernel holds little that is unsent (``unsent``), so ``send`` returns at the line's speed."""
 
     def __init__(self, peer: PeerId, channel: grpc.aio.Channel, gone: Callable[[GrpcLink], None]) -> None:
         self.peer = peer

@@ -30,14 +30,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
+from p2p_co2.transport.addresses import is_own
 from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
+from p2p_co2.transport.probe_limits import address_of
 
 logger = logging.getLogger(__name__)
 
 STARTUP_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 DAEMON_GONE = "the libp2p daemon of this process is gone"
-_PUBLIC = "-forceReachabilityPublic"
+_PUBLIC, _LISTEN = "-forceReachabilityPublic", "-hostAddrs="
 _IDLE_TIMEOUT_S = 30
 """The daemon ends itself if we do not connect within this after its start."""
 _OUTPUT_LINES = 30
@@ -50,9 +52,16 @@ _LITTER_AFTER_S = 600.0
 
 
 class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
-    """hivemind's ``P2P`` with the daemon that belongs to it."""
+    """hivemind's ``P2P`` with the daemon that belongs to it, and what it was started with."""
 
     daemon: Daemon | None = None
+    arguments: tuple[str, ...] = ()
+
+    def point_to(self, daemon: Daemon) -> None:
+        """Have all further requests go to this daemon."""
+        self._daemon_listen_maddr = Multiaddr(f"/unix{_control_socket(daemon.folder)}")
+        control = self._client.control
+        control.daemon_connector = type(control.daemon_connector)(self._daemon_listen_maddr)
 
 
 class Daemon:
@@ -211,8 +220,20 @@ async def _start(arguments: list[str], timeout_s: float) -> P2P:
     except BaseException:
         await daemon.stop()
         raise
-    p2p.daemon = daemon
+    p2p.daemon, p2p.arguments = daemon, tuple(arguments)
     return p2p
+
+
+async def launch_for(p2p: DaemonP2P, any_port: bool) -> Daemon:
+    """A new daemon as that of ``p2p`` was started, on the port that it had: others know it. ``any_port``: on
+    any, if none was asked for. Raises ``EnvironmentFault``."""
+    arguments = list(p2p.arguments)
+    for index, argument in enumerate(arguments):
+        if argument.startswith(_LISTEN) and argument.endswith("/tcp/0") and not any_port:
+            places = (address_of(str(maddr)) for maddr in p2p._visible_maddrs)
+            port = next((place[1] for place in places if place is not None and is_own(place[0])), 0)
+            arguments[index] = f"{argument.removesuffix('0')}{port}"
+    return await _launch(arguments)
 
 
 async def _launch(arguments: list[str]) -> Daemon:
@@ -274,7 +295,7 @@ def _arguments(
         ) from None
     arguments = [
         f"-id={identity_path}",
-        f"-hostAddrs={multiaddr_of(host, port)}",
+        f"{_LISTEN}{multiaddr_of(host, port)}",
         f"-idleTimeout={_IDLE_TIMEOUT_S}s",
         "-dhtServer",
         "-autonat",

@@ -73,6 +73,10 @@ class Places:
         # Without a place nobody reaches us: ask again soon.
         self._renew_at = time.monotonic() + (RENEW_S if self.held else RENEW_S / 6)
 
+    def forget(self) -> None:
+        """What we held is lost; ask again at the next ``renew``."""
+        self.held, self._renew_at = (), 0.0
+
     async def _ask(self, seed: str) -> Place | str:
         address, _, relay = seed.rpartition("/p2p/")
         try:

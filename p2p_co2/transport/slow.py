@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2p_co2.errors import ConfigError, PeerLost
+from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link, OnMessage, OnRefused, check_outgoing
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -136,6 +137,10 @@ class SlowLink:
     @property
     def way(self) -> str:
         return self._link.way
+
+    @property
+    def acknowledged(self) -> Acknowledged | None:
+        return None  # ``send`` returns at this line's speed, whatever lies under it
 
     async def send(self, data: bytes) -> None:
         check_outgoing(data)

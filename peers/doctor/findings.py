@@ -31,7 +31,7 @@ class Role(StrEnum):
     DIRECT = "direct: others can dial this peer"
     DIAL_OUT = "dial-out only: this peer dials others, or meets them through a relay"
     NONE = "none: this machine cannot take part as it is"
-    UNKNOWN = "unknown: no swarm was asked; give a ticket"
+    UNKNOWN = "unknown: no swarm was asked; give a ticket: p2p-co2 doctor TICKET"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Diagnosis:
 def line_of(finding: Finding) -> str:
     """A finding for a reader: one line, and a second one with the advice if there is something to do."""
     text = f"{finding.state:<8} {finding.name:<16} {_plain(finding.measured)}"
-    return text if finding.state == State.OK else f"{text}\n{'':8} {'':16} -> {_plain(finding.advice)}"
+    is_all = finding.state == State.OK or finding.advice == NOTHING_TO_DO
+    return text if is_all else f"{text}\n{'':8} {'':16} -> {_plain(finding.advice)}"
 
 
 def worst(findings: Iterable[Finding]) -> list[Finding]:

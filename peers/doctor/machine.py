@@ -7,6 +7,7 @@ seconds on a slow disk.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import platform
@@ -138,7 +139,7 @@ def check_disk(folder: Path, needed_bytes: float, name: str = "disk") -> Finding
         place = place.parent
     try:
         if not place.is_dir():
-            raise NotADirectoryError(20, "not a folder")
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder")
         with tempfile.NamedTemporaryFile(dir=place, prefix=".p2p-co2-") as probe:
             probe.write(bytes(1 << 16))
             probe.flush()
@@ -146,7 +147,9 @@ def check_disk(folder: Path, needed_bytes: float, name: str = "disk") -> Finding
         free_bytes = shutil.disk_usage(place).free
     except OSError as error:
         words = f"{place}: {error.strerror}"
-        return Finding(name, State.CANNOT, words, "free some space, or name another folder with --folder")
+        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        advice = f"{'free some space, or ' if is_full else ''}name another folder with --folder"
+        return Finding(name, State.CANNOT, words, advice)
     words = f"{gigabytes(free_bytes)} free in {place}, about {gigabytes(needed_bytes)} needed"
     if free_bytes < needed_bytes:
         advice = "free some space or name another --folder: checkpoints will fail, training goes on"

@@ -63,7 +63,7 @@ async def look_without_ticket(config: PeerConfig, tell: Callable[[Finding], None
     async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
         await _daemon(config, tell, stack)
     for name in ("names (dns)", "seeds", *AFTER_SEEDS):
-        tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask", "give a ticket: p2p-co2 doctor TICKET"))
+        tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask"))
 
 
 async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Callable[[Finding], None]) -> Outcome:
@@ -206,7 +206,7 @@ def clock_finding(offsets_s: Sequence[float]) -> Finding:
 def round_trips_finding(known_s: dict[str, float], peers: int) -> Finding:
     """``known_s``: seconds, by who answered. ``peers``: in the run."""
     words = ", ".join(f"{1e3 * trip_s:.3g} ms to {name}" for name, trip_s in known_s.items())
-    words = f"{words}; {peers} peers in the run"
+    words = f"{words}; {peers} {'peer' if peers == 1 else 'peers'} in the run"
     if max(known_s.values()) > SLOW_ROUND_TRIP_S:
         advice = "latency hides behind training, but rounds take longer: use a cable, not Wi-Fi"
         return Finding("round trips", State.LIMITED, words, advice)

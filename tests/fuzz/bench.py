@@ -113,6 +113,9 @@ class Bench:
         self.shut.add(peer)
         self.membership.unreachable(peer, why, self.at)
 
+    def know_all(self) -> None:
+        """Here the rounds machine hears at once of all who come and go."""
+
     def pump(self, timers: bool = True) -> None:
         for _ in range(100):
             for machine in (self.membership, self.rounds, self.catchup):

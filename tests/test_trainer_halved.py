@@ -1,0 +1,198 @@
+"""What was offered, kept at half its size: by hand, against the whole, and who may write to whose memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from p2p_co2 import outer
+from p2p_co2.averaging import mean_of_parts
+from p2p_co2.checkpoint import state_bytes
+from p2p_co2.config import OuterConfig
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.node.ledger import PartWeights
+from p2p_co2.trainer.fragment_ledger import FragmentLedger
+from p2p_co2.trainer.halved import Halved
+from tests.test_trainer_ledger import BLOCK, Simulated, run_config
+
+BLOCKS = 5
+
+
+def test_powers_of_two_come_back_by_hand() -> None:
+    kept = Halved(5, 2)
+    for start, values in ((0, [1.0, -0.5]), (2, [2.0**-60, 0.0]), (4, [2.0**80])):
+        kept.set(slice(start, min(5, start + 2)), torch.tensor(values))
+    assert kept[:].tolist() == [1.0, -0.5, 2.0**-60, 0.0, 2.0**80]
+    assert kept[1:5].tolist() == [-0.5, 2.0**-60, 0.0, 2.0**80]
+    assert kept[3:3].tolist() == []
+    assert kept.held_bytes == 10
+    kept.set(slice(0, 2), torch.tensor([1e-44, 0.0]))  # smaller than any scale
+    assert kept[0:2].tolist() == [0.0, 0.0]
+
+
+@given(
+    st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+def test_values_come_back_as_exact_as_promised(
+    values: list[float], piece: int, start: int, stop: int
+) -> None:
+    whole, kept = torch.tensor(values), Halved(len(values), piece)
+    bounds = torch.empty_like(whole)
+    for first in range(0, len(values), piece):
+        at = slice(first, min(len(values), first + piece))
+        kept.set(at, whole[at])
+        bounds[at] = torch.maximum(whole[at].abs() * 2.0**-11, whole[at].abs().max() * 2.0**-39 + 2.0**-99)
+    assert bool(((kept[:] - whole).abs() <= bounds).all())
+    assert torch.equal(kept[start:stop], kept[:][start:stop])
+
+
+class Pair:
+    """The same peer twice: one keeps what it offered at half its size, one keeps the whole."""
+
+    def __init__(self, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = OuterConfig.model_validate({"rule": rule})
+        start = torch.randn(BLOCK * BLOCKS)
+        self.half, self.whole = (Simulated("a", run_config(config, "int4"), start) for _ in range(2))
+        self.whole.ledger._halves = False
+        self.half.ledger._is_lent = False
+        monkeypatch.setattr(FragmentLedger, "_width", 2 * BLOCK)
+
+    def __iter__(self) -> object:
+        return iter((self.half, self.whole))
+
+    def train(self) -> None:
+        step = torch.randn(len(self.half.live)) * 0.01
+        self.half.live = self.half.live + step
+        self.whole.live = self.whole.live + step
+
+    def close(self, far: float = 1e-4) -> None:
+        torch.testing.assert_close(self.half.live, self.whole.live, rtol=0, atol=far)
+        assert state_bytes(self.half.ledger.state) == state_bytes(self.whole.ledger.state)
+
+
+def parts_with(inside: list[bool]) -> list[PartWeights]:
+    """Who is in each block of a mean."""
+    return [
+        PartWeights(i, i + 1, {"b": 1.0, "a": 1.0} if has_us else {"b": 1.0})
+        for i, has_us in enumerate(inside)
+    ]
+
+
+@pytest.mark.parametrize("rule", ["keep", "blend", "co2", "eager"])
+def test_live_parameters_are_those_of_a_peer_that_keeps_everything(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    chance = random.Random(3)
+    pair = Pair(rule, monkeypatch)
+    for round_ in range(12):
+        pair.train()
+        for peer in (pair.half, pair.whole):
+            peer.offer()
+        pair.train()
+        fate = round_ % 4
+        mean = mean_of_parts(pair.half.codec, [("b", 1.0, offer_of(pair, round_))])
+        inside = [fate != 1 or chance.random() < 0.5 for _ in range(BLOCKS)]
+        lend = chance.random() < 0.5
+        for peer in (pair.half, pair.whole):
+            if lend:
+                peer.ledger.lend()
+            if fate in {2, 3}:
+                peer.take(peer.ledger.abort(peer.ledger.state.version + 1)[1])
+            if fate != 2:  # 3: given up, and counted after all
+                peer.commit(mean, parts_with(inside))
+        pair.close()
+        pair.whole.live = pair.half.live.clone()  # else both round on, apart
+
+
+def offer_of(pair: Pair, seed: int) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(len(pair.half.live), generator=generator) * 0.01
+    return pair.half.codec.encode(values).numpy().tobytes()
+
+
+def test_residuals_of_both_kinds_advance_where_the_offer_was_counted() -> None:
+    torch.manual_seed(4)
+    ledgers = []
+    for is_halved in (True, False):
+        peer = Simulated("a", run_config(codec="int4", feedback=True), torch.zeros(BLOCK * BLOCKS))
+        peer.ledger._halves = is_halved
+        peer.ledger._is_lent = False
+        ledgers.append(peer)
+    step = torch.randn(BLOCK * BLOCKS) * 0.01
+    for peer in ledgers:
+        peer.live = peer.live + step
+        peer.commit(peer.offer(), parts_with([True, False, True, True, False]))
+    first, second = (peer.ledger.residual for peer in ledgers)
+    assert first is not None
+    assert second is not None
+    torch.testing.assert_close(first, second, rtol=2**-10, atol=1e-9)
+    assert bool((first[BLOCK : 2 * BLOCK] == 0).all())
+    assert bool((first[:BLOCK] != 0).any())
+
+
+# ---- whose memory
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_a_step_takes_the_old_memory_but_never_what_was_lent(codec: str) -> None:
+    peer = Simulated("a", run_config(OuterConfig(), codec), torch.zeros(BLOCK * 2))
+    everybody = [PartWeights(0, 2, {"a": 1.0})]
+
+    def commit() -> None:
+        peer.live = peer.live + torch.randn(BLOCK * 2)
+        peer.commit(peer.offer(), everybody)
+
+    commit()
+    old = peer.ledger.state
+    commit()
+    assert peer.ledger.state.momentum.data_ptr() == old.momentum.data_ptr()
+    lent = peer.ledger.lend()
+    before = state_bytes(lent)
+    for _ in range(3):
+        commit()
+    assert state_bytes(lent) == before
+    assert peer.ledger.state.momentum.data_ptr() != lent.momentum.data_ptr()
+
+
+def test_a_merge_that_is_the_agreed_parameters_stays_what_it_was() -> None:
+    """An offer from before a restart was counted: the live parameters become the new ones, when they come
+    by; until then nobody writes there."""
+    peer = Simulated("a", run_config(OuterConfig(), "int4"), torch.zeros(BLOCK))
+    mean = peer.codec.encode(torch.randn(BLOCK))
+    parts = [PartWeights(0, 1, {"a": 9.0})]
+    merge = peer.ledger.commit(1, 0, peer.codec.decode(mean), parts).merge
+    assert merge is not None
+    expected = merge.addend.clone()
+    peer.offer()
+    peer.ledger.commit(2, 1, peer.codec.decode(mean), [PartWeights(0, 1, {"a": 1.0})])
+    assert torch.equal(merge.addend, expected)
+
+
+def test_a_step_that_would_leave_fp32_changes_no_memory() -> None:
+    config = OuterConfig(rule="keep", momentum=0.5, lr=1.0)
+    state = outer.OuterState(1, torch.zeros(4), torch.full((4,), 3e38), 1.0, (1.0,))
+    mean = torch.full((4,), 3e38)
+    with pytest.raises(RemoteProtocolError, match="too large"):
+        outer.step(config, state, mean, 1, mean, consume=True)
+    assert torch.equal(state.momentum, torch.full((4,), 3e38))
+
+
+def test_a_consumed_state_gives_the_same_bits() -> None:
+    torch.manual_seed(5)
+    state, other = outer.init(torch.randn(1000)), outer.init(torch.zeros(1000))
+    other = state._replace(momentum=state.momentum.clone(), params=state.params.clone())
+    for version in range(4):
+        mean: Tensor = torch.randn(1000)
+        state, report = outer.step(OuterConfig(), state, mean.clone(), version, consume=True)
+        other, expected = outer.step(OuterConfig(), other, mean, version)
+        assert state_bytes(state) == state_bytes(other)
+        assert report == expected
