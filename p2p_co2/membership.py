@@ -302,6 +302,7 @@ class Membership:
             or known.upload_bytes_per_s != status.upload_bytes_per_s
             or known.download_bytes_per_s != status.download_bytes_per_s
             or known.finished != status.finished
+            or known.settled != status.settled
         ):
             info.versions, info.digests, info.view = tuple(status.versions), tuple(status.digests), None
             self.revision += 1

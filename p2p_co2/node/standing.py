@@ -43,7 +43,8 @@ class LocalProgress:
 
 
 class Standing:
-    """``settled``: no live peer trains any more and all are at our versions and digests. For one that joins,
+    """``settled``: no live peer trains any more, all are at our versions and digests, and all of them say the
+    same of those that they hear: somebody whom only they hear is still waited for. For one that joins,
     ``abreast``: nobody is ahead by more than a round, or at all of a fragment of which we have only the
     start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
     this peer had what they had: a history of its own is not what it came for. ``swarm_position``: median
@@ -62,13 +63,15 @@ class Standing:
         self._status = Status()
         self._status_of: object = None
         self._placed_at = -math.inf
+        self._is_at_rest = False
+        """Whether all that we hear are done where we are: ``settled``, but for what they say of theirs."""
         self._concluded_of: object = None
         self._concluded_at = -math.inf
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
         progress, agreed, upload = self.progress, self._node.agreed, self._node.upload_bytes_per_s()
-        content = (progress, tuple(agreed), upload)
+        content = (progress, tuple(agreed), upload, self._is_at_rest)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
@@ -84,6 +87,7 @@ class Standing:
                 finished=sum(1 << fragment for fragment in progress.finished).to_bytes(
                     -(-len(agreed) // 8) if progress.finished else 0, "little"
                 ),
+                settled=self._is_at_rest,
             )
         self._status.position = self.position()
         return self._status  # the messages that carry it hold copies
@@ -137,7 +141,7 @@ class Standing:
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
         it was about."""
-        self.settled, self._concluded_of = False, None
+        self.settled, self._is_at_rest, self._concluded_of = False, False, None
 
     def conclude_at(self) -> float:
         """When to ``conclude`` again; never while it would say the same. A peer that trains is in no
@@ -167,11 +171,16 @@ class Standing:
         if self.progress.phase == Status.JOINING:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
-        self.settled = idle and all(
-            info.status.phase in (Status.JOINING, Status.PAUSED)
-            or (info.status.phase == Status.DRAINING and (info.versions, info.digests) == here)
-            for info in live
+        done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
+        at_rest = idle and all(
+            info.status.phase == Status.DRAINING and (info.versions, info.digests) == here for info in done
         )
+        self.settled = at_rest and all(info.status.settled for info in done)
+        if self.progress.phase == Status.DRAINING and at_rest != self._is_at_rest:
+            self._is_at_rest = at_rest
+            self._node.refresh()
+            self._node.membership.announce(now)
+            self._node.pump()
 
     def _look_for_the_swarm(self, versions: tuple[int, ...], idle: bool) -> None:
         live = self._node.membership.live.values()
