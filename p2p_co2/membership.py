@@ -121,7 +121,7 @@ class Membership:
         self._one_way_until: dict[PeerId, float] = {}
         self._next_heartbeat_at: float | None = None
         self._announced_at = -math.inf
-        self._announce_at: float | None = None
+        self._announce_at = self._greet_at = math.inf
         self._nonce = 0
         self.revision = 0
         """Grows with everything that is news of the others, but not with their positions and counters."""
@@ -215,8 +215,10 @@ class Membership:
         self._outgoing.extend((peer, Leave(reason=reason)) for peer in self._live)
 
     def handle_timer(self, now: float) -> None:
-        if self._announce_at is not None and now >= self._announce_at:
+        if now >= self._announce_at:
             self._announce(now)
+        if now >= self._greet_at:
+            self._greet(now)
         if self._next_heartbeat_at is None or now < self._next_heartbeat_at:
             return
         beat_s = self.heartbeat_s
@@ -238,12 +240,11 @@ class Membership:
                 told.append(peer)
         self._ping(asked, now)
         self._tell(told, now)
-        self._greet(now)
 
     def get_timer(self) -> float | None:
-        if self._announce_at is None or self._next_heartbeat_at is None:
-            return self._announce_at or self._next_heartbeat_at
-        return min(self._announce_at, self._next_heartbeat_at)
+        if self._next_heartbeat_at is None:
+            return None
+        return min(self._announce_at, self._next_heartbeat_at, self._greet_at)
 
     def messages_to_send(self) -> list[tuple[PeerId, Ping | Pong | Leave]]:
         messages, self._outgoing = self._outgoing, []
@@ -301,6 +302,7 @@ class Membership:
             or known.upload_bytes_per_s != status.upload_bytes_per_s
             or known.download_bytes_per_s != status.download_bytes_per_s
             or known.finished != status.finished
+            or known.settled != status.settled
         ):
             info.versions, info.digests, info.view = tuple(status.versions), tuple(status.digests), None
             self.revision += 1
@@ -310,11 +312,13 @@ class Membership:
         """Try a peer that is gone again in a while, as long as there is room: anybody can come and go."""
         if peer in self._candidates or len(self._candidates) < MAX_PEERS:
             self._candidates[peer] = now + REVISIT_S
+            self._greet_at = min(self._greet_at, now + REVISIT_S)
 
     def _greet(self, now: float) -> None:
         due = [peer for peer, at in self._candidates.items() if at <= now]
         for peer in due:
             self._candidates[peer] = now + REVISIT_S
+        self._greet_at = min(self._candidates.values(), default=math.inf)
         self._ping(due, now)
 
     def _ping(self, peers: Sequence[PeerId], now: float) -> None:
@@ -325,7 +329,7 @@ class Membership:
         self._send_to_all(peers, Ping(nonce=self._nonce, sent_at=now, status=self.status), now)
 
     def _announce(self, now: float) -> None:
-        self._announced_at, self._announce_at = now, None
+        self._announced_at, self._announce_at = now, math.inf
         self._tell(list(self._live), now)
 
     def _tell(self, peers: Sequence[PeerId], now: float) -> None:

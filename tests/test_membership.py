@@ -171,6 +171,25 @@ def test_who_heard_our_status_of_late_is_not_told_again() -> None:
     assert [to for to, _ in machine.messages_to_send()] == [B]
 
 
+def test_who_is_cut_off_is_tried_again_in_time_however_slowly_the_heart_beats() -> None:
+    """With the beat, it came to ten seconds among many, and a peer ended its run without another (seed 18 of
+    the storms)."""
+    machine = Membership(A)
+    for index in range(64):
+        machine.receive(Ping(status=Status()), PeerId(f"peer {index}"), 100.0)
+    machine.handle_timer(100.0)
+    machine.unreachable(PeerId("peer 3"), "no relay answers", 100.5)
+    machine.messages_to_send()
+    now = 100.5
+    while now < 100.5 + REVISIT_S:
+        at = machine.get_timer()
+        assert at is not None
+        now = at
+        machine.handle_timer(now)
+    assert now == 100.5 + REVISIT_S
+    assert PeerId("peer 3") in {to for to, _ in machine.messages_to_send()}
+
+
 def test_what_is_announced_twice_in_a_moment_is_told_once_more_and_then_as_it_is() -> None:
     machine = Membership(A)
     for index in range(32):

@@ -136,7 +136,18 @@ def test_most_cells_say_where_the_swarm_is_and_which_state_it_has() -> None:
         CellSight(cell=0),
         CellSight(cell=1, peer=named(0, 2, 1)[0]),
     ],
-    ids=["another cell", "nan", "negative", "infinite", "no digest", "short", "version", "fragments", "ours", "peer"],
+    ids=[
+        "another cell",
+        "nan",
+        "negative",
+        "infinite",
+        "no digest",
+        "short",
+        "version",
+        "fragments",
+        "ours",
+        "peer",
+    ],
 )
 def test_wrong_sights_are_refused(wrong: CellSight) -> None:
     outlook, others = watcher()

@@ -9,7 +9,7 @@ from p2p_co2.membership import Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.standing import Standing
+from p2p_co2.node.standing import LocalProgress, Standing
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
@@ -30,6 +30,12 @@ class Place:
             catching=None,
             me=PeerId("me"),
             far=None,
+            catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
+            refresh=lambda: None,
+            pump=lambda: None,
+            upload_bytes_per_s=lambda: 0.0,
+            download_bytes_per_s=0.0,
+            software="",
         )
         self.node.far = Far(cast(Any, self.node), 1, self._find_peers)
         self.standing = self.node.standing = Standing(cast(Any, self.node), 0.25)
@@ -38,10 +44,9 @@ class Place:
     async def _find_peers(self, cell: int | None) -> list[PeerRecord]:
         raise AssertionError("there is one cell")
 
-    def hear(self, peer: PeerId, phase: Status.Phase, *versions: int) -> None:
-        status = Status(
-            phase=phase, versions=versions, digests=[bytes([version]) * 32 for version in versions]
-        )
+    def hear(self, peer: PeerId, phase: Status.Phase, *versions: int, settled: bool = False) -> None:
+        digests = [bytes([version]) * 32 for version in versions]
+        status = Status(phase=phase, versions=versions, digests=digests, settled=settled)
         self.node.membership.receive(Ping(nonce=1, sent_at=self.now, status=status), peer, self.now)
         self.conclude()
 
@@ -101,3 +106,20 @@ def test_peers_that_come_back_together_leave_nobody_behind() -> None:
     place.hear(OTHER, Status.JOINING, 5, 4)
     place.lose(OTHER)
     assert not place.standing.left_behind
+
+
+def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:
+    """It left, the other peer had its last work counted, and two states were at the end (seed 18)."""
+    place = Place(3, 3)
+    place.standing.progress = LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1}))
+    place.hear(OTHER, Status.DRAINING, 3, 3)
+    assert not place.standing.settled
+    assert place.standing.status().settled  # of those that we hear, we say so: nobody waits for us
+    place.hear(OTHER, Status.DRAINING, 4, 3)
+    assert not place.standing.status().settled
+    place.move(4, 3)
+    assert place.standing.status().settled
+    place.hear(OTHER, Status.DRAINING, 4, 3, settled=True)
+    assert place.standing.settled
+    place.hear(NEWCOMER, Status.TRAINING, 4, 3)
+    assert not place.standing.settled

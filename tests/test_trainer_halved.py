@@ -16,7 +16,7 @@ from p2p_co2.checkpoint import state_bytes
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
+from p2p_co2.trainer.fragment_ledger import FragmentLedger, Loan
 from p2p_co2.trainer.halved import Halved
 from tests.test_trainer_ledger import BLOCK, Simulated, run_config
 
@@ -160,6 +160,15 @@ def test_a_step_takes_the_old_memory_but_never_what_was_lent(codec: str) -> None
     for _ in range(3):
         commit()
     assert state_bytes(lent) == before
+    loan = Loan()
+    old = peer.ledger.lend(loan)
+    before = state_bytes(old)
+    commit()
+    assert state_bytes(old) == before
+    old = peer.ledger.lend(loan)
+    loan.has_ended = True
+    commit()
+    assert peer.ledger.state.momentum.data_ptr() == old.momentum.data_ptr()
     assert peer.ledger.state.momentum.data_ptr() != lent.momentum.data_ptr()
 
 

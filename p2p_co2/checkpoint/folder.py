@@ -119,12 +119,16 @@ class Saving:
         saved; rounded once to its dtype."""
         self._writing.change(f"live.{name}", start, start + values.numel(), lambda saved: saved.add_(values))
 
+    def put_agreed(self) -> None:
+        """Write the agreed states and the residuals, and let each go: nobody's memory is needed after it."""
+        for name in list(self._agreed):
+            self._writing.put({name: self._agreed.pop(name)})
+
     def finish(self, keep_spare: bool = False) -> Path:
         """Write the rest; returns the file. Then the newest two are kept, and with ``keep_spare`` the one
         before them (or as many zeros) for the next checkpoint to be written over, under its temporary
         name: its pages are in memory."""
-        for name in list(self._agreed):
-            self._writing.put({name: self._agreed.pop(name)})
+        self.put_agreed()
         self._writing.finish()
         _prune(self._folder, self._path, keep_spare)
         if keep_spare:

@@ -43,7 +43,8 @@ class LocalProgress:
 
 
 class Standing:
-    """``settled``: no live peer trains any more and all are at our versions and digests. For one that joins,
+    """``settled``: no live peer trains any more, all are at our versions and digests, and all of them say the
+    same of those that they hear: somebody whom only they hear is still waited for. For one that joins,
     ``abreast``: nobody is ahead by more than a round, or at all of a fragment of which we have only the
     start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
     this peer had what they had: a history of its own is not what it came for. ``swarm_position``: median
@@ -62,6 +63,8 @@ class Standing:
         self._status = Status()
         self._status_of: object = None
         self._placed_at = -math.inf
+        self._is_at_rest = False
+        """Whether all that we hear are done where we are: ``settled``, but for what they say of theirs."""
         self._concluded_of: object = None
         self._concluded_at = -math.inf
 
@@ -69,7 +72,7 @@ class Standing:
         """What the next heartbeats say of this peer."""
         progress, agreed, upload = self.progress, self._node.agreed, self._node.upload_bytes_per_s()
         outlook = self._node.far.outlook
-        content = (progress, tuple(agreed), upload, outlook.seen)
+        content = (progress, tuple(agreed), upload, self._is_at_rest, outlook.seen)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
@@ -86,6 +89,7 @@ class Standing:
                 finished=sum(1 << fragment for fragment in progress.finished).to_bytes(
                     -(-len(agreed) // 8) if progress.finished else 0, "little"
                 ),
+                settled=self._is_at_rest,
             )
         elif outlook.seen:
             for sight, aged in zip(self._status.sights, outlook.sights(self._node.now()), strict=False):
@@ -142,7 +146,7 @@ class Standing:
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
         it was about."""
-        self.settled, self._concluded_of = False, None
+        self.settled, self._is_at_rest, self._concluded_of = False, False, None
 
     def conclude_at(self) -> float:
         """When to ``conclude`` again; never while it would say the same. A peer that trains is in no
@@ -174,12 +178,16 @@ class Standing:
         if self.progress.phase == Status.JOINING:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
-        home = idle and all(
-            info.status.phase in (Status.JOINING, Status.PAUSED)
-            or (info.status.phase == Status.DRAINING and (info.versions, info.digests) == here)
-            for info in live
+        done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
+        at_rest = idle and all(
+            info.status.phase == Status.DRAINING and (info.versions, info.digests) == here for info in done
         )
-        self.settled = far.together(home, *here, now)
+        self.settled = far.together(at_rest and all(info.status.settled for info in done), *here, now)
+        if self.progress.phase == Status.DRAINING and at_rest != self._is_at_rest:
+            self._is_at_rest = at_rest
+            self._node.refresh()
+            self._node.membership.announce(now)
+            self._node.pump()
 
     def _look_for_the_swarm(self, versions: tuple[int, ...], idle: bool, now: float) -> None:
         live, outlook = self._node.membership.live.values(), self._node.far.outlook

@@ -41,6 +41,13 @@ HALVED_FROM_BITS = 9
 """Codecs with more bits per value give back more than half precision would."""
 
 
+@dataclass
+class Loan:
+    """For how long somebody holds a state. Ended by them, once, in any thread."""
+
+    has_ended: bool = False
+
+
 @dataclass(frozen=True)
 class EncodedOffer:
     """An outer gradient ready to travel. ``payload``: uint8 [blocks * block_bytes], host memory."""
@@ -105,7 +112,7 @@ class FragmentLedger:
         self._delayed = run.outer.rule in {"co2", "eager"}
         self._halves = 8 * codec.block_bytes < HALVED_FROM_BITS * codec.block_values
         self.state = state
-        self._is_lent = True
+        self._is_lent, self._loans = True, list[Loan]()
         self.residual: Tensor | None = None
         if run.codec.error_feedback:
             self.residual = torch.zeros_like(state.params)
@@ -120,10 +127,18 @@ class FragmentLedger:
         self._stale: tuple[Kept, float, float] | None = None
         """Rule "eager": this peer's gradient in the newest mean, with the gap and its share there."""
 
-    def lend(self) -> OuterState:
-        """The state, for somebody who holds it while the swarm goes on: its memory is not written to."""
-        self._is_lent = True
+    def lend(self, loan: Loan | None = None) -> OuterState:
+        """The state (and the residual), for somebody who holds it while the swarm goes on: its memory is not
+        written to until ``loan`` has ended; without one, never."""
+        if loan is None:
+            self._is_lent = True
+        else:
+            self._loans.append(loan)
         return self.state
+
+    @property
+    def _is_held(self) -> bool:
+        return self._is_lent or not all(loan.has_ended for loan in self._loans)
 
     def offer(self, snapshot: Tensor, weight: float) -> EncodedOffer:
         """Encode what this peer learned. ``snapshot``: fp32 [n], live parameters at the schedule point; owned
@@ -175,7 +190,7 @@ class FragmentLedger:
         old, refused = self.state, ""
         try:
             new, report = outer.step(
-                self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_lent
+                self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_held
             )
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
@@ -191,7 +206,7 @@ class FragmentLedger:
         self._in_flight = self._withdrawn = None
         self.state = new
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
-        self._is_lent = bool(refused) or (merge is not None and merge.addend is new.params)
+        self._is_lent, self._loans = bool(refused) or (merge is not None and merge.addend is new.params), []
         if not self._delayed:
             self._measured_from = new
         lost = sum(part.stop - part.start for part in missed) / self.state.params.numel()
@@ -241,7 +256,7 @@ class FragmentLedger:
     def rebase(self) -> Rebase | None:
         """What to add to the live parameters so that they can be saved beside ``state``: a resumed peer
         knows neither what was in flight nor an older state. None if they fit as they are."""
-        return self._rebase_on(self.lend()) if self._delayed else None
+        return self._rebase_on(self.state) if self._delayed else None
 
     # ---- parts of the above
 
@@ -347,7 +362,7 @@ class FragmentLedger:
         if self._delayed:
             return self._work_returned(mine, missed)
         if mine is not None and mine.gradient is not None:
-            out = None if self._is_lent or new.params is old.params else old.params
+            out = None if self._is_held or new.params is old.params else old.params
             return outer.merge_offered(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
         snapshot = None if mine is None else mine.snapshot
         return outer.merge(self._run.outer, old, new, snapshot, missed, out=snapshot)
@@ -378,7 +393,7 @@ class FragmentLedger:
                 new[part] = old[part]
             self.residual = new
             return
-        self.residual = torch.empty_like(old) if self._is_lent else old
+        self.residual = torch.empty_like(old) if self._is_held else old
         for at in self._pieces():
             values = new[at]
             for part in missed:

@@ -28,7 +28,7 @@ from p2p_co2.memory import Buffer, Joined
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.rounds.events import Step
-from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger, Rebase
+from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger, Loan, Rebase
 
 _T = TypeVar("_T")
 
@@ -51,7 +51,8 @@ class Outcome:
 @dataclass(frozen=True)
 class Moment:
     """The agreed states, in the queue of outcomes: live parameters that have met every outcome before it, and
-    none after it, fit these states. Nobody waits for anybody. Tensors are held, not copied, and never change.
+    none after it, fit these states. Nobody waits for anybody. Tensors are held, not copied, and do not change
+    until ``loan`` is ended.
 
     ``residuals`` by fragment, if the codec keeps any; ``rebases`` by fragment: what the live parameters still
     have to gain to be saved beside ``states`` (``FragmentLedger.rebase``).
@@ -60,6 +61,7 @@ class Moment:
     states: list[OuterState]
     residuals: dict[int, Tensor]
     rebases: dict[int, Rebase]
+    loan: Loan
 
 
 class TensorLedger:
@@ -106,7 +108,8 @@ class TensorLedger:
         def tell() -> None:
             rebases = {f: way for f, one in enumerate(self._fragments) if (way := one.rebase()) is not None}
             residuals = {f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None}
-            self.outcomes.put(Moment([one.lend() for one in self._fragments], residuals, rebases))
+            loan = Loan()
+            self.outcomes.put(Moment([one.lend(loan) for one in self._fragments], residuals, rebases, loan))
 
         future = self._worker.submit(tell)
         future.add_done_callback(self._note_failure)

@@ -96,7 +96,8 @@ class Saver:
     def _take(self, moment: Moment) -> None:
         """The live parameters fit ``moment``: copy what will change."""
         if not self._asked:
-            return  # two were asked for, and one has served both
+            moment.loan.has_ended = True  # two were asked for, and one has served both
+            return
         began_at = time.monotonic()
         self._asked, self._began_at, self._refused = False, began_at, None
         plan, sync = self._plan, self._sync
@@ -116,6 +117,7 @@ class Saver:
         try:
             saving = Saving(plan.config.folder / "checkpoint", checkpoint)
         except EnvironmentFault as error:
+            moment.loan.has_ended = True
             self._under_way = Future()
             self._under_way.set_exception(error)
             return
@@ -124,9 +126,12 @@ class Saver:
         def write() -> None:
             try:
                 self._rebase(saving, moment.rebases)
+                saving.put_agreed()
+                moment.loan.has_ended = True
                 path = saving.finish(keep_spare)
             finally:
                 saving.give_up()
+                moment.loan.has_ended = True
             took_s = time.monotonic() - began_at
             fields = {"path": str(path), "versions": versions, "duration_s": duration_s, "written_s": took_s}
             self._report(ev.CheckpointSaved, fields)
