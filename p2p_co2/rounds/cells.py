@@ -8,12 +8,26 @@ sum is the same, the bytes are the same in every cell, and nobody hears of more 
 whom it meets over a slot (the two-level reduction of hierarchical all-reduce, as in NCCL and Horovod, with
 owners instead of leaders, so that no link carries more than its share).
 
+    READY ... gathering closes      in the cell, as ever
+    CELL_READY, CELL_WAITING        a cell's coordinator to the council's: that of the first cell by hash
+    CELL_BEGIN, then BEGIN          cells, roots of every slot, time; each cell begins with the council in it
+    PART                            the fragment is cut into equal slots, the same in all cells
+    CELL_PART, CELL_MEAN, MEAN      owner to root: its cell's mean and weight; back: the mean over all cells
+    RESULT, CELL_RESULT             votes; digests of the slots, and of the cell's roster: who is in it
+    CELL_DECISION, DECISION         the council's one outcome; the cell's coordinator adds its roster
+
+Heartbeats, votes and look-ups stay in the cell; what cells know of one another beyond rounds (the swarm's
+clock, the end of the run, who is to be waited for) is ``outlook``'s.
+
 Laws: a peer's cell, the slots and the sub-slots are pure functions of what all know; a slot is the same
 blocks in every cell; sub-slots are the slot, in order.
 
 Price, with cells of M peers, payloads of N values at b bits: beyond the flat 2 (1 - 1/M) N b a peer sends
 N (32 + b) / M bits on average. A root takes the sums of up to all cells but serves only a sub-slot of them:
-one for every ``CELLS_PER_ROOT`` cells.
+one for every ``CELLS_PER_ROOT`` cells. The number of cells is the run's, and does not follow the swarm's
+size. The death of a root or of the council's coordinator costs the round; a cell that was left out of one
+loads whole states. Links to other cells stay open once they were used. Any id of a cell can speak for it
+(the last CELL_READY counts), as ids are free: that can cost a round, not bytes.
 """
 
 from __future__ import annotations
