@@ -43,6 +43,7 @@ def node_with(live: list[PeerId], group_size: int = 32) -> Any:
         group_size=group_size,
         agreed=[AgreedVersion(4, START)],
         membership=SimpleNamespace(live=infos),
+        catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
 
 

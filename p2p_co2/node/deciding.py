@@ -17,6 +17,7 @@ from p2p_co2.rounds import (
     Aborted,
     Began,
     Committed,
+    Doubted,
     FellBehind,
     OutcomeWithoutBytes,
     ReduceWanted,
@@ -74,6 +75,8 @@ class Deciding:
             going = self._node.catching.go_to(event.fragment, event.round, b"", tuple(event.donors))
             if event.ends_offer and not going:
                 self._node.give_up_offer(event.fragment)
+        elif isinstance(event, Doubted):
+            self._node.spawn(self._ledger.doubt(event.fragment))
         elif isinstance(event, Refused):
             self._node.refuse(event.peer, event.reason, event.detail)
 

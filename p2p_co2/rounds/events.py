@@ -194,4 +194,14 @@ class Refused:
     detail: str
 
 
-RoundsEvent = ReduceWanted | Committed | Aborted | Began | FellBehind | OutcomeWithoutBytes | Refused
+@dataclass(frozen=True)
+class Doubted:
+    """A commit of a round is not of the attempt, or not of the only one, that this peer was in: its offer may
+    be counted in a history that it does not hold."""
+
+    fragment: int
+
+
+RoundsEvent = (
+    ReduceWanted | Committed | Aborted | Began | FellBehind | OutcomeWithoutBytes | Refused | Doubted
+)
