@@ -238,14 +238,15 @@ class FragmentLedger:
         nothing is kept.
         """
         is_newer = state.version > self.state.version
-        merge = Merge(1.0, self._rebase_on(state).addend(slice(None)))
         mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
         if self.in_doubt or (is_newer and (is_foreign or self.is_resumed)):
             merge = Merge(0.0, state.params)  # as in ``_merge_after``
             self.is_resumed = self.in_doubt = False
-        elif mine is not None:
-            self._give_counted_work_(merge.addend, mine, missed)
-            self._advance_residual(mine, missed)
+        else:
+            merge = Merge(1.0, self._rebased_on(state, mine))
+            if mine is not None:
+                self._give_counted_work_(merge.addend, mine, missed)
+                self._advance_residual(mine, missed)
         self._in_flight = self._withdrawn = None
         self._correction, self._stale = None, None
         self.state = self._measured_from = state
@@ -310,6 +311,15 @@ class FragmentLedger:
         mine = self._in_flight
         gradient = mine.gradient if self._delayed and mine is not None else None
         return Rebase(origin.params, state.params, gradient, self._correction)
+
+    def _rebased_on(self, state: OuterState, mine: _InFlight | None) -> Tensor:
+        """The whole of ``_rebase_on``, in the old parameters' memory if nothing needs them any more."""
+        needed = self._is_held or self._delayed or (mine is not None and mine.gradient is None)
+        addend = torch.empty_like(state.params) if needed else self.state.params
+        rebase = self._rebase_on(state)
+        for at in self._pieces():
+            addend[at] = rebase.addend(at)
+        return addend
 
     def _mine(self, round_: int, parts: Sequence[PartWeights]) -> _InFlight | None:
         """Which of this peer's offers the mean is about."""
