@@ -15,8 +15,9 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import OTHER_HISTORY, Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedVersion, PartWeights
-from p2p_co2.rounds import PayloadShape, PeerView, Rounds
+from p2p_co2.rounds import Offer, PayloadShape, PeerView, Rounds
 from p2p_co2.rounds.decision import sign_outcome
+from p2p_co2.telemetry.events import RoundAborted
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Contributor, Member, Outcome, PartOutcome, RoundKey, Status
 from tests.round_network import RUN, make_identity
@@ -43,6 +44,7 @@ def node_with(live: list[PeerId], group_size: int = 32) -> Any:
         group_size=group_size,
         agreed=[AgreedVersion(4, START)],
         membership=SimpleNamespace(live=infos),
+        catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
 
 
@@ -73,6 +75,42 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
     await Deciding(node, cast(Any, Told()), cast(Any, None)).adopt(0, b"", AgreedVersion(9, bytes(32)))
     weights = PartWeights(0, 4, dict.fromkeys(MEMBERS, 1.0))
     assert told == [(weights,) if is_ours else None]
+
+
+async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
+    """The tensor side ends it as it adopts, and the training thread offers again at once: an abort of the
+    same round would end that offer too, and the one after it crash the node (seed 152 of the storms)."""
+
+    class Adopts:
+        async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any) -> AgreedVersion:
+            return agreed
+
+        async def abort(self, fragment: int, round_: int) -> None:
+            raise AssertionError("the next offer is ended")
+
+    node = node_with(MEMBERS)
+    node.rounds = Rounds(make_identity(0), RUN, SHAPE, 32)
+    node.rounds.set_peers({peer: PeerView() for peer in MEMBERS}, 1.0)
+    node.rounds.set_state(0, 4, START)
+    node.rounds.offer(Offer(0, 5, 4, START, bytes(32), 1.0), 1.0)
+    node.standing = node.catchup = Mock()
+    node.refresh = Mock()
+    said: list[Any] = []
+    node.report = lambda kind, **fields: said.append(kind)
+    work: list[Any] = []
+    node.spawn = work.append
+    deciding = Deciding(node, cast(Any, Adopts()), cast(Any, None))
+
+    def pump() -> None:
+        while (event := node.rounds.next_event()) is not None:
+            deciding.handle(event)
+
+    node.pump = pump
+    await deciding.adopt(0, b"", AgreedVersion(4, digest(b"theirs")))
+    for coroutine in work:
+        await coroutine
+    assert said == [RoundAborted]
+    node.rounds.offer(Offer(0, 5, 4, digest(b"theirs"), bytes(32), 1.0), 2.0)
 
 
 def round_of(members: list[PeerId]) -> Fetched:

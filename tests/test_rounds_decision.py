@@ -11,6 +11,7 @@ from p2p_co2.rounds import (
     ANNOUNCEMENT_CONTEXT,
     DECISION_CONTEXT,
     Committed,
+    Doubted,
     FellBehind,
     Offer,
     OutcomeWithoutBytes,
@@ -176,6 +177,7 @@ def test_a_foreign_commit_waits_until_our_attempt_has_failed() -> None:
     ).SerializeToString()
     signer = next(make_identity(i) for i in range(3) if make_identity(i).peer_id == first)
     machine.receive(wire.Decision(outcome=abort, signature=signer.sign(DECISION_CONTEXT, abort)), other, 2.0)
-    (event,) = drain(machine)
+    doubt, event = drain(machine)
+    assert doubt == Doubted(0)  # nobody can say that ours has not committed as well
     assert isinstance(event, OutcomeWithoutBytes)
     assert event.ends_offer

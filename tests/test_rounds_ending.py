@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Began, Committed, PeerView, Rounds, open_decision
+from p2p_co2.rounds import Began, Committed, Doubted, PeerView, Rounds, open_decision
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_machine import DIGEST, SHAPE, begun_member, coordinator_of, drain, offer_of
+from tests.round_machine import DIGEST, SHAPE, begun_member, coordinator_of, drain, offer_of, one_machine
 from tests.round_network import RUN, Network, make_identity
 from tests.test_rounds_decision import signed
 
@@ -170,3 +170,14 @@ def test_a_coordinator_signs_no_commit_of_a_round_of_which_it_knows_another() ->
     assert {outcome.reason for outcome in decisions} == {"another attempt of this round was committed"}
     assert not [event for _, event in net.events if isinstance(event, Committed)]
     assert not net.refused
+
+
+def test_a_commit_of_another_attempt_than_the_one_we_were_in_leaves_a_doubt() -> None:
+    machine, begin, first, _ = begun_member()
+    machine.receive(begin, first, 0.5)
+    machine.withdraw(0, "no time left", 1.0)
+    machine.receive(signed(2), make_identity(2).peer_id, 1.5)
+    assert Doubted(0) in drain(machine)
+    alone = one_machine(1, 2)
+    alone.receive(signed(2), make_identity(2).peer_id, 1.5)  # it was in none
+    assert Doubted(0) not in drain(alone)

@@ -87,6 +87,11 @@ def test_equal_links_share_equally_and_send_everything() -> None:
     assert division.transfer_s == pytest.approx(1.5)  # 2 (1 - 1/4) payloads
 
 
+def test_measurements_of_equal_links_divide_a_round_as_equal_links_do() -> None:
+    assert divided([1200.0, 1000.0, 1450.0, 1200.0]) == divided([1200.0] * 4)
+    assert divided([1200.0, 1200.0, 1600.0, 1200.0]).ranges != divided([1200.0] * 4).ranges
+
+
 def test_a_link_ten_times_slower_averages_nothing_and_sends_what_it_can_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

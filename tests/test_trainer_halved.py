@@ -186,6 +186,21 @@ def test_a_merge_that_is_the_agreed_parameters_stays_what_it_was() -> None:
     assert torch.equal(merge.addend, expected)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_state_that_is_taken_over_leaves_its_merge_in_the_old_memory(is_held: bool) -> None:
+    peer = Simulated("a", run_config(OuterConfig(), "int4"), torch.zeros(BLOCK))
+    peer.live = peer.live + 1.0
+    peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
+    old = peer.ledger.lend() if is_held else peer.ledger.state
+    before = state_bytes(old)
+    peer.live = peer.live + 1.0
+    merge = peer.ledger.adopt(outer.init(torch.full((BLOCK,), 9.0))._replace(version=5))
+    assert (merge.addend.data_ptr() == old.params.data_ptr()) is not is_held
+    assert (state_bytes(old) == before) is is_held
+    peer.take(merge)
+    assert float(peer.live.mean()) == pytest.approx(10.0, abs=1e-5)  # what it learned since its last offer
+
+
 def test_a_step_that_would_leave_fp32_changes_no_memory() -> None:
     config = OuterConfig(rule="keep", momentum=0.5, lr=1.0)
     state = outer.OuterState(1, torch.zeros(4), torch.full((4,), 3e38), 1.0, (1.0,))

@@ -226,6 +226,37 @@ def test_adopting_a_newer_state_counts_the_last_offer_at_most_once(
 
 
 @pytest.mark.parametrize("rule", ["keep", "co2"])
+@pytest.mark.parametrize("version", [1, 7])
+def test_a_state_in_which_a_rival_attempt_counted_our_offer_does_not_count_it_twice(
+    rule: str, version: int
+) -> None:
+    """Ours was in one attempt at round 1, another one committed; then we go over to the first one's
+    history."""
+    peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
+    peer.live += 5.0
+    peer.offer()
+    peer.take(peer.ledger.abort(1)[1])
+    peer.ledger.in_doubt = True
+    peer.take(peer.ledger.commit(1, 0, torch.full((2 * BLOCK,), -1.0), (NOBODY,)).merge)
+    assert rule != "keep" or torch.equal(peer.live, torch.full((2 * BLOCK,), 6.0))  # not counted in this one
+    theirs = outer.init(torch.full((2 * BLOCK,), 5.0))._replace(version=version)
+    peer.take(peer.ledger.adopt(theirs, (NOBODY,)))
+    assert torch.equal(peer.live, theirs.params)
+    assert not peer.ledger.in_doubt
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_a_doubt_ends_when_a_later_offer_is_counted_whole(rule: str) -> None:
+    peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
+    peer.ledger.in_doubt = True
+    peer.live += 5.0
+    peer.offer()
+    mean = torch.full((2 * BLOCK,), -5.0)
+    peer.take(peer.ledger.commit(1, 0, mean, (PartWeights(0, 2, {"a": peer.weight}),)).merge)
+    assert not peer.ledger.in_doubt
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
 def test_a_counted_offer_that_was_given_up_leaves_the_work_of_the_next_one(rule: str) -> None:
     peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
     peer.live += 5.0

@@ -19,7 +19,7 @@ from p2p_co2.transport import unsent
 from p2p_co2.transport.door import Door
 from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
-from p2p_co2.transport.unsent import UNSENT_BYTES
+from p2p_co2.transport.unsent import MOST_UNSENT_BYTES, UNSENT_BYTES, Unsent
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
 from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer
@@ -143,6 +143,30 @@ async def test_a_link_leaves_little_unsent_in_the_kernel(
             assert (UNSENT_BYTES in bounds) == is_bounded
             await link.close()
     assert unsent.keep_little_unsent("127.0.0.1", 9) == 0  # nobody is connected there
+
+
+def test_a_fast_connection_may_hold_what_it_carries_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[int] = []
+
+    def bound(host: str, port: int, size_bytes: int = UNSENT_BYTES) -> int:
+        bounds.append(size_bytes)
+        return 1
+
+    monkeypatch.setattr(unsent, "keep_little_unsent", bound)
+
+    def carry(line: Unsent, since: float, bytes_per_s: float, swallowed: int = 1 << 20) -> None:
+        line.took(swallowed, since, since)  # into an empty buffer
+        for number in range(12):
+            line.took(int(bytes_per_s / 10), since + number / 10, since + (number + 1) / 10)
+
+    line = Unsent("192.0.2.1", 1)
+    carry(line, 10.0, 0.8e6)
+    assert bounds == [UNSENT_BYTES]
+    carry(line, 20.0, 4e6)
+    carry(line, 30.0, 1e6)
+    assert bounds == [UNSENT_BYTES, 200_000]
+    carry(line, 40.0, 1e9)
+    assert bounds[2:] == [MOST_UNSENT_BYTES]
 
 
 def unsent_bound(descriptor: int, port: int) -> int | None:

@@ -18,6 +18,7 @@ from p2p_co2.rounds import (
     Began,
     CellWanted,
     Committed,
+    Doubted,
     FellBehind,
     OutcomeWithoutBytes,
     ReduceWanted,
@@ -42,6 +43,9 @@ DECISION_KEPT_S = 600.0
 class Deciding:
     def __init__(self, node: Node, ledger: Ledger, discovery: Announcer) -> None:
         self._node, self._ledger, self._discovery = node, ledger, discovery
+        self._adopted: int | None = None
+        """The fragment whose offers the tensor side has just ended by taking over a state: an abort that
+        follows could only meet the next offer for the same round, which is on its way already."""
         self.on_decision: Callable[[int, int, Decision], None] = lambda fragment, round_, decision: None
         """Hears of every commit that this peer took part in: (fragment, round, signed decision)."""
 
@@ -54,7 +58,8 @@ class Deciding:
             self._node.report(
                 ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason
             )
-            self._node.spawn(self._ledger.abort(event.fragment, event.round))
+            if event.fragment != self._adopted:
+                self._node.spawn(self._ledger.abort(event.fragment, event.round))
         elif isinstance(event, Began):
             self._node.report(
                 ev.RoundBegan,
@@ -75,6 +80,8 @@ class Deciding:
             going = self._node.catching.go_to(event.fragment, event.round, b"", tuple(event.donors))
             if event.ends_offer and not going:
                 self._node.give_up_offer(event.fragment)
+        elif isinstance(event, Doubted):
+            self._node.spawn(self._ledger.doubt(event.fragment))
         elif isinstance(event, Refused):
             self._node.refuse(event.peer, event.reason, event.detail)
         elif isinstance(event, CellWanted):
@@ -140,8 +147,11 @@ class Deciding:
             return
         known = self._node.rounds.next_commit(fragment)
         parts = None if known is None else weights_of(known)
-        self._agree(fragment, await self._ledger.adopt(fragment, data, agreed, parts))
+        version = await self._ledger.adopt(fragment, data, agreed, parts)
+        self._adopted = fragment
+        self._agree(fragment, version)
         self._node.pump()
+        self._adopted = None
 
     def give_up_offer(self, fragment: int) -> None:
         """Whatever this peer has in flight for ``fragment`` came to nothing."""

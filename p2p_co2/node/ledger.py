@@ -81,6 +81,10 @@ class Ledger(Protocol):
     async def abort(self, fragment: int, round_: int) -> None:
         """The round that this peer offered for came to nothing; silent if it is not in flight."""
 
+    async def doubt(self, fragment: int) -> None:
+        """An offer of ours may be counted in a history that we do not hold: until a later one is counted
+        whole, taking over a donor's state must not keep what it may hold already."""
+
     async def export(self, fragment: int) -> tuple[AgreedVersion, bytes | Joined]:
         """The fragment's state, serialised, for a peer that is behind. It stays as it is while the swarm goes
         on."""

@@ -212,6 +212,8 @@ class Verdicts:
         """Of each kept commit, whose slices are in its mean."""
         self._aborts: OrderedDict[bytes, Decision] = OrderedDict()
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        self._joined: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        """Attempts that we were in, with their rounds."""
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
@@ -230,6 +232,15 @@ class Verdicts:
         """Remember an attempt that is over, so that its stragglers are recognised."""
         if attempt not in self._ended:
             self._ended.append(attempt)
+
+    def join(self, round_: int, attempt: bytes) -> None:
+        """We are in an attempt: what we offer there may be counted, whatever we hear of it."""
+        self._joined.append((round_, attempt))
+
+    def was_elsewhere(self, outcome: Outcome) -> bool:
+        """Whether we were in another attempt at the round of a commit."""
+        key = outcome.key
+        return any(round_ == key.round and attempt != key.attempt for round_, attempt in self._joined)
 
     def forget(self, round_: int) -> None:
         """Drop a commit and all after it: its bytes are nowhere to be had."""

@@ -208,6 +208,22 @@ class Refused:
     detail: str
 
 
+@dataclass(frozen=True)
+class Doubted:
+    """A commit of a round is not of the attempt, or not of the only one, that this peer was in: its offer may
+    be counted in a history that it does not hold."""
+
+    fragment: int
+
+
 RoundsEvent = (
-    ReduceWanted | Committed | Aborted | Began | FellBehind | OutcomeWithoutBytes | Refused | CellWanted
+    ReduceWanted
+    | Committed
+    | Aborted
+    | Began
+    | FellBehind
+    | OutcomeWithoutBytes
+    | Refused
+    | Doubted
+    | CellWanted
 )

@@ -21,6 +21,7 @@ from p2p_co2.rounds.events import (
     Aborted,
     AgreedPart,
     Committed,
+    Doubted,
     FellBehind,
     Offer,
     OutcomeWithoutBytes,
@@ -77,10 +78,9 @@ class FragmentRounds:
         return self._completing is not None
 
     def joined_until(self, round_: int) -> float | None:
-        """When the attempt of ``round_`` that we are in does something next; None if we are in none that is
-        open."""
-        is_open = self.member is not None and self._completing is None and self.member.offer.round == round_
-        return self.member.get_timer() if is_open and self.member is not None else None
+        """When the open attempt of ``round_`` that we are in does something next; None if there is none."""
+        member = self.member if self._completing is None else None
+        return member.get_timer() if member is not None and member.offer.round == round_ else None
 
     def reached(self) -> int:
         """The newest version that we hold or have seen committed; -1 while joining."""
@@ -201,6 +201,7 @@ class FragmentRounds:
             self.verdicts.end(attempt.id)  # it crossed the READY of our new offer
             return
         self.asking = None
+        self.verdicts.join(attempt.round, attempt.id)
         self.member = Member(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
         self.member.start(now)
         self._replay(now)
@@ -408,12 +409,15 @@ class FragmentRounds:
         )  # fmt: skip
         self._end()
         self._outlet.emit(event)
+        if not all(event.contributed):
+            self._doubt(outcome)
         if rival is not None:
             signer = PeerId(rival[1].decided_by)
             self._outlet.emit(Refused(signer, "conflicting decision", f"round {attempt.round}"))
 
     def _end_without_bytes(self, decision: Decision, outcome: Outcome) -> None:
         key = outcome.key
+        self._doubt(outcome)
         ended = self.offer is not None and self.offer.round == key.round
         if ended:
             self._end()
@@ -421,6 +425,11 @@ class FragmentRounds:
         donors = tuple(PeerId(member.peer) for member in outcome.members if member.peer != self._swarm.me)
         event = OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
         self._outlet.emit(event)
+
+    def _doubt(self, outcome: Outcome) -> None:
+        """What we offered in other attempts at the same round may have been counted there."""
+        if self.verdicts.was_elsewhere(outcome):
+            self._outlet.emit(Doubted(outcome.key.fragment))
 
     def _abort(self, reason: str, now: float) -> None:
         offer, rival = self.offer, self._rival

@@ -29,7 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median_low
+from statistics import median, median_low
 from typing import NamedTuple
 
 from p2p_co2.rounds.bounds import (
@@ -41,6 +41,9 @@ from p2p_co2.rounds.bounds import (
 from p2p_co2.wire.identity import PeerId
 
 FASTEST_SHARE = 16.0
+ALIKE = 1.25
+"""Rates that differ from the median by less than this count as it: so far apart are measurements of equal
+links, and shares differ twice as much as the rates that they follow."""
 PATIENCE = 1.5
 """A round may take this many times as long as the fast members alone would need."""
 PIPELINED_PARTS = 32
@@ -155,13 +158,16 @@ def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
 
 
 def _credible(uploads_bytes_per_s: Sequence[float]) -> list[float]:
-    """Rates above 0: boasts cut down, unknown ones like the mean of the others. The median that a boast is
-    measured by counts unknown rates as home links: where one peer alone names a rate, its word sets none."""
+    """Rates above 0: boasts cut down, unknown ones like the mean of the others, those near the median as
+    it. The median that a boast is measured by counts unknown rates as home links: where one peer alone names
+    a rate, its word sets none."""
     rates = [min(max(rate, 1.0), MAX_UPLOAD_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
     ceiling = FASTEST_SHARE * median_low([rate or ASSUMED_UPLOAD_BYTES_PER_S for rate in rates])
     known = [min(rate, ceiling) for rate in rates if rate > 0]
     typical = sum(known) / len(known) if known else ASSUMED_UPLOAD_BYTES_PER_S
-    return [min(rate, ceiling) or typical for rate in rates]
+    credible = [min(rate, ceiling) or typical for rate in rates]
+    middle = median(credible)
+    return [middle if middle / ALIKE <= rate <= middle * ALIKE else rate for rate in credible]
 
 
 def _shortest_s(rates: Sequence[float]) -> float:

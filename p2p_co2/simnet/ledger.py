@@ -85,6 +85,7 @@ class _Fragment:
     withdrawn: Offered | None = None
     doubtful_units: int = 0
     """Work up to this unit may have been offered by an earlier process, which nobody remembers."""
+    in_doubt: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,12 @@ class CountingLedger:
 
         await self._ask(0, work)
 
+    async def doubt(self, fragment: int) -> None:
+        def work() -> None:
+            self.fragments[fragment].in_doubt = True
+
+        await self._ask(0, work)
+
     async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
         def work() -> tuple[AgreedVersion, bytes]:
             state = self.fragments[fragment].state
@@ -211,6 +218,7 @@ class CountingLedger:
         offer = self._count(mean.fragment, mean.round, mean.parts)
         everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
+        mine.in_doubt = mine.in_doubt and not everywhere
         self.audit.counted(mean.fragment, after, mine.counted)
         self._tell(Outcome(mean.fragment, mean.round, stepped=True, contributed=everywhere))
         return AgreedVersion(after.version, after.digest)
@@ -259,7 +267,10 @@ class CountingLedger:
             raise RemoteProtocolError("bad state", f"version {after.version}, not {agreed.version}")
         if after.digest != agreed.digest:
             raise DigestMismatch("the state does not have the digest its donor promised")
-        if after.version > before.version:
+        if mine.in_doubt:
+            self._write_off(fragment, "may be in another history", [self.work.units])
+            mine.in_doubt = False
+        elif after.version > before.version:
             self._settle_doubts(fragment, parts)
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.adopted(fragment, before, after, mine.counted)

@@ -121,6 +121,8 @@ class FragmentLedger:
         """The last offer for the next version that was given up: a commit may still turn out to hold it."""
         self.is_resumed = False
         """Whether live parameters hold work that an earlier process may have offered."""
+        self.in_doubt = False
+        """Whether they hold work that may be counted in another history than ``state``'s."""
         self._measured_from = state
         """Rules "co2" and "eager": the state from which the live parameters set out at the last boundary."""
         self._correction: Kept | None = None
@@ -202,7 +204,8 @@ class FragmentLedger:
             self._advance_residual(mine, missed)
             self._remember_stale(mine, report, parts, missed)
         if mine is not None and not missed:
-            self.is_resumed = False  # what an earlier process did was in this offer, at the latest
+            # What an earlier process did, or another attempt may have counted, was in this offer as well.
+            self.is_resumed = self.in_doubt = False
         self._in_flight = self._withdrawn = None
         self.state = new
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
@@ -230,17 +233,20 @@ class FragmentLedger:
 
         A newer state may hold this peer's last offers. Where the outcome does not say, they are taken for
         counted: that costs at most the work of one offer, once. The other guess would count it twice, and a
-        peer that is often late would pull the swarm its way again and again.
+        peer that is often late would pull the swarm its way again and again. Where a round committed in
+        another attempt than ours (``in_doubt``), any state may be of a history in which ours did as well:
+        nothing is kept.
         """
         is_newer = state.version > self.state.version
-        merge = Merge(1.0, self._rebase_on(state).addend(slice(None)))
         mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
-        if is_newer and (is_foreign or self.is_resumed):
+        if self.in_doubt or (is_newer and (is_foreign or self.is_resumed)):
             merge = Merge(0.0, state.params)  # as in ``_merge_after``
-            self.is_resumed = False
-        elif mine is not None:
-            self._give_counted_work_(merge.addend, mine, missed)
-            self._advance_residual(mine, missed)
+            self.is_resumed = self.in_doubt = False
+        else:
+            merge = Merge(1.0, self._rebased_on(state, mine))
+            if mine is not None:
+                self._give_counted_work_(merge.addend, mine, missed)
+                self._advance_residual(mine, missed)
         self._in_flight = self._withdrawn = None
         self._correction, self._stale = None, None
         self.state = self._measured_from = state
@@ -305,6 +311,15 @@ class FragmentLedger:
         mine = self._in_flight
         gradient = mine.gradient if self._delayed and mine is not None else None
         return Rebase(origin.params, state.params, gradient, self._correction)
+
+    def _rebased_on(self, state: OuterState, mine: _InFlight | None) -> Tensor:
+        """The whole of ``_rebase_on``, in the old parameters' memory if nothing needs them any more."""
+        needed = self._is_held or self._delayed or (mine is not None and mine.gradient is None)
+        addend = torch.empty_like(state.params) if needed else self.state.params
+        rebase = self._rebase_on(state)
+        for at in self._pieces():
+            addend[at] = rebase.addend(at)
+        return addend
 
     def _mine(self, round_: int, parts: Sequence[PartWeights]) -> _InFlight | None:
         """Which of this peer's offers the mean is about."""

@@ -206,6 +206,12 @@ class TensorLedger:
 
         await self._ask(work)
 
+    async def doubt(self, fragment: int) -> None:
+        def work() -> None:
+            self._fragments[fragment].in_doubt = True
+
+        await self._ask(work)
+
     async def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
         def work() -> tuple[AgreedVersion, Joined]:
             state = self._fragments[fragment].lend()

@@ -1,0 +1,95 @@
+"""What a peer says of its upload over libp2p, behind a line that carries less than the daemon takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
+from tests.transport_peers import PATIENCE_S, open_pair, until
+
+LINE_BYTES_PER_S = 250_000.0
+PIECE_BYTES, PIECES = 16 << 10, 32
+
+
+class ThinLine:
+    """A way to ``port`` on this machine that carries ``LINE_BYTES_PER_S`` and holds little."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.port = port, 0
+        self.marks: list[tuple[float, int]] = [(0.0, 0)]
+        """(when, bytes carried there by then)"""
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 10)
+        listener.bind(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        async with await asyncio.start_server(self._carry, sock=listener, limit=8 << 10):
+            yield
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        with contextlib.closing(writer), contextlib.closing(other_writer):
+            back = asyncio.create_task(_copy(other_reader, writer))
+            free_at = time.monotonic()
+            with contextlib.suppress(OSError):
+                while data := await reader.read(2 << 10):
+                    free_at = max(free_at, time.monotonic()) + len(data) / LINE_BYTES_PER_S
+                    await asyncio.sleep(free_at - time.monotonic())
+                    other_writer.write(data)
+                    self.marks.append((time.monotonic(), self.marks[-1][1] + len(data)))
+            back.cancel()
+            await asyncio.gather(back, return_exceptions=True)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of all that it has carried: less than it can on a busy machine."""
+        (began_at, _), (ended_at, carried) = self.marks[1], self.marks[-1]
+        return carried / (ended_at - began_at)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+
+async def test_a_claimed_upload_is_the_lines_and_a_heartbeat_does_not_wait_behind_bulk(
+    tmp_path: Path,
+) -> None:
+    async with open_pair("libp2p", tmp_path) as (a, b):
+        line = ThinLine(int(b.record.maddrs[0].split("/tcp/")[1].split("/")[0]))
+        async with line.open(), asyncio.TaskGroup() as tasks:
+            there = b.identity.peer_id
+            record = PeerRecord(peer=there, maddrs=[f"/ip4/127.0.0.1/tcp/{line.port}/p2p/{there}"])
+
+            async def find(peer: PeerId, fresh: bool) -> PeerRecord | None:
+                return record
+
+            observer = LinkObserver(lambda *_: None, lambda *_: None, lambda *_: None)
+            links = Links([a.carrier], find, observer, tasks, 0.0)
+            for _ in range(PIECES):
+                links.post(there, bytes(PIECE_BYTES), bulk=True)
+            await until(lambda: len(b.received) >= 4)
+            links.post(there, b"heartbeat", bulk=False)
+            await until(lambda: (a.identity.peer_id, b"heartbeat") in b.received)
+            assert len(b.received) < 20  # it did not wait behind what the daemon would have taken
+            await until(lambda: len(b.received) == PIECES + 1)
+            carried_bytes_per_s = line.bytes_per_s
+            async with asyncio.timeout(PATIENCE_S):
+                while not links.upload_bytes_per_s:  # told when the next burst begins
+                    links.post(there, b"next", bulk=True)
+                    await asyncio.sleep(0.2)
+            claimed = links.upload_bytes_per_s
+            await links.close()
+        # The later half is measured: a machine that stands still then, or before, moves it so far at most.
+        assert 0.5 * carried_bytes_per_s < claimed < 1.5 * LINE_BYTES_PER_S
