@@ -9,8 +9,10 @@ that sends its mean a drop at a time keeps nobody from the swarm's next versions
 from __future__ import annotations
 
 from p2p_co2.rounds import bounds
+from p2p_co2.rounds.events import AgreedPart, Committed
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Swarm
+from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
 
@@ -27,6 +29,27 @@ class Completing:
         patience_s = max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * member.attempt.parts_within_s)
         self._give_up_at = now + min(patience_s, bounds.ROUND_CAP_S)
         self.came(now)
+
+    def committed(self, offered_at: float, now: float) -> Committed | None:
+        """How the round ended, once all means are here and are what was committed."""
+        mean = self._member.agreed_mean(self.outcome)
+        if mean is None:
+            return None
+        member, attempt, outcome = self._member, self._member.attempt, self.outcome
+        parts = tuple(
+            AgreedPart(p.start_block, p.stop_block, tuple((PeerId(c.peer), c.weight) for c in p.contributors))
+            for p in outcome.parts
+        )
+        return Committed(
+            fragment=attempt.fragment, round=attempt.round, decision=self.decision.SerializeToString(),
+            mean=mean, parts=parts, base_version=member.offer.base_version, group=tuple(attempt.shares),
+            coordinator=PeerId(outcome.decided_by),
+            duration_s=now - offered_at,
+            contributed=tuple(any(peer == self._swarm.me for peer, _ in p.contributors) for p in parts),
+            begun_s=member.begun_at - offered_at,
+            parts_s=member.parts_at - offered_at,
+            means_s=member.means_at - offered_at,
+        )  # fmt: skip
 
     def came(self, now: float) -> None:
         """A piece of a mean has come."""

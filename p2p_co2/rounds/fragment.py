@@ -19,8 +19,6 @@ from p2p_co2.rounds.decision import Verdicts, content_of
 from p2p_co2.rounds.early import EarlyPieces, Piece
 from p2p_co2.rounds.events import (
     Aborted,
-    AgreedPart,
-    Committed,
     Doubted,
     FellBehind,
     Offer,
@@ -279,7 +277,7 @@ class FragmentRounds:
                 is_new = member.mean(message, sender, now)
                 if is_new and self._completing is not None:
                     self._completing.came(now)
-                    self._complete(member, now)
+                    self._complete(now)
                 return is_new
             case Reassign():
                 member.reassign(message, sender, now)
@@ -383,37 +381,22 @@ class FragmentRounds:
         self._cadence.committed(outcome.key.round, now)
         self.verdicts.keep(decision, outcome)
         self._completing = Completing(member, decision, outcome, self._swarm, now)
-        self._complete(member, now)
+        self._complete(now)
 
-    def _complete(self, member: Member, now: float) -> None:
+    def _complete(self, now: float) -> None:
         """Our attempt has committed: end the offer if we hold all means."""
         assert self._completing is not None
-        decision, outcome = self._completing.decision, self._completing.outcome
-        mean = member.agreed_mean(outcome)
-        if mean is None:
+        outcome, rival = self._completing.outcome, self._rival
+        event = self._completing.committed(self._offered_at, now)
+        if event is None:
             return
-        attempt, rival = member.attempt, self._rival
-        parts = tuple(
-            AgreedPart(p.start_block, p.stop_block, tuple((PeerId(c.peer), c.weight) for c in p.contributors))
-            for p in outcome.parts
-        )
-        event = Committed(
-            fragment=attempt.fragment, round=attempt.round, decision=decision.SerializeToString(),
-            mean=mean, parts=parts, base_version=member.offer.base_version, group=tuple(attempt.shares),
-            coordinator=PeerId(outcome.decided_by),
-            duration_s=now - self._offered_at,
-            contributed=tuple(any(peer == self._swarm.me for peer, _ in p.contributors) for p in parts),
-            begun_s=member.begun_at - self._offered_at,
-            parts_s=member.parts_at - self._offered_at,
-            means_s=member.means_at - self._offered_at,
-        )  # fmt: skip
         self._end()
         self._outlet.emit(event)
         if not all(event.contributed):
             self._doubt(outcome)
         if rival is not None:
             signer = PeerId(rival[1].decided_by)
-            self._outlet.emit(Refused(signer, "conflicting decision", f"round {attempt.round}"))
+            self._outlet.emit(Refused(signer, "conflicting decision", f"round {event.round}"))
 
     def _end_without_bytes(self, decision: Decision, outcome: Outcome) -> None:
         key = outcome.key
