@@ -74,6 +74,7 @@ def test_who_vouches_for_the_state_of_a(
         membership=SimpleNamespace(live=live),
         agreed=[AgreedVersion(0, NONE)],
         standing=SimpleNamespace(progress=SimpleNamespace(phase=Status.JOINING)),
+        far=SimpleNamespace(cells=1, is_near=lambda peer: True),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
     assert Catching(node)._vouch(PeerId("a"), 0, version, digest) is vouched  # type: ignore[arg-type]
