@@ -163,9 +163,9 @@ def page(peers: int = 512) -> dict[str, Any]:
                 rendered_s = time.monotonic() - started_at
                 time.sleep(4)
                 server, client = psutil.Process(board.pid), psutil.Process(driver.service.process.pid)
-                before = _cpu_s(server), _cpu_s(client)
+                before = cpu_s(server), cpu_s(client)
                 time.sleep(MEASURE_S)
-                after = _cpu_s(server), _cpu_s(client)
+                after = cpu_s(server), cpu_s(client)
                 found[name] = {
                     "rendered_s": round(rendered_s, 2),
                     "server_core": round((after[0] - before[0]) / MEASURE_S, 3),
@@ -180,7 +180,7 @@ def page(peers: int = 512) -> dict[str, Any]:
     return found
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
     """Processor seconds of a process and all below it that are alive."""
     total = 0.0
     for one in (process, *process.children(recursive=True)):

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.board import cpu_s
 from p2p_co2.telemetry.events import Progress
 from p2p_co2.telemetry.journal import read_events
 from tests.browser import browser, missing, wait_for
@@ -96,26 +97,14 @@ def _end_page_of(demo: subprocess.Popen[bytes]) -> None:
 def _phase(kind: str, demo: subprocess.Popen[bytes], browser_pid: int) -> dict[str, Any]:
     time.sleep(SETTLE_S)
     began_at, pages, looking = time.time(), _pages(demo), psutil.Process(browser_pid)
-    before = sum(map(_cpu_s, pages)), _cpu_s(looking)
+    before = sum(map(cpu_s, pages)), cpu_s(looking)
     time.sleep(PHASE_S)
     took_s = time.time() - began_at
-    after = sum(map(_cpu_s, pages)), _cpu_s(looking)
+    after = sum(map(cpu_s, pages)), cpu_s(looking)
     return {
         "kind": kind, "from": began_at, "to": began_at + took_s,
         "page_core": (after[0] - before[0]) / took_s, "browser_core": (after[1] - before[1]) / took_s,
     }  # fmt: skip
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    """Processor seconds of a process and all below it."""
-    total = 0.0
-    for one in (process, *process.children(recursive=True)):
-        try:
-            times = one.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
-    return total
 
 
 def _held_against(phases: list[dict[str, Any]], journals: list[Path]) -> dict[str, Any]:

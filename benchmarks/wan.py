@@ -48,6 +48,7 @@ from p2p_co2.telemetry.events import Progress
 from p2p_co2.telemetry.journal import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
+RECIPE = f"{ROOT}/benchmarks/wan_recipe.py:make"
 PEERS, WIDTH, PARTS, BATCH = 4, 512, 4, 512
 BITS_PER_VALUE = 4.25
 """int4: four bits, and a scale of 32 bits for 128 values."""
@@ -72,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def floor_s(case: dict[str, Any]) -> float:
     """Seconds of a full exchange at the line's upload rate."""
-    values = case["rows"] * WIDTH * PARTS
+    values = case.get("values") or case["rows"] * WIDTH * PARTS
     return float(2 * (1 - 1 / PEERS) * values * BITS_PER_VALUE / line_of(case).up_bits_per_s)
 
 
@@ -90,7 +91,12 @@ def scaled(case: dict[str, Any], scale: float) -> dict[str, Any]:
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
-    return {"rows": case["rows"], "width": WIDTH, "parts": PARTS, "step_s": case["step_s"]}
+    return case.get("options") or {
+        "rows": case["rows"],
+        "width": WIDTH,
+        "parts": PARTS,
+        "step_s": case["step_s"],
+    }
 
 
 def ours(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
@@ -98,7 +104,7 @@ def ours(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
     round_s = floor_s(case) / case["floor"]
     options = "\n".join(f"{key} = {value}" for key, value in options_of(case).items())
     (folder / "run.toml").write_text(
-        f'name = "wan"\nrecipe = "{ROOT}/benchmarks/wan_recipe.py:make"\nfragments = {case["fragments"]}\n'
+        f'name = "wan"\nrecipe = "{case.get("recipe", RECIPE)}"\nfragments = {case["fragments"]}\n'
         f"[recipe_options]\n{options}\n[clock]\nround_s = {round_s:.3f}\n"
     )
     command = [sys.executable, "-m", "bootstrap", "rehearse", str(folder / "run.toml"), "--peers", str(PEERS)]
@@ -157,14 +163,15 @@ def theirs(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]
     """hivemind's Optimizer on the same lines."""
     line, round_s = line_of(case), floor_s(case) / case["floor"]
     job = {
-        "recipe": f"{ROOT}/benchmarks/wan_recipe.py:make",
+        "recipe": case.get("recipe", RECIPE),
         "options": options_of(case),
         "seconds": seconds,
-        "target_batch_size": max(1, round(PEERS * BATCH * round_s / case["step_s"])),
+        "target_batch_size": max(1, round(PEERS * case.get("batch", BATCH) * round_s / case["step_s"])),
         "matchmaking_s": 3.0,
         "averaging_timeout_s": 60.0,
         "next_chunk_timeout_s": 30.0,  # its default, the matchmaking time, ends transfers on such lines
-        "learning_rate_times": HIVEMIND_LEARNING_RATE_TIMES,
+        "learning_rate_times": case.get("learning_rate_times", HIVEMIND_LEARNING_RATE_TIMES),
+        "measure_every_s": case.get("measure_every_s", seconds),
         "begin_at": time.time() + 32.0,
     }
     (folder / "job.json").write_text(json.dumps(job))
@@ -196,6 +203,9 @@ def theirs(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]
         "utilisation_steady": min(_share(figures, "train_s") for figures in told),
         "tokens_per_s_steady": round(sum(_share(figures, "tokens") for figures in told), 1),
         "loss": [figures[-1]["loss"] for figures in told],
+        "curves": [
+            [(each["wall_s"], each["loss"]) for each in figures if "loss" in each] for figures in told
+        ],
         "steps_taken": [figures[-1]["epoch"] for figures in told],
         "swarm_seen": [figures[-1]["peers"] for figures in told],
         "up_bytes_per_peer": moved,

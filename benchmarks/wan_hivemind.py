@@ -5,7 +5,8 @@
 INDEX 0 is the first peer of its DHT and trains as well. Gradients are accumulated until the swarm has a
 round's worth of samples, then averaged in 8 bits and applied in the background (``delay_grad_averaging``,
 ``delay_optimizer_step``, ``offload_optimizer``), which is what its documentation advises for slow links.
-Prints one line of JSON per second, and the DHT's address in a first one.
+Prints one line of JSON per second, and the DHT's address in a first one. The held-out loss of this peer's
+parameters is measured every ``measure_every_s`` of the job; that time does not count.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main(folder: str, index: str, host: str, seed: str, job_file: str) -> None:
         average_state_every=10**6,
     )  # fmt: skip
     time.sleep(max(0.0, job["begin_at"] - time.time()))
-    began_at, train_s, tokens, told_at = time.monotonic(), 0.0, 0, 0.0
+    began_at, train_s, tokens, told_at, measured_at = time.monotonic(), 0.0, 0, 0.0, 0.0
     for batch in recipe.batches(1 + int(index), batch_size):
         step_at = time.monotonic()
         loss = recipe.loss(recipe.model, batch)
@@ -69,8 +70,10 @@ def main(folder: str, index: str, host: str, seed: str, job_file: str) -> None:
             told_at = wall_s
             figures = {"tokens": tokens, "train_s": train_s, "wall_s": wall_s, "epoch": optimizer.local_epoch,
                        "peers": optimizer.tracker.global_progress.num_peers}  # fmt: skip
-            if wall_s >= job["seconds"]:
+            if wall_s >= job["seconds"] or wall_s - measured_at >= job["measure_every_s"]:
+                measured_at, paused_at = wall_s, time.monotonic()
                 figures["loss"] = recipe.held_out(recipe.model)
+                began_at += time.monotonic() - paused_at
             print(json.dumps(figures), flush=True)
         if wall_s >= job["seconds"]:
             break

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 RENEW_S = 600.0
 """Between two publications of the settings; far below the time for which the DHT keeps them."""
 _LOOK_EVERY_S = 10.0
+_DAEMON_TIMEOUT_S = 15.0
 MAX_SEED_ADDRESSES = 8
 """Of one seed in a ticket: a ticket has to be short enough to be pasted."""
 
@@ -156,6 +157,7 @@ def _first(error: BaseException) -> BaseException:
 
 async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
     from p2p_co2.discovery import Discovery
+    from p2p_co2.transport.libp2p_control import own_maddrs
     from p2p_co2.transport.libp2p_daemon import stop_p2p, wait_p2p_exit
     from p2p_co2.transport.libp2p_relay import start_relay
     from p2p_co2.transport.probe import ProbeServer
@@ -177,7 +179,7 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
         probes = ProbeServer(p2p, seed.run_digest)
         stack.push_async_callback(probes.close)
         await probes.start()
-        own = seed_addresses([str(address) for address in await p2p.get_visible_maddrs()])
+        own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
         seeds = tuple(dict.fromkeys((*own, *seed.others, *seed.known)))[:MAX_ADDRESSES]
         ticket = str(Ticket(seed.run_digest, seed.run_key, seeds))
         _keep_ticket(options.folder, ticket)
@@ -231,7 +233,13 @@ async def _watch_daemon(ended: Awaitable[str]) -> None:
 
 
 def seed_addresses(visible: Sequence[str]) -> tuple[str, ...]:
-    """Which of our own addresses a ticket names: not the loopback, unless there is nothing else."""
+    """Which of our own addresses a ticket names: not the loopback, unless there is nothing else. Raises
+    ``EnvironmentFault`` if there is none at all."""
+    if not visible:
+        raise EnvironmentFault(
+            "this machine has no address that a ticket could name; bring its network up, or listen on the "
+            "loopback alone with --host 127.0.0.1"
+        )
     reachable = [maddr for maddr in visible if not _is_loopback(maddr)]
     return tuple((reachable or list(visible))[:MAX_SEED_ADDRESSES])
 

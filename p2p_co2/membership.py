@@ -51,6 +51,9 @@ OFFSETS_KEPT = 9
 ONE_WAY_S = 2.0
 """A peer that we hear but cannot reach is no peer for this long; without it, it would join and leave all the
 time."""
+CUT_OFF_S = 16.0
+"""Who lost most others within this time is rather cut off than alone: long enough to try them again
+(``REVISIT_S``) and for a carrier to give up."""
 REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
 
@@ -119,6 +122,8 @@ class Membership:
         self._candidates: dict[PeerId, float] = {}
         """Peers the DHT lists that are not live, and when to try them next."""
         self._one_way_until: dict[PeerId, float] = {}
+        self._lost_at: dict[PeerId, float] = {}
+        """Live peers that went without a word, and when; the last ones at the end."""
         self._next_heartbeat_at: float | None = None
         self._announced_at = -math.inf
         self._announce_at = self._greet_at = math.inf
@@ -147,6 +152,15 @@ class Membership:
     def unheard(self) -> int:
         """Peers that the DHT lists and that are not live."""
         return len(self._candidates)
+
+    def is_cut_off(self, now: float) -> bool:
+        """Whether more peers than are live went without a word of late."""
+        while self._lost_at:
+            oldest, at = next(iter(self._lost_at.items()))
+            if now - at <= CUT_OFF_S and len(self._lost_at) <= MAX_PEERS:
+                break
+            del self._lost_at[oldest]
+        return len(self._lost_at) > len(self._live)
 
     def found(self, peers: Iterable[PeerId], now: float) -> None:
         """The DHT lists these peers; those not yet live are pinged."""
@@ -193,8 +207,7 @@ class Membership:
 
     def unreachable(self, peer: PeerId, reason: str, now: float) -> None:
         """No carrier can open a link to ``peer``: it is gone until the DHT lists it again."""
-        self._drop(peer, reason)
-        self._await_return(peer, now)
+        self._lose(peer, reason, now)
         while self._one_way_until:
             oldest, until = next(iter(self._one_way_until.items()))
             if until > now and len(self._one_way_until) < MAX_PEERS:
@@ -232,8 +245,7 @@ class Membership:
         for peer, info in list(self._live.items()):
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * beat_s):
-                self._drop(peer, f"silent for {silent_s:.0f} s")
-                self._await_return(peer, now)
+                self._lose(peer, f"silent for {silent_s:.0f} s", now)
             elif now - info.answered_us_at > MEASURE_EVERY_S:
                 asked.append(peer)
             elif now - info.told_at > TOLD_LATELY * beat_s:
@@ -288,6 +300,7 @@ class Membership:
             info.versions, info.digests = tuple(status.versions), tuple(status.digests)
             self.revision += 1
             self._candidates.pop(peer, None)
+            self._lost_at.pop(peer, None)
             self._events.append(Joined(peer))
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now
@@ -342,6 +355,15 @@ class Membership:
             self._outgoing.append((peer, ping))
             if (info := self._live.get(peer)) is not None:
                 info.told_at = now
+
+    def _lose(self, peer: PeerId, reason: str, now: float) -> None:
+        """It went without a word."""
+        if peer in self._live:
+            self._lost_at.pop(peer, None)
+            self._lost_at[peer] = now
+            self.is_cut_off(now)  # forgets the oldest
+        self._drop(peer, reason)
+        self._await_return(peer, now)
 
     def _drop(self, peer: PeerId, reason: str) -> None:
         if self._live.pop(peer, None) is not None:

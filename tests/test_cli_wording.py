@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.demo import DemoOptions, run_demo
-from bootstrap.seed import SeedOptions, serve_run
+from bootstrap.seed import SeedOptions, seed_addresses, serve_run
 from monitoring.words import loss_unit
 from p2p_co2.checkpoint import load, load_agreed
 from p2p_co2.config import PeerConfig
@@ -114,6 +114,14 @@ def test_a_seed_names_its_own_option(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--port: from 1 to 65535"):
         serve_run(SeedOptions(port=99999, folder=tmp_path / "seed"))
     assert not (tmp_path / "seed").exists()
+
+
+def test_a_seed_without_any_address_says_so() -> None:
+    with pytest.raises(EnvironmentFault, match="no address that a ticket could name; bring its network up"):
+        seed_addresses([])
+    here, there = "/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.1/tcp/1"
+    assert seed_addresses([here, there]) == (there,)
+    assert seed_addresses([here]) == (here,)
 
 
 def test_text_that_cannot_be_trained_on_is_refused_and_one_that_is_elsewhere_is_noted(tmp_path: Path) -> None:

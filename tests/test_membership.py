@@ -10,6 +10,7 @@ import pytest
 from p2p_co2 import membership
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.membership import (
+    CUT_OFF_S,
     HEARTBEAT_S,
     MEASURE_EVERY_S,
     ONE_WAY_S,
@@ -188,6 +189,26 @@ def test_who_is_cut_off_is_tried_again_in_time_however_slowly_the_heart_beats() 
         machine.handle_timer(now)
     assert now == 100.5 + REVISIT_S
     assert PeerId("peer 3") in {to for to, _ in machine.messages_to_send()}
+
+
+def test_who_loses_most_others_without_a_word_is_cut_off_until_they_are_back_or_time_has_passed() -> None:
+    """It took itself for alone, finished with a history of its own, and the others went on (seed 30 of the
+    storms)."""
+    machine = Membership(A)
+    others = [PeerId(f"peer {index}") for index in range(5)]
+    for peer in others:
+        machine.receive(Ping(status=Status()), peer, 100.0)
+    machine.receive(Leave(reason="the run is over"), others[0], 101.0)
+    machine.unreachable(others[1], "no answer", 101.0)
+    machine.unreachable(others[2], "no answer", 101.0)
+    assert not machine.is_cut_off(102.0)  # as many are left
+    machine.unreachable(others[3], "no answer", 103.0)
+    assert machine.is_cut_off(104.0)
+    machine.receive(Ping(status=Status()), others[1], 110.0)
+    assert not machine.is_cut_off(110.0)
+    machine.unreachable(others[4], "no answer", 111.0)
+    assert machine.is_cut_off(111.0)
+    assert not machine.is_cut_off(111.0 + CUT_OFF_S + 1.0)
 
 
 def test_what_is_announced_twice_in_a_moment_is_told_once_more_and_then_as_it_is() -> None:

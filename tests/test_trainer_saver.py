@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ class Saving:
 
     def ask(self) -> None:
         """Have a moment among the outcomes."""
-        self.saver.keep_up()
+        self.saver.keep_up()  # the first time, pages are made
+        self.finish()
         self.bench.ledger.states()  # the worker has told it
 
     def finish(self) -> None:
@@ -154,6 +156,29 @@ def test_the_memory_of_an_old_checkpoint_serves_again_but_never_a_copy_of_it(tmp
     made.bench.step()
     made.saver.save()
     assert [load(path).inner_steps for path in sorted(made.folder.iterdir())] == [4, 5]  # no spare at the end
+    made.close()
+
+
+def test_pages_for_the_first_checkpoint_are_made_before_it_is_due(tmp_path: Path) -> None:
+    made = Saving(tmp_path)
+    config = PeerConfig(folder=tmp_path, checkpoint_every_s=1e9)
+    plan = replace(made.plan, config=config)
+    saver = Saver(plan, made.bench.ledger, made.bench.sync, made.bench.wire.report)
+    saver._began_at -= 2e9
+    go_on = threading.Event()
+    saver._thread.submit(go_on.wait)
+    saver.keep_up()
+    saver.keep_up()  # due, but nobody writes to a file that is still filled with zeros
+    made.bench.ledger.states()
+    assert made.bench.ledger.outcomes.empty()
+    go_on.set()
+    saver._thread.submit(lambda: None).result()
+    reserved = (made.folder / "state.part").stat().st_size
+    saver.save()
+    (saved,) = made.folder.iterdir()
+    assert reserved == pytest.approx(saved.stat().st_size, abs=5000)  # but for its header
+    assert load(made.folder).inner_steps == 0
+    saver.close()
     made.close()
 
 

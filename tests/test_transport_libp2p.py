@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import time
@@ -255,8 +256,9 @@ async def _echo(request: PeerRecord, _: object) -> PeerRecord:
 
 
 def test_litter_of_killed_processes_is_swept(own_tmp: Path) -> None:
-    live, dead = own_tmp / "p2p-co2-live", own_tmp / "p2p-co2-dead"
-    for folder in (live, dead):
+    names = ("p2p-co2-live", "p2p-co2-dead", "p2p-co2-8letters", "p2p-co2-runs")
+    live, dead, _, anothers = folders = [own_tmp / name for name in names]
+    for folder in folders:
         folder.mkdir()
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(dead / "p2pd.sock"))
@@ -264,9 +266,23 @@ def test_litter_of_killed_processes_is_swept(own_tmp: Path) -> None:
         serving.bind(str(live / "p2pd.sock"))
         serving.listen()
         libp2p_daemon.sweep()
-        assert dead.exists()  # too young to judge
-        libp2p_daemon.sweep(older_than_s=-1.0)
-        assert not dead.exists()
-        assert live.exists()
+        assert all(folder.exists() for folder in folders)  # too young to judge
+        for path in (dead / "p2pd.sock", live / "p2pd.sock", *folders):
+            os.utime(path, (0, 0))
+        libp2p_daemon.sweep()
+        assert [folder.exists() for folder in folders] == [True, False, False, True]
         os.unlink(live / "p2pd.sock")
     live.rmdir()
+    anothers.rmdir()
+
+
+async def test_ending_a_daemon_leaves_its_exit_status_to_the_loop(tmp_path: Path) -> None:
+    """The process object looks whether it has ended before it signals, and who looks takes that away."""
+    process = await asyncio.create_subprocess_exec("sleep", "600", stdout=asyncio.subprocess.PIPE)
+    daemon = libp2p_daemon.Daemon(process, tmp_path / "folder")
+    looked: list[str] = []
+    popen = process._transport.get_extra_info("subprocess")  # type: ignore[attr-defined]
+    popen.poll = lambda: looked.append("looked")
+    await daemon.stop()
+    assert process.returncode == -signal.SIGTERM
+    assert not looked

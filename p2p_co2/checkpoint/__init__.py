@@ -10,6 +10,7 @@ from p2p_co2.checkpoint.agreed import (
     swarm_digest,
 )
 from p2p_co2.checkpoint.folder import Agreed, Checkpoint, Saving, load, load_agreed, save
+from p2p_co2.checkpoint.tensorfile import reserve
 
 __all__ = [
     "Agreed",
@@ -17,6 +18,7 @@ __all__ = [
     "Saving",
     "load",
     "load_agreed",
+    "reserve",
     "save",
     "state_bytes",
     "state_digest",

@@ -188,6 +188,7 @@ def reserve(folder: Path, size_bytes: int) -> None:
     spare = folder / TEMPORARY
     zeros = memoryview(bytes(_SCRATCH_BYTES))
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         file = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError:
         return

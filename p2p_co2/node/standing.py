@@ -136,6 +136,8 @@ class Standing:
         """How fast this peer may send bulk to those with a download cap: their rate, shared by all who may be
         sending to them at once."""
         live = self._node.membership.live
+        if not any(info.status.download_bytes_per_s for info in live.values()):
+            return {}
         senders = max(1, sum(info.status.phase == Status.TRAINING for info in live.values()))
         return {
             peer: info.status.download_bytes_per_s / senders
@@ -179,8 +181,16 @@ class Standing:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
-        at_rest = idle and all(
-            info.status.phase == Status.DRAINING and (info.versions, info.digests) == here for info in done
+        is_cut_off = self._node.membership.is_cut_off(now)
+        if is_cut_off:
+            self._concluded_of = None  # time alone ends that; others are where we cannot see them
+        at_rest = (
+            idle
+            and not is_cut_off
+            and all(
+                info.status.phase == Status.DRAINING and (info.versions, info.digests) == here
+                for info in done
+            )
         )
         self.settled = far.together(at_rest and all(info.status.settled for info in done), *here, now)
         if self.progress.phase == Status.DRAINING and at_rest != self._is_at_rest:

@@ -321,6 +321,8 @@ class FragmentRounds:
             entitled = self.asking is not None and signer in self.asking.asked
         if entitled:
             self.verdicts.keep(decision, outcome)
+            if self.member is not None:
+                self.member.note_owners(now)
             self._abort(outcome.reason, now)
 
     def _on_commit(self, decision: Decision, outcome: Outcome, now: float) -> None:
@@ -378,6 +380,7 @@ class FragmentRounds:
     def _finish(self, member: Member, decision: Decision, outcome: Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
         member.check_outcome(outcome)
+        member.note_owners(now)
         self._cadence.committed(outcome.key.round, now)
         self.verdicts.keep(decision, outcome)
         self._completing = Completing(member, decision, outcome, self._swarm, now)

@@ -183,7 +183,8 @@ class Gathering:
         return begin
 
     def _rates(self, peer: PeerId) -> Rates:
-        return Rates(self.readies[peer].upload_bytes_per_s, self.readies[peer].download_bytes_per_s)
+        ready, believed = self.readies[peer], self._swarm.lateness.of_claim(peer)
+        return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
     def heal(self) -> list[PeerId]:
         """No camp may begin. If most of the swarm is here, it holds several histories and none has a

@@ -97,6 +97,8 @@ class Member:
             for part, owner in enumerate(attempt.owners)
         ]
         self._jobs: dict[int, PartJob] = {}
+        self._here_at: dict[int, float] = {}
+        """When a part's mean was here, from its first owner."""
         self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
 
     def start(self, now: float) -> None:
@@ -241,6 +243,8 @@ class Member:
         if is_new and state.transfer.whole is not None:
             assert state.contributors is not None
             state.hold(state.contributors, self.attempt)
+            if not state.generation:
+                self._here_at[message.part] = now
             self._check(now)
         return is_new
 
@@ -406,6 +410,16 @@ class Member:
         mine = [(peer, share.weight) for peer, share in self.attempt.shares.items()]
         if group != mine or ranges != list(self.attempt.ranges):
             raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
+
+    def note_owners(self, now: float) -> None:
+        """The round is decided: how long its owners took. Over several cells they waited for others' sums."""
+        if self.exchange is not None:
+            return
+        took_s: dict[PeerId, float] = {}
+        for part, owner in enumerate(self.attempt.owners):
+            at = self.parts_at if owner == self._swarm.me else self._here_at.get(part, now)
+            took_s[owner] = max(took_s.get(owner, 0.0), at - self.begun_at)
+        self._swarm.lateness.owners_took(took_s, self.attempt.parts_within_s)
 
     def owners_of_missing(self) -> set[PeerId]:
         """The owners of the parts whose means have not come."""

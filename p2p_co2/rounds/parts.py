@@ -69,6 +69,8 @@ class Rates(NamedTuple):
 
     upload: float
     download: float = 0.0
+    owning: float = 1.0
+    """Of the upload, what is believed where it averages for others (``lateness``)."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,7 @@ def divide(
     members = sorted(rates)
     payload_bytes = blocks * block_bytes
     uploads = [rate / payload_bytes for rate in _credible([rates[peer].upload for peer in members])]
-    links = [
-        min(upload, max(1.0, rates[peer].download) / payload_bytes) if rates[peer].download > 0 else upload
-        for peer, upload in zip(members, uploads, strict=True)
-    ]
+    links = [_link(rates[peer], upload, payload_bytes) for peer, upload in zip(members, uploads, strict=True)]
     time_s = max(PATIENCE * _shortest_s(links), cheap_s)
     shares = _shares(links, time_s)
     budgets = {
@@ -131,6 +130,12 @@ def divide_slots(
         owners += [owner] * (stop - start)
         senders += [sending] * (stop - start)
     return Division(tuple(slots), tuple(owners), tuple(senders), division.transfer_s)
+
+
+def _link(rates: Rates, upload: float, payload_bytes: int) -> float:
+    """Payloads per second that an owner takes in and gives out."""
+    believed = upload * rates.owning
+    return min(believed, max(1.0, rates.download) / payload_bytes) if rates.download > 0 else believed
 
 
 def split_blocks(blocks: int, uploads_bytes_per_s: Sequence[float]) -> tuple[BlockRange, ...]:

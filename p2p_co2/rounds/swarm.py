@@ -18,6 +18,7 @@ from p2p_co2.rounds.assembly import piece_bytes
 from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.deadline import Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
+from p2p_co2.rounds.lateness import Lateness
 from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import CellShare
@@ -62,6 +63,8 @@ class Swarm:
         self.my_versions: dict[int, int] = {}
         self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
         """Who is in time with what."""
+        self.lateness = Lateness()
+        """Of owners."""
         self.last_readies = Punctuality()
         """The same at the end of a run, where everybody is waited for longer."""
 
@@ -71,6 +74,7 @@ class Swarm:
         self._training = [peer for peer, view in self.live.items() if view.training]
         for habit in (self.readies, self.last_readies, self.slices, self.votes):
             habit.keep(self.live)
+        self.lateness.keep(self.live)
 
     def cell_of(self, peer: str) -> int:
         return cell_of(peer, self.cells)

@@ -22,6 +22,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -45,6 +46,8 @@ _IDLE_TIMEOUT_S = 30
 _OUTPUT_LINES = 30
 _CLIENT_SOCKETS = "hivemind-p2pclient-*.sock"
 """Where hivemind listens for the daemon, in /tmp."""
+_PREFIX = "p2p-co2-"
+_FOLDERS = f"{_PREFIX}{8 * '?'}"
 _SOCKET_PATH_BYTES = 100
 """Unix sockets take a path of 107 bytes at most."""
 _LITTER_AFTER_S = 600.0
@@ -98,8 +101,10 @@ class Daemon:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _signal(self, *, kill: bool) -> None:
+        """Not by the process object: that looks whether it has ended, and who looks takes the exit status
+        away from the loop, which then warns of an unknown child on the user's terminal."""
         try:
-            self.process.kill() if kill else self.process.terminate()
+            os.kill(self.process.pid, signal.SIGKILL if kill else signal.SIGTERM)
         except ProcessLookupError:
             logger.debug("the libp2p daemon had ended already")
 
@@ -177,7 +182,8 @@ async def wait_p2p_exit(p2p: P2P) -> str:
 
 
 def sweep(older_than_s: float = _LITTER_AFTER_S) -> None:
-    """Remove what killed processes of this user left behind: only sockets that refuse a connection."""
+    """Remove what killed processes of this user left behind: only sockets that refuse a connection, and the
+    empty folder of a daemon that ended after its peer was killed."""
     parents = {Path(tempfile.gettempdir()), Path("/tmp")}
     patterns = ("p2p-co2-*/p2pd.sock", _CLIENT_SOCKETS)
     found = [path for parent in parents for pattern in patterns for path in parent.glob(pattern)]
@@ -194,6 +200,13 @@ def sweep(older_than_s: float = _LITTER_AFTER_S) -> None:
                 shutil.rmtree(path.parent, ignore_errors=True)
         except OSError as error:
             logger.debug("leaving %s alone: %s", path, error)
+    for folder in [folder for parent in parents for folder in parent.glob(_FOLDERS)]:
+        try:
+            status = folder.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime >= older_than_s:
+                folder.rmdir()
+        except OSError as error:  # it is not empty, or not a folder
+            logger.debug("leaving %s alone: %s", folder, error)
 
 
 def multiaddr_of(host: str, port: int) -> str:
@@ -265,7 +278,7 @@ def _make_folder() -> Path:
         if len(parent.encode()) > _SOCKET_PATH_BYTES - len("/p2p-co2-12345678/p2pd.sock"):
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix="p2p-co2-", dir=parent))
+            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         except OSError as error:
             causes.append(f"{parent}: {error.strerror}")
     raise EnvironmentFault(
