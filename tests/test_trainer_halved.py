@@ -172,6 +172,26 @@ def test_a_step_takes_the_old_memory_but_never_what_was_lent(codec: str) -> None
     assert peer.ledger.state.momentum.data_ptr() != lent.momentum.data_ptr()
 
 
+def test_a_lent_residual_stays_although_a_round_without_us_moved_the_state() -> None:
+    """A checkpoint that takes longer than two rounds holds the residual of its moment."""
+    peer = Simulated("a", run_config(codec="int4", feedback=True), torch.zeros(BLOCK))
+    peer.live = peer.live + torch.randn(BLOCK)
+    peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
+    loan = Loan()
+    peer.ledger.lend(loan)
+    held = peer.ledger.residual
+    assert held is not None
+    before = held.clone()
+    peer.commit(peer.codec.encode(torch.randn(BLOCK)), [PartWeights(0, 1, {"b": 1.0})])
+    peer.live = peer.live + torch.randn(BLOCK)
+    peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
+    assert torch.equal(held, before)
+    loan.has_ended = True
+    last = peer.ledger.residual
+    peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
+    assert peer.ledger.residual is last
+
+
 def test_a_merge_that_is_the_agreed_parameters_stays_what_it_was() -> None:
     """An offer from before a restart was counted: the live parameters become the new ones, when they come
     by; until then nobody writes there."""

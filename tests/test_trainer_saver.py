@@ -20,6 +20,7 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer import saver as saver_module
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.saver import Saver
 from tests.test_trainer import Bench
@@ -216,4 +217,40 @@ def test_a_disk_that_refuses_at_the_end_of_the_writing_is_told_too(
     (warned,) = made.bench.wire.seen(ev.Warned)
     assert "Input/output error" in warned["text"]
     assert [path.name for path in made.folder.iterdir()] == ["state-000000000000.safetensors"]
+    made.close()
+
+
+def test_a_save_that_was_interrupted_is_awaited_before_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the end of a checkpoint is awaited, and the one at leaving: they share a file."""
+    made = Saving(tmp_path)
+    made.ask()
+    go_on, alone = threading.Event(), []
+    made.saver._thread.submit(go_on.wait)
+    made.bench.sync.take_outcomes()
+    first = made.saver._under_way
+    assert first is not None
+    end = first.result
+
+    def interrupted() -> None:
+        monkeypatch.setattr(first, "result", lambda: (go_on.set(), end()))
+        raise KeyboardInterrupt
+
+    def begin(folder: Path, checkpoint: Checkpoint) -> saver_module.Saving:
+        alone.append(first.done())
+        begun = checkpoint_saving(folder, checkpoint)
+        go_on.set()
+        return begun
+
+    checkpoint_saving = saver_module.Saving
+    monkeypatch.setattr(first, "result", interrupted)
+    monkeypatch.setattr(saver_module, "Saving", begin)
+    with pytest.raises(KeyboardInterrupt):
+        made.saver.save()
+    made.train()
+    made.saver.save()
+    assert alone == [True]
+    for name, values in made.live().items():
+        assert torch.equal(load(made.folder).params[name], values), name
     made.close()

@@ -189,7 +189,7 @@ class FragmentLedger:
         """
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
-        old, refused = self.state, ""
+        old, refused, residual = self.state, "", self.residual
         try:
             new, report = outer.step(
                 self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_held
@@ -209,7 +209,10 @@ class FragmentLedger:
         self._in_flight = self._withdrawn = None
         self.state = new
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
-        self._is_lent, self._loans = bool(refused) or (merge is not None and merge.addend is new.params), []
+        self._is_lent = bool(refused) or (merge is not None and merge.addend is new.params)
+        # A residual that did not advance is still with those who hold it.
+        has_stayed = residual is not None and self.residual is residual
+        self._loans = [loan for loan in self._loans if has_stayed and not loan.has_ended]
         if not self._delayed:
             self._measured_from = new
         lost = sum(part.stop - part.start for part in missed) / self.state.params.numel()

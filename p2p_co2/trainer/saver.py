@@ -99,11 +99,14 @@ class Saver:
 
     def _end(self) -> None:
         assert self._under_way is not None
-        under_way, self._under_way, self._refused = self._under_way, None, None
+        self._refused = None
         try:
-            under_way.result()
+            self._under_way.result()
         except EnvironmentFault as error:
             self._refused = error
+        finally:
+            if self._under_way.done():  # else a Ctrl-C came first: two must not write to one file
+                self._under_way = None
 
     def _take(self, moment: Moment) -> None:
         """The live parameters fit ``moment``: copy what will change."""
