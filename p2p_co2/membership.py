@@ -54,6 +54,9 @@ time."""
 CUT_OFF_S = 16.0
 """Who lost most others within this time is rather cut off than alone: long enough to try them again
 (``REVISIT_S``) and for a carrier to give up."""
+BROKEN_PER_GOODBYE = 4
+"""Where peers end their run, this many links may break, each before its goodbye has come, for each that says
+it."""
 REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
 
@@ -122,8 +125,8 @@ class Membership:
         self._candidates: dict[PeerId, float] = {}
         """Peers the DHT lists that are not live, and when to try them next."""
         self._one_way_until: dict[PeerId, float] = {}
-        self._lost_at: dict[PeerId, float] = {}
-        """Live peers that went without a word, and when; the last ones at the end."""
+        self._gone: dict[PeerId, tuple[float, bool]] = {}
+        """Peers that were live: when they went, and whether with a word; the last ones at the end."""
         self._next_heartbeat_at: float | None = None
         self._announced_at = -math.inf
         self._announce_at = self._greet_at = math.inf
@@ -154,13 +157,15 @@ class Membership:
         return len(self._candidates)
 
     def is_cut_off(self, now: float) -> bool:
-        """Whether more peers than are live went without a word of late."""
-        while self._lost_at:
-            oldest, at = next(iter(self._lost_at.items()))
-            if now - at <= CUT_OFF_S and len(self._lost_at) <= MAX_PEERS:
+        """Whether more peers went without a word of late than are live, or went with those that said
+        goodbye."""
+        while self._gone:
+            oldest, (at, _) = next(iter(self._gone.items()))
+            if now - at <= CUT_OFF_S and len(self._gone) <= MAX_PEERS:
                 break
-            del self._lost_at[oldest]
-        return len(self._lost_at) > len(self._live)
+            del self._gone[oldest]
+        goodbyes = sum(with_word for _, with_word in self._gone.values())
+        return len(self._gone) - goodbyes > len(self._live) + BROKEN_PER_GOODBYE * goodbyes
 
     def found(self, peers: Iterable[PeerId], now: float) -> None:
         """The DHT lists these peers; those not yet live are pinged."""
@@ -180,7 +185,9 @@ class Membership:
     def receive(self, message: Ping | Pong | Leave, sender: PeerId, now: float) -> None:
         """Handle one message of the membership part; raises ``RemoteProtocolError`` for nonsense in it."""
         if isinstance(message, Leave):
-            self._drop(sender, f"left: {message.reason[:MAX_STRING] or 'no reason given'}")
+            self._drop(
+                sender, f"left: {message.reason[:MAX_STRING] or 'no reason given'}", now, with_word=True
+            )
             return
         status = message.status
         check_status(status)
@@ -300,7 +307,7 @@ class Membership:
             info.versions, info.digests = tuple(status.versions), tuple(status.digests)
             self.revision += 1
             self._candidates.pop(peer, None)
-            self._lost_at.pop(peer, None)
+            self._gone.pop(peer, None)
             self._events.append(Joined(peer))
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now
@@ -358,15 +365,14 @@ class Membership:
 
     def _lose(self, peer: PeerId, reason: str, now: float) -> None:
         """It went without a word."""
-        if peer in self._live:
-            self._lost_at.pop(peer, None)
-            self._lost_at[peer] = now
-            self.is_cut_off(now)  # forgets the oldest
-        self._drop(peer, reason)
+        self._drop(peer, reason, now, with_word=False)
         self._await_return(peer, now)
 
-    def _drop(self, peer: PeerId, reason: str) -> None:
+    def _drop(self, peer: PeerId, reason: str, now: float, with_word: bool) -> None:
         if self._live.pop(peer, None) is not None:
+            self._gone[peer] = now, with_word  # who is live is not in it: it comes to its end
+            if len(self._gone) > MAX_PEERS:
+                del self._gone[next(iter(self._gone))]
             self.revision += 1
             self._events.append(Left(peer, reason))
 

@@ -198,17 +198,29 @@ def test_who_loses_most_others_without_a_word_is_cut_off_until_they_are_back_or_
     others = [PeerId(f"peer {index}") for index in range(5)]
     for peer in others:
         machine.receive(Ping(status=Status()), peer, 100.0)
-    machine.receive(Leave(reason="the run is over"), others[0], 101.0)
-    machine.unreachable(others[1], "no answer", 101.0)
-    machine.unreachable(others[2], "no answer", 101.0)
-    assert not machine.is_cut_off(102.0)  # as many are left
-    machine.unreachable(others[3], "no answer", 103.0)
+    for peer in others[:2]:
+        machine.unreachable(peer, "no answer", 101.0)
+    assert not machine.is_cut_off(102.0)  # more are left
+    machine.unreachable(others[2], "no answer", 103.0)
     assert machine.is_cut_off(104.0)
     machine.receive(Ping(status=Status()), others[1], 110.0)
     assert not machine.is_cut_off(110.0)
-    machine.unreachable(others[4], "no answer", 111.0)
+    for peer in others[1:4]:
+        machine.unreachable(peer, "no answer", 111.0)
     assert machine.is_cut_off(111.0)
     assert not machine.is_cut_off(111.0 + CUT_OFF_S + 1.0)
+
+
+def test_who_stays_when_all_say_goodbye_is_not_cut_off() -> None:
+    machine = Membership(A)
+    others = [PeerId(f"peer {index}") for index in range(5)]
+    for peer in others:
+        machine.receive(Ping(status=Status()), peer, 100.0)
+    machine.unreachable(others[0], "its goodbye was lost", 101.0)
+    for peer in others[1:]:
+        machine.receive(Leave(reason="the run is over"), peer, 101.0)
+    assert not machine.live
+    assert not machine.is_cut_off(102.0)
 
 
 def test_what_is_announced_twice_in_a_moment_is_told_once_more_and_then_as_it_is() -> None:
