@@ -38,7 +38,8 @@ class Far:
         self.outlook = Outlook(node.me, cells)
         self._node, self._find_peers = node, find_peers
         self._concluded_at = -math.inf
-        self._together_since: float | None = None
+        self._together: tuple[tuple[tuple[int, ...], tuple[bytes, ...]], float] | None = None
+        """The state at which all cells were seen to be done, and since when."""
         self._home = False
         """Whether our own cell has settled."""
 
@@ -86,15 +87,17 @@ class Far:
 
     def together(self, home: bool, versions: tuple[int, ...], digests: tuple[bytes, ...], now: float) -> bool:
         """Whether every cell is done, ours too (``home``), and has had the time to see that of the others."""
-        self._home = home
+        here = versions, digests
+        known = self._together is not None and self._together[0] == here
+        self._home = home or known  # who sees the others of its cell go is no less done than they were
         if self.cells == 1:
             return home
-        if not (home and self.outlook.is_done(versions, digests, now)):
-            self._together_since = None
+        if not (self._home and self.outlook.is_done(versions, digests, now)):
+            self._together = None
             return False
-        if self._together_since is None:
-            self._together_since = now
-        return self.outlook.is_alone(now) or now - self._together_since >= LINGER_S
+        if self._together is None or not known:
+            self._together = here, now
+        return self.outlook.is_alone(now) or now - self._together[1] >= LINGER_S
 
     def sight(self) -> CellSight:
         """How our cell stands, for those who watch it; without versions as long as nobody has joined."""
