@@ -257,6 +257,28 @@ def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.Monk
     made.ledger.close()
 
 
+def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They count on its part in that round as long as they hear that it is open."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    told: list[frozenset[int]] = []
+
+    def settled(versions: Sequence[int]) -> bool:
+        told.append(made.wire.shown[-1].finished)
+        if len(told) == 1:
+            made.abort(0)
+            made.abort(1)
+        return len(told) > 4
+
+    monkeypatch.setattr(made.wire, "settled", settled)
+    made.sync.flush(finished=True)
+    assert told[0] == frozenset()
+    assert told[-1] == {0, 1}
+    made.ledger.close()
+
+
 def test_the_final_flush_holds_half_of_the_snapshots_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Bench(fragments=4)
     in_flight: list[int] = []

@@ -7,7 +7,7 @@ import heapq
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.transport.acknowledged import LEAST_BYTES, MOST_BYTES, WAITING_S, Acknowledged
+from p2p_co2.transport.acknowledged import LEAST_BYTES, MOST_BYTES, MOST_MESSAGES, WAITING_S, Acknowledged
 
 PIECE_BYTES = 16 << 10
 
@@ -81,3 +81,14 @@ def test_words_that_cannot_be_true_are_refused(word: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="wrong acknowledgement"):
         said.hear(word, 2.0)
     assert said.arrived_bytes == 100
+
+
+def test_a_receiver_that_never_says_what_came_costs_bounded_memory() -> None:
+    """Control messages wait for no room, and a link may last for weeks."""
+    said = Acknowledged()
+    for second in range(3 * MOST_MESSAGES):
+        said.sent(200, float(second))
+    assert len(said._messages) == MOST_MESSAGES
+    said.hear(str(said.sent_bytes).encode(), 1e6)
+    assert said.arrived_bytes == said.sent_bytes
+    assert not said._messages

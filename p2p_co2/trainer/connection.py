@@ -140,6 +140,7 @@ class Connection:
             else list(saved.states)
         )
         ledger = TensorLedger(codec, [FragmentLedger(run, codec, me, state) for state in states])
+        del states  # they are the ledger's, which lets go of them when it takes over others
         progressed = Progressed()
         base_lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
         if saved is not None:

@@ -105,14 +105,14 @@ class _InFlight:
 
 class FragmentLedger:
     """See the module. ``start``: the fragment's values at version 0, fp32 [n]; or a ``state`` to go on
-    from."""
+    from. Either is the ledger's from now on, memory and all."""
 
     def __init__(self, run: RunConfig, codec: Codec, peer: str, state: OuterState) -> None:
         self._run, self._codec, self._peer = run, codec, peer
         self._delayed = run.outer.rule in {"co2", "eager"}
         self._halves = 8 * codec.block_bytes < HALVED_FROM_BITS * codec.block_values
         self.state = state
-        self._is_lent, self._loans = True, list[Loan]()
+        self._is_lent, self._loans = False, list[Loan]()
         self.residual: Tensor | None = None
         if run.codec.error_feedback:
             self.residual = torch.zeros_like(state.params)

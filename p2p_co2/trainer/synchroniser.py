@@ -104,6 +104,7 @@ class Synchroniser:
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
         self._is_flushing = False
+        self._told_finished = frozenset[int]()
         self._taken = [0] * self._count
         """Outcomes of each fragment that the live parameters have met."""
         self._held: deque[tuple[int, Outcome]] = deque()
@@ -336,10 +337,16 @@ class Synchroniser:
             self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            self._wait(lambda: self.stopped or self._wire.settled(self.versions), bound_s + SETTLE_S)
+            self._wait(lambda: self.stopped or self._has_settled(), bound_s + SETTLE_S)
             self.release_held()
         self.exposed_s += time.monotonic() - entered_at
         self.report()
+
+    def _has_settled(self) -> bool:
+        """Whether all agree. What is in flight no more is told: until then others wait for our part in it."""
+        if self._finished() != self._told_finished:
+            self._show()
+        return self._wire.settled(self.versions)
 
     def _offer_the_rest(self, bound_s: float) -> None:
         """Offer what this peer learned since its last contributions until it is counted, or time is up."""
@@ -401,7 +408,7 @@ class Synchroniser:
 
     def _show(self) -> None:
         loss = self._loss if math.isfinite(self._loss) else 0.0
-        finished = self._finished()
+        finished = self._told_finished = self._finished()
         self._wire.show(
             LocalProgress(
                 self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, loss, finished

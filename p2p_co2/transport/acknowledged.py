@@ -27,6 +27,8 @@ SAY_EVERY_S = 0.01
 WAITING_S = 0.25
 LEAST_BYTES, MOST_BYTES = 32 << 10, 32 << 20
 """Room that there always is, and that there is at most."""
+MOST_MESSAGES = 4096
+"""Told apart under way: control messages go to a receiver that never says what it has, too."""
 _MAX_DIGITS = 18
 
 
@@ -53,6 +55,8 @@ class Acknowledged:
         """A message is handed over."""
         self.sent_bytes += size_bytes
         was_used = 2 * (self.sent_bytes - self.arrived_bytes) >= self.room_bytes
+        if len(self._messages) == MOST_MESSAGES:
+            self._messages.pop()  # its bytes are there when this one's are
         self._messages.append((self.sent_bytes, now, was_used))
 
     def hear(self, said: bytes, now: float) -> None:
