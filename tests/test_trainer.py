@@ -67,10 +67,10 @@ class RecordingWire:
 class Bench:
     """A synchroniser in mode steps: 2 fragments unless told otherwise, 4 inner steps per round."""
 
-    def __init__(self, fragments: int = 2, **settings: Any) -> None:
+    def __init__(self, fragments: int = 2, clock: ClockConfig | None = None, **settings: Any) -> None:
         self.run = RunConfig(
             fragments=fragments,
-            clock=ClockConfig(mode="steps", inner_steps_per_round=4),
+            clock=clock or ClockConfig(mode="steps", inner_steps_per_round=4),
             codec=CodecConfig(name="fp32"),
             outer=OuterConfig(**{"blocking_rounds": 0, **settings}),
         )
@@ -166,6 +166,35 @@ def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_
     assert len(bench.wire.offers) == 4
     assert [offer.weight for offer in bench.wire.offers[2:]] == pytest.approx([100.0, 120.0], abs=DISTINCT)
     assert bench.wire.seen(ev.FragmentApplied) == []
+
+
+def test_by_the_clock_a_fragment_that_missed_two_points_is_sent_when_its_round_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
+    assert isinstance(bench.ledger.outcomes, PatientOutcomes)
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            bench.ledger.outcomes.now_s[0] += 1.0  # type: ignore[attr-defined]
+            bench.step()
+
+    step(6)  # fragment 1 is due at 2 s, fragment 0 at 4 s, fragment 1 again at 6 s
+    bench.commit(1)
+    step(1)
+    assert [offer.fragment for offer in bench.wire.offers] == [
+        1,
+        0,
+    ]  # one point missed: it waits for the next
+    step(11)  # sent at 10 s; fragment 0 has missed 8, 12 and 16 s, fragment 1 14 and 18 s
+    bench.commit(1)
+    step(1)
+    assert [offer.fragment for offer in bench.wire.offers] == [1, 0, 1, 1]
+    bench.commit(1)
+    step(2)  # it has caught up: no other before its next point
+    assert [offer.fragment for offer in bench.wire.offers] == [1, 0, 1, 1]
+    step(1)
+    assert [offer.fragment for offer in bench.wire.offers] == [1, 0, 1, 1, 1]
 
 
 def test_staleness_counts_the_points_between_send_and_apply(bench: Bench) -> None:

@@ -6,8 +6,8 @@ of it than that, so half precision, scaled by the largest value of each piece, i
 what was lost on the way. Under "keep" and "blend" even that rounding is not lost: it stays in the live
 parameters and is in the next offer.
 
-Law: values come back within 2^-11 of themselves, or 2^-40 of the largest of their piece; a piece of zeros as
-zeros. Price: one rounding each way, on the worker.
+Law: values come back within 2^-11 of themselves, or 2^-39 of the largest of their piece; a piece of zeros, or
+of nothing above 2^-100, as zeros. Price: one rounding each way, on the worker.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ LEAVE_BOUND_S = 3.0
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
 must not take the offer of its last process for its own."""
+OVERDUE_POINTS = 2
+"""A fragment that missed so many schedule points is sent as soon as its round has ended."""
 REPORT_EVERY_S = 1.0
 REST_BEAT_S, REST_REPORT_EVERY_S = 0.1, 10.0
 """While resting: how soon a wish to go on is seen, and how often the peer tells of itself."""
@@ -105,6 +107,8 @@ class Synchroniser:
         """From the offer to the mean, of the last rounds."""
         self._is_flushing = False
         self._told_finished = frozenset[int]()
+        self._missed = [0] * self._count
+        """Schedule points in a row that passed while the fragment's last round was in flight."""
         self._taken = [0] * self._count
         """Outcomes of each fragment that the live parameters have met."""
         self._held: deque[tuple[int, Outcome]] = deque()
@@ -143,7 +147,8 @@ class Synchroniser:
         self._losses.append(loss)
         self.take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        for fragment in due(self._count, last, self.position):
+        points = due(self._count, last, self.position)
+        for fragment in (*points, *self._overdue(points)):
             self._send(fragment)
         self._returned_at = time.monotonic()
         self.exposed_s += self._returned_at - entered_at - self._saving_s
@@ -158,12 +163,22 @@ class Synchroniser:
         self._advanced_at = now
         return self.clock.position(now, self.inner_steps)
 
+    def _overdue(self, points: Sequence[int]) -> list[int]:
+        """Fragments to be sent before their next point, since the line brings less than a round in a round:
+        their rounds ended at one moment for all members, whose next points may be a whole round apart."""
+        if self._run.clock.mode != "time":
+            return []
+        late = [fragment for fragment, missed in enumerate(self._missed) if missed >= OVERDUE_POINTS]
+        return [fragment for fragment in late if fragment not in self._sent and fragment not in points]
+
     def _send(self, fragment: int) -> None:
         if fragment in self._sent:
             self._report(
                 ev.SendSkipped, fragment=fragment, reason="the fragment's previous round is still in flight"
             )
+            self._missed[fragment] += 1
             return
+        self._missed[fragment] = 0
         self._offer(fragment)
         if self.versions[fragment] < self._run.outer.blocking_rounds:
             self._wait(lambda: fragment not in self._sent, FIRST_ROUND_BOUND_S)
@@ -250,6 +265,7 @@ class Synchroniser:
         if self._first_step_at is not None:
             self._first_step_at += rested_s
         self.position, self.phase = self._advance(time.monotonic()), Status.TRAINING
+        self._missed = [0] * self._count
         self._report(ev.Resumed, paused_s=rested_s)
         self.report()
 
