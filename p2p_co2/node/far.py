@@ -85,11 +85,14 @@ class Far:
             self.outlook.has_seen_news = False
             self._node.membership.announce(now)  # the others of our cell wait for it
 
-    def together(self, home: bool, versions: tuple[int, ...], digests: tuple[bytes, ...], now: float) -> bool:
+    def together(
+        self, home: bool, alike: bool, versions: tuple[int, ...], digests: tuple[bytes, ...], now: float
+    ) -> bool:
         """Whether every cell is done, ours too (``home``), and has had the time to see that of the others."""
         here = versions, digests
         known = self._together is not None and self._together[0] == here
-        self._home = home or known  # who sees the others of its cell go is no less done than they were
+        # Who sees the others of its cell go is no less done than they were, as long as those left are alike.
+        self._home = home or (known and alike)
         if self.cells == 1:
             return home
         if not (self._home and self.outlook.is_done(versions, digests, now)):

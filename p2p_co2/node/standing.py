@@ -184,15 +184,12 @@ class Standing:
         is_cut_off = self._node.membership.is_cut_off(now)
         if is_cut_off:
             self._concluded_of = None  # time alone ends that; others are where we cannot see them
-        at_rest = (
-            idle
-            and not is_cut_off
-            and all(
-                info.status.phase == Status.DRAINING and (info.versions, info.digests) == here
-                for info in done
-            )
+        alike = idle and all(
+            info.status.phase == Status.DRAINING and (info.versions, info.digests) == here for info in done
         )
-        self.settled = far.together(at_rest and all(info.status.settled for info in done), *here, now)
+        at_rest = alike and not is_cut_off
+        home = at_rest and all(info.status.settled for info in done)
+        self.settled = far.together(home, alike, *here, now)
         if self.progress.phase == Status.DRAINING and at_rest != self._is_at_rest:
             self._is_at_rest = at_rest
             self._node.refresh()
