@@ -11,9 +11,10 @@ from p2p_co2.simnet.faults import STORM_FAULTS
 
 
 def check_storms(seeds: Iterable[int]) -> None:
-    """No law is broken, and every kind of fault comes to pass in each storm."""
+    """No law is broken, every kind of fault comes to pass in each storm, and rounds are made after it."""
     played = [play(seed) for seed in seeds]
     failures = [str(one.failure) for one in played if one.failure is not None]
     assert not failures, "\n".join(failures)
     spared = {one.seed: sorted(STORM_FAULTS - one.faults.keys()) for one in played}
     assert not any(spared.values()), {seed: kinds for seed, kinds in spared.items() if kinds}
+    assert all(one.committed_after for one in played)

@@ -11,13 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.errors import P2PCo2Error
+from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.faults import Storm
-from p2p_co2.simnet.swarm import Result, Settings, simulate
+from p2p_co2.simnet.swarm import Result, Settings, Swarm
+from p2p_co2.telemetry.events import Event, RoundCommitted
 
-STORM_ROUND_S, STORM_ROUNDS = 4.0, 5
-STORM_FROM_S, STORM_UNTIL_S = 2.5, 9.5
+STORM_ROUND_S, STORM_ROUNDS = 4.0, 4
+START_SPREAD_S = 0.5
+STORM_FROM_S, STORM_UNTIL_S = 3.5, 10.5
+"""The first rounds begin at about 4 s; most come after the storm."""
 STORM_BLOCKS = (6, 3)
 """Of two fragments: parts enough for owners to die."""
+BUGS = (
+    P2PCo2Error, LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError,
+)  # fmt: skip
+"""How a simulation ends that is ended by a bug."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +47,9 @@ def storm_settings(seed: int, peers: int = 32) -> Settings:
     run = RunConfig(name="storm", fragments=2, clock=clock)
     storm = Storm(STORM_FROM_S, STORM_UNTIL_S)
     return Settings(
-        run=run, peers=peers, seed=seed, faults=storm, blocks=STORM_BLOCKS, checkpoint_every_s=4.0
-    )
+        run=run, peers=peers, seed=seed, faults=storm, blocks=STORM_BLOCKS, checkpoint_every_s=4.0,
+        start_spread_s=START_SPREAD_S,
+    )  # fmt: skip
 
 
 def replay_command(seed: int, peers: int) -> str:
@@ -55,18 +65,26 @@ def failure_of(seed: int, peers: int, result: Result) -> Failure | None:
 
 @dataclass(frozen=True)
 class Played:
-    """What one seed came to. ``faults``: how often each kind came to pass."""
+    """What one seed came to. ``faults``: how often each kind came to pass; ``committed_after``: how often a
+    peer committed a round after the last of them."""
 
     seed: int
     failure: Failure | None
     faults: Mapping[str, int]
+    committed_after: int
 
 
 def play(seed: int, peers: int = 32) -> Played:
     """One storm. A bug that ends a simulation is a failure of its seed, with the bug as cause."""
+    swarm, after = Swarm(storm_settings(seed, peers), EventLog()), [0]
+
+    def count(event: Event) -> None:
+        after[0] += isinstance(event, RoundCommitted) and swarm.world.now > STORM_UNTIL_S
+
+    swarm.log.readers.append(count)
     try:
-        result = simulate(storm_settings(seed, peers))
-    except (LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
+        result = swarm.run()
+    except BUGS as error:
         failure = Failure(seed, (f"ended by a bug: {error!r}",), replay_command(seed, peers))
-        return Played(seed, failure, {})
-    return Played(seed, failure_of(seed, peers, result), result.faults)
+        return Played(seed, failure, {}, 0)
+    return Played(seed, failure_of(seed, peers, result), result.faults, after[0])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LEAVES, CRASHES = 0.5, 0.35
 """Of peers that go: the share that leaves with a word, and that whose process dies; the rest lose power."""
 KEEPS_DISK = 0.7
-STORM_NOISE = Noise(lost=0.01, doubled=0.01, reordered=0.02)
+STORM_NOISE = Noise(lost=0.015, doubled=0.025, reordered=0.03)
 AWAY_MEAN_S = 600.0
 """How long a volunteer of ``Churn`` stays away, on average."""
 
@@ -72,7 +72,7 @@ class Storm:
     calm_at: float
     crashing: float = 0.25
     stalling: float = 0.15
-    leaving: float = 0.06
+    leaving: float = 0.1
     powerless: float = 0.06
     assassinations: int = 3
     splits: int = 1
@@ -100,9 +100,9 @@ class Storm:
             at, until = self._times(rng)
             swarm.world.call_at(at, swarm.stall, index, until)
         for number in range(self.assassinations):
-            swarm.log.readers.append(
-                _Assassin(swarm, rng.uniform(self.from_s, self.calm_at - 4), self.calm_at, number)
-            )
+            # The first one takes the first round of all: in a storm there may be no other.
+            at = rng.uniform(self.from_s, self.calm_at - 4) if number else 0.0
+            swarm.log.readers.append(_Assassin(swarm, at, self.calm_at, number))
         for _ in range(self.splits):
             self._split(swarm, rng)
         self._disturb(swarm, rng)
@@ -167,9 +167,14 @@ class _Assassin:
         victim = event.peer if self._rng.random() < 0.6 else self._rng.choice(sorted(event.group))
         index = self._swarm.index_of(victim)
         at = now + self._rng.choice((0.0, 0.02, 0.1, 0.4)) * self._rng.random()
-        self._swarm.world.call_at(at, self._swarm.kill, index, True)
+        self._swarm.world.call_at(at, self._kill, index)
         back_at = min(self._calm_at, at + self._rng.uniform(1, 8))
         self._swarm.world.call_at(back_at, self._swarm.start, index, self._rng.random() < KEEPS_DISK)
+
+    def _kill(self, index: int) -> None:
+        if index in self._swarm.processes:
+            self._swarm.faults["killed in a round"] += 1
+        self._swarm.kill(index, True)
 
 
 STORM_FAULTS = frozenset({
