@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from p2p_co2.checkpoint import Checkpoint, load
@@ -157,6 +158,32 @@ def test_the_memory_of_an_old_checkpoint_serves_again_but_never_a_copy_of_it(tmp
     made.bench.step()
     made.saver.save()
     assert [load(path).inner_steps for path in sorted(made.folder.iterdir())] == [4, 5]  # no spare at the end
+    made.close()
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_who_still_reads_a_checkpoint_keeps_what_it_read(tmp_path: Path, is_mapped: bool) -> None:
+    """The format's own readers map a file: it must not serve another checkpoint while they do."""
+    made = Saving(tmp_path)
+
+    def save() -> None:
+        made.bench.step()
+        made.ask()
+        made.bench.sync.take_outcomes()
+        made.finish()
+
+    save()
+    (first,) = made.folder.glob("state-*")
+    mapped, before = load_file(first) if is_mapped else {}, load_file(first)["live.weight"].clone()
+    with first.open("rb") as file:
+        if is_mapped:
+            file.close()
+        content = first.read_bytes()
+        for _ in range(3):
+            save()
+        assert len(list(made.folder.iterdir())) == 3
+        assert not is_mapped or torch.equal(mapped["live.weight"], before)
+        assert is_mapped or file.read() == content
     made.close()
 
 

@@ -248,8 +248,8 @@ def _candidates(folder: Path) -> Iterator[Path]:
 def _prune(folder: Path, written: Path, keep_spare: bool) -> None:
     """Keep ``written`` and the newest before it; set aside what claims to be newer.
 
-    A file that cannot be removed is left: it costs space, not correctness. One that somebody's copy shares
-    its content with (a hard link) is not written over.
+    A file that cannot be removed is left: it costs space, not correctness. One that somebody still reads, or
+    whose content a copy shares (a hard link), is not written over.
     """
     older = []
     for path in _candidates(folder):
@@ -260,7 +260,7 @@ def _prune(folder: Path, written: Path, keep_spare: bool) -> None:
             older.append(path)
     for path in older[_KEPT - 1 :]:
         with contextlib.suppress(OSError):
-            if keep_spare and path.stat().st_nlink == 1:
-                path.replace(folder / tensorfile.TEMPORARY)
+            if keep_spare:
+                tensorfile.reuse(path)
             else:
                 path.unlink()

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -200,6 +202,31 @@ def reserve(folder: Path, size_bytes: int) -> None:
             spare.unlink()
     finally:
         os.close(file)
+
+
+def reuse(path: Path) -> None:
+    """Have the next file in its folder written over ``path``, which is needed no more. Where somebody still
+    reads it, or has it under another name (a hard link), it is only removed. Raises ``OSError``."""
+    spare = path.parent / TEMPORARY
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        path.replace(spare)  # from here on nobody finds it
+        if os.fstat(file).st_nlink > 1 or not _is_unread(file):
+            spare.unlink()
+    finally:
+        os.close(file)
+
+
+def _is_unread(file: int) -> bool:
+    """Whether nobody else has it open or, as the format's own readers do, mapped: only then the kernel grants
+    a lease for writing (fcntl(2)). False, too, where the file system does not know."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # not SIGIO, which would end us
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
 
 
 def read(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, str]]:
