@@ -16,12 +16,13 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
+from google.protobuf.message import Message
 
 from p2p_co2.config import PeerConfig
-from p2p_co2.node.node import Node
+from p2p_co2.node import node
+from p2p_co2.node.envelope import enveloped
 from p2p_co2.telemetry.events import Event, RoundCommitted
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.trainer import connect
@@ -46,14 +47,12 @@ class Doom:
         self.commits += isinstance(event, RoundCommitted)
 
     def install(self) -> None:
-        envelope = Node._envelope
-
-        def doomed(node: Node, message: Any) -> bytes:
+        def doomed(message: Message, head: bytes) -> bytes:
             if self.commits >= self.after and type(message).__name__.lower() == self.kind:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return envelope(node, message)
+            return enveloped(message, head)
 
-        Node._envelope = doomed  # type: ignore[method-assign]
+        node.enveloped = doomed  # type: ignore[attr-defined]
 
 
 def main() -> None:

@@ -23,8 +23,11 @@ FAR = 10**6
 
 def far_away(kind: str) -> bytes:
     """A right message of this kind, as small as they come, of a round that does not exist."""
-    message = wire.Envelope.FromString(min(examples()[kind], key=len))
+    message = wire.Envelope(version=PROTOCOL_VERSION, run=RUN)
+    if kind in examples():
+        message.ParseFromString(min(examples()[kind], key=len))
     body: Message = getattr(message, kind)
+    body.SetInParent()  # type: ignore[attr-defined]
     for holder in (body, getattr(body, "key", body)):
         if "round" in holder.DESCRIPTOR.fields_by_name:
             holder.round = FAR  # type: ignore[attr-defined]
