@@ -3,7 +3,8 @@ workers.
 
 ``make test`` runs two workers (pytest-xdist). First both take files of tests of one process; then one of them
 takes all files that start swarms of processes, one test after the other: these have the machine to
-themselves, whatever its speed. Without ``-n`` everything runs in one process in the usual order.
+themselves, whatever its speed, but for two light files that the other worker takes meanwhile. Without ``-n``
+everything runs in one process in the usual order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = "real processes"
 ALONE = ("test_doctor_network",)
 """Measures lines, and so belongs to those, though not each of its tests starts processes."""
-LONGEST_FIRST = ("test_simnet", "test_leaks", "test_examples", "test_simulation_watch", "test_fuzz")
+LIGHT = ("test_examples", "test_leaks")
+"""Start few processes, which hardly work, and measure no time."""
+LONGEST_FIRST = ("test_campaign", "test_simnet", "test_simulation_watch", "test_fuzz")
 """Files that take long go first, so that both workers are done at the same time."""
 
 settings.register_profile(
@@ -46,9 +49,9 @@ def starts_processes(file: str) -> bool:
 
 def place_of(file: str) -> int:
     """Where a file stands in the order of a run on several workers."""
-    if starts_processes(file):
-        return len(LONGEST_FIRST) + 1
     stem = Path(file).stem
+    if starts_processes(file):
+        return len(LONGEST_FIRST) + 1 + (stem in LIGHT)
     return next((at for at, start in enumerate(LONGEST_FIRST) if stem.startswith(start)), len(LONGEST_FIRST))
 
 
@@ -65,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return PROCESSES if starts_processes(file) else file
+            return PROCESSES if starts_processes(file) and Path(file).stem not in LIGHT else file
 
     config.option.loadscopereorder = False
     return Lanes(config, log)

@@ -59,7 +59,7 @@ def wait_for_the_end(swarm: Campaign, *names: str) -> list[PeerFinished]:
 def test_peers_are_killed_and_replaced_and_the_rest_ends_with_one_digest(swarm: Campaign) -> None:
     """Over both carriers: two peers speak libp2p alone, between the others links are gRPC."""
     random_ = random.Random(1)
-    swarm.start_seed(paced_run(ROUND_S, step_s=0.05, rounds=40))  # a newcomer takes up to 20 s to start
+    swarm.start_seed(paced_run(ROUND_S, step_s=0.05, rounds=34))  # a newcomer takes up to 20 s to start
     names = [f"peer-{number}" for number in range(4)]
     for number, name in enumerate(names):
         swarm.join(name, "--min-peers", "4", "--carrier", "libp2p" if number < 2 else "auto")
