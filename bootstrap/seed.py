@@ -2,8 +2,8 @@
 
 Laws: the identity lies in the folder, so a seed that is started again (with a fixed port) is the one that its
 tickets name; the settings are signed by the first seed's key alone, and a further seed passes them on
-unchanged; what the DHT forgets is published again. A seed may be away for a while: peers that know each other
-go on without it.
+unchanged; what the DHT forgets is published again; a libp2p daemon that dies or hangs is started anew, where
+it was. A seed may be away for a while: peers that know each other go on without it.
 
 Price: hivemind's package imports torch (about 2 s), although nothing here uses it.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from p2p_co2.wire.limits import MAX_ADDRESSES
 
 if TYPE_CHECKING:
     from p2p_co2.discovery import Discovery
+    from p2p_co2.transport.hivemind_quiet import P2P
 
 RENEW_S = 600.0
 """Between two publications of the settings; far below the time for which the DHT keeps them."""
@@ -157,9 +158,9 @@ def _first(error: BaseException) -> BaseException:
 
 async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
     from p2p_co2.discovery import Discovery
-    from p2p_co2.transport.libp2p_control import own_maddrs
-    from p2p_co2.transport.libp2p_daemon import stop_p2p, wait_p2p_exit
+    from p2p_co2.transport.libp2p_daemon import stop_p2p
     from p2p_co2.transport.libp2p_relay import start_relay
+    from p2p_co2.transport.libp2p_revival import end_if_hung
     from p2p_co2.transport.probe import ProbeServer
 
     def refused(peer: PeerId, error: RemoteProtocolError) -> None:
@@ -179,18 +180,29 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
         probes = ProbeServer(p2p, seed.run_digest)
         stack.push_async_callback(probes.close)
         await probes.start()
-        own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
-        seeds = tuple(dict.fromkeys((*own, *seed.others, *seed.known)))[:MAX_ADDRESSES]
-        ticket = str(Ticket(seed.run_digest, seed.run_key, seeds))
-        _keep_ticket(options.folder, ticket)
         say(f'run "{run.name}", recipe {run.recipe}, digest {seed.run_digest.hex()[:16]}')
-        say(f"ticket: {ticket}")
+        ticket = await _print_ticket(p2p, seed, say)
         say("join with: p2p-co2 join TICKET    (Ctrl-C ends the seed; peers that know each other go on)")
         if options.port == 0 and not options.also:
             say("the port is a free one: for a ticket that outlives a restart, give --port")
+        stack.push_async_callback(end_if_hung, p2p)
         async with asyncio.TaskGroup() as group:
             group.create_task(_keep_up(discovery, say), name="keep up")
-            group.create_task(_watch_daemon(wait_p2p_exit(p2p)), name="watch the daemon")
+            group.create_task(_keep_daemon(p2p, seed, discovery, ticket, say), name="keep the daemon")
+
+
+async def _print_ticket(p2p: P2P, seed: _Seed, say: Callable[[str], None], before: str = "") -> str:
+    """Print and keep the ticket, unless that of ``before`` still leads here; returns the one that counts."""
+    from p2p_co2.transport.libp2p_control import own_maddrs
+
+    own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
+    if before and set(own).intersection(Ticket.parse(before).seeds):
+        return before
+    seeds = tuple(dict.fromkeys((*own, *seed.others, *seed.known)))[:MAX_ADDRESSES]
+    ticket = str(Ticket(seed.run_digest, seed.run_key, seeds))
+    _keep_ticket(seed.options.folder, ticket)
+    say(f"ticket: {ticket}")
+    return ticket
 
 
 async def _publish(seed: _Seed, discovery: Discovery, say: Callable[[str], None]) -> RunConfig:
@@ -228,8 +240,24 @@ async def _keep_up(discovery: Discovery, say: Callable[[str], None]) -> None:
             say(f"{time.strftime('%H:%M:%S')} peers: {peers}")
 
 
-async def _watch_daemon(ended: Awaitable[str]) -> None:
-    raise EnvironmentFault(f"the libp2p daemon ended ({await ended}); start the seed again")
+async def _keep_daemon(
+    p2p: P2P, seed: _Seed, discovery: Discovery, ticket: str, say: Callable[[str], None]
+) -> None:
+    """Start the libp2p daemon again whenever it dies or hangs. Raises ``EnvironmentFault`` when it cannot."""
+    from p2p_co2.transport.libp2p_revival import keep_alive
+
+    async def revived(words: str) -> None:
+        nonlocal ticket
+        say(f"{time.strftime('%H:%M:%S')} the libp2p daemon had ended ({words}); it was started again")
+        try:
+            await discovery.rebootstrap(seed.others or seed.known)
+            await discovery.keep_manifest()
+            ticket = await _print_ticket(p2p, seed, say, before=ticket)
+        except (TransportError, EnvironmentFault) as error:
+            say(f"{time.strftime('%H:%M:%S')} warning: {error}")
+
+    words = await keep_alive(p2p, revived)
+    raise EnvironmentFault(f"the libp2p daemon ended ({words}); start the seed again")
 
 
 def seed_addresses(visible: Sequence[str]) -> tuple[str, ...]:

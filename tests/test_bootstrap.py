@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -11,10 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bootstrap import seed
 from bootstrap.local_swarm import LocalSwarm, environment, program
 from bootstrap.seed import SeedOptions, serve_run
+from p2p_co2.config import RunConfig
+from p2p_co2.discovery import Discovery
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.process import processes_below
+from p2p_co2.ticket import Ticket
 from p2p_co2.transport import libp2p_relay
+from p2p_co2.wire.identity import Identity
+from tests.transport_peers import open_peer, until
 
 PYTHON = [sys.executable, "-c"]
 BOUND_S = 120.0
@@ -153,3 +161,31 @@ def test_a_seed_with_a_public_name_relays_at_once(
     with pytest.raises(EnvironmentFault, match="far enough"):
         serve_run(options, lambda _: None)
     assert asked == [{"announce_host": announce_host, "public": public, "relay": True}]
+
+
+async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path) -> None:
+    run = RunConfig(recipe_digest=bytes(32).hex())
+    identity = Identity.load_or_create(tmp_path / "identity")
+    said: list[str] = []
+    options = SeedOptions(folder=tmp_path, host="127.0.0.1")
+    others = set(processes_below(os.getpid()))
+    serving = asyncio.create_task(
+        seed._serve(seed._Seed(options, identity, run, run.digest(), identity.peer_id), said.append)
+    )
+    try:
+        async with open_peer("libp2p", tmp_path / "peer", run=run.digest()) as peer:
+            p2p = peer.carrier._p2p  # type: ignore[attr-defined]
+            discovery = Discovery(p2p, peer.identity, run.digest(), lambda *_: None)
+            await until(lambda: serving.done() or any("join with" in line for line in said))
+            before = next(line for line in said if line.startswith("ticket: "))
+            await discovery.start(Ticket.parse(before.removeprefix("ticket: ")).seeds)
+            (daemon,) = set(processes_below(os.getpid())) - others - {p2p.daemon.process.pid}
+            os.kill(daemon, signal.SIGKILL)
+            await until(lambda: serving.done() or any("started again" in line for line in said))
+            await discovery.rebootstrap(Ticket.parse(before.removeprefix("ticket: ")).seeds)
+            assert (await discovery.fetch_manifest(identity.peer_id)).config == run.canonical_bytes()
+            assert [line for line in said if line.startswith("ticket: ")] == [before]
+            await discovery.close()
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)

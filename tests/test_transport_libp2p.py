@@ -180,13 +180,17 @@ async def test_a_dead_daemon_is_said(tmp_path: Path) -> None:
             await a.carrier.connect(b.record)
 
 
-async def test_a_killed_daemon_comes_back_with_all_that_was_served(tmp_path: Path) -> None:
+async def test_a_daemon_that_dies_or_hangs_comes_back_with_all_that_was_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libp2p_revival, "LOOK_EVERY_S", 0.05)
     async with open_pair("libp2p", tmp_path) as (a, b):
         ours, theirs = a.carrier._p2p, b.carrier._p2p  # type: ignore[attr-defined]
         await ours.add_protobuf_handler("echo", _echo, PeerRecord)
         revived: list[str] = []
 
         async def hear(words: str) -> None:
+            monkeypatch.setattr(libp2p_revival, "ANSWER_WITHIN_S", 10.0)  # it lives: however slow it is
             revived.append(words)
 
         keeper = asyncio.create_task(keep_alive(ours, hear))
@@ -195,9 +199,11 @@ async def test_a_killed_daemon_comes_back_with_all_that_was_served(tmp_path: Pat
         unanswered = asyncio.create_task(
             ours.call_protobuf_handler(theirs.peer_id, "none", b.record, PeerRecord)
         )
-        for killed in (1, 2):
-            ours.daemon.process.kill()
+        for killed, number in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
+            os.kill(ours.daemon.process.pid, number)
+            monkeypatch.setattr(libp2p_revival, "ANSWER_WITHIN_S", 0.1)
             await until(lambda: len(revived) == killed)  # noqa: B023
+            assert ("no answer to 3 questions" in revived[-1]) == (number == signal.SIGSTOP)
             assert await link.wait_closed()
             assert [str(maddr) for maddr in await ours.get_visible_maddrs(latest=True)] == before
             link = await _connect_again(b, a)  # by the address that it had

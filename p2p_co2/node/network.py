@@ -26,7 +26,7 @@ from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
 from p2p_co2.transport.libp2p_control import own_maddrs, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.transport.libp2p_relay import Places
-from p2p_co2.transport.libp2p_revival import keep_alive
+from p2p_co2.transport.libp2p_revival import end_if_hung, keep_alive
 from p2p_co2.transport.probe import ProbeServer
 from p2p_co2.transport.probe_limits import address_of
 from p2p_co2.transport.slow import SlowCarriers, SlowLine
@@ -96,6 +96,7 @@ class Network:
             self._places = Places(self.p2p, self.identity.peer_id, self.ticket.seeds)
         self.discovery = Discovery(self.p2p, self.identity, self.ticket.run, on_refused)
         self._stack.push_async_callback(self.discovery.close)
+        self._stack.push_async_callback(end_if_hung, self.p2p)
         await self.discovery.start(self.ticket.seeds)
         manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
         self.run = RunConfig.from_canonical_bytes(manifest.config)
@@ -124,6 +125,7 @@ class Network:
         probes = ProbeServer(self.p2p, self.ticket.run, self.config.limits.upload_bytes_per_s)
         self._stack.push_async_callback(probes.close)
         await probes.start()
+        self._stack.push_async_callback(end_if_hung, self.p2p)
 
     async def publish_self(self) -> str:
         """Put this peer's signed record into the DHT if the last one grows old, with its places at relays.

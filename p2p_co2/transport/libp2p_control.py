@@ -38,6 +38,25 @@ _P2P_CODE, _CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+async def answers(p2p: P2P, timeout_s: float) -> bool:
+    """Whether the daemon answers a question about itself in this time. False only of one that is silent: one
+    that has ended is its owner's to notice. Safe to cancel."""
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_unix_connection(p2p.daemon_listen_maddr["unix"])
+            await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+            await read_pbmsg_safe(reader, p2pd_pb2.Response())
+    except TimeoutError:
+        return False
+    except (OSError, asyncio.IncompleteReadError, DecodeError):
+        return True  # it has ended, or this process has no file left: starting another would not mend that
+    finally:
+        if writer is not None:
+            await hang_up(writer)
+    return True
+
+
 async def reach(p2p: P2P, peer: PeerId, maddrs: Sequence[str], timeout_s: float) -> None:
     """Make the daemon hold a connection to ``peer``; with no usable ``maddrs`` it asks its routing table.
 

@@ -87,6 +87,10 @@ class Daemon:
         await self.process.wait()
         return self.output[-1] if self.output else f"exit status {self.process.returncode}"
 
+    def kill(self) -> None:
+        """End the process at once; ``wait_exit`` then returns, and ``stop`` is still to be called."""
+        self._signal(kill=True)
+
     async def stop(self) -> None:
         """End the process and remove its folder."""
         if self.process.returncode is None:

@@ -1,14 +1,16 @@
-"""A libp2p daemon that died is started again under the ``P2P`` that used it: same identity, same port, same
-handlers.
+"""A libp2p daemon that died or hangs is started again under the ``P2P`` that used it: same identity, same
+port, same handlers.
 
 All that the daemon held is lost: links, places at relays, and what it knew of others. All that hivemind's
 client holds in our process stays: the handlers are told to the new daemon, and calls that waited for the old
 one fail. So whoever uses the ``P2P`` (carrier, DHT, probes, reports) keeps it and only sees links that end.
 
-Laws: a daemon is tried ``TRIES`` times within about two minutes; one that dies again within ``STEADY_S`` is
-still the same trouble, so a daemon that cannot live costs a bounded number of starts. Price: for these
-seconds nobody is reached over libp2p; gRPC goes on. It reaches into hivemind's client (1.1.12), which has no
-words for this; a test kills a daemon and sees all kinds of handlers answer again.
+Laws: a daemon that leaves ``MISSES`` questions in a row unanswered hangs, and is killed: after 45 s with the
+figures below. A machine that stood still loses one question by it, and keeps its daemon. A daemon is tried
+``TRIES`` times within about two minutes; one that dies again within ``STEADY_S`` is still the same trouble,
+so a daemon that cannot live costs a bounded number of starts. Price: for these seconds nobody is reached over
+libp2p; gRPC goes on. It reaches into hivemind's client (1.1.12), which has no words for this; a test kills a
+daemon, stops it, and sees all kinds of handlers answer again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Awaitable, Callable
 
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.transport.hivemind_quiet import P2P, P2PDaemonError
+from p2p_co2.transport.libp2p_control import answers
 from p2p_co2.transport.libp2p_daemon import (
     STARTUP_TIMEOUT_S,
     DaemonP2P,
@@ -32,16 +35,22 @@ logger = logging.getLogger(__name__)
 TRIES = 8
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 STEADY_S = 60.0
+LOOK_EVERY_S = 5.0
+ANSWER_WITHIN_S = 10.0
+MISSES = 3
+"""Questions in a row without an answer after which a daemon hangs."""
+CLOSE_WITHIN_S = 2.0
+"""Nothing is lost with a daemon that is killed when its process leaves, but goodbyes over libp2p."""
 OTHER_PORT_AFTER = 4
 """Tries after which a port that nobody chose may be another."""
 
 
 async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str:
-    """Start the daemon of ``p2p`` again whenever it ends; ``revived`` hears of it, with the old one's last
-    words. Returns why it is given up, in words. Safe to cancel."""
+    """Start the daemon of ``p2p`` again whenever it ends or hangs; ``revived`` hears of it, with the old
+    one's last words. Returns why it is given up, in words. Safe to cancel."""
     failures, began_at = 0, -STEADY_S
     while True:
-        words = await wait_p2p_exit(p2p)
+        words = await _end_of(p2p)
         if not isinstance(p2p, DaemonP2P) or p2p.daemon is None:
             return words  # it was stopped by us
         if time.monotonic() - began_at > STEADY_S:
@@ -61,6 +70,41 @@ async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str
             break
         began_at = time.monotonic()
         await revived(words)
+
+
+async def _end_of(p2p: P2P) -> str:
+    """Wait until the daemon has ended, and end one that hangs; returns why, in words."""
+    ended = asyncio.create_task(wait_p2p_exit(p2p), name="the libp2p daemon's end")
+    misses = 0
+    try:
+        while misses < MISSES:
+            await asyncio.wait({ended}, timeout=LOOK_EVERY_S)
+            if ended.done() or not isinstance(p2p, DaemonP2P) or p2p.daemon is None:
+                return await ended
+            misses = 0 if _is_heard(p2p) and await answers(p2p, ANSWER_WITHIN_S) else misses + 1
+        if not ended.done():
+            logger.warning("the libp2p daemon hangs; ending it")
+            p2p.daemon.kill()
+        await ended
+        return f"it hung: no answer to {MISSES} questions in a row"
+    finally:
+        ended.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
+
+
+async def end_if_hung(p2p: P2P) -> None:
+    """To be called before all that needs the daemon is closed: each of them would wait for one that hangs.
+    Safe to cancel."""
+    daemon = p2p.daemon if isinstance(p2p, DaemonP2P) else None
+    if daemon is not None and daemon.process.returncode is None and not await answers(p2p, CLOSE_WITHIN_S):
+        daemon.kill()
+
+
+def _is_heard(p2p: P2P) -> bool:
+    """Whether hivemind's client still reads what the daemon says, and writes; else each call waits for
+    ever."""
+    control = p2p._client.control
+    return not control._read_task.done() and not control._write_task.done()
 
 
 async def revive(p2p: DaemonP2P, any_port: bool = False) -> None:
