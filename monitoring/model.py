@@ -15,9 +15,9 @@ import math
 
 from monitoring.facts import PeerFacts, SwarmFacts
 from monitoring.history import SWARM, TIERS, Batch, Happening, History, RoundRow
-from monitoring.portrait import Known, Pace, round_facts, round_s, swarm_facts
 from monitoring.predicted import EVERY_S, predicted_utilisation
 from monitoring.standing import ONLINE
+from monitoring.swarm_facts import Known, Pace, round_facts, round_s, swarm_facts
 from monitoring.words import describe
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault

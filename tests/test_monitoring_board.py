@@ -18,9 +18,9 @@ from monitoring.history import SWARM, History
 from monitoring.journals import JournalFeed
 from monitoring.metrics import FactsCollector, exposition
 from monitoring.model import FORGET_AFTER_S, Model
-from monitoring.portrait import Pace
 from monitoring.predicted import predicted_utilisation
 from monitoring.report import write_report
+from monitoring.swarm_facts import Pace
 from monitoring.watch import line
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.telemetry import events as ev
