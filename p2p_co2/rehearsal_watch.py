@@ -20,7 +20,7 @@ from bootstrap.rehearsal import RehearsalEnd
 from monitoring.exchanges import ExchangeLog, exchange_figures
 from monitoring.lines import exchanges_line, lines_table, used_table
 from monitoring.picture import draw_run
-from monitoring.steady import SteadyLog
+from monitoring.steady_state import SteadyState
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
 from p2p_co2.config import RunConfig
@@ -34,7 +34,7 @@ class RehearsalTerminal:
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._view, self._exchanges = SwarmView(), ExchangeLog()
-        self._steady = SteadyLog(config.outer.blocking_rounds)
+        self._steady = SteadyState(config.outer.blocking_rounds)
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
         self._console = Console(width=None if sys.stdout.isatty() else 150)
         self._folder = folder

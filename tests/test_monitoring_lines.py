@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from monitoring.exchanges import ExchangeLog, exchange_figures
-from monitoring.steady import SteadyLog
+from monitoring.steady_state import SteadyState
 from p2p_co2.profiles import PROFILES
 from p2p_co2.telemetry import events as ev
 
@@ -68,7 +68,7 @@ def progress(at: float, train_s: float, versions: tuple[int, ...]) -> ev.Progres
 
 
 def test_checkpoints_are_told_beside_what_the_network_costs() -> None:
-    log = SteadyLog(1)
+    log = SteadyState(1)
     saved = [
         ev.CheckpointSaved(at=at, peer="a", path="", versions=(1,), duration_s=2.0) for at in (9.0, 20.0)
     ]

@@ -16,7 +16,7 @@ from p2p_co2.telemetry.events import AgreedMeasured, CheckpointSaved, Event, Pee
 
 
 @dataclass
-class SteadyLog:
+class SteadyState:
     """``first_rounds``: rounds of each fragment that training waits for (``outer.blocking_rounds``)."""
 
     first_rounds: int
