@@ -18,7 +18,7 @@ from rich.console import Console
 from bootstrap.lines import Line
 from bootstrap.rehearsal import RehearsalEnd
 from monitoring.exchanges import ExchangeLog, exchange_figures
-from monitoring.lines import exchanges_line, lines_table, used_table
+from monitoring.link_tables import exchanges_line, lines_table, used_table
 from monitoring.picture import draw_run
 from monitoring.steady_state import SteadyState
 from monitoring.summary import RunFacts, summarise, verdict
