@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from monitoring.charts import OUTCOMES
 from monitoring.facts import PeerFacts, SwarmFacts
-from monitoring.standing import ONLINE
+from monitoring.peer_state import ONLINE
 from monitoring.words import plain
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -15,8 +15,8 @@ import math
 
 from monitoring.facts import PeerFacts, SwarmFacts
 from monitoring.history import SWARM, TIERS, Batch, Happening, History, RoundRow
+from monitoring.peer_state import ONLINE
 from monitoring.predicted import EVERY_S, predicted_utilisation
-from monitoring.standing import ONLINE
 from monitoring.swarm_facts import Known, Pace, round_facts, round_s, swarm_facts
 from monitoring.words import describe
 from p2p_co2.config import RunConfig

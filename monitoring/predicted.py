@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 
 from monitoring.facts import PeerFacts
-from monitoring.standing import ONLINE
+from monitoring.peer_state import ONLINE
 from p2p_co2.config import RunConfig
 from p2p_co2.planning import Link, even_fragments, forecast, setting_of
 

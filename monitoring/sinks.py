@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from monitoring.facts import SwarmFacts
 from monitoring.history import History
 from monitoring.model import Model
-from monitoring.standing import ONLINE
+from monitoring.peer_state import ONLINE
 from monitoring.words import plain
 from p2p_co2.errors import ConfigError
 from p2p_co2.process import StopSignals

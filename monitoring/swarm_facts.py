@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from monitoring.facts import LinkFacts, PeerFacts, RoundFacts, SwarmFacts
-from monitoring.standing import ONLINE, OVER, standing
+from monitoring.peer_state import ONLINE, OVER, peer_state
 from monitoring.troubles import median_position, troubles
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
@@ -155,7 +155,7 @@ def _listed(known: Known) -> Iterable[PeerView]:
 def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
     sighting = known.sightings.get(peer.peer)
     answer_every_s = max(1.0, len(known.sightings) / ASKS_PER_S)
-    state, reason = standing(peer, sighting, known.now, answer_every_s)
+    state, reason = peer_state(peer, sighting, known.now, answer_every_s)
     over = state in OVER
     up, down = known.paces[peer.peer].rates(known.now) if peer.peer in known.paces else (None, None)
     totals, fragments = peer.totals, known.fragments

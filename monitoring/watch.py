@@ -16,7 +16,7 @@ from rich.text import Text
 from monitoring.facts import PeerFacts, SwarmFacts
 from monitoring.history import History
 from monitoring.model import Model
-from monitoring.standing import ONLINE
+from monitoring.peer_state import ONLINE
 from monitoring.words import UNKNOWN, clock, figure, percent, plain, size
 from p2p_co2.process import StopSignals
 from p2p_co2.telemetry.feed import Feed

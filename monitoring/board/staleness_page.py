@@ -9,7 +9,7 @@ from nicegui import ui
 from monitoring import charts
 from monitoring.board.shell import Chart, Frame, Text, Tile, card, outcome_legend
 from monitoring.facts import PeerFacts, RoundFacts, SwarmFacts
-from monitoring.standing import ONLINE
+from monitoring.peer_state import ONLINE
 from monitoring.words import clock, figure
 
 MAX_LINES = 8

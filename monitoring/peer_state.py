@@ -18,7 +18,9 @@ LEFT_PREFIX = "left: "
 """How membership begins the reason of a peer that said goodbye."""
 
 
-def standing(peer: PeerView, sighting: Sighting | None, now: float, answer_every_s: float) -> tuple[str, str]:
+def peer_state(
+    peer: PeerView, sighting: Sighting | None, now: float, answer_every_s: float
+) -> tuple[str, str]:
     """(state, reason) of a peer at ``now`` (unix seconds); ``answer_every_s``: how often it is asked."""
     if peer.finished or peer.last_seen_at is None:
         return ("finished", peer.finish_reason) if peer.finished else _unheard(peer, sighting)
