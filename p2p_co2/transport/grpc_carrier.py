@@ -35,7 +35,7 @@ from p2p_co2.transport.base import (
     check_outgoing,
 )
 from p2p_co2.transport.door import MAX_INBOUND_LINKS, RELAYED, Door, network_at
-from p2p_co2.transport.names import Lookups
+from p2p_co2.transport.resolver import Resolver
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.transport.unsent import Unsent
 from p2p_co2.wire.identity import Identity, PeerId
@@ -99,7 +99,7 @@ class GrpcCarrier:
         self._host, self.port = host, port
         self._server: grpc.aio.Server | None = None
         self._links: set[GrpcLink] = set()
-        self._lookups = Lookups()
+        self._resolver = Resolver()
         self._on_message: OnMessage | None = None
         self._on_refused: OnRefused | None = None
 
@@ -157,7 +157,7 @@ class GrpcCarrier:
     async def _connect_to(self, address: str, record: PeerRecord) -> GrpcLink:
         host, port = _split_address(address)
         timeout_s = NEAR_TIMEOUT_S if is_near(host) else CONNECT_TIMEOUT_S
-        numbers = (await self._lookups.addresses_of(host, timeout_s))[:MAX_NUMBERS]
+        numbers = (await self._resolver.addresses_of(host, timeout_s))[:MAX_NUMBERS]
         pem, number = await self._certificate_at(numbers, port, record.certificate_digest, timeout_s)
         channel = grpc.aio.secure_channel(
             f"[{number}]:{port}" if ":" in number else f"{number}:{port}",

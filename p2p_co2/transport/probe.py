@@ -24,8 +24,8 @@ from google.protobuf.message import DecodeError
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.transport.hivemind_quiet import P2P, StreamInfo
 from p2p_co2.transport.libp2p_control import hang_up
-from p2p_co2.transport.names import Lookups
 from p2p_co2.transport.probe_limits import ProbeLimits, address_of, check_dial_back
+from p2p_co2.transport.resolver import Resolver
 from p2p_co2.transport.serving import ServedStreams
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import DialBackProbe, Probe, ProbeAnswer
@@ -55,7 +55,7 @@ class ProbeServer:
         self, p2p: P2P, run: bytes, upload_bytes_per_s: float = 0.0, clock: Callable[[], float] = time.time
     ) -> None:
         self._run, self._cap, self._clock = run, upload_bytes_per_s, clock
-        self._limits, self._lookups = ProbeLimits(), Lookups(MAX_LOOKUPS)
+        self._limits, self._resolver = ProbeLimits(), Resolver(MAX_LOOKUPS)
         self._streams = ServedStreams(p2p, PROTOCOL, self._serve, MAX_STREAMS, MAX_STREAMS_PER_PEER)
 
     async def start(self) -> None:
@@ -134,7 +134,7 @@ class ProbeServer:
     async def _addresses_of(self, host: str) -> list[str]:
         """The addresses of a name; empty if it has none."""
         try:
-            return await self._lookups.addresses_of(host, DIAL_S)
+            return await self._resolver.addresses_of(host, DIAL_S)
         except TransportError:
             return []
 

@@ -23,7 +23,7 @@ from p2p_co2.errors import TransportError
 MAX_LOOKUPS = 8
 
 
-class Lookups:
+class Resolver:
     """At most ``most`` names at once. ``resolve`` blocks and gives a name's addresses, or raises
     ``OSError``."""
 

@@ -8,12 +8,12 @@ import threading
 import pytest
 
 from p2p_co2.errors import TransportError
-from p2p_co2.transport.names import Lookups
+from p2p_co2.transport.resolver import Resolver
 
 LONG_S = 60.0
 
 
-class Resolver:
+class PlayedLookup:
     """Hangs on names that begin with "slow" until it is released."""
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class Resolver:
 
 
 async def test_addresses_need_no_lookup_and_names_get_one() -> None:
-    resolver = Resolver()
-    lookups = Lookups(1, resolver)
+    played = PlayedLookup()
+    lookups = Resolver(1, played)
     assert await lookups.addresses_of("127.0.0.1", LONG_S) == ["127.0.0.1"]
     assert await lookups.addresses_of("::1", LONG_S) == ["::1"]
-    assert resolver.asked == []
+    assert played.asked == []
     assert await lookups.addresses_of("peer.example", LONG_S) == ["192.0.2.1", "2001:db8::1"]
     with pytest.raises(TransportError, match="no such name"):
         await lookups.addresses_of("nowhere", LONG_S)
@@ -42,8 +42,8 @@ async def test_addresses_need_no_lookup_and_names_get_one() -> None:
 
 
 async def test_names_that_hang_hold_their_places_and_no_thread_of_anybody_else() -> None:
-    resolver = Resolver()
-    lookups = Lookups(2, resolver)
+    played = PlayedLookup()
+    lookups = Resolver(2, played)
     before = threading.active_count()
     for number in range(2):
         with pytest.raises(TransportError, match="do not answer"):
@@ -54,7 +54,7 @@ async def test_names_that_hang_hold_their_places_and_no_thread_of_anybody_else()
     assert threading.active_count() <= before + 2
     assert await lookups.addresses_of("192.0.2.7", LONG_S) == ["192.0.2.7"]
     assert await asyncio.to_thread(lambda: "the others' threads are free") != ""
-    resolver.released.set()
+    played.released.set()
     async with asyncio.timeout(LONG_S):
         while True:
             try:
