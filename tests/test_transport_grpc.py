@@ -15,11 +15,11 @@ import grpc.aio
 import pytest
 
 from p2p_co2.errors import EnvironmentFault, TransportError
-from p2p_co2.transport import unsent
+from p2p_co2.transport import send_buffer
 from p2p_co2.transport.door import Door
 from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
+from p2p_co2.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendBuffer
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
-from p2p_co2.transport.unsent import MOST_UNSENT_BYTES, UNSENT_BYTES, Unsent
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
 from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer
@@ -137,12 +137,12 @@ async def test_a_link_leaves_little_unsent_in_the_kernel(
     async with open_pair("grpc", tmp_path) as (a, b):
         assert isinstance(b.carrier, GrpcCarrier)
         for near_s, is_bounded in ((60.0, False), (0.0, True)):
-            monkeypatch.setattr(unsent, "NEAR_S", near_s)
+            monkeypatch.setattr(send_buffer, "NEAR_S", near_s)
             link = await a.carrier.connect(b.record)
             bounds = [unsent_bound(int(name), b.carrier.port) for name in os.listdir("/proc/self/fd")]
             assert (UNSENT_BYTES in bounds) == is_bounded
             await link.close()
-    assert unsent.keep_little_unsent("127.0.0.1", 9) == 0  # nobody is connected there
+    assert send_buffer.keep_little_unsent("127.0.0.1", 9) == 0  # nobody is connected there
 
 
 def test_a_fast_connection_may_hold_what_it_carries_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +152,14 @@ def test_a_fast_connection_may_hold_what_it_carries_in_a_moment(monkeypatch: pyt
         bounds.append(size_bytes)
         return 1
 
-    monkeypatch.setattr(unsent, "keep_little_unsent", bound)
+    monkeypatch.setattr(send_buffer, "keep_little_unsent", bound)
 
-    def carry(line: Unsent, since: float, bytes_per_s: float, swallowed: int = 1 << 20) -> None:
+    def carry(line: SendBuffer, since: float, bytes_per_s: float, swallowed: int = 1 << 20) -> None:
         line.took(swallowed, since, since)  # into an empty buffer
         for number in range(12):
             line.took(int(bytes_per_s / 10), since + number / 10, since + (number + 1) / 10)
 
-    line = Unsent("192.0.2.1", 1)
+    line = SendBuffer("192.0.2.1", 1)
     carry(line, 10.0, 0.8e6)
     assert bounds == [UNSENT_BYTES]
     carry(line, 20.0, 4e6)

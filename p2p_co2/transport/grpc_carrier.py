@@ -36,8 +36,8 @@ from p2p_co2.transport.base import (
 )
 from p2p_co2.transport.door import MAX_INBOUND_LINKS, RELAYED, Door, network_at
 from p2p_co2.transport.resolver import Resolver
+from p2p_co2.transport.send_buffer import SendBuffer
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
-from p2p_co2.transport.unsent import Unsent
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -171,7 +171,7 @@ class GrpcCarrier:
         except BaseException:
             await link.drop("never opened")
             raise
-        link.unsent = Unsent(number, port)
+        link.send_buffer = SendBuffer(number, port)
         return link
 
     async def _certificate_at(
@@ -231,7 +231,7 @@ class GrpcLink:
         self._writing = asyncio.Lock()
         self._watcher = asyncio.create_task(self._watch(), name=f"grpc link to {peer}")
         self._closing = ""
-        self.unsent: Unsent | None = None
+        self.send_buffer: SendBuffer | None = None
         """Set once the connection is known."""
 
     async def open(self, hello: bytes, address: str) -> None:
@@ -250,8 +250,8 @@ class GrpcLink:
         async with self._writing:
             started_at = time.monotonic()
             await self._write(data)
-            if self.unsent is not None:
-                self.unsent.took(len(data), started_at, time.monotonic())
+            if self.send_buffer is not None:
+                self.send_buffer.took(len(data), started_at, time.monotonic())
 
     async def close(self) -> None:
         """See ``Link``."""

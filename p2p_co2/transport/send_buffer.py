@@ -5,7 +5,7 @@ to take hundreds of megabytes per second, the division of a round by upload rate
 vote waits behind seconds of payload. ``TCP_NOTSENT_LOWAT`` (Linux, tcp(7)) bounds what the buffer holds
 beyond what is under way, so that handing over takes as long as sending. gRPC has no option for it, hence the
 search through this process's own sockets. A fast line would stand idle whenever this process is busy for
-longer than so little lasts, so a connection that turns out to be fast may hold more (``Unsent``).
+longer than so little lasts, so a connection that turns out to be fast may hold more (``SendBuffer``).
 
 Law: a connection that is not found changes nothing but the figures; one to a near machine, which drains any
 buffer in milliseconds, is left alone, since a short buffer has to be filled more often. Price: one look at
@@ -34,7 +34,7 @@ _ROUND_TRIP = struct.Struct("68xI")
 _OPEN_FILES = Path("/proc/self/fd")
 
 
-class Unsent:
+class SendBuffer:
     """What one connection, which must be open, may hold unsent. Times are of any one clock, in seconds."""
 
     def __init__(self, host: str, port: int) -> None:
