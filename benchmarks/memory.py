@@ -48,7 +48,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, Ru
 from p2p_co2.memory import return_large_blocks
 from p2p_co2.trainer import Peer, connect
 from p2p_co2.trainer.fragment_ledger import Kept
-from p2p_co2.trainer.halved import Halved
+from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 
 PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
 TINY_WIDTH = 16
@@ -253,7 +253,7 @@ def _held(peer: Peer) -> dict[str, int]:
 def _size(kept: Kept | None) -> int:
     if kept is None:
         return 0
-    return kept.held_bytes if isinstance(kept, Halved) else kept.numel() * kept.element_size()
+    return kept.held_bytes if isinstance(kept, ScaledFp16) else kept.numel() * kept.element_size()
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
-from p2p_co2.trainer.halved import Halved
+from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 
-Kept = Tensor | Halved
+Kept = Tensor | ScaledFp16
 """fp32 [n], read by slices, never changed once it is whole."""
 HALVED_FROM_BITS = 9
 """Codecs with more bits per value give back more than half precision would."""
@@ -306,7 +306,7 @@ class FragmentLedger:
     def _room(self) -> Kept:
         """For as many values as the fragment has."""
         size = self.state.params.numel()
-        return Halved(size, self._width) if self._halves else torch.empty(size)
+        return ScaledFp16(size, self._width) if self._halves else torch.empty(size)
 
     def _rebase_on(self, state: OuterState) -> Rebase:
         """Added to live parameters, keeps all work of this peer and measures it from ``state``."""
@@ -406,7 +406,7 @@ class FragmentLedger:
         if self.residual is None or mine.residual is None:
             return
         old, new = self.residual, mine.residual
-        if not isinstance(new, Halved):
+        if not isinstance(new, ScaledFp16):
             for part in missed:
                 new[part] = old[part]
             self.residual = new
@@ -429,7 +429,7 @@ class FragmentLedger:
 
 
 def _set(room: Kept, at: slice, values: Tensor) -> None:
-    if isinstance(room, Halved):
+    if isinstance(room, ScaledFp16):
         room.set(at, values)
     else:
         room[at] = values

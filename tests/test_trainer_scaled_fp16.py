@@ -17,14 +17,14 @@ from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.trainer.fragment_ledger import FragmentLedger, Loan
-from p2p_co2.trainer.halved import Halved
+from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from tests.test_trainer_ledger import BLOCK, Simulated, run_config
 
 BLOCKS = 5
 
 
 def test_powers_of_two_come_back_by_hand() -> None:
-    kept = Halved(5, 2)
+    kept = ScaledFp16(5, 2)
     for start, values in ((0, [1.0, -0.5]), (2, [2.0**-60, 0.0]), (4, [2.0**80])):
         kept.set(slice(start, min(5, start + 2)), torch.tensor(values))
     assert kept[:].tolist() == [1.0, -0.5, 2.0**-60, 0.0, 2.0**80]
@@ -44,7 +44,7 @@ def test_powers_of_two_come_back_by_hand() -> None:
 def test_values_come_back_as_exact_as_promised(
     values: list[float], piece: int, start: int, stop: int
 ) -> None:
-    whole, kept = torch.tensor(values), Halved(len(values), piece)
+    whole, kept = torch.tensor(values), ScaledFp16(len(values), piece)
     bounds = torch.empty_like(whole)
     for first in range(0, len(values), piece):
         at = slice(first, min(len(values), first + piece))

@@ -22,7 +22,7 @@ _BITS = 15
 _SMALLEST = 2.0**-100
 
 
-class Halved:
+class ScaledFp16:
     """fp32 [numel], set piece by piece: [0, piece), [piece, 2 piece) and so on."""
 
     def __init__(self, numel: int, piece: int) -> None:
