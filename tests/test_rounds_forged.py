@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import ReduceWanted
 from p2p_co2.rounds.attempt import seal_begin
-from p2p_co2.rounds.early import EarlyPieces
+from p2p_co2.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST, begun_key, begun_member, drain, one_machine, part_of, refusal
 from tests.round_network import RUN, make_identity
@@ -188,7 +188,7 @@ def test_pieces_that_overtake_begin_are_held_up_to_a_bound() -> None:
     (wanted,) = [event for event in drain(machine) if isinstance(event, ReduceWanted)]
     assert [piece.peer for piece in wanted.job.slices] == sorted(piece.peer for piece in wanted.job.slices)
     assert len(wanted.job.slices) == 3
-    early = EarlyPieces(0)
+    early = ReorderBuffer(0)
     flood = wire.Part(data=bytes(1 << 19))
     for _ in range(7):
         early.hold(flood, first)

@@ -16,7 +16,6 @@ from p2p_co2.rounds.completing import Completing
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.decision import Verdicts, content_of
-from p2p_co2.rounds.early import EarlyPieces, Piece
 from p2p_co2.rounds.events import (
     Aborted,
     Doubted,
@@ -26,6 +25,7 @@ from p2p_co2.rounds.events import (
     Refused,
 )
 from p2p_co2.rounds.member import Member
+from p2p_co2.rounds.reorder_buffer import Piece, ReorderBuffer
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import (
@@ -56,7 +56,7 @@ class FragmentRounds:
         self._swarm, self._outlet, self._coordination = swarm, outlet, coordination
         self._offered_at = 0.0
         self._payload_bytes = swarm.shape.payload_bytes(fragment)
-        self._early = EarlyPieces(2 * self._payload_bytes)
+        self._early = ReorderBuffer(2 * self._payload_bytes)
         self._rival: tuple[Decision, Outcome] | None = None
         self._hinted_version = -1
         self._aborted_round = -1

@@ -16,7 +16,7 @@ Piece = Part | Mean | Reassign
 Held = Piece | CellPart
 
 
-class EarlyPieces:
+class ReorderBuffer:
     """Held pieces of one fragment, in order of arrival."""
 
     def __init__(self, limit_bytes: int) -> None:
