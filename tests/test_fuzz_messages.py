@@ -23,8 +23,8 @@ from p2p_co2.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, Records
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.gate import receive_relayed
 from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
-from p2p_co2.reports.desk import Desk
 from p2p_co2.reports.reader import REPORT_CONTEXT, open_report
+from p2p_co2.reports.responder import Responder
 from p2p_co2.transport.door import HELLO_CONTEXT, Door
 from p2p_co2.transport.libp2p_relay import _read_answer
 from p2p_co2.transport.probe import HEADER_BYTES, _parsed
@@ -110,7 +110,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
     ),
     wire.ReportRequest: (
         wire.ReportRequest(run=RUN, process=1, decisions=[wire.RoundRef(fragment=0, round=3)]),
-        lambda data: Desk(US, RUN, 1).answer(data, THEM.peer_id, 10.0, NOW),
+        lambda data: Responder(US, RUN, 1).answer(data, THEM.peer_id, 10.0, NOW),
     ),
     wire.Report: (
         wire.Report(run=RUN, peer=THEM.peer_id, process=1, first=1, sent_at=NOW, decisions=[wire.Decision()]),

@@ -11,9 +11,9 @@ from itertools import pairwise
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.reports import REPORT_CONTEXT, Desk, Poller, open_report
-from p2p_co2.reports.desk import ANSWER_BYTES, MAX_ANSWERS_PER_S, MAX_EVENTS_KEPT
+from p2p_co2.reports import REPORT_CONTEXT, Poller, Responder, open_report
 from p2p_co2.reports.reader import MAX_EVENT_BYTES
+from p2p_co2.reports.responder import ANSWER_BYTES, MAX_ANSWERS_PER_S, MAX_EVENTS_KEPT
 from p2p_co2.rounds import DECISION_CONTEXT
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import event_line
@@ -65,17 +65,17 @@ def decision(number: int, signer: Identity, members: dict[str, float], run: byte
     return Decision(outcome=content, signature=signer.sign(DECISION_CONTEXT, content))
 
 
-def desk(who: Identity = A, process: int = 7) -> Desk:
-    return Desk(who, RUN, process)
+def responder(who: Identity = A, process: int = 7) -> Responder:
+    return Responder(who, RUN, process)
 
 
 class Talk:
-    """A poller that asks desks, second by second."""
+    """A poller that asks responders, second by second."""
 
-    def __init__(self, *desks: tuple[Identity, Desk]) -> None:
-        self.desks = {who.peer_id: table for who, table in desks}
+    def __init__(self, *responders: tuple[Identity, Responder]) -> None:
+        self.responders = {who.peer_id: table for who, table in responders}
         self.poller = Poller(RUN)
-        self.poller.listed(self.desks, 0.0, NOW)
+        self.poller.listed(self.responders, 0.0, NOW)
         self.now = 0.0
 
     def turn(self, offset_s: float = 0.0) -> list[ev.Event]:
@@ -83,7 +83,7 @@ class Talk:
         self.now += 1.0
         for peer, question in self.poller.due(self.now):
             unix_now = NOW + 9000.0 + self.now
-            answer = self.desks[peer].answer(question, ASKER, self.now, unix_now + offset_s)
+            answer = self.responders[peer].answer(question, ASKER, self.now, unix_now + offset_s)
             self.poller.answered(peer, answer, self.now, unix_now)
         return self.poller.take().events
 
@@ -100,7 +100,7 @@ def lines(*records: object) -> bytes:
 
 
 def test_an_observer_hears_what_happened_and_then_only_what_is_new() -> None:
-    table = desk()
+    table = responder()
     for number in range(3):
         table.see(progress(number))
     talk = Talk((A, table))
@@ -112,7 +112,7 @@ def test_an_observer_hears_what_happened_and_then_only_what_is_new() -> None:
 
 def test_a_late_observer_learns_what_an_early_one_knows() -> None:
     """What fell out of the ring is told as one event, and comes to the same."""
-    table, everything = desk(), []
+    table, everything = responder(), []
     for number in range(1, MAX_EVENTS_KEPT + 500):
         event = progress(number) if number % 4 else applied(number)
         everything.append(event)
@@ -128,19 +128,19 @@ def test_a_late_observer_learns_what_an_early_one_knows() -> None:
 
 
 def test_a_restarted_peer_is_heard_from_its_beginning() -> None:
-    first = desk(process=1)
+    first = responder(process=1)
     for number in range(5):
         first.see(progress(number))
     talk = Talk((A, first))
     assert len(talk.turn()) == 5
-    second = desk(process=2)
+    second = responder(process=2)
     second.see(progress(9))
-    talk.desks[A.peer_id] = second
+    talk.responders[A.peer_id] = second
     assert talk.turn() == [progress(9)]
 
 
 def test_times_of_a_peer_with_a_wrong_clock_are_brought_to_ours() -> None:
-    table = desk()
+    table = responder()
     table.see(progress(1, at=NOW + 500.0))
     (event,) = Talk((A, table)).turn(offset_s=500.0)
     assert event.at == NOW
@@ -154,7 +154,7 @@ def test_times_of_a_peer_with_a_wrong_clock_are_brought_to_ours() -> None:
 # ---- what is counted
 
 
-def weights_told(*tables: tuple[Identity, Desk]) -> list[dict[str, float]]:
+def weights_told(*tables: tuple[Identity, Responder]) -> list[dict[str, float]]:
     talk = Talk(*tables)
     told = [event for _ in range(4) for event in talk.turn()]
     return [event.weights for event in told if isinstance(event, ev.RoundCounted)]
@@ -162,7 +162,7 @@ def weights_told(*tables: tuple[Identity, Desk]) -> list[dict[str, float]]:
 
 def test_a_signed_decision_with_a_witness_counts_once() -> None:
     members = {A.peer_id: 300.0, B.peer_id: 100.0}
-    tables = ((A, desk(A)), (B, desk(B)))
+    tables = ((A, responder(A)), (B, responder(B)))
     for who, table in tables:
         table.see(committed(1, who, coordinator=A))
         table.remember(0, 1, decision(1, A, members))
@@ -171,7 +171,7 @@ def test_a_signed_decision_with_a_witness_counts_once() -> None:
 
 def test_a_coordinator_that_offered_nothing_decides_like_any_other() -> None:
     members = {A.peer_id: 300.0, B.peer_id: 100.0}
-    tables = tuple((who, desk(who)) for who in (A, B, C))
+    tables = tuple((who, responder(who)) for who in (A, B, C))
     for who, table in tables[:2]:
         table.see(committed(1, who, coordinator=C))
         table.remember(0, 1, decision(1, C, members))
@@ -183,7 +183,7 @@ def test_a_coordinator_that_offered_nothing_decides_like_any_other() -> None:
 
 def test_somebody_elses_decision_does_not_crowd_out_the_coordinators() -> None:
     members = {A.peer_id: 300.0, B.peer_id: 100.0}
-    tables = ((A, desk(A)), (C, desk(C)), (B, desk(B)))
+    tables = ((A, responder(A)), (C, responder(C)), (B, responder(B)))
     for who, table in tables:
         table.see(committed(1, who, coordinator=C if who is C else A))
     tables[0][1].remember(0, 1, decision(1, A, members))
@@ -192,14 +192,14 @@ def test_somebody_elses_decision_does_not_crowd_out_the_coordinators() -> None:
 
 
 def test_a_coordinator_without_a_witness_counts_nothing() -> None:
-    table = desk(A)
+    table = responder(A)
     table.see(committed(1, A, coordinator=A))
     table.remember(0, 1, decision(1, A, {A.peer_id: 1e9, C.peer_id: 1.0}))
-    assert weights_told((A, table), (B, desk(B))) == []
-    stranger = desk(C)
+    assert weights_told((A, table), (B, responder(B))) == []
+    stranger = responder(C)
     stranger.see(committed(1, C, coordinator=C))
     stranger.remember(0, 1, decision(1, C, {A.peer_id: 1e9}))
-    assert weights_told((C, stranger), (A, desk(A))) == []
+    assert weights_told((C, stranger), (A, responder(A))) == []
 
 
 def test_a_decision_of_another_run_or_with_a_wrong_signature_counts_nothing() -> None:
@@ -207,7 +207,7 @@ def test_a_decision_of_another_run_or_with_a_wrong_signature_counts_nothing() ->
     forged = decision(1, A, members)
     forged.signature = bytes(64)
     for bad in (forged, decision(1, A, members, run=bytes(32))):
-        tables = ((A, desk(A)), (B, desk(B)))
+        tables = ((A, responder(A)), (B, responder(B)))
         for who, table in tables:
             table.see(committed(1, who, coordinator=A))
             table.remember(0, 1, bad)
@@ -218,7 +218,7 @@ def test_a_peers_own_word_of_a_count_is_refused() -> None:
     counted = ev.RoundCounted(
         at=NOW, peer=A.peer_id, fragment=0, round=1, decided_by=A.peer_id, weights={A.peer_id: 9e9}
     )
-    table = desk()
+    table = responder()
     table.see(counted)
     assert Talk((A, table)).turn() == []
     report = Report(run=RUN, peer=A.peer_id, process=1, first=1, last=1, newest=1, sent_at=NOW)
@@ -276,7 +276,7 @@ def test_a_report_of_somebody_else_or_damaged_is_refused() -> None:
 
 
 def test_nonsense_is_told_with_the_peer_that_sent_it() -> None:
-    talk = Talk((A, desk(A)))
+    talk = Talk((A, responder(A)))
     for peer, _ in talk.poller.due(1.0):
         talk.poller.answered(peer, b"garbage", 1.0, NOW)
     (sighting,) = [seen for seen in talk.poller.take().sightings if seen.refused]
@@ -287,14 +287,14 @@ def test_nonsense_is_told_with_the_peer_that_sent_it() -> None:
 def test_a_desk_refuses_requests_that_break_the_rules() -> None:
     for question in (b"\xff" * 10, b"x" * 9000, ReportRequest(run=bytes(32)).SerializeToString()):
         with pytest.raises(RemoteProtocolError):
-            desk().answer(question, PeerId(ASKER), 0.0, NOW)
+            responder().answer(question, PeerId(ASKER), 0.0, NOW)
 
 
 # ---- bounds
 
 
 def test_askers_cannot_make_a_peer_work_without_bound() -> None:
-    table = desk()
+    table = responder()
     table.see(progress(1))
     question = ReportRequest(run=RUN).SerializeToString()
     askers = [Identity.generate().peer_id for _ in range(60)]
@@ -305,7 +305,7 @@ def test_askers_cannot_make_a_peer_work_without_bound() -> None:
 
 
 def test_an_asker_that_always_asks_for_the_whole_story_is_bounded_and_a_newcomer_is_not_held_up() -> None:
-    table = desk()
+    table = responder()
     for number in range(1, 2000):
         table.see(progress(number))
 
@@ -323,7 +323,7 @@ def test_an_asker_that_always_asks_for_the_whole_story_is_bounded_and_a_newcomer
 
 
 def test_an_up_to_date_asker_that_hurries_is_told_to_wait() -> None:
-    table = desk()
+    table = responder()
     question = ReportRequest(run=RUN, process=7, after=0).SerializeToString()
     table.answer(question, ASKER, 10.0, NOW)
     assert open_report(table.answer(question, ASKER, 10.1, NOW), A.peer_id, RUN).again_in_s > 0
@@ -351,7 +351,7 @@ def test_the_view_of_rounds_is_bounded_and_its_totals_are_not() -> None:
 
 
 def test_events_are_told_as_they_were_written() -> None:
-    table = desk()
+    table = responder()
     event = dataclasses.replace(progress(1), loss=math.nan)
     table.see(event)
     (told,) = Talk((A, table)).turn()

@@ -15,9 +15,9 @@ from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
-from p2p_co2.reports import Desk
-from p2p_co2.reports.desk import MAX_REQUEST_BYTES
+from p2p_co2.reports import Responder
 from p2p_co2.reports.reader import MAX_REPORT_BYTES
+from p2p_co2.reports.responder import MAX_REQUEST_BYTES
 from p2p_co2.telemetry.events import Event, LinkMeasured
 from p2p_co2.transport.asking import Answering, Asking
 from p2p_co2.transport.libp2p_control import daemon_errors
@@ -41,7 +41,7 @@ class Reporting:
         self._network, self._loop, self._refuse = network, loop, refuse
         self._me = network.identity.peer_id
         process = int.from_bytes(os.urandom(8)) >> 1
-        self._desk = Desk(network.identity, network.run.digest(), process)
+        self._responder = Responder(network.identity, network.run.digest(), process)
         self._answering = Answering(
             network.p2p, PROTOCOL, self._answer, self._on_rude, most_question_bytes=MAX_REQUEST_BYTES
         )
@@ -51,11 +51,11 @@ class Reporting:
     def see(self, event: Event) -> None:
         """An event of this peer."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._desk.see, event)
+            self._loop.call_soon_threadsafe(self._responder.see, event)
 
     async def start(self, node: Node) -> None:
         """Answer from now on, and measure the links of ``node``."""
-        node.deciding.on_decision = self._desk.remember
+        node.deciding.on_decision = self._responder.remember
         await self._answering.start()
         self._measuring = asyncio.create_task(self._measure(node), name="measure links")
 
@@ -63,7 +63,7 @@ class Reporting:
         """Let observers who are here fetch the newest events, at most ``LAST_WORDS_S``."""
         ends_at = time.monotonic() + LAST_WORDS_S
         while self._measuring is not None and time.monotonic() < ends_at:
-            if self._desk.told_everybody(time.monotonic()):
+            if self._responder.told_everybody(time.monotonic()):
                 return
             await asyncio.sleep(0.05)
 
@@ -125,7 +125,7 @@ class Reporting:
         return await self._asking.ask(peer, maddrs, question, ASK_TIMEOUT_S)
 
     def _answer(self, asker: PeerId, question: bytes) -> bytes:
-        return self._desk.answer(question, asker, time.monotonic(), time.time())
+        return self._responder.answer(question, asker, time.monotonic(), time.time())
 
     def _on_rude(self, asker: PeerId, error: RemoteProtocolError) -> None:
         self._refuse(asker, error.reason, error.detail)

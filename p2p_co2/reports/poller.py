@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.reports.desk import MAX_DECISIONS_ANSWERED
 from p2p_co2.reports.reader import MAX_DECISIONS, Opened, open_report, read_decision
+from p2p_co2.reports.responder import MAX_DECISIONS_ANSWERED
 from p2p_co2.telemetry.events import Event, Recalled, RoundCommitted, RoundCounted
 from p2p_co2.telemetry.feed import News, Sighting
 from p2p_co2.wire.identity import PeerId

@@ -38,7 +38,7 @@ RECENTLY_S = 5.0
 """An asker of that long ago may come again."""
 
 
-class Desk:
+class Responder:
     """``identity`` signs, ``run`` is the run's digest, ``process`` a random number of at most 63 bits. All
     calls come from one thread; ``now`` is monotonic seconds, ``unix_now`` unix seconds."""
 
