@@ -25,7 +25,7 @@ from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.node.receiving import control_units
 from p2p_co2.rounds.assembly import piece_bytes
 from p2p_co2.transport import base, grpc_carrier, libp2p_carrier
-from p2p_co2.transport.door import Door
+from p2p_co2.transport.admission import Admission
 from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
 from p2p_co2.transport.libp2p_control import hang_up, open_stream, reach
@@ -104,7 +104,7 @@ async def test_libp2p_drops_a_peer_that_trickles(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(libp2p_carrier, "MESSAGE_TIMEOUT_S", 1.5)
     async with open_pair("libp2p", tmp_path) as (a, b):
         p2p = a.carrier._p2p  # type: ignore[attr-defined]
-        hello = Door(a.identity, RUN, time.time).hello(b.identity.peer_id, b"")
+        hello = Admission(a.identity, RUN, time.time).hello(b.identity.peer_id, b"")
         await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
         _, writer = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
         for message in (hello, b"whole"):

@@ -25,7 +25,7 @@ from p2p_co2.gate import receive_relayed
 from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
 from p2p_co2.reports.reader import REPORT_CONTEXT, open_report
 from p2p_co2.reports.responder import Responder
-from p2p_co2.transport.door import HELLO_CONTEXT, Door
+from p2p_co2.transport.admission import HELLO_CONTEXT, Admission
 from p2p_co2.transport.libp2p_relay import _read_answer
 from p2p_co2.transport.probe import HEADER_BYTES, _parsed
 from p2p_co2.transport.probing import Prober
@@ -106,7 +106,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
             from_peer=THEM.peer_id, to_peer=US.peer_id, run=RUN, certificate_digest=bytes(32), sent_at=NOW,
             nonce=bytes(16),
         ),
-        lambda data: Door(US, RUN, lambda: NOW).admit(THEM.seal(HELLO_CONTEXT, data), bytes(32)),
+        lambda data: Admission(US, RUN, lambda: NOW).admit(THEM.seal(HELLO_CONTEXT, data), bytes(32)),
     ),
     wire.ReportRequest: (
         wire.ReportRequest(run=RUN, process=1, decisions=[wire.RoundRef(fragment=0, round=3)]),

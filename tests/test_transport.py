@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.transport.door import MAX_INBOUND_LINKS_PER_PEER
+from p2p_co2.transport.admission import MAX_INBOUND_LINKS_PER_PEER
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -241,7 +241,7 @@ async def test_a_cancelled_connect_leaves_nothing(kind: str, tmp_path: Path) -> 
             if not connecting.cancel():
                 await (await connecting).close()
             await asyncio.gather(connecting, return_exceptions=True)
-        await until(lambda: not b.carrier._door._inside)  # type: ignore[attr-defined]
+        await until(lambda: not b.carrier._admission._inside)  # type: ignore[attr-defined]
         assert not a.carrier._links  # type: ignore[attr-defined]
 
 
@@ -252,7 +252,7 @@ async def test_an_inbound_link_ends_with_its_peer(kind: str, tmp_path: Path) -> 
             async with open_peer(kind, tmp_path / "a") as a:
                 link = await a.carrier.connect(b.record)
                 await link.drop("without a goodbye")  # type: ignore[attr-defined]
-            await until(lambda: not b.carrier._door._inside)  # type: ignore[attr-defined]
+            await until(lambda: not b.carrier._admission._inside)  # type: ignore[attr-defined]
 
 
 _CHILD = """

@@ -16,7 +16,7 @@ import pytest
 
 from p2p_co2.errors import EnvironmentFault, TransportError
 from p2p_co2.transport import send_buffer
-from p2p_co2.transport.door import Door
+from p2p_co2.transport.admission import Admission
 from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendBuffer
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
@@ -42,8 +42,10 @@ async def raw_grpc(b: Peer) -> AsyncIterator[grpc.aio.StreamUnaryCall]:
 def hello_for(
     b: Peer, *, to: PeerId | None = None, digest: bytes | None = None, at: float | None = None
 ) -> bytes:
-    door = Door(Identity.generate(), RUN, lambda: time.time() if at is None else at)
-    return door.hello(to or b.identity.peer_id, b.record.certificate_digest if digest is None else digest)
+    admission = Admission(Identity.generate(), RUN, lambda: time.time() if at is None else at)
+    return admission.hello(
+        to or b.identity.peer_id, b.record.certificate_digest if digest is None else digest
+    )
 
 
 async def test_grpc_refuses_hostile_hellos(tmp_path: Path) -> None:

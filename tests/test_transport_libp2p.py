@@ -14,8 +14,8 @@ import pytest
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.transport import libp2p_carrier, libp2p_daemon, libp2p_revival
+from p2p_co2.transport.admission import Admission
 from p2p_co2.transport.base import Link
-from p2p_co2.transport.door import Door
 from p2p_co2.transport.hivemind_quiet import P2PDaemonError
 from p2p_co2.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
 from p2p_co2.transport.libp2p_control import hang_up, open_stream, reach
@@ -36,9 +36,9 @@ def frame(data: bytes) -> bytes:
 async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
     async with open_pair("libp2p", tmp_path) as (a, b):
         p2p = a.carrier._p2p  # type: ignore[attr-defined]
-        door = Door(a.identity, RUN, time.time)
-        hello = door.hello(b.identity.peer_id, b"")
-        somebody = Door(Identity.generate(), RUN, time.time).hello(b.identity.peer_id, b"")
+        admission = Admission(a.identity, RUN, time.time)
+        hello = admission.hello(b.identity.peer_id, b"")
+        somebody = Admission(Identity.generate(), RUN, time.time).hello(b.identity.peer_id, b"")
         too_long = (MAX_MESSAGE_BYTES + 1).to_bytes(HEADER_BYTES)
         await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
         for raw, reason in (

@@ -4,8 +4,8 @@ Laws. A link carries messages of 1 to ``MAX_MESSAGE_BYTES`` bytes from the peer 
 was dialled, in the order of ``send``, each at most once and unchanged; ``on_message`` of one link is awaited
 before its next message is read, so a slow receiver slows its senders and nobody's memory grows; a link that
 brings no whole message within ``MESSAGE_TIMEOUT_S`` is dropped. The sender given to ``on_message`` is proved
-by a signature (``door``) on a channel that cannot be changed under way. The
-death of the other process is noticed at once by both ends, even when nothing is being sent.
+by a signature (``admission``) on a channel that cannot be changed under way. The death of the other process
+is noticed at once by both ends, even when nothing is being sent.
 
 Price: two links for a conversation, one per direction; in return there is no question of who closes what, and
 each direction may use another carrier.

@@ -3,7 +3,7 @@
 One streaming call is one link: the request stream carries the messages, the initial metadata of the answer
 says "welcome", the final status says why it ended. No generated stubs and no second serialisation: messages
 are the bytes of the call. Server: the certificate's digest is in the signed peer record (``tls``). Client: a
-signed hello bound to that certificate (``door``). HTTP/2 flow control is the backpressure.
+signed hello bound to that certificate (``admission``). HTTP/2 flow control is the backpressure.
 
 Law of death: a killed process resets its connection and both ends know at once; a host that falls silent is
 given up after ``KEEPALIVE_S`` + ``KEEPALIVE_TIMEOUT_S``. Price: 1.5 to 4 CPU seconds per GB, much of it TLS;
@@ -24,6 +24,7 @@ import grpc.aio
 from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.addresses import is_near
+from p2p_co2.transport.admission import MAX_INBOUND_LINKS, RELAYED, Admission, network_at
 from p2p_co2.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
@@ -34,7 +35,6 @@ from p2p_co2.transport.base import (
     check_incoming,
     check_outgoing,
 )
-from p2p_co2.transport.door import MAX_INBOUND_LINKS, RELAYED, Door, network_at
 from p2p_co2.transport.resolver import Resolver
 from p2p_co2.transport.send_buffer import SendBuffer
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
@@ -94,7 +94,7 @@ class GrpcCarrier:
     def __init__(
         self, identity: Identity, run: bytes, host: str, port: int, clock: Callable[[], float] = time.time
     ) -> None:
-        self._door = Door(identity, run, clock)
+        self._admission = Admission(identity, run, clock)
         self._certificate = make_certificate(clock())
         self._host, self.port = host, port
         self._server: grpc.aio.Server | None = None
@@ -133,7 +133,7 @@ class GrpcCarrier:
 
     def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
         """See ``Carrier``."""
-        self._door.is_known = is_known
+        self._admission.is_known = is_known
 
     async def connect(self, record: PeerRecord) -> GrpcLink:
         """See ``Carrier``; tries the record's addresses one after the other."""
@@ -167,7 +167,7 @@ class GrpcCarrier:
         link = GrpcLink(PeerId(record.peer), channel, self._links.discard)
         self._links.add(link)
         try:
-            await link.open(self._door.hello(link.peer, record.certificate_digest), address)
+            await link.open(self._admission.hello(link.peer, record.certificate_digest), address)
         except BaseException:
             await link.drop("never opened")
             raise
@@ -199,21 +199,21 @@ class GrpcCarrier:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         finally:
             if peer is not None:
-                self._door.leave(peer, network)
+                self._admission.leave(peer, network)
         return b""
 
     async def _admit(self, context: grpc.aio.ServicerContext, network: str) -> PeerId:
-        self._door.knock(network)
+        self._admission.knock(network)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 sealed = await context.read()
         except TimeoutError:
             raise RemoteProtocolError("no hello", f"silent for {HELLO_TIMEOUT_S:.0f} s") from None
         finally:
-            self._door.forget(network)
+            self._admission.forget(network)
         if sealed is grpc.aio.EOF:
             raise RemoteProtocolError("no hello", "left without a word")
-        return self._door.admit(sealed, self._certificate.digest, network)
+        return self._admission.admit(sealed, self._certificate.digest, network)
 
 
 class GrpcLink:

@@ -5,8 +5,8 @@ A link is one stream. The dialler writes frames: 4 bytes of length (big-endian),
 says goodbye, because a half-closed stream does not survive the daemon. The other end answers with frames of
 one code byte and a text: welcome, alive (every ``HEARTBEAT_S``), refused and why, goodbye. "Alive" also says
 how many bytes of messages it has read, if its welcome said that it would (``acknowledged``). The first
-message is the same signed hello as over gRPC (``door``); libp2p has proved the peer as well, and both must
-name the same.
+message is the same signed hello as over gRPC (``admission``); libp2p has proved the peer as well, and both
+must name the same.
 
 Law of death: a killed process is noticed at once, silence after ``SILENCE_S``. Raw streams rather than
 hivemind's protobuf handlers: about a third less CPU for large messages. Price against gRPC: three to five
@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.transport.acknowledged import SAY_EVERY_S, Acknowledged
+from p2p_co2.transport.admission import MAX_HELLO_BYTES, MAX_INBOUND_LINKS, RELAYED, Admission, network_at
 from p2p_co2.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
@@ -31,7 +32,6 @@ from p2p_co2.transport.base import (
     check_incoming,
     check_outgoing,
 )
-from p2p_co2.transport.door import MAX_HELLO_BYTES, MAX_INBOUND_LINKS, RELAYED, Door, network_at
 from p2p_co2.transport.hivemind_quiet import P2P, P2PDaemonError, StreamInfo
 from p2p_co2.transport.libp2p_control import Stream, hang_up, is_relayed, open_stream_by, reach
 from p2p_co2.transport.libp2p_ways import DIRECT, Ways, way_in_words
@@ -66,7 +66,7 @@ class Libp2pCarrier:
         self, p2p: P2P, identity: Identity, run: bytes, clock: Callable[[], float] = time.time
     ) -> None:
         self._p2p = p2p
-        self._door = Door(identity, run, clock)
+        self._admission = Admission(identity, run, clock)
         self._links: set[Libp2pLink] = set()
         self._ways = Ways(p2p, identity.peer_id, lambda: tuple(self._links))
         self._inbound: set[asyncio.Task[None]] = set()
@@ -83,7 +83,7 @@ class Libp2pCarrier:
 
     def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
         """See ``Carrier``."""
-        self._door.is_known = is_known
+        self._admission.is_known = is_known
 
     async def connect(self, record: PeerRecord) -> Libp2pLink:
         """See ``Carrier``; without usable ``maddrs`` the daemon asks its routing table for the peer."""
@@ -100,7 +100,7 @@ class Libp2pCarrier:
         self._ways.opened(link)
         self._links.add(link)
         try:
-            await link.open(self._door.hello(peer, _NO_CERTIFICATE))
+            await link.open(self._admission.hello(peer, _NO_CERTIFICATE))
         except BaseException:
             await link.drop("never opened")
             raise
@@ -170,7 +170,7 @@ class Libp2pCarrier:
             return  # died in the middle: its node will tell, or not
         finally:
             if peer is not None:
-                self._door.leave(peer, network)
+                self._admission.leave(peer, network)
 
     async def _take_messages(
         self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -188,7 +188,7 @@ class Libp2pCarrier:
             await asyncio.gather(beating, return_exceptions=True)
 
     async def _admit(self, dialler: PeerId, network: str, reader: asyncio.StreamReader) -> PeerId:
-        self._door.knock(network)
+        self._admission.knock(network)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 length = int.from_bytes(await reader.readexactly(HEADER_BYTES))
@@ -198,10 +198,10 @@ class Libp2pCarrier:
         except TimeoutError:
             raise RemoteProtocolError("no hello", f"silent for {HELLO_TIMEOUT_S:.0f} s") from None
         finally:
-            self._door.forget(network)
-        peer = self._door.admit(sealed, _NO_CERTIFICATE, network)
+            self._admission.forget(network)
+        peer = self._admission.admit(sealed, _NO_CERTIFICATE, network)
         if peer != dialler:
-            self._door.leave(peer, network)
+            self._admission.leave(peer, network)
             raise RemoteProtocolError("wrong hello", f"signed by {peer}, sent by {dialler}")
         return peer
 

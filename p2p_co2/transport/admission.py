@@ -42,7 +42,7 @@ KEPT_LINKS = 64
 MAX_LINKS_PER_NETWORK = 96
 """What peers behind one address may hold together, but for those that we have worked with."""
 MAX_STRANGERS, MAX_STRANGERS_PER_NETWORK = 64, 24
-"""Who is at the door and has not said hello."""
+"""Who has opened a link and has not said hello."""
 MAX_INBOUND_LINKS_PER_PEER = 4
 RELAYED = "relays"
 """The network of all that do not come directly."""
@@ -50,7 +50,7 @@ MAX_NONCES = 16384
 MAX_NONCES_PER_PEER = 64
 
 
-class Door:
+class Admission:
     """Signs our hellos and checks those of others. ``run`` is the digest of the run (32 bytes); ``clock``
     gives unix seconds."""
 
