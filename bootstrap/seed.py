@@ -3,9 +3,8 @@
 Laws: the identity lies in the folder, so a seed that is started again (with a fixed port) is the one that its
 tickets name; the settings are signed by the first seed's key alone, and a further seed passes them on
 unchanged; what the DHT forgets is published again; a libp2p daemon that dies or hangs is started anew, where
-it was. A seed may be away for a while: peers that know each other go on without it.
-
-Price: hivemind's package imports torch (about 2 s), although nothing here uses it.
+it was. A seed may be away for a while: peers that know each other go on without it. It imports no torch, so
+it needs little memory.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ reports, and never trains.
 
 An observer publishes no record, so no peer lists, counts or dials it; it works from behind NAT, because all
 it does is ask. One thread with one asyncio loop of its own; ``take`` hands over what came. Law: nothing here
-can change a run. Price: a libp2p daemon (30 MB) and hivemind's import (torch with it, about 2 s).
+can change a run. Price: a libp2p daemon (30 MB).
 """
 
 from __future__ import annotations

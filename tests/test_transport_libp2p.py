@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,9 @@ from p2p_co2.wire.identity import Identity
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.wire.messages_pb2 import PeerRecord
 from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, until
+
+ROOT = Path(__file__).resolve().parent.parent
+
 
 # ---- raw frames
 
@@ -108,8 +112,22 @@ async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
 # ---- hivemind
 
 
-def test_what_hivemind_imports_later_is_there_when_it_is_used() -> None:
-    assert callable(sys.modules["hivemind.averaging.load_balancing"].scipy.optimize.linprog)
+def test_finding_peers_takes_no_torch_and_the_rest_of_hivemind_is_there_for_who_asks() -> None:
+    script = (
+        "import sys\nimport p2p_co2.observer, bootstrap.seed, p2p_co2.transport.libp2p_relay\n"
+        "print(sorted({'torch', 'numpy', 'scipy'} & set(sys.modules)))\n"
+        "import hivemind\nfrom p2p_co2.transport.hivemind_quiet import P2P, DHTNode, MSGPackSerializer\n"
+        "assert (hivemind.p2p.P2P, hivemind.dht.DHTNode) == (P2P, DHTNode)\n"
+        "assert hivemind.utils.MSGPackSerializer is MSGPackSerializer\n"
+        "assert not hasattr(hivemind, 'nonsense')\n"
+        "print(hivemind.Optimizer.__name__, hivemind.dht.DHT.__name__, 'torch' in sys.modules)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", script], cwd=ROOT, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert told.stdout.splitlines() == ["[]", "Optimizer DHT True"]
+    assert not told.stderr
 
 
 # ---- the daemon
