@@ -30,7 +30,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c
+$(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2/codec/passes.c
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; fi
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \

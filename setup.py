@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say in a stable form: the codecs' kernel, built where there is a C compiler."""
+"""What pyproject.toml cannot say in a stable form: kernels of our own, built where there is a C compiler."""
 
 from setuptools import Extension, setup
 
@@ -6,9 +6,9 @@ setup(
     ext_modules=[
         Extension(
             "p2p_co2.codec._native",
-            ["p2p_co2/codec/native.c"],
-            extra_compile_args=["-O3", "-std=c11"],
-            optional=True,  # without it torch's operations decode, slower; p2p_co2/codec/native.py
+            ["p2p_co2/codec/native.c", "p2p_co2/codec/passes.c"],
+            extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off"],
+            optional=True,  # without it torch's operations serve, slower; native.py, passes.py
         )
     ]
 )

@@ -37,6 +37,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from p2p_co2.codec import passes
+from p2p_co2.codec.passes import Changed, Passes
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 
@@ -113,6 +115,8 @@ def exact_norm(values: Tensor) -> float:
     if largest in {0.0, math.inf}:
         return largest
     shift = _norm_shift(largest)
+    if (fast := _passes_for(flat)) is not None and _is_one_scale(shift):
+        return _norm_of(fast.square_sum(flat, math.ldexp(1.0, shift)), shift)
     total = sum(_square_sum(piece, shift) for piece in torch.split(flat, _PIECE))
     return _norm_of(total, shift)
 
@@ -121,9 +125,22 @@ def _magnitude(flat: Tensor) -> float:
     """The largest magnitude; inf if any value is not finite, 0 for no values."""
     if flat.numel() == 0:
         return 0.0
+    if (fast := _passes_for(flat)) is not None:
+        return fast.magnitude(flat)
     low, high = torch.aminmax(flat)
     largest = max(-float(low), float(high))
     return largest if math.isfinite(largest) else math.inf
+
+
+def _passes_for(*tensors: Tensor) -> Passes | None:
+    """What does these in one pass, with the same bits."""
+    fits = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in tensors)
+    return passes.kernel if fits and all(one.is_contiguous() for one in tensors) else None
+
+
+def _is_one_scale(shift: int) -> bool:
+    """Whether 2^shift is a normal fp32."""
+    return abs(shift) < 120
 
 
 def _norm_shift(largest: float) -> int:
@@ -134,7 +151,7 @@ def _norm_shift(largest: float) -> int:
 def _square_sum(piece: Tensor, shift: int) -> int:
     """The sum of the squares of ``round(values * 2^shift)``, exact. ``piece``: [at most _PIECE]."""
     # What underflows on the way rounds to 0 anyway. Two halves where the scale itself is beyond fp32.
-    halves = (shift,) if abs(shift) < 120 else (shift // 2, shift - shift // 2)
+    halves = (shift,) if _is_one_scale(shift) else (shift // 2, shift - shift // 2)
     whole = piece.float() * math.ldexp(1.0, halves[0])
     if len(halves) > 1:
         whole.mul_(math.ldexp(1.0, halves[1]))
@@ -217,27 +234,19 @@ def _cannot_fail(config: OuterConfig, state: OuterState, mean: Tensor, inverse: 
     return max(momentum, change, _magnitude(state.params) + change) < _SAFE
 
 
-class _Change(NamedTuple):
-    clipped: int
-    """Momentum values that were clipped."""
-    energy: float
-    """About the sum of the squares of the new momentum: for people, not for the maths."""
-    largest_change: float
-
-
 def _change_of(
-    config: OuterConfig,
-    old: Tensor,
-    mean: Tensor,
-    inverse: float,
-    bound: float,
-    momentum: Tensor,
-    change: Tensor,
-) -> _Change:
+    config: OuterConfig, old: Tensor, mean: Tensor, inverse: float, bound: float,
+    momentum: Tensor, change: Tensor,
+) -> Changed:  # fmt: skip
     """Fill the new ``momentum`` and ``change``, which the parameters lose.
 
     ``old``: the momentum so far. ``inverse``: 1 / gap. ``change`` may be the memory of ``mean``.
     """
+    if (fast := _passes_for(old, mean, momentum, change)) is not None:
+        return fast.change_of(
+            old, mean, momentum, change, beta=config.momentum, inverse=inverse, lr=config.lr,
+            nesterov=config.nesterov, bound=bound, piece=_PIECE,
+        )  # fmt: skip
     clipped, energy, largest = 0, 0.0, 0.0
     for start in range(0, mean.numel(), _PIECE):
         at = slice(start, start + _PIECE)
@@ -249,7 +258,7 @@ def _change_of(
         step = (new * config.momentum).add_(applied) if config.nesterov else new
         largest = max(largest, _magnitude(torch.mul(step, config.lr, out=change[at])))
         energy += float(torch.dot(new, new))
-    return _Change(clipped, energy, largest)
+    return Changed(clipped, energy, largest)
 
 
 def _take_change_(change: Tensor, largest_change: float, params: Tensor) -> tuple[float, float]:
@@ -257,6 +266,9 @@ def _take_change_(change: Tensor, largest_change: float, params: Tensor) -> tupl
     if largest_change in {0.0, math.inf}:
         return largest_change, _magnitude(torch.sub(params, change, out=change))
     largest, total, shift = 0.0, 0, _norm_shift(largest_change)
+    if (fast := _passes_for(change, params)) is not None and _is_one_scale(shift):
+        total, largest = fast.take_change_(change, params, math.ldexp(1.0, shift))
+        return _norm_of(total, shift), largest
     for start in range(0, change.numel(), _PIECE):
         piece = change[start : start + _PIECE]
         total += _square_sum(piece, shift)

@@ -16,7 +16,8 @@ from p2p_co2.checkpoint import state_bytes
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
-from p2p_co2.trainer.fragment_ledger import FragmentLedger, Loan
+from p2p_co2.trainer import offer_encoding
+from p2p_co2.trainer.fragment_ledger import Loan
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from tests.test_trainer_ledger import BLOCK, Simulated, run_config
 
@@ -63,7 +64,7 @@ class Pair:
         self.half, self.whole = (Simulated("a", run_config(config, "int4"), start) for _ in range(2))
         self.whole.ledger._halves = False
         self.half.ledger._is_lent = False
-        monkeypatch.setattr(FragmentLedger, "_width", 2 * BLOCK)
+        monkeypatch.setattr(offer_encoding, "CHUNK_BLOCKS", 2)
 
     def __iter__(self) -> object:
         return iter((self.half, self.whole))

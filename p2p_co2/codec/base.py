@@ -14,13 +14,15 @@ neither scales nor decoded values are ever subnormal, which some processors roun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from p2p_co2.codec import passes
 from p2p_co2.config import CodecName
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.memory import Buffer
 
 BLOCK_VALUES = 128
 SCALE_BYTES = 4
@@ -32,6 +34,7 @@ CHUNK_BLOCKS = 2048
 is large enough to hide what each torch call costs (at 512 blocks encoding is half as fast)."""
 DEVICE_CHUNK_BLOCKS = 1 << 17
 """The same on any other device: 16 Mi values, so that scratch stays at 64 MiB per step."""
+_NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
 
 
 class Codec(ABC):
@@ -43,6 +46,9 @@ class Codec(ABC):
     name: CodecName
     block_values: int = BLOCK_VALUES
     block_bytes: int
+    in_passes: int | None = None
+    """What ``passes`` calls this codec, if it has it."""
+    _scale_limit_bits = 0
 
     def blocks(self, numel: int) -> int:
         """Blocks that hold ``numel`` values."""
@@ -68,9 +74,12 @@ class Codec(ABC):
             out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=values.device)
         must_fit(out, torch.uint8, self.payload_bytes(numel), values.device)
         rows, whole = out.view(-1, self.block_bytes), numel // width
-        blocks = values[: whole * width].view(whole, width)
-        for start, stop in _chunks(whole, values.device):
-            self._encode_blocks(blocks[start:stop], rows[start:stop])
+        if self._is_passed(values):
+            self._encode_in_one_pass(values, out, whole)
+        else:
+            blocks = values[: whole * width].view(whole, width)
+            for start, stop in _chunks(whole, values.device):
+                self._encode_blocks(blocks[start:stop], rows[start:stop])
         if whole * width < numel:
             last = torch.zeros(1, width, dtype=torch.float32, device=values.device)
             last[0, : numel - whole * width] = values[whole * width :]
@@ -87,6 +96,9 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device=payload.device)
         must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
+        if passes.kernel is not None and self.in_passes is not None and payload.device.type == "cpu":
+            passes.kernel.decode(self.in_passes, rows, out, self._scale_limit_bits, len(rows))
+            return out
         blocks = out.view(-1, self.block_values)
         for start, stop in _chunks(len(rows), payload.device):
             self._decode_blocks(rows[start:stop], blocks[start:stop])
@@ -104,6 +116,72 @@ class Codec(ABC):
                 raise RemoteProtocolError(
                     "not finite", f"in blocks {start} to {stop} of a {self.name} payload"
                 )
+
+    def encode_difference(
+        self, base: Tensor, values: Tensor, rows: Tensor, wanted: Tensor | None = None
+    ) -> tuple[float, float] | None:
+        """Encode ``base - values`` (fp32 [n] each, on a CPU) and measure what that loses, in one pass: None,
+        and nothing done, where there is none for this codec.
+
+        ``wanted`` (fp32 [n]) takes what was encoded. Returns ``||wanted - decoded||**2`` and
+        ``||wanted||**2``. Raises ``ValueError`` as ``encode``.
+        """
+        if passes.kernel is None or self.in_passes is None or not self._is_passed(base, values):
+            return None
+        whole = len(values) // self.block_values
+        done = passes.kernel.encode(self.in_passes, base, values, wanted, rows, self._scale_limit_bits, whole)
+        if done.blocks < whole:
+            raise ValueError(_NOT_FINITE)
+        at = whole * self.block_values
+        if at == len(values):
+            return done.lost, done.energy
+        last = base[at:] - values[at:]
+        if wanted is not None:
+            wanted[at:] = last
+        row = rows[whole * self.block_bytes :]
+        difference = (last - self.decode(self.encode(last, row))[: len(last)]).double()
+        return (
+            done.lost + float(difference.dot(difference)),
+            done.energy + float(last.double().dot(last.double())),
+        )
+
+    def decode_sound(self, payload: Buffer, values: Tensor) -> bool:
+        """Decode what a peer sent into ``values`` (fp32 [n], on a CPU) in one pass. False, with ``values``
+        spoilt, if that cannot be: there is no such pass, the size is another, or a value is not finite."""
+        whole, left = divmod(len(values), self.block_values)
+        if passes.kernel is None or self.in_passes is None or not self._is_passed(values):
+            return False
+        if len(payload) != self.payload_bytes(len(values)):
+            return False
+        sound = passes.kernel.decode(self.in_passes, payload, values, self._scale_limit_bits, whole)
+        if left:
+            last, row = torch.empty(self.block_values), memoryview(payload)[whole * self.block_bytes :]
+            sound += passes.kernel.decode(self.in_passes, row, last, self._scale_limit_bits, 1)
+            values[-left:] = last[:left]
+        return sound == self.blocks(len(values))
+
+    def mean(
+        self, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor
+    ) -> int | None:
+        """Encode the sum of ``shares[i] * slices[i]``, added in this order, in one pass; None, and nothing
+        done, where there is none for this codec. Returns the first slice found that is not finite, or -1."""
+        if passes.kernel is None or self.in_passes is None:
+            return None
+        return passes.kernel.mean(self.in_passes, slices, shares, blocks, rows, self._scale_limit_bits)
+
+    def _is_passed(self, *tensors: Tensor) -> bool:
+        """Whether ``passes`` does these."""
+        return (
+            passes.kernel is not None
+            and self.in_passes is not None
+            and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        )
+
+    def _encode_in_one_pass(self, values: Tensor, out: Tensor, blocks: int) -> None:
+        assert passes.kernel is not None
+        assert self.in_passes is not None
+        if passes.kernel.encode_plainly(self.in_passes, values, out, self._scale_limit_bits, blocks) < blocks:
+            raise ValueError(_NOT_FINITE)
 
     @abstractmethod
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
@@ -177,7 +255,7 @@ def absmax(values: Tensor, scratch: Tensor | None = None) -> Tensor:
     """
     most = torch.abs(values, out=scratch).amax(dim=1, keepdim=True)
     if not bool(torch.isfinite(most).all()):
-        raise ValueError("values to encode are not finite: training has diverged; lower the learning rates")
+        raise ValueError(_NOT_FINITE)
     return most
 
 

@@ -10,10 +10,10 @@ For blocks of 128 it has 2.5 times less squared error on Gaussian values (4.2e-5
 -1 so that a negative maximum survives, and it avoids a fault of the CPU kernel: with the dynamic table, zeros
 come out as 2.1e-5 of the block's maximum, a bias in every untouched row of an embedding.
 
-On accelerators bitsandbytes' kernel encodes int8 with that table. On a CPU it is a rounding in torch: the
-nearest entry of a linear table needs no search, so it is five to six times as fast as the kernel (2300-2600
-against 370-500 MB/s of fp32 per thread) with the same error. One code in a thousand differs, by one, where a
-value lies about half-way between two entries.
+On accelerators bitsandbytes' kernel encodes int8 with that table. On a CPU it is a rounding, in torch or by
+``passes``: the nearest entry of a linear table needs no search, so even in torch it is five to six times as
+fast as the kernel (2300-2600 against 370-500 MB/s of fp32 per thread) with the same error. One code in a
+thousand differs, by one, where a value lies about half-way between two entries.
 
 Price: on a CPU, fp4 and nf4 encode about twenty times slower than int4. Importing bitsandbytes takes seconds,
 so it is imported at the first encode that needs it; on some processors it then logs that an optional package,
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from p2p_co2.codec.base import SMALLEST, ScaledCodec, absmax
+from p2p_co2.codec.passes import INT8
 from p2p_co2.config import CodecName
 
 _FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
@@ -82,6 +83,7 @@ class Int8(ScaledCodec):
     name = "int8"
     code_bits = 8
     largest_code = 127.0
+    in_passes = INT8
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         scratch = torch.empty_like(values)

@@ -1,4 +1,4 @@
-"""The one kernel of our own: four-bit codes to fp32 on a CPU, in one pass (``native.c``).
+"""A kernel of our own: four-bit codes to fp32 on a CPU, in one pass (``native.c``; ``passes`` has others).
 
 torch has no operation that looks codes up in a table that is not linear and scales them in one go, and each
 further pass costs as much as writing the result. So ``native.c`` is compiled when the package is installed;
@@ -50,14 +50,18 @@ class Kernel:
 
 def load() -> Kernel | None:
     """The kernel of this installation, ``None`` if it was not built or does not fit this machine."""
-    for suffix in EXTENSION_SUFFIXES:
-        library = Path(__file__).with_name(f"_native{suffix}")
-        if library.exists():
-            try:
-                return Kernel(library)
-            except (OSError, AttributeError):
-                continue
+    for library in libraries():
+        try:
+            return Kernel(library)
+        except (OSError, AttributeError):
+            continue
     return None
+
+
+def libraries() -> list[Path]:
+    """What installation built: none where there was no compiler."""
+    built = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
+    return [library for library in built if library.exists()]
 
 
 kernel = load()

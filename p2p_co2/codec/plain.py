@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from p2p_co2.codec.base import BLOCK_VALUES, LARGEST, Codec, absmax
+from p2p_co2.codec.passes import FP16
 from p2p_co2.config import CodecName
 
 
@@ -26,6 +27,7 @@ class PlainCodec(Codec):
         self._dtype = dtype
         self._limit = torch.finfo(dtype).max
         self.block_bytes = BLOCK_VALUES * dtype.itemsize
+        self.in_passes = FP16 if dtype == torch.float16 else None
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         absmax(values)  # raises if not finite

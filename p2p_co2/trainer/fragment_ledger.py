@@ -26,17 +26,14 @@ from torch import Tensor
 
 from p2p_co2 import outer
 from p2p_co2.codec import Codec
-from p2p_co2.codec.base import CHUNK_BLOCKS
-from p2p_co2.codec.feedback import error_energy, error_ratio
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
+from p2p_co2.trainer.offer_encoding import Kept, OfferEncoding, piece_values, pieces, set_piece
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 
-Kept = Tensor | ScaledFp16
-"""fp32 [n], read by slices, never changed once it is whole."""
 HALVED_FROM_BITS = 9
 """Codecs with more bits per value give back more than half precision would."""
 
@@ -151,7 +148,10 @@ class FragmentLedger:
         base = self._measured_from if self._delayed else self.state
         gradient = self._room() if self._delayed or self._halves else None
         residual = self._room() if self.residual is not None else None
-        payload, error = self._encode(base, snapshot, gradient, residual)
+        payload, error = OfferEncoding(
+            self._codec, base, snapshot, self._correction, self.residual,
+            self._run.codec.error_feedback_decay, gradient, residual,
+        ).encode()  # fmt: skip
         merge: Merge | None = None
         if self._delayed:
             assert gradient is not None
@@ -161,7 +161,7 @@ class FragmentLedger:
                 correction = self._room()
                 for at in self._pieces():
                     fresh = outer.eager_correction(self._run.outer, gap, share, gradient[at], stale[at])
-                    _set(correction, at, fresh)
+                    set_piece(correction, at, fresh)
             merge = outer.boundary_merge(self._run.outer, self.state, snapshot, None, None, out=snapshot)
             if correction is not None:
                 for at in self._pieces():
@@ -269,44 +269,13 @@ class FragmentLedger:
 
     # ---- parts of the above
 
-    def _encode(
-        self, base: OuterState, snapshot: Tensor, gradient: Kept | None, residual: Kept | None
-    ) -> tuple[Buffer, float]:
-        """The payload of ``base.params - snapshot`` and its relative error; fills ``gradient`` and the new
-        ``residual`` if given. Piece by piece: nothing of the fragment's size is made that is not kept."""
-        size, width = snapshot.numel(), self._width
-        payload = torch.empty(self._codec.payload_bytes(size), dtype=torch.uint8)
-        scratch = torch.empty(self._codec.blocks(min(width, size)) * self._codec.block_values)
-        lost = energy = 0.0
-        for at in self._pieces():
-            correction = None if self._correction is None else self._correction[at]
-            wanted = outer.outer_gradient(base._replace(params=base.params[at]), snapshot[at], correction)
-            if gradient is not None:
-                _set(gradient, at, wanted)
-            if self.residual is not None:
-                wanted += self.residual[at] * self._run.codec.error_feedback_decay
-            first, blocks = at.start // self._codec.block_values, self._codec.blocks(len(wanted))
-            rows = payload[first * self._codec.block_bytes : (first + blocks) * self._codec.block_bytes]
-            self._codec.encode(wanted, rows)
-            decoded = self._codec.decode(rows, scratch[: blocks * self._codec.block_values])[: len(wanted)]
-            if residual is not None:
-                _set(residual, at, wanted - decoded)
-            piece = error_energy(wanted, decoded)
-            lost, energy = lost + piece[0], energy + piece[1]
-        return payload.numpy().data, error_ratio(lost, energy)
-
-    @property
-    def _width(self) -> int:
-        return CHUNK_BLOCKS * self._codec.block_values
-
     def _pieces(self) -> Iterator[slice]:
-        size = self.state.params.numel()
-        return (slice(start, min(start + self._width, size)) for start in range(0, size, self._width))
+        return pieces(self._codec, self.state.params.numel())
 
     def _room(self) -> Kept:
         """For as many values as the fragment has."""
         size = self.state.params.numel()
-        return ScaledFp16(size, self._width) if self._halves else torch.empty(size)
+        return ScaledFp16(size, piece_values(self._codec)) if self._halves else torch.empty(size)
 
     def _rebase_on(self, state: OuterState) -> Rebase:
         """Added to live parameters, keeps all work of this peer and measures it from ``state``."""
@@ -426,13 +395,6 @@ class FragmentLedger:
         weights = parts[0].weights
         share = weights[self._peer] / sum(weights.values())
         self._stale = (mine.gradient, report.gap, share)
-
-
-def _set(room: Kept, at: slice, values: Tensor) -> None:
-    if isinstance(room, ScaledFp16):
-        room.set(at, values)
-    else:
-        room[at] = values
 
 
 def _within(part: slice, at: slice) -> slice:

@@ -17,6 +17,8 @@ import math
 import torch
 from torch import Tensor
 
+from p2p_co2.codec import passes
+
 _BITS = 15
 """The largest value of a piece is kept as one below 2^_BITS: fp16 ends at 65504."""
 _SMALLEST = 2.0**-100
@@ -35,11 +37,15 @@ class ScaledFp16:
 
     def set(self, at: slice, values: Tensor) -> None:
         """``values``: fp32, finite, of the one piece ``at``."""
-        largest = float(values.abs().max()) if values.numel() else 0.0
+        fast = passes.kernel if values.is_contiguous() else None
+        largest = fast.magnitude(values) if fast is not None else _largest(values)
         # A power of two, so that scaling rounds nothing; what no scale can hold is zero.
         scale = math.ldexp(1.0, math.frexp(largest)[1] - _BITS) if largest > _SMALLEST else math.inf
         self._scales[at.start // self._piece] = 0.0 if scale == math.inf else scale
-        self._values[at] = values * (1.0 / scale)
+        if fast is not None:
+            fast.halve(values, 1.0 / scale, self._values[at])
+        else:
+            self._values[at] = values * (1.0 / scale)
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -51,3 +57,7 @@ class ScaledFp16:
             values[len(values) - (stop - start) : len(values) - (stop - end)].mul_(self._scales[index])
             start = end
         return values
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0

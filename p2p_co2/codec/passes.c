@@ -1,0 +1,386 @@
+/* One pass over values where torch's operations need many: fp16 and int8, the weighted mean, the outer step.
+
+   passes.py says when it is used and what holds. Built with native.c, by the same rules: plain C11, nothing of
+   Python's, every product and sum rounded by itself (no target here has fused operations), so the bits are
+   those of torch's operations. Needs AVX2 and F16C, which processors have had since 2013. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 128
+enum codec { FP16 = 0, INT8 = 1 };
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+#define VECTORS __attribute__((target("avx2,f16c")))
+#define INLINE VECTORS static inline __attribute__((always_inline))
+
+#define LARGEST 3.40282346638528859812e+38f
+#define LARGEST_BITS 0x7f7fffff
+#define LARGEST_HALF 65504.0f
+#define SMALLEST 0x1p-110f /* base.py's */
+#define EIGHTS (BLOCK / 8)
+#define INT8_BYTES (BLOCK + 4)
+#define STREAMED_BLOCKS 32768 /* as in native.c */
+
+INLINE __m256i magnitude_bits(__m256 values) {
+    return _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32(0x7fffffff));
+}
+
+INLINE int32_t largest_of(__m256i bits) {
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
+    return _mm_cvtsi128_si32(most);
+}
+
+INLINE float float_of(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE __m256 clamped(__m256 values, float least, float most) {
+    return _mm256_min_ps(_mm256_max_ps(values, _mm256_set1_ps(least)), _mm256_set1_ps(most));
+}
+
+/* ---- one block, its 128 values in 16 vectors */
+
+/* Whether all that the block's bytes decode to is finite. */
+INLINE int decode_half(const uint8_t *row, __m256 *values) {
+    const __m128i exponent = _mm_set1_epi16(0x7c00);
+    __m128i odd = _mm_setzero_si128();
+    for (int i = 0; i < EIGHTS; i++) {
+        const __m128i halves = _mm_loadu_si128((const __m128i *)(row + 16 * i));
+        odd = _mm_or_si128(odd, _mm_cmpeq_epi16(_mm_and_si128(halves, exponent), exponent));
+        values[i] = _mm256_cvtph_ps(halves);
+    }
+    return _mm_testz_si128(odd, odd);
+}
+
+INLINE int decode_int8(const uint8_t *row, __m256 *values, int32_t limit_bits) {
+    const __m256i most = _mm256_set1_epi32(254), zero = _mm256_set1_epi32(127);
+    int32_t bits;
+    memcpy(&bits, row + BLOCK, sizeof bits);
+    const __m256 scale = _mm256_set1_ps(float_of(bits));
+    for (int i = 0; i < EIGHTS; i++) {
+        const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(row + 8 * i)));
+        const __m256i steps = _mm256_sub_epi32(_mm256_min_epi32(codes, most), zero);
+        values[i] = _mm256_mul_ps(_mm256_cvtepi32_ps(steps), scale);
+    }
+    return bits >= 0 && bits <= limit_bits;
+}
+
+INLINE int decode_block(int codec, const uint8_t *row, __m256 *values, int32_t limit_bits) {
+    return codec == FP16 ? decode_half(row, values) : decode_int8(row, values, limit_bits);
+}
+
+INLINE void encode_half(const __m256 *values, uint8_t *row) {
+    for (int i = 0; i < EIGHTS; i++) {
+        const __m256 kept = clamped(values[i], -LARGEST_HALF, LARGEST_HALF);
+        _mm_storeu_si128((__m128i *)(row + 16 * i), _mm256_cvtps_ph(kept, _MM_FROUND_TO_NEAREST_INT));
+    }
+}
+
+INLINE __m256i code_of(__m256 values, __m256 inverse) {
+    const __m256 steps = _mm256_round_ps(
+        _mm256_mul_ps(values, inverse), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm256_cvttps_epi32(clamped(_mm256_add_ps(steps, _mm256_set1_ps(127.0f)), 0.0f, 254.0f));
+}
+
+INLINE void encode_int8(const __m256 *values, uint8_t *row, int32_t most_bits, int32_t limit_bits) {
+    const float most = float_of(most_bits), limit = float_of(limit_bits);
+    float scale = (most < SMALLEST ? 0.0f : most) / 127.0f;
+    scale = scale > limit ? limit : scale;
+    const __m256 inverse = _mm256_set1_ps(scale > 0.0f ? 1.0f / scale : 0.0f);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing works in halves of a vector */
+    for (int i = 0; i < EIGHTS; i += 4) {
+        const __m256i low = _mm256_packs_epi32(code_of(values[i], inverse), code_of(values[i + 1], inverse));
+        const __m256i high =
+            _mm256_packs_epi32(code_of(values[i + 2], inverse), code_of(values[i + 3], inverse));
+        const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+        _mm256_storeu_si256((__m256i *)(row + 8 * i), codes);
+    }
+    memcpy(row + BLOCK, &scale, sizeof scale);
+}
+
+/* Whether the values are finite; if not, nothing is written. */
+INLINE int encode_block(int codec, const __m256 *values, uint8_t *row, int32_t limit_bits) {
+    __m256i bits = _mm256_setzero_si256();
+    for (int i = 0; i < EIGHTS; i++)
+        bits = _mm256_max_epi32(bits, magnitude_bits(values[i]));
+    const int32_t most_bits = largest_of(bits);
+    if (most_bits > LARGEST_BITS)
+        return 0;
+    if (codec == FP16)
+        encode_half(values, row);
+    else
+        encode_int8(values, row, most_bits, limit_bits);
+    return 1;
+}
+
+INLINE __m256d square_sum_of(__m256d sum, __m256 values) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(values));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1));
+    sum = _mm256_add_pd(sum, _mm256_mul_pd(low, low));
+    return _mm256_add_pd(sum, _mm256_mul_pd(high, high));
+}
+
+INLINE double total_of(__m256d sum) {
+    double four[4];
+    _mm256_storeu_pd(four, sum);
+    return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+/* ---- codecs */
+
+/* Encode `blocks` blocks of `base - values` (of `values` where `base` is null). `wanted`, if not null, takes
+   what was encoded; `sums`, if not null, gains the squares of what was lost and of what was wanted. Returns
+   the number of blocks done: less than `blocks` if the next one is not finite. */
+INLINE ptrdiff_t encode(int codec, const float *base, const float *values, ptrdiff_t blocks, float *wanted,
+                        uint8_t *rows, int32_t limit_bits, double *sums) {
+    const ptrdiff_t width = codec == FP16 ? 2 * BLOCK : INT8_BYTES;
+    __m256d lost = _mm256_setzero_pd(), energy = _mm256_setzero_pd();
+    ptrdiff_t block;
+    for (block = 0; block < blocks; block++) {
+        __m256 mine[EIGHTS], back[EIGHTS];
+        for (int i = 0; i < EIGHTS; i++) {
+            const ptrdiff_t at = block * BLOCK + 8 * i;
+            mine[i] = _mm256_loadu_ps(values + at);
+            if (base)
+                mine[i] = _mm256_sub_ps(_mm256_loadu_ps(base + at), mine[i]);
+            if (wanted)
+                _mm256_storeu_ps(wanted + at, mine[i]);
+        }
+        if (!encode_block(codec, mine, rows + block * width, limit_bits))
+            break;
+        if (!sums)
+            continue;
+        decode_block(codec, rows + block * width, back, limit_bits);
+        for (int i = 0; i < EIGHTS; i++) {
+            lost = square_sum_of(lost, _mm256_sub_ps(mine[i], back[i]));
+            energy = square_sum_of(energy, mine[i]);
+        }
+    }
+    if (sums) {
+        sums[0] += total_of(lost);
+        sums[1] += total_of(energy);
+    }
+    return block;
+}
+
+VECTORS ptrdiff_t encode_blocks(int codec, const float *base, const float *values, ptrdiff_t blocks,
+                                float *wanted, uint8_t *rows, int32_t limit_bits, double *sums) {
+    if (codec == FP16)
+        return encode(FP16, base, values, blocks, wanted, rows, limit_bits, sums);
+    return encode(INT8, base, values, blocks, wanted, rows, limit_bits, sums);
+}
+
+INLINE ptrdiff_t decode(int codec, const uint8_t *rows, ptrdiff_t blocks, float *values, int32_t limit_bits) {
+    const ptrdiff_t width = codec == FP16 ? 2 * BLOCK : INT8_BYTES;
+    const int streamed = blocks >= STREAMED_BLOCKS && ((uintptr_t)values & 31) == 0;
+    ptrdiff_t sound = 0;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        __m256 back[EIGHTS];
+        sound += decode_block(codec, rows + block * width, back, limit_bits);
+        for (int i = 0; i < EIGHTS; i++) {
+            if (streamed)
+                _mm256_stream_ps(values + block * BLOCK + 8 * i, back[i]);
+            else
+                _mm256_storeu_ps(values + block * BLOCK + 8 * i, back[i]);
+        }
+    }
+    if (streamed)
+        _mm_sfence();
+    return sound;
+}
+
+/* Decode `blocks` blocks; returns how many of them hold only finite values. */
+VECTORS ptrdiff_t decode_blocks(int codec, const uint8_t *rows, ptrdiff_t blocks, float *values,
+                                int32_t limit_bits) {
+    if (codec == FP16)
+        return decode(FP16, rows, blocks, values, limit_bits);
+    return decode(INT8, rows, blocks, values, limit_bits);
+}
+
+INLINE ptrdiff_t mean(int codec, const uint8_t *const *slices, const float *shares, ptrdiff_t count,
+                      ptrdiff_t blocks, uint8_t *rows, int32_t limit_bits) {
+    const ptrdiff_t width = codec == FP16 ? 2 * BLOCK : INT8_BYTES;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        __m256 sum[EIGHTS] = {_mm256_setzero_ps()}, one[EIGHTS];
+        for (ptrdiff_t slice = 0; slice < count; slice++) {
+            const __m256 share = _mm256_set1_ps(shares[slice]);
+            if (!decode_block(codec, slices[slice] + block * width, one, limit_bits))
+                return slice;
+            for (int i = 0; i < EIGHTS; i++) {
+                const __m256 part = _mm256_mul_ps(one[i], share);
+                sum[i] = slice ? _mm256_add_ps(sum[i], part) : part;
+            }
+        }
+        for (int i = 0; i < EIGHTS; i++)
+            sum[i] = clamped(sum[i], -LARGEST, LARGEST);
+        encode_block(codec, sum, rows + block * width, limit_bits);
+    }
+    return -1;
+}
+
+/* Encode the sum of `shares[i] * slices[i]`, added in this order; returns the first slice found that is not
+   finite, or -1. `count` is at least 1. */
+VECTORS ptrdiff_t mean_of_blocks(int codec, const uint8_t *const *slices, const float *shares, ptrdiff_t count,
+                                 ptrdiff_t blocks, uint8_t *rows, int32_t limit_bits) {
+    if (codec == FP16)
+        return mean(FP16, slices, shares, count, blocks, rows, limit_bits);
+    return mean(INT8, slices, shares, count, blocks, rows, limit_bits);
+}
+
+/* ---- fp32 values */
+
+/* The largest magnitude, as bits: above LARGEST_BITS if a value is not finite. */
+VECTORS int32_t largest_bits(const float *values, ptrdiff_t count) {
+    __m256i most[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
+                       _mm256_setzero_si256()};
+    ptrdiff_t at = 0;
+    for (; at + 32 <= count; at += 32)
+        for (int i = 0; i < 4; i++)
+            most[i] = _mm256_max_epi32(most[i], magnitude_bits(_mm256_loadu_ps(values + at + 8 * i)));
+    most[0] = _mm256_max_epi32(_mm256_max_epi32(most[0], most[1]), _mm256_max_epi32(most[2], most[3]));
+    int32_t largest = largest_of(most[0]);
+    for (; at < count; at++) {
+        int32_t bits;
+        memcpy(&bits, values + at, sizeof bits);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+/* As fp16, after a product with `factor`. */
+VECTORS void halve(const float *values, ptrdiff_t count, float factor, uint16_t *halves) {
+    const __m256 factors = _mm256_set1_ps(factor);
+    ptrdiff_t at = 0;
+    for (; at + 8 <= count; at += 8) {
+        const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(values + at), factors);
+        _mm_storeu_si128((__m128i *)(halves + at), _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT));
+    }
+    for (; at < count; at++)
+        halves[at] = (uint16_t)_cvtss_sh(values[at] * factor, _MM_FROUND_TO_NEAREST_INT);
+}
+
+INLINE __m256i squares_of(__m256i sum, __m256 values, __m256 scale) {
+    const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(values, scale)); /* nearest, ties to even */
+    const __m256i odd = _mm256_srli_epi64(whole, 32);
+    sum = _mm256_add_epi64(sum, _mm256_mul_epi32(whole, whole));
+    return _mm256_add_epi64(sum, _mm256_mul_epi32(odd, odd));
+}
+
+INLINE int64_t whole_sum(__m256i sum) {
+    int64_t four[4];
+    _mm256_storeu_si256((__m256i *)four, sum);
+    return four[0] + four[1] + four[2] + four[3];
+}
+
+/* The eight values at `at`, zeros from `count` on. */
+INLINE __m256 some(const float *values, ptrdiff_t at, ptrdiff_t count) {
+    float eight[8] = {0};
+    if (at + 8 <= count)
+        return _mm256_loadu_ps(values + at);
+    memcpy(eight, values + at, (size_t)(count - at) * sizeof *values);
+    return _mm256_loadu_ps(eight);
+}
+
+INLINE void put(float *values, ptrdiff_t at, ptrdiff_t count, __m256 what) {
+    float eight[8];
+    if (at + 8 <= count) {
+        _mm256_storeu_ps(values + at, what);
+        return;
+    }
+    _mm256_storeu_ps(eight, what);
+    memcpy(values + at, eight, (size_t)(count - at) * sizeof *values);
+}
+
+/* The sum of the squares of `values * scale`, each rounded to an integer. Exact as long as those are at most
+   2^18 and `count` at most 2^26. */
+VECTORS int64_t whole_square_sum(const float *values, ptrdiff_t count, float scale) {
+    __m256i sum = _mm256_setzero_si256();
+    for (ptrdiff_t at = 0; at < count; at += 8)
+        sum = squares_of(sum, some(values, at, count), _mm256_set1_ps(scale));
+    return whole_sum(sum);
+}
+
+struct step {
+    float beta, inverse, lr;
+    int nesterov;
+    double bound; /* the magnitude at which momentum is clipped, infinite for never */
+    int64_t clipped;
+    double energy;
+};
+
+INLINE int32_t change_of_piece(struct step *it, const float *old, const float *mean, ptrdiff_t count,
+                               float *momentum, float *change) {
+    const __m256 beta = _mm256_set1_ps(it->beta), inverse = _mm256_set1_ps(it->inverse);
+    const __m256 lr = _mm256_set1_ps(it->lr);
+    const int nesterov = it->nesterov;
+    __m256i largest = _mm256_setzero_si256(), most = _mm256_setzero_si256();
+    __m256d energy = _mm256_setzero_pd();
+    for (ptrdiff_t at = 0; at < count; at += 8) {
+        const __m256 applied = _mm256_mul_ps(some(mean, at, count), inverse); /* by 1.0 changes nothing */
+        const __m256 new = _mm256_add_ps(_mm256_mul_ps(some(old, at, count), beta), applied);
+        most = _mm256_max_epi32(most, magnitude_bits(new));
+        put(momentum, at, count, new);
+        put(change, at, count, applied);
+    }
+    const float bound = (float)it->bound;
+    const int clips = (double)float_of(largest_of(most)) > it->bound;
+    for (ptrdiff_t at = 0; at < count; at += 8) {
+        __m256 new = some(momentum, at, count);
+        if (clips) {
+            const __m256 free = new;
+            new = clamped(new, -bound, bound);
+            put(momentum, at, count, new);
+            it->clipped += __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(new, free, _CMP_NEQ_UQ)));
+        }
+        __m256 step = nesterov ? _mm256_add_ps(_mm256_mul_ps(new, beta), some(change, at, count)) : new;
+        step = _mm256_mul_ps(step, lr);
+        largest = _mm256_max_epi32(largest, magnitude_bits(step));
+        put(change, at, count, step);
+        energy = square_sum_of(energy, new);
+    }
+    it->energy += total_of(energy);
+    return largest_of(largest);
+}
+
+/* The new momentum, and the change that the parameters lose; outer.py has the equations. `change` may be
+   `mean`, `momentum` may be `old`; `piece` values are worked on at once. Returns the largest magnitude of the
+   change, as bits. */
+VECTORS int32_t change_of(struct step *it, const float *old, const float *mean, ptrdiff_t count,
+                          ptrdiff_t piece, float *momentum, float *change) {
+    int32_t largest = 0;
+    for (ptrdiff_t at = 0; at < count; at += piece) {
+        const ptrdiff_t size = count - at < piece ? count - at : piece;
+        const int32_t here = change_of_piece(it, old + at, mean + at, size, momentum + at, change + at);
+        largest = here > largest ? here : largest;
+    }
+    return largest;
+}
+
+/* Turn `change` into `params - change`; adds up the squares of the change as `whole_square_sum` does. Returns
+   the largest magnitude of the new parameters, as bits. */
+VECTORS int32_t take_change(float *change, const float *params, ptrdiff_t count, float scale, int64_t *total) {
+    __m256i sum = _mm256_setzero_si256(), largest = _mm256_setzero_si256();
+    for (ptrdiff_t at = 0; at < count; at += 8) {
+        const __m256 lost = some(change, at, count);
+        const __m256 kept = _mm256_sub_ps(some(params, at, count), lost);
+        sum = squares_of(sum, lost, _mm256_set1_ps(scale));
+        largest = _mm256_max_epi32(largest, magnitude_bits(kept));
+        put(change, at, count, kept);
+    }
+    *total = whole_sum(sum);
+    return largest_of(largest);
+}
+
+int has_passes(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+#else
+int has_passes(void) { return 0; }
+#endif

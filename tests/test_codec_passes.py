@@ -1,0 +1,238 @@
+"""What is done in one pass has the bits of torch's operations: peers with and without a compiler agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from p2p_co2 import outer
+from p2p_co2.averaging import HostileSlice, mean_of_parts
+from p2p_co2.codec import Codec, get_codec, passes
+from p2p_co2.codec.feedback import error_energy
+from p2p_co2.codec.passes import Passes
+from p2p_co2.config import OuterConfig
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.trainer.scaled_fp16 import ScaledFp16
+from tests.test_codec_native import builds_here
+
+WIDTH = 128
+MAGNITUDES = (0.0, 1.0, 1e-2, 3e-5, 1e-7, 2.0**-112, 2.0**-140, 65504.0, 65519.9, 65520.0, 1e30, 3.4e38)
+SIZES = (0, 1, 127, 128, 129, 7 * WIDTH, 2049 * WIDTH + 5)
+T = TypeVar("T")
+
+
+class BothWays(Protocol):
+    def __call__(self, function: Callable[[], T]) -> tuple[T, T]:
+        """(what ``function`` gives with the passes, what it gives without)."""
+
+
+@pytest.fixture(autouse=True)
+def kernel() -> Passes:
+    if passes.kernel is None and not builds_here():
+        pytest.skip("no C compiler here, so the installation has no passes")
+    assert passes.kernel is not None, "there is a C compiler, but the installation did not build the passes"
+    return passes.kernel
+
+
+@pytest.fixture(params=["fp16", "int8"])
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return get_codec(request.param)
+
+
+@pytest.fixture
+def both_ways(monkeypatch: pytest.MonkeyPatch) -> BothWays:
+    def run(function: Callable[[], T]) -> tuple[T, T]:
+        with_passes = function()
+        with monkeypatch.context() as without:
+            without.setattr(passes, "kernel", None)
+            return with_passes, function()
+
+    return run
+
+
+def values_of_all_sizes(size: int, seed: int = 0) -> Tensor:
+    """fp32 [size]: each block has a largest magnitude of its own, and some values half-way between codes."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(size, generator=generator) * 2 - 1
+    scales = torch.tensor([MAGNITUDES[block % len(MAGNITUDES)] for block in range(size // WIDTH + 1)])
+    values[::WIDTH] = 1.0
+    values[1::WIDTH] = 0.5 / 127
+    values[2::WIDTH] = -0.0
+    return values * scales.repeat_interleave(WIDTH)[:size]
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_encoding_and_decoding(codec: Codec, size: int, both_ways: BothWays) -> None:
+    values = values_of_all_sizes(size)
+    payload, expected = both_ways(lambda: codec.encode(values))
+    assert torch.equal(payload, expected)
+    decoded, expected = both_ways(lambda: codec.decode(payload))
+    assert torch.equal(bits(decoded), bits(expected))
+
+
+def test_decoding_of_every_code(codec: Codec, both_ways: BothWays) -> None:
+    rows = (
+        torch.arange(256, dtype=torch.uint8)
+        .repeat(600)[: 512 * codec.block_bytes]
+        .view(-1, codec.block_bytes)
+    )
+    if codec.name == "int8":
+        limit = torch.tensor(codec._scale_limit_bits, dtype=torch.int32).view(1, 1)
+        scales = torch.tensor([0.0, 1e-44, 2.0**-110, 0.1, 1.0]).view(torch.int32).view(-1, 1)
+        rows[:, -4:] = torch.cat([scales, limit]).repeat(86, 1)[:512].view(torch.uint8)
+    decoded, expected = both_ways(lambda: codec.decode(rows.reshape(-1)))
+    unclear = expected.isnan()  # not a number is not a number, whatever its bits
+    assert torch.equal(unclear, decoded.isnan())
+    assert torch.equal(bits(decoded)[~unclear], bits(expected)[~unclear])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 300, 389])
+def test_what_is_not_finite_is_not_encoded(codec: Codec, bad: float, at: int, both_ways: BothWays) -> None:
+    values = torch.ones(390)
+    values[at] = bad
+
+    def refused() -> bool:
+        with pytest.raises(ValueError, match="not finite"):
+            codec.encode(values)
+        return True
+
+    assert both_ways(refused) == (True, True)
+    with pytest.raises(ValueError, match="not finite"):
+        codec.encode_difference(torch.zeros(390), values, codec.encode(torch.zeros(390)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_difference_is_encoded_and_measured(
+    codec: Codec, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, live = values_of_all_sizes(size), values_of_all_sizes(size, seed=1) * 1e-5
+    rows, wanted = torch.empty(codec.payload_bytes(size), dtype=torch.uint8), torch.empty(size)
+    measured = codec.encode_difference(base, live, rows, wanted)
+    assert measured is not None
+    assert torch.equal(bits(wanted), bits(base - live))
+    assert torch.equal(rows, codec.encode(base - live))
+    lost, energy = error_energy((base - live).double(), codec.decode(rows)[:size].double())
+    assert measured == pytest.approx((lost, energy), rel=1e-9)
+    monkeypatch.setattr(passes, "kernel", None)
+    assert codec.encode_difference(base, live, rows, wanted) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_mean_of_slices(codec: Codec, count: int, both_ways: BothWays) -> None:
+    slices = [
+        codec.encode(values_of_all_sizes(2100 * WIDTH, seed)).numpy().tobytes() for seed in range(count)
+    ]
+    parts = [(f"peer {seed}", 1.0 + seed / 3, payload) for seed, payload in enumerate(slices)]
+    mean, expected = both_ways(lambda: mean_of_parts(codec, parts))
+    assert mean == expected
+
+
+def test_a_hostile_slice_is_named(codec: Codec) -> None:
+    honest = codec.encode(torch.ones(4 * WIDTH)).numpy().tobytes()
+    for block in (0, 3):
+        hostile = bytearray(honest)
+        end = (block + 1) * codec.block_bytes
+        hostile[end - 4 : end] = b"\xff\xff\xff\xff"
+        with pytest.raises(HostileSlice) as caught:
+            mean_of_parts(codec, [("c", 1.0, honest), ("b", 1.0, bytes(hostile)), ("a", 1.0, honest)])
+        assert caught.value.peer == "b"
+        assert isinstance(caught.value.cause, RemoteProtocolError)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_peer_sent_is_decoded_if_it_is_sound(codec: Codec, size: int) -> None:
+    payload = codec.encode(values_of_all_sizes(size)).numpy().tobytes()
+    values = torch.full((size,), 7.0)
+    assert codec.decode_sound(payload, values)
+    assert torch.equal(
+        bits(values),
+        bits(
+            codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8))[:size] if size else values
+        ),
+    )
+    assert not codec.decode_sound(payload + bytes(codec.block_bytes), values)
+    if size:
+        assert not codec.decode_sound(payload[:-4] + b"\xff\xff\xff\xff", values)
+
+
+OUTERS = [
+    OuterConfig(),
+    OuterConfig(momentum=0.9, nesterov=False, clip="none"),
+    OuterConfig(clip="elementwise", clip_phi=0.004),
+    OuterConfig(clip="rms", clip_phi=0.5, nesterov=False),
+]
+
+
+@pytest.mark.parametrize("config", OUTERS)
+@pytest.mark.parametrize("size", [1, 7, 65536, 3 * 65536 + 11])
+@pytest.mark.parametrize("factor", [1.0, 1e-30, 1e-38, 1e30])
+def test_outer_steps(config: OuterConfig, size: int, factor: float, both_ways: BothWays) -> None:
+    def two_steps() -> list[tuple[outer.OuterState, outer.StepReport]]:
+        state = outer.init(torch.randn(size, generator=torch.Generator().manual_seed(1)))
+        steps = []
+        for seed in (2, 3):
+            mean = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 1e-2 * factor
+            state, report = outer.step(config, state, mean, 0)
+            steps.append((state, report))
+        return steps
+
+    for (state, report), (expected, other) in zip(*both_ways(two_steps), strict=True):
+        assert torch.equal(bits(state.params), bits(expected.params))
+        assert torch.equal(bits(state.momentum), bits(expected.momentum))
+        assert (state.version, *state[3:]) == (expected.version, *expected[3:])
+        assert (report.gap, report.gradient_norm, report.clipped_share) == (
+            other.gap,
+            other.gradient_norm,
+            other.clipped_share,
+        )
+        if factor == 1.0:  # elsewhere its squares are beyond fp32, in which torch sums
+            assert report.momentum_norm == pytest.approx(other.momentum_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_mean_that_is_not_finite_is_refused_alike(bad: float, both_ways: BothWays) -> None:
+    state = outer.init(torch.ones(1000))
+    mean = torch.ones(1000)
+    mean[999] = bad
+
+    def refused() -> str:
+        with pytest.raises(RemoteProtocolError) as caught:
+            outer.step(OuterConfig(clip="elementwise", clip_phi=1.0), state, mean, 0)
+        return str(caught.value)
+
+    first, second = both_ways(refused)
+    assert first == second
+    assert outer.exact_norm(mean) == math.inf
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-38, 1e-3, 1.0, 3e38])
+def test_half_precision_with_a_scale(largest: float, both_ways: BothWays) -> None:
+    values = torch.randn(1003, generator=torch.Generator().manual_seed(4)) * largest / 5
+
+    def kept() -> Tensor:
+        room = ScaledFp16(1003, 1003)
+        room.set(slice(0, 1003), values)
+        return room[:]
+
+    mine, expected = both_ways(kept)
+    assert torch.equal(bits(mine), bits(expected))
+
+
+def test_a_library_that_does_not_load_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "libraries", lambda: [])
+    assert passes.load() is None, "there is none"
+    broken = tmp_path / "_native.so"
+    broken.write_bytes(b"of another machine")
+    monkeypatch.setattr(passes, "libraries", lambda: [broken])
+    assert passes.load() is None
