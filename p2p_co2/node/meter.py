@@ -2,9 +2,10 @@
 handed in.
 
 The upload rate sizes this peer's part of a round, so it must say what the link can do, not how busy the
-processor was in one moment: it is measured over whole bursts, and the best burst of late counts. What a burst
+processor was in one moment: it is measured over whole bursts, and the best of late count. What a burst
 begins with fills buffers, which take it at any speed; its later half leaves at the speed of the link, so only
-that is measured.
+that is measured. Routers' queues still fill and empty: over a second that can make a line seem faster by a
+third, so the best burst alone is not believed, but the second best.
 
 A receiver that reads slowly, or says that nothing has come, or that all has, must not make a line seem slower
 or faster than it is. So each receiver's bytes only tell a stretch of time, in which so much went to all; that
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from statistics import median_high
 
 BURST_GAP_S = 0.1
@@ -38,8 +40,8 @@ MAX_RECEIVERS = 64
 """Whose opinions are remembered."""
 OF_LATE_S = 600.0
 """An opinion that is this much older than the newest does not count any more."""
-FORGETTING = 0.1
-"""Share of the way down that a slower burst takes the rate; a faster one takes it up at once."""
+BURSTS_KEPT = 5
+"""Of each receiver. The second fastest of them counts, of one or two the faster."""
 
 
 class Pace:
@@ -92,8 +94,8 @@ class UploadMeter:
         """Bytes of this burst, to whomever."""
         self._to: dict[str, _Marks] = {}
         self._sending = 0
-        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """(rate of the whole upload as each receiver's bytes tell it, when), the newest last."""
+        self._seen: OrderedDict[str, tuple[tuple[float, ...], float]] = OrderedDict()
+        """(rates of the whole upload as each receiver's bytes tell them, when), the newest last."""
         self.bytes_per_s = 0.0
 
     @property
@@ -130,14 +132,19 @@ class UploadMeter:
             if drained_s < DRAINED_S and left < DRAINED_BYTES:
                 continue
             rate = left / max(1e-6, drained_s)
-            known, _ = self._seen.pop(to, (0.0, 0.0))
-            self._seen[to] = rate if rate > known else known + FORGETTING * (rate - known), last_at
+            known, _ = self._seen.pop(to, ((), 0.0))
+            self._seen[to] = (*known, rate)[-BURSTS_KEPT:], last_at
         if not self._seen:
             return
         newest_at = next(reversed(self._seen.values()))[1]
         while len(self._seen) > MAX_RECEIVERS or newest_at - next(iter(self._seen.values()))[1] > OF_LATE_S:
             self._seen.popitem(last=False)
-        self.bytes_per_s = median_high(rate for rate, _ in self._seen.values())
+        self.bytes_per_s = median_high(_believed(rates) for rates, _ in self._seen.values())
+
+
+def _believed(rates: Sequence[float]) -> float:
+    """Of one receiver's bursts."""
+    return sorted(rates)[-2] if len(rates) > 2 else max(rates)
 
 
 class _Marks:
