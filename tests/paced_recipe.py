@@ -1,5 +1,7 @@
 """A recipe for faults and long runs: a tiny model whose steps take a fixed time, so that processes that share
-few cores do not slow each other down, and what it costs to lose peers shows.
+few cores do not slow each other down, and what it costs to lose peers shows. Its optimizer is its own, since
+the first of ``torch.optim`` that a process makes imports torch's compiler: a second of CPU and 70 MB for each
+of dozens of processes.
 
 Two variables of the environment change one process and not the run: after ``PACED_RAISE_AFTER`` steps the
 data raise, as a user's faulty code would; into the file ``PACED_SAMPLES`` goes a line every few seconds with
@@ -14,8 +16,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,39 @@ from torch import Tensor, nn
 from p2p_co2.recipes import Recipe
 
 SAMPLE_EVERY_S = 10.0
+
+
+class Descent:
+    """Gradient descent with momentum, as far as a trainer asks of a ``torch.optim.Optimizer``."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.1, momentum: float = 0.5) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": list(parameters), "lr": lr, "momentum": momentum}
+        ]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            kept = self.state.setdefault(parameter, {"speed": torch.zeros_like(parameter)})
+            kept["speed"].mul_(group["momentum"]).add_(parameter.grad)
+            parameter.sub_(group["lr"] * kept["speed"])
+
+    def state_dict(self) -> dict[str, Any]:
+        (group,) = self.param_groups
+        places = range(len(group["params"]))
+        kept = {place: self.state[group["params"][place]] for place in places if self.state}
+        return {"state": kept, "param_groups": [{**group, "params": list(places)}]}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        (group,) = self.param_groups
+        group |= {name: value for name, value in saved["param_groups"][0].items() if name != "params"}
+        self.state = {group["params"][place]: dict(kept) for place, kept in saved["state"].items()}
 
 
 def make(step_s: float = 0.1, width: int = 32) -> Recipe:
@@ -50,7 +86,7 @@ def make(step_s: float = 0.1, width: int = 32) -> Recipe:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    return Recipe(model, batches, loss)
+    return Recipe(model, batches, loss, optimizer=Descent)  # type: ignore[arg-type]  # see the class
 
 
 def sample() -> dict[str, float]:

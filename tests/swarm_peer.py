@@ -26,6 +26,7 @@ from p2p_co2.node.envelope import enveloped
 from p2p_co2.telemetry.events import Event, RoundCommitted
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.trainer import connect
+from tests.paced_recipe import Descent
 
 WIDTH = 48
 
@@ -82,12 +83,12 @@ def main() -> None:
             journal.write(event)
 
         model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = Descent(model.parameters(), lr=0.01)
         target = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9))
         data = torch.Generator().manual_seed(options.seed)
         connection = connect(options.ticket, config, on_event)
         print("board:", connection.board or "none", flush=True)
-        peer = connection.start(model, optimizer, resume=options.resume)
+        peer = connection.start(model, optimizer, resume=options.resume)  # type: ignore[arg-type]
         signal.signal(signal.SIGINT, lambda *_: peer.stop())
         with peer:
             while True:

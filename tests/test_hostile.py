@@ -1,23 +1,27 @@
-"""A hostile peer in a real swarm: it has an identity, a record in the DHT and real links, and breaks every
-rule.
+"""Hostile peers in a real swarm: they have identities, records in the DHT and real links; one breaks every
+rule, and then one floods.
 
-Two honest processes train; the test is the third peer. Each offence must be refused, counted against its
-sender under its name, and cost the honest peers nothing: they finish the run with one digest.
+Two honest processes train; the test is the others. Each offence must be refused and counted against its
+sender under its name, the flood's sender must be shut out, and neither costs the honest peers anything:
+rounds go on, and each outer step is the same at both, bit for bit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from p2p_co2.config import ClockConfig, CodecConfig, PeerConfig, RunConfig
+from p2p_co2.errors import PeerLost
 from p2p_co2.node.network import Network
 from p2p_co2.recipes import recipe_digest
-from p2p_co2.telemetry.events import FragmentApplied, MessageRefused, PeerJoined
+from p2p_co2.telemetry.events import FragmentApplied, MessageRefused, PeerJoined, RoundCommitted
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.base import Link
 from p2p_co2.wire.identity import Identity, PeerId
@@ -39,7 +43,7 @@ from p2p_co2.wire.messages_pb2 import (
     RoundKey,
     Status,
 )
-from tests.swarms import swarm
+from tests.swarms import Swarm, swarm
 
 pytestmark = pytest.mark.swarm
 RUN = RunConfig(
@@ -47,19 +51,19 @@ RUN = RunConfig(
     recipe="own-loop",
     recipe_digest=recipe_digest("own-loop", {}),
     fragments=2,
-    clock=ClockConfig(mode="time", round_s=2.0, rounds=10),
+    clock=ClockConfig(mode="time", round_s=1.0),  # it ends when the test has seen enough
     codec=CodecConfig(name="int4"),
 )
 HONEST = ("a", "b")
+BOUND_S = 200.0
+
+
+def envelope(**body: object) -> bytes:
+    return Envelope(version=PROTOCOL_VERSION, run=RUN.digest(), **body).SerializeToString()  # type: ignore[arg-type]
 
 
 def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
     """Reason under which it must be counted -> the bytes of the message."""
-
-    def envelope(**body: object) -> bytes:
-        message = Envelope(version=PROTOCOL_VERSION, run=RUN.digest(), **body)  # type: ignore[arg-type]
-        return message.SerializeToString()
-
     key = RoundKey(fragment=0, round=10**6, attempt=bytes(16))
     old = RoundKey(fragment=0, round=1, attempt=bytes(16))
     ready = Ready(fragment=0, round=1, state_digest=bytes(32), weight=1.0)
@@ -118,10 +122,9 @@ def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
     }
 
 
-async def attack(
-    ticket: str, folder: Path, victim: PeerId, counted: Callable[[], list[str]]
-) -> dict[str, Callable[[], bytes]]:
-    """Send every offence to ``victim`` over gRPC and wait until it has counted them; see ``offences``."""
+@asynccontextmanager
+async def stranger(ticket: str, folder: Path) -> AsyncIterator[Network]:
+    """A peer that answers nothing, on the run's network over gRPC; its identity is in ``folder``."""
     config = PeerConfig(folder=folder, carrier="grpc")
     network = await Network.open(Ticket.parse(ticket), config, lambda peer, error: None)
 
@@ -130,22 +133,49 @@ async def attack(
 
     try:
         await network.start_carriers(ignore, lambda peer, error: None)
+        yield network
+    finally:
+        await network.close()
+
+
+async def link_to(network: Network, peer: PeerId) -> Link:
+    """A new link to ``peer``, whose record must be in the DHT."""
+    record = await network.find_record(peer)
+    assert record is not None
+    return await network.carriers[0].connect(record)
+
+
+async def attack(
+    ticket: str, folder: Path, victim: PeerId, counted: Callable[[], list[str]]
+) -> dict[str, Callable[[], bytes]]:
+    """Send every offence to ``victim`` and wait until it has counted them; see ``offences``."""
+    async with stranger(ticket, folder) as network:
         await network.publish_self()
-        record = await network.find_record(victim)
-        assert record is not None
-        me = network.identity.peer_id
-        sent = offences(me, network.identity)
-        link: Link = await network.carriers[0].connect(record)
+        sent = offences(network.identity.peer_id, network.identity)
+        link = await link_to(network, victim)
         for _ in range(3):  # once would be enough; a replay of it is refused alike
             for message in sent.values():
                 await link.send(message())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(BOUND_S):
             while not (len(counted()) >= len(sent) and named(sent) <= set(counted())):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)  # its journal sets no event
         await link.close()
         return sent
-    finally:
-        await network.close()
+
+
+async def flood(ticket: str, folder: Path, victim: PeerId) -> str:
+    """Small, well formed PARTs of a round that does not exist, as fast as ``victim`` takes them, until it
+    takes no more; why the next link ended. (Who is cut off while it writes is not told why by gRPC.)"""
+    async with stranger(ticket, folder) as network:
+        link = await link_to(network, victim)
+        part = envelope(part=Part(key=RoundKey(round=10**6, attempt=bytes(16)), total=1, data=b"x"))
+        async with asyncio.timeout(BOUND_S):
+            with suppress(PeerLost):
+                while True:
+                    await link.send(part)
+            again = await link_to(network, victim)
+            await again.send(envelope(ping=Ping(nonce=1, sent_at=1.0)))
+            return await again.wait_closed()
 
 
 def named(sent: dict[str, Callable[[], bytes]]) -> set[str]:
@@ -153,7 +183,29 @@ def named(sent: dict[str, Callable[[], bytes]]) -> set[str]:
     return {reason for reason in sent if ":" not in reason}
 
 
-def test_every_broken_rule_is_refused_and_counted_and_costs_the_swarm_nothing(tmp_path: Path) -> None:
+def refusals(running: Swarm) -> dict[str, list[str]]:
+    """What peer "a" refused, by sender."""
+    found: dict[str, list[str]] = {}
+    for event in running.events("a"):
+        if isinstance(event, MessageRefused):
+            found.setdefault(event.other, []).append(event.reason)
+    return found
+
+
+def assert_same_steps(running: Swarm) -> None:
+    """Each outer step that both took did the same to its fragment, bit for bit."""
+    did: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+    for name in HONEST:
+        for step in running.events(name):
+            if isinstance(step, FragmentApplied):
+                norms = (step.gap, step.gradient_norm, step.momentum_norm)
+                did.setdefault((step.fragment, step.version), []).append(norms)
+    shared = [norms for norms in did.values() if len(norms) == len(HONEST)]
+    assert len(shared) >= 6
+    assert all(len(set(norms)) == 1 for norms in shared), did
+
+
+def test_broken_rules_and_a_flood_are_refused_and_counted_and_cost_the_swarm_nothing(tmp_path: Path) -> None:
     with swarm(tmp_path, RUN) as running:
         for seed, name in enumerate(HONEST):
             running.start_peer(name, "--seed", str(seed), "--min-peers", "2")
@@ -163,16 +215,25 @@ def test_every_broken_rule_is_refused_and_counted_and_costs_the_swarm_nothing(tm
         victim = PeerId(joined.other)
 
         def counted() -> list[str]:
-            return [event.reason for event in running.events("a") if isinstance(event, MessageRefused)]
+            return [reason for reasons in refusals(running).values() for reason in reasons]
 
         sent = asyncio.run(attack(running.ticket, tmp_path / "mallory", victim, counted))
+        assert "shut out" in asyncio.run(flood(running.ticket, tmp_path / "flooder", victim))
+        for name in HONEST:
+            made = sum(isinstance(event, RoundCommitted) for event in running.events(name))
+            running.wait_for(name, RoundCommitted, count=made + 3)
+        for name in HONEST:
+            running.processes[name].send_signal(signal.SIGINT)
         running.wait(*HONEST)
 
-        mallory = Identity.load_or_create(tmp_path / "mallory" / "identity").peer_id
-        refused = [event for event in running.events("a") if isinstance(event, MessageRefused)]
-        assert {event.other for event in refused} == {mallory}
-        assert named(sent) <= {event.reason for event in refused}
-        assert len(refused) >= len(sent)  # those that share a reason are counted too
-        finished = [running.finished(name) for name in HONEST]
-        assert len({event.digest for event in finished}) == 1
-        assert {event.reason for event in finished} == {"the run is over"}
+        mallory, flooder = (
+            Identity.load_or_create(tmp_path / name / "identity").peer_id for name in ("mallory", "flooder")
+        )
+        refused = refusals(running)
+        assert refused.keys() == {mallory, flooder}
+        assert named(sent) <= set(refused[mallory])
+        assert len(refused[mallory]) >= len(sent)  # those that share a reason are counted too
+        assert {"unknown round", "too many messages", "shut out"} <= set(refused[flooder])
+        assert_same_steps(running)
+        ends = [running.finished(name) for name in HONEST]
+        assert len({(end.digest, end.versions) for end in ends}) == len({end.versions for end in ends})

@@ -1,4 +1,5 @@
-"""Real swarms: the console script's programs as separate processes on this machine, over real sockets."""
+"""Real swarms: the console script's programs as separate processes on this machine, over real sockets. Those
+that are hurt are in ``test_faults``, late joiners among them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,9 +19,7 @@ from bootstrap.local_swarm import Child, LocalSwarm, environment, program
 from p2p_co2.config import ClockConfig, RunConfig, write_toml
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import (
-    CaughtUp,
     Event,
-    FragmentApplied,
     LinkLost,
     LinkOpened,
     PeerFinished,
@@ -40,8 +40,8 @@ START_S = 180.0
 """Bound on a process's start: importing torch, several processes at a time, on few cores that may stand still
 for seconds. Nothing here is about speed."""
 LEAVE_S = 60.0
-PACED = ("--recipe", RECIPE)
-"""For swarms whose training rests between steps, so that those who come find the cores free."""
+TWO_OVER_LIBP2P = ("--min-peers", "2", "--carrier", "libp2p", "--recipe", RECIPE)
+"""The recipe rests between steps, so that those who come find the cores free."""
 OWN_RECIPE = """
 import torch
 from torch import nn
@@ -104,18 +104,22 @@ class Swarm(LocalSwarm):
         ]
         return [self.events(name, PeerFinished)[-1] for name in names]
 
-    def versions(self, name: str) -> int:
-        """Newest outer version that a peer has applied."""
-        return max((event.version for event in self.events(name, FragmentApplied)), default=0)
 
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    with Swarm(tmp_path, grace_s=LEAVE_S) as swarm:
+@contextmanager
+def opened(folder: Path) -> Iterator[Swarm]:
+    """A swarm of which nothing is left when the block ends."""
+    folder.mkdir(exist_ok=True)
+    with Swarm(folder, grace_s=LEAVE_S) as swarm:
         yield swarm
         below = [process for child in swarm.running() for process in psutil.Process(child.pid).children(True)]
     assert not [process for process in below if process.is_running()]
     assert not [child for child in swarm.children if psutil.pid_exists(child.pid)]
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    with opened(tmp_path) as swarm:
+        yield swarm
 
 
 def run_of(rounds: int, recipe: str = "byte-gpt") -> RunConfig:
@@ -130,8 +134,8 @@ def run_of(rounds: int, recipe: str = "byte-gpt") -> RunConfig:
     )
 
 
-def paced_run(rounds: int = 0) -> RunConfig:
-    return campaign.paced_run(1.0, step_s=0.05, rounds=rounds)
+def paced_run() -> RunConfig:
+    return campaign.paced_run(1.0, step_s=0.05)
 
 
 def assert_agreed(ends: list[PeerFinished]) -> None:
@@ -140,67 +144,68 @@ def assert_agreed(ends: list[PeerFinished]) -> None:
     assert min(ends[0].versions) >= 2
 
 
-@pytest.mark.parametrize("carrier", ["grpc", "libp2p"])
-def test_two_peers_agree_over_each_carrier(swarm: Swarm, carrier: str) -> None:
-    swarm.publish(run_of(rounds=6))
-    for name in ("one", "two"):
-        swarm.join(name, "--min-peers", "2", "--carrier", carrier)
-    ends = swarm.finished("one", "two")
-    assert_agreed(ends)
-    for name in ("one", "two"):
-        assert {event.carrier for event in swarm.events(name, LinkOpened)} == {carrier}
-    losses = [event.loss for event in swarm.events("one", Progress) if event.loss == event.loss]
-    assert losses[-1] < losses[0]
-    assert max(event.contributors for event in swarm.events("one", RoundCommitted)) == 2
-    assert list((swarm.folder / "one" / "checkpoint").glob("state-*.safetensors"))
+def test_two_peers_agree_over_each_carrier(tmp_path: Path) -> None:
+    """Two swarms side by side, one on each carrier."""
+    with ExitStack() as both:
+        swarms = {carrier: both.enter_context(opened(tmp_path / carrier)) for carrier in ("grpc", "libp2p")}
+        for carrier, swarm in swarms.items():
+            swarm.publish(run_of(rounds=6))
+            for name in ("one", "two"):
+                swarm.join(name, "--min-peers", "2", "--carrier", carrier)
+        for carrier, swarm in swarms.items():
+            ends = swarm.finished("one", "two")
+            assert_agreed(ends)
+            for name in ("one", "two"):
+                assert {event.carrier for event in swarm.events(name, LinkOpened)} == {carrier}
+            losses = [event.loss for event in swarm.events("one", Progress) if event.loss == event.loss]
+            assert losses[-1] < losses[0]
+            assert max(event.contributors for event in swarm.events("one", RoundCommitted)) == 2
+            assert list((swarm.folder / "one" / "checkpoint").glob("state-*.safetensors"))
 
 
-def test_the_others_go_on_when_a_peer_is_killed(swarm: Swarm) -> None:
-    swarm.publish(paced_run(rounds=16))
-    peers = [swarm.join(name, "--min-peers", "3", *PACED) for name in ("one", "two", "three")]
-    swarm.wait_until("a round of three", lambda: _contributors(swarm, "one") == 3)
-    before = swarm.versions("one")
-    swarm.kill(peers[2])
-    ends = swarm.finished("one", "two")
-    assert_agreed(ends)
-    assert min(ends[0].versions) > before + 1
-    assert swarm.events("one", PeerLeft)
-
-
-def test_a_late_joiner_catches_up_and_takes_part(swarm: Swarm) -> None:
-    swarm.publish(paced_run(rounds=30))
-    for name in ("one", "two"):
-        swarm.join(name, "--min-peers", "2", *PACED)
-    swarm.wait_until("some rounds", lambda: swarm.versions("one") >= 2)
-    swarm.join("late", "--min-peers", "2", *PACED)
-    swarm.wait_until("a round of three", lambda: _contributors(swarm, "late") == 3)
-    assert swarm.events("late", CaughtUp)
-    assert_agreed(swarm.finished("one", "two", "late"))
-
-
-def test_ctrl_c_leaves_cleanly_and_resume_goes_on(swarm: Swarm) -> None:
+def test_a_daemon_dies_a_peer_leaves_at_ctrl_c_and_comes_back_and_two_ctrl_cs_end_at_once(
+    swarm: Swarm,
+) -> None:
     swarm.publish(paced_run())
-    swarm.join("one", "--min-peers", "2", *PACED)
-    two = swarm.join("two", "--min-peers", "2", *PACED)
-    swarm.wait_until("some rounds", lambda: swarm.versions("two") >= 2)
+    one, two = (swarm.join(name, *TWO_OVER_LIBP2P) for name in ("one", "two"))
+    swarm.wait_until("a round of both", lambda: _contributors(swarm, "one") == 2)
+    outlive_a_killed_daemon(swarm, one)
+    leave_and_resume(swarm, two)
+    end_at_once(swarm, one)
+
+
+def outlive_a_killed_daemon(swarm: Swarm, peer: Child) -> None:
+    daemon, *others = psutil.Process(peer.pid).children(recursive=True)
+    assert (daemon.name(), others) == ("p2pd", [])
+    killed_at = time.time()
+    daemon.kill()
+    since = killed_at + 1.0
+    swarm.wait_until("a round of both", lambda: _contributors(swarm, "one", since) == 2)
+    swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since) == 2)
+    assert [event for event in swarm.events("one", LinkLost) if event.at >= killed_at]
+    assert [event for event in swarm.events("two", LinkOpened) if event.at >= killed_at]
+    swarm.wait_until(
+        "its word", lambda: any("was started again" in event.text for event in swarm.events("one", Warned))
+    )
+
+
+def leave_and_resume(swarm: Swarm, two: Child) -> None:
+    gone = len(swarm.events("one", PeerLeft))
     # What a terminal does: all of the foreground group gets it, and the libp2p daemon if it is in there.
     os.killpg(two.pid, signal.SIGINT)
     assert swarm.wait([two], LEAVE_S), two.last_lines()
     assert two.exit_status() == 0, two.last_lines()
     left = swarm.events("two", PeerFinished)[-1]
-    steps = swarm.events("two", Progress)[-1].inner_steps
-    swarm.wait_until("the goodbye", lambda: bool(swarm.events("one", PeerLeft)))
     assert left.digest
-    swarm.join("two", "--min-peers", "2", "--resume", *PACED)
+    steps = swarm.events("two", Progress)[-1].inner_steps
+    swarm.wait_until("the goodbye", lambda: len(swarm.events("one", PeerLeft)) > gone)
+    again = swarm.join("two", "--resume", *TWO_OVER_LIBP2P)
     swarm.wait_until("a second start", lambda: swarm.events("two", Progress)[-1].inner_steps > steps)
     swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since=left.at) == 2)
-    assert swarm.children[-1].running()
+    assert again.running()
 
 
-def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(swarm: Swarm) -> None:
-    swarm.publish(paced_run())
-    peer = swarm.join("one", *PACED)
-    swarm.wait_for_step("one", 1)
+def end_at_once(swarm: Swarm, peer: Child) -> None:
     below = psutil.Process(peer.pid).children(recursive=True)
     assert below, "the libp2p daemon is a child"
     peer.asked_to_end = True
@@ -215,64 +220,31 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(swarm: Swarm) -> None:
     ]
 
 
-def test_a_killed_libp2p_daemon_is_started_again_and_rounds_go_on(swarm: Swarm) -> None:
-    swarm.publish(paced_run())
-    peers = [swarm.join(name, "--min-peers", "2", "--carrier", "libp2p", *PACED) for name in ("one", "two")]
-    swarm.wait_until("a round of both", lambda: _contributors(swarm, "one") == 2)
-    daemon, *others = psutil.Process(peers[0].pid).children(recursive=True)
-    assert (daemon.name(), others) == ("p2pd", [])
-    killed_at = time.time()
-    daemon.kill()
-    since = killed_at + 1.0
-    swarm.wait_until("a round of both", lambda: _contributors(swarm, "one", since) == 2)
-    swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since) == 2)
-    assert [event for event in swarm.events("one", LinkLost) if event.at >= killed_at]
-    assert [event for event in swarm.events("two", LinkOpened) if event.at >= killed_at]
-    swarm.wait_until(
-        "its word", lambda: any("was started again" in event.text for event in swarm.events("one", Warned))
-    )
-
-
-def test_another_recipe_is_refused_in_one_line(swarm: Swarm, tmp_path: Path) -> None:
-    here = tmp_path / "recipe.py"
+def test_seeds_die_and_come_back_and_who_has_another_recipe_or_no_seed_is_told(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    here, other = tmp_path / "recipe.py", tmp_path / "other.py"
     here.write_text(OWN_RECIPE)
-    swarm.publish(run_of(0, f"{here}:make"))
-    other = tmp_path / "other.py"
     other.write_text(OWN_RECIPE + "# a change, were it only a comment\n")
-    cases = {
-        "changed": (["--recipe", f"{other}:make"], "another than the run's"),
-        "unnamed": ([], "--recipe"),
-    }
-    peers = {name: swarm.join(name, *options) for name, (options, _) in cases.items()}
-    for peer in peers.values():
-        peer.asked_to_end = True
-    right = swarm.join("right", "--recipe", f"{here}:make")
-    for name, (_, words) in cases.items():
-        assert swarm.wait([peers[name]], START_S)
-        assert peers[name].exit_status() == 2, peers[name].last_lines()
-        said = peers[name].last_lines(100)
-        errors = [line for line in said.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1
-        assert words in errors[0]
-        assert "Traceback" not in said
-    swarm.wait_for_step("right", 1)
-    assert right.running()
-
-
-def test_seeds_die_and_another_stands_in_and_the_first_comes_back(swarm: Swarm) -> None:
-    swarm.publish(paced_run())
+    run, own = run_of(0, f"{here}:make"), ("--recipe", f"{here}:make")
+    swarm.publish(run)
     first, ticket = swarm.children[0], Ticket.parse(swarm.ticket)
+    refused = {
+        "another than the run's": swarm.join("changed", "--recipe", f"{other}:make"),
+        "--recipe": swarm.join("unnamed"),
+    }
     place = ["--host", "127.0.0.1", "--folder", str(swarm.folder / "seed2")]
     second = swarm.start("seed2", program("bootstrap", "seed", "--also", swarm.ticket, *place), environment())
     ticket_of_both = swarm.wait_for_line(second, "ticket:", START_S)
     assert Ticket.parse(ticket_of_both).run_key == ticket.run_key
     assert len({seed.rpartition("/")[2] for seed in Ticket.parse(ticket_of_both).seeds}) == 2
+    assert_refused(swarm, refused)
 
     swarm.kill(first)
-    stranded = swarm.join("stranded", *PACED)  # its ticket names the dead one alone
+    stranded = swarm.join("stranded", *own)  # its ticket names the dead one alone
     stranded.asked_to_end = True
     swarm.ticket = ticket_of_both
-    swarm.join("one", *PACED)
+    right = swarm.join("one", *own)
     swarm.wait_for_step("one", 1)
     assert swarm.wait([stranded], START_S)
     assert stranded.exit_status() == 1
@@ -280,12 +252,27 @@ def test_seeds_die_and_another_stands_in_and_the_first_comes_back(swarm: Swarm) 
     assert "Traceback" not in stranded.last_lines(100)
 
     first.log.unlink()
-    swarm.publish(paced_run())
+    swarm.publish(run)
     again = Ticket.parse(swarm.ticket)
     assert (again.run, again.run_key) == (ticket.run, ticket.run_key)
     swarm.interrupt(swarm.children[-1])
     assert swarm.wait([swarm.children[-1]], LEAVE_S)
     assert swarm.children[-1].exit_status() == 0
+    assert right.running()
+
+
+def assert_refused(swarm: Swarm, refused: dict[str, Child]) -> None:
+    """Each of them in one line that says why, by the words in it."""
+    for peer in refused.values():
+        peer.asked_to_end = True
+    for words, peer in refused.items():
+        assert swarm.wait([peer], START_S)
+        assert peer.exit_status() == 2, peer.last_lines()
+        said = peer.last_lines(100)
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert words in errors[0]
+        assert "Traceback" not in said
 
 
 def test_the_demo_ends_with_a_summary_and_nothing_running(tmp_path: Path) -> None:
