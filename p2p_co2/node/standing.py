@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 CONCLUDED_EVERY_S = 0.25
 """Conclusions that wait for others are drawn again at most this often: among many there is always news."""
+LISTENED_S = 12.0
+"""A peer that came when the run was over, and has not yet heard all whom the DHT lists, takes those whom it
+heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
 PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
@@ -62,7 +65,7 @@ class Standing:
         self.swarm_position: tuple[float, float] | None = None
         self._status = Status()
         self._status_of: object = None
-        self._placed_at = -math.inf
+        self._placed_at, self._began_at = -math.inf, node.now()
         self._is_at_rest = False
         """Whether all that we hear are done where we are: ``settled``, but for what they say of theirs."""
         self._concluded_of: object = None
@@ -181,7 +184,9 @@ class Standing:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
-        is_cut_off = self._node.membership.is_cut_off(now)
+        unheard = self._node.membership.unheard + far.outlook.unanswered()
+        is_new = unheard > 0 and now - self._began_at < LISTENED_S
+        is_cut_off = is_new or self._node.membership.is_cut_off(now)
         if is_cut_off:
             self._concluded_of = None  # time alone ends that; others are where we cannot see them
         alike = idle and all(

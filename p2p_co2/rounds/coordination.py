@@ -78,7 +78,8 @@ class Coordination:
         if swarm.cells > 1:
             self.delegation = Delegation(
                 identity, run, swarm, outlet, self.cadences,
-                start=self._start, abort=self._give_up_gathering, end=self._end_attempt, tell=self._tell,
+                begin=self._begin, start=self._start, reopen=self._gatherings.setdefault,
+                abort=self._give_up_gathering, end=self._end_attempt, tell=self._tell,
             )  # fmt: skip
         self.known: Callable[[Place], tuple[Decision, Outcome] | None] = lambda place: None
         """The commit of a round that we have heard of."""
@@ -103,9 +104,10 @@ class Coordination:
             return
         if self._is_elsewhere(place, [sender], now):
             return
-        if self.delegation is not None and self.delegation.answers_ready(place, message, sender):
+        if self.delegation is not None and self.delegation.answers_ready(place, message, sender, now):
             return
-        for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
+        waiting = [*self._gatherings, *(self.delegation.places() if self.delegation is not None else ())]
+        for other in [key for key in waiting if key[0] == message.fragment and key != place]:
             self.withdraw(other, sender)
         gathering = self._gatherings.get(place)
         if gathering is None:
@@ -177,6 +179,8 @@ class Coordination:
             gathering.readies.pop(peer, None)
             if not gathering.readies:
                 del self._gatherings[place]
+        elif self.delegation is not None:
+            self.delegation.withdraw(place, peer)
 
     def close_complete(self, now: float) -> bool:
         """Close the gatherings that need not or may not wait longer; True if there was one."""
@@ -196,19 +200,23 @@ class Coordination:
 
     def _close(self, place: Place, gathering: Gathering, now: float) -> None:
         del self._gatherings[place]
-        self._counter += 1
-        nonce = attempt_nonce(self._swarm.me, *place, self._counter, now)
         digest, camp = gathering.agreeing()
         shortage = gathering.shortage(camp, now)
         if shortage:
-            self._abort_gathering(place, gathering, nonce, digest, shortage)
+            self._abort_gathering(place, gathering, self._nonce(place, now), digest, shortage)
             return
         gathering.note_punctuality(self._moved_to(place))
-        begin = gathering.begin(nonce, self.observed[place[0]])
         if self.delegation is not None:
-            self.delegation.propose(place, gathering, begin, now)
+            self.delegation.propose(place, gathering, now)
         else:
-            self._start(place, gathering, begin, set(), now)
+            self._start(place, gathering, self._begin(place, gathering, now), set(), now)
+
+    def _nonce(self, place: Place, now: float) -> bytes:
+        self._counter += 1
+        return attempt_nonce(self._swarm.me, *place, self._counter, now)
+
+    def _begin(self, place: Place, gathering: Gathering, now: float) -> Begin:
+        return gathering.begin(self._nonce(place, now), self.observed[place[0]])
 
     def _start(self, place: Place, gathering: Gathering, begin: Begin, late: set[PeerId], now: float) -> None:
         tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape, self._swarm.cells), now)
@@ -276,6 +284,8 @@ class Coordination:
         """Our own member follows us from now on: we decide in the place of a lost coordinator."""
         tally = self._tallies.get(member.attempt.id) or self._tally(member.attempt, now)
         tally.take_over(*member.ownership(), member.term(), now)
+        if self.delegation is not None:
+            self.delegation.took_over(member.attempt)
 
     def member_left(self, attempt: bytes) -> None:
         """Our own member has the outcome: a tally that only waited to succeed is over."""
@@ -354,6 +364,8 @@ class Coordination:
         for place, gathering in list(self._gatherings.items()):
             for peer in [peer for peer in gathering.readies if not self._swarm.is_live(peer)]:
                 self.withdraw(place, peer)
+        if self.delegation is not None:
+            self.delegation.peers_changed(now)
         for tally in list(self._tallies.values()):
             tally.peers_changed(now)
 

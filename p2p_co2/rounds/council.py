@@ -1,10 +1,10 @@
 """The council: the one coordinator that begins a round for all cells and signs its one outcome.
 
-Laws: a round begins with more than half of the cells that made the round before (of all, for the first one;
-half is enough with the lowest of them), so that two halves of a split swarm cannot both go on; it commits
-only if every cell that began holds the same means, and else nothing changes anywhere; a cell that does not
-come in time is left out and catches up. Nobody waits for a cell that is done, and one that was seen to train
-is waited for as long as cells take as a rule.
+Laws: one council commits one round once; a round begins with more than half of the cells that made the round
+before (of all, for the first one; half is enough with the lowest of them), so that two halves of a split
+swarm cannot both go on; it commits only if every cell that began holds the same means, and else nothing
+changes anywhere; a cell that does not come in time is left out and catches up. Nobody waits for a cell that
+is done, and one that was seen to train is waited for as long as cells take as a rule.
 
 Price: one cell that fails in the middle costs all of them the round.
 """
@@ -25,6 +25,7 @@ from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import (
+    AskOutcome,
     CellBegin,
     CellDecision,
     CellReady,
@@ -39,6 +40,9 @@ from p2p_co2.wire.messages_pb2 import (
 Place = tuple[int, int]
 SEEN_LATE_BY = 2
 """Rounds that a cell may have made since it was seen: one that is further behind is not waited for."""
+STALE_S = 12.0
+"""A cell that did not repeat its CELL_READY for so long may speak through anybody again: its coordinator is
+gone, or has given up. Longer than it ever waits before it does (``delegate.AGAIN_CAP_S``)."""
 TOLD_OF_LEFT_OUT = 2
 """Peers of a cell that was left out who are told of a commit: the others see it in their heartbeats."""
 
@@ -46,7 +50,8 @@ TOLD_OF_LEFT_OUT = 2
 @dataclass
 class _Forming:
     """The CELL_READYs of one round: by cell, with who sent it. ``before``: the cells that made the round
-    before, as far as this peer knows; ``awake``: those that were seen to train of late."""
+    before, as far as this peer knows; ``awake``: those that were seen to train of late; ``heard_at``: when
+    each was heard last."""
 
     fragment: int
     swarm: Swarm
@@ -55,6 +60,15 @@ class _Forming:
     close_at: float
     give_up_at: float
     readies: dict[int, tuple[CellReady, PeerId]] = field(default_factory=dict)
+    heard_at: dict[int, float] = field(default_factory=dict)
+
+    def take(self, message: CellReady, sender: PeerId, now: float) -> None:
+        """Where two coordinate one cell, because their views differ, the one with more members counts."""
+        known, heard_at = self.readies.get(message.cell), self.heard_at.get(message.cell, now)
+        if known is None or known[1] == sender or message.members >= known[0].members or (
+            now - heard_at > STALE_S
+        ):  # fmt: skip
+            self.readies[message.cell], self.heard_at[message.cell] = (message, sender), now
 
     def camp(self) -> tuple[bytes, list[int]]:
         """The state that most peers start from, and its cells."""
@@ -100,6 +114,7 @@ class _Sitting:
     results: dict[int, CellResult] = field(default_factory=dict)
     senders: set[PeerId] = field(default_factory=set)
     decision: Decision | None = None
+    has_failed: bool = False
 
 
 class Councils:
@@ -131,7 +146,10 @@ class Councils:
             answer.version, answer.state_digest = version, digest
             answer.donors.extend([self._swarm.me, *self._neighbours()][:MAX_MEMBERS])
         elif (sitting := self._sitting_at(place)) is not None:
-            self._answer_begun(sitting, message, sender, now)
+            if sitting.decision is not None:
+                self._tell(sitting, {sender})  # made without that cell: it is what it needs next
+            else:
+                self._answer_begun(sitting, message, sender, now)
             return
         elif not leads:
             training = self._swarm.training()
@@ -140,7 +158,7 @@ class Councils:
             forming = self._forming.get(place) or self._form(place, verdicts, now)
             if message.cell not in forming.readies:
                 self._history[fragment].arrived(round_, now)
-            forming.readies[message.cell] = (message, sender)
+            forming.take(message, sender, now)
             answer.begins_within_s = max(0.0, forming.give_up_at - now)
         self._outlet.send(sender, answer)
 
@@ -150,9 +168,14 @@ class Councils:
     def _form(self, place: Place, verdicts: Verdicts, now: float) -> _Forming:
         fragment, round_ = place
         before = frozenset(cells_before(verdicts, round_))
-        history, cap_s = self._history[fragment], self._cadences[fragment].gather_cap_s
+        history, cadence = self._history[fragment], self._cadences[fragment]
         history.forget(round_)
-        wait_s = history.deadline_s(round_, cap_s) if round_ > 1 else bounds.GATHER_CAP_S
+        if round_ == 1:
+            wait_s = bounds.GATHER_CAP_S
+        elif cadence.period_s:
+            wait_s = cadence.gather_cap_s  # a cell that is left out costs its peers a round and a state each
+        else:
+            wait_s = history.deadline_s(round_)
         give_up_at = now + max(wait_s, bounds.GATHER_CAP_S)
         awake = frozenset(
             cell
@@ -167,9 +190,10 @@ class Councils:
         return forming
 
     def _sitting_at(self, place: Place) -> _Sitting | None:
+        """The round of this place if it is open or has committed."""
         for sitting in self._sittings.values():
             key = sitting.council.key
-            if (key.fragment, key.round) == place and sitting.decision is None:
+            if (key.fragment, key.round) == place and not sitting.has_failed:
                 return sitting
         return None
 
@@ -238,6 +262,9 @@ class Councils:
         read_key(message.key, self._swarm.shape)
         sitting = self._sittings.get(message.key.attempt)
         if sitting is None:
+            key = message.key  # this peer was restarted, and with it went the round
+            why = "its council does not know of it"
+            self._outlet.send(sender, CellWaiting(fragment=key.fragment, round=key.round, refusal=why))
             raise RemoteProtocolError("unknown round", "CELL_RESULT")
         if message.cell not in sitting.readies or self._swarm.cell_of(sender) != message.cell:
             raise RemoteProtocolError("wrong cell", f"{message.cell}")
@@ -278,6 +305,7 @@ class Councils:
     def _abort(self, sitting: _Sitting, reason: str) -> None:
         outcome = self._outcome(sitting)
         outcome.reason = reason[: bounds.MAX_REASON]
+        sitting.has_failed = True
         self._decide(sitting, outcome)
 
     def _outcome(self, sitting: _Sitting) -> Outcome:
@@ -288,13 +316,20 @@ class Councils:
         sitting.decision = sign_outcome(self._identity, outcome)
         audience = sitting.senders | {sender for _, sender in sitting.readies.values()}
         for cell in sitting.left_out if outcome.committed else ():
-            audience.update(self._swarm.others.get(cell, [])[:TOLD_OF_LEFT_OUT])
+            peers = [self._swarm.me] if cell == self._swarm.cell else self._swarm.others.get(cell, [])
+            audience.update(peers[:TOLD_OF_LEFT_OUT])
         self._tell(sitting, audience)
 
     def _tell(self, sitting: _Sitting, audience: set[PeerId]) -> None:
         message = CellDecision(decision=sitting.decision, attempt=sitting.council.key.attempt)
         for peer in sorted(audience):
             self._outlet.send(peer, message)
+
+    def answer(self, message: AskOutcome, sender: PeerId) -> None:
+        """Tell a cell that has another coordinator now how a round of ours ended, if it has."""
+        sitting = self._sittings.get(message.key.attempt)
+        if sitting is not None and sitting.decision is not None:
+            self._tell(sitting, {sender})
 
     # ---- time
 

@@ -3,11 +3,18 @@
 The council of a round is the coordinator of the cell that comes first by rendezvous hash. Whom to ask there
 is known from the last decision, or looked up (``CellWanted``); any peer of that cell says who coordinates.
 
-Laws: one peer is asked at a time and every wait has a timer; a cell takes part in one council only, the first
-that begins; how it voted is repeated until the decision comes or the time is up, and then nothing changes.
+Laws: one peer is asked at a time and every wait has a timer; who answers is asked again, with what the cell
+is ready with by then, until CELL_BEGIN comes: that message may be lost, the round that it waits for may have
+failed sooner than promised, and members come and go meanwhile; a cell takes part in one council only, the
+first that begins; how it voted is repeated until the decision comes or the time is up, and then nothing
+changes.
+
+Price: a CELL_READY of some kilobytes from each cell every few seconds for as long as the council gathers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -19,10 +26,16 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import CellReady, CellResult, CellWaiting, Council
 
 TRIES = 2
-"""CELL_READYs to one peer before another is asked."""
+"""CELL_READYs to one peer that go unanswered before another is asked."""
 ANSWER_S = 1.5
+AGAIN_S, AGAIN_CAP_S = 2.0, 8.0
+"""Who said that the council gathers is asked again after this, then after twice as long and so on."""
+CHANGED_S = 0.3
+"""Who comes or goes within this time after another is told of together with it."""
 PEERS_ASKED = 4
 """Of one cell, before the next cell is asked."""
+MAX_SENT_ON = 8
+"""Times that one is sent on from peer to peer of a cell without anybody who gathers."""
 LOOK_UP_S = 4.0
 COUNCIL_CAP_S = 90.0
 """From the end of the cell's gathering to CELL_BEGIN."""
@@ -30,18 +43,23 @@ REPEAT_S = 2.0
 
 
 class Delegate:
-    """One round of one cell, from CELL_READY to CELL_BEGIN. ``failure``: why the cell gives up;
+    """One round of one cell, from CELL_READY to CELL_BEGIN. ``ready(now)`` says what the cell is ready with
+    now; None if it is not ready any more, and then nothing is sent. ``failure``: why the cell gives up;
     ``elsewhere``: where the other cells are, if they are past the round or have another state."""
 
-    def __init__(self, ready: CellReady, swarm: Swarm, outlet: Outlet, now: float) -> None:
-        self.ready = ready
+    def __init__(
+        self, place: tuple[int, int], ready: Callable[[float], CellReady | None], swarm: Swarm,
+        outlet: Outlet, now: float,
+    ) -> None:  # fmt: skip
         self.failure = ""
         self.elsewhere: CellWaiting | None = None
-        self._swarm, self._outlet = swarm, outlet
-        self._order = council_order(range(swarm.cells), ready.key.fragment, ready.key.round)
+        self._place, self._ready, self._swarm, self._outlet = place, ready, swarm, outlet
+        self._order = council_order(range(swarm.cells), *place)
         self._give_up_at = now + COUNCIL_CAP_S
+        self._asked: PeerId | None = None
         self._tried: list[PeerId] = []
-        self._tries = 0
+        """Of the cell that is asked: who did not answer, or sent us on."""
+        self._tries = self._sent_on = self._repeats = 0
         self._looked_up = False
         self._timer_at = now
         self._next(now)
@@ -53,19 +71,24 @@ class Delegate:
         if now >= self._give_up_at:
             self.failure = f"the other cells did not begin within {COUNCIL_CAP_S:.0f} s"
         elif now >= self._timer_at:
-            if 0 < self._tries < TRIES:
+            if self._asked is not None and self._tries < TRIES:
                 self._send(now)
             else:
                 self._next(now)
 
     def cells_changed(self, now: float) -> None:
         """Peers of some cell were found."""
-        if self._tries == 0 and self._looked_up:
+        if self._asked is None and self._looked_up:
             self._next(now)
 
+    def cell_changed(self, now: float) -> None:
+        """Members of our cell came or went: say so soon."""
+        if self._asked is not None and self._tries == 0:
+            self._timer_at = min(self._timer_at, now + CHANGED_S)
+
     def waiting(self, message: CellWaiting, sender: PeerId, now: float) -> None:
-        """The answer of the peer that was asked last. Raises ``RemoteProtocolError``."""
-        if not self._tried or sender != self._tried[-1]:
+        """The answer of the peer that is asked. Raises ``RemoteProtocolError``."""
+        if sender != self._asked:
             return
         if not 0 <= message.begins_within_s <= bounds.ROUND_CAP_S:
             raise RemoteProtocolError("impossible duration", f"{message.begins_within_s} s")
@@ -75,45 +98,56 @@ class Delegate:
         elif message.refusal:
             self.failure = message.refusal[: bounds.MAX_REASON]
         elif message.ask:
-            asked = PeerId(message.ask)
-            if self._swarm.cell_of(asked) != self._order[0]:
-                raise RemoteProtocolError("wrong cell", "told to ask another cell's peer")
-            if asked not in self._tried:
-                self._ask(asked, now)
+            self._follow(PeerId(message.ask), now)
         else:
-            self._tries = TRIES
-            self._timer_at = now + message.begins_within_s + bounds.GRACE_S
+            again_s = min(AGAIN_CAP_S, AGAIN_S * 2**self._repeats)
+            self._repeats += 1
+            self._tries = self._sent_on = 0
+            self._timer_at = now + min(again_s, message.begins_within_s + bounds.GRACE_S)
+
+    def _follow(self, peer: PeerId, now: float) -> None:
+        """Ask the peer that we were sent to, even again: it may have come to coordinate meanwhile."""
+        if self._swarm.cell_of(peer) != self._order[0]:
+            raise RemoteProtocolError("wrong cell", "told to ask another cell's peer")
+        if peer != self._asked and self._sent_on < MAX_SENT_ON:
+            self._sent_on += 1
+            self._ask(peer, now)
 
     def _next(self, now: float) -> None:
         """Ask the next peer of the council's cell, or go to the next cell."""
+        self._asked = None
         while self._order:
             cell = self._order[0]
             known = [self._swarm.me] if cell == self._swarm.cell else self._swarm.others.get(cell, [])
-            order = coordination_order(known, self.ready.key.fragment, self.ready.key.round)
+            order = coordination_order(known, *self._place)
             left = [peer for peer in order if peer not in self._tried]
-            asked = sum(self._swarm.cell_of(peer) == cell for peer in self._tried)
-            if left and asked < PEERS_ASKED:
+            if left and len(self._tried) < PEERS_ASKED:
                 self._ask(left[0], now)
                 return
             if not self._looked_up and cell != self._swarm.cell:
                 self._looked_up = True
-                self._tries = 0
                 self._timer_at = now + LOOK_UP_S
                 self._outlet.emit(CellWanted(cell))
                 return
             self._order.pop(0)
-            self._looked_up = False
+            self._tried.clear()
+            self._sent_on, self._looked_up = 0, False
         self.failure = "no other cell's coordinator answered"
 
     def _ask(self, peer: PeerId, now: float) -> None:
-        self._tried.append(peer)
-        self._tries = 0
+        if peer not in self._tried:
+            self._tried.append(peer)
+        self._asked = peer
+        self._tries = self._repeats = 0
         self._send(now)
 
     def _send(self, now: float) -> None:
+        assert self._asked is not None
         self._tries += 1
         self._timer_at = now + ANSWER_S * self._tries
-        self._outlet.send(self._tried[-1], self.ready)
+        ready = self._ready(now)
+        if ready is not None:
+            self._outlet.send(self._asked, ready)
 
 
 class Voice:

@@ -1,8 +1,10 @@
 """What a coordinator does for its cell beyond its own group: from a closed gathering to BEGIN by way of the
 council, and from its members' votes to the one decision of all cells.
 
-Laws: no member begins before the council has; a cell's commit is told only with the council's signature and
-the roster that the council counted; whatever goes wrong on the way is an abort of this cell's attempt.
+Laws: no member begins before the council has; who comes while it gathers is in the cell's group, who goes is
+not, and what is left of too few gathers again; a cell's commit is told only with the council's signature and
+the roster that the council counted; whatever goes wrong on the way is an abort of this cell's attempt, and
+the council hears at once of a round that this cell does not begin.
 
 Price: where the council's coordinator dies after it committed and before it told this cell, the cell aborts
 what stands; the digests of its next CELL_READY show and heal it.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -28,6 +30,7 @@ from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import (
+    AskOutcome,
     Begin,
     CellBegin,
     CellDecision,
@@ -43,16 +46,29 @@ from p2p_co2.wire.messages_pb2 import (
 Place = tuple[int, int]
 WAIT_S = 5.0
 """What a member is told to wait for BEGIN, as often as it asks, while the council gathers."""
+PROPOSALS_KEPT = 4
+"""The council may begin with what a cell was ready with a moment ago."""
+
+
+@dataclass
+class _Proposal:
+    """What the council was told: BEGIN as it would be, and the READYs in it."""
+
+    begin: Begin
+    readies: dict[PeerId, Ready]
+    told: CellReady
 
 
 @dataclass
 class _Pending:
-    """A gathering that has closed and waits for the council."""
+    """A gathering that has closed and waits for the council. ``is_old``: members came or went since the last
+    proposal; ``shortage``: why too few are left to begin."""
 
     gathering: Gathering
-    begin: Begin
-    delegate: Delegate
-    late: set[PeerId] = field(default_factory=set)
+    proposals: list[_Proposal]
+    delegate: Delegate | None = None
+    is_old: bool = False
+    shortage: str = ""
 
 
 @dataclass
@@ -68,29 +84,42 @@ class _Vote:
 
 
 class Delegation:
-    """See the module. ``start(place, gathering, begin, late, now)`` begins a cell's round;
-    ``abort(place, gathering, attempt, reason)`` gives up a gathering; ``end(attempt, reason)`` an attempt;
+    """See the module. ``begin(place, gathering, now)`` makes a gathering's BEGIN; ``start(place, gathering,
+    begin, late, now)`` begins a cell's round; ``reopen(place, gathering)`` lets a gathering wait for more;
+    ``abort(place, gathering, attempt, reason)`` gives it up; ``end(attempt, reason)`` an attempt;
     ``tell(outcome, decision)`` passes on a commit."""
 
     def __init__(
         self, identity: Identity, run: bytes, swarm: Swarm, outlet: Outlet, cadences: list[Cadence], *,
+        begin: Callable[[Place, Gathering, float], Begin],
         start: Callable[[Place, Gathering, Begin, set[PeerId], float], None],
+        reopen: Callable[[Place, Gathering], object],
         abort: Callable[[Place, Gathering, bytes, str], None],
         end: Callable[[Attempt, str], None],
         tell: Callable[[Outcome, Decision], None],
     ) -> None:  # fmt: skip
         self.councils = Councils(identity, run, swarm, outlet, cadences)
         self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
-        self._start, self._abort, self._end, self._tell = start, abort, end, tell
+        self._make_begin, self._start, self._reopen = begin, start, reopen
+        self._abort, self._end, self._tell = abort, end, tell
         self._pending: dict[Place, _Pending] = {}
         self._votes: OrderedDict[bytes, _Vote] = OrderedDict()
         """By the council's attempt."""
 
     # ---- to BEGIN
 
-    def propose(self, place: Place, gathering: Gathering, begin: Begin, now: float) -> None:
+    def propose(self, place: Place, gathering: Gathering, now: float) -> None:
         """A gathering has closed: ask the council for a round of all cells."""
-        ready = CellReady(
+        pending = self._pending[place] = _Pending(gathering, [self._proposal(place, gathering, now)])
+        # The council may be this peer: what it answers finds the delegate in its place.
+        pending.delegate = Delegate(
+            place, lambda at: self._ready(place, pending, at), self._swarm, self._outlet, now
+        )
+        self._look(place, pending)
+
+    def _proposal(self, place: Place, gathering: Gathering, now: float) -> _Proposal:
+        begin = self._make_begin(place, gathering, now)
+        told = CellReady(
             key=begin.key,
             cell=self._swarm.cell,
             state_digest=begin.state_digest,
@@ -100,21 +129,56 @@ class Delegation:
             parts_within_s=begin.parts_within_s,
             before=gathering.cells_before,
         )
-        # The council may be this peer: what it answers finds the delegate in its place.
-        pending = self._pending[place] = _Pending(
-            gathering, begin, Delegate(ready, self._swarm, self._outlet, now)
-        )
-        self._look(place, pending)
+        return _Proposal(begin, dict(gathering.readies), told)
 
-    def answers_ready(self, place: Place, message: Ready, sender: PeerId) -> bool:
-        """A READY while the council gathers: BEGIN will come, or for who is late the decision."""
+    def _ready(self, place: Place, pending: _Pending, now: float) -> CellReady | None:
+        """What our cell is ready with now; None if too few are left."""
+        gathering = pending.gathering
+        if pending.is_old:
+            pending.is_old = False
+            pending.shortage = gathering.shortage(gathering.agreeing()[1], now)
+            if pending.shortage:
+                return None
+            pending.proposals.append(self._proposal(place, gathering, now))
+            del pending.proposals[:-PROPOSALS_KEPT]
+        return pending.proposals[-1].told
+
+    def answers_ready(self, place: Place, message: Ready, sender: PeerId, now: float) -> bool:
+        """A READY while the council gathers: it is taken, and BEGIN or the decision will come."""
         pending = self._pending.get(place)
         if pending is None:
             return False
-        if pending.gathering.readies.get(sender) != message:
-            pending.late.add(sender)
+        if pending.gathering.late(message, sender, now):
+            self._changed(pending, now)
         self._outlet.send(sender, Waiting(fragment=place[0], round=place[1], begins_within_s=WAIT_S))
         return True
+
+    def withdraw(self, place: Place, peer: PeerId) -> bool:
+        """Forget a READY; the council hears of it the next time that it is asked. False if there is none."""
+        pending = self._pending.get(place)
+        if pending is None or pending.gathering.readies.pop(peer, None) is None:
+            return False
+        pending.is_old = True
+        if not pending.gathering.readies:
+            del self._pending[place]
+        return True
+
+    def places(self) -> list[Place]:
+        """Rounds that wait for the council."""
+        return list(self._pending)
+
+    def peers_changed(self, now: float) -> None:
+        for place, pending in list(self._pending.items()):
+            gone = [peer for peer in pending.gathering.readies if not self._swarm.is_live(peer)]
+            for peer in gone:
+                self.withdraw(place, peer)
+            if gone:
+                self._changed(pending, now)
+
+    def _changed(self, pending: _Pending, now: float) -> None:
+        pending.is_old = True
+        if pending.delegate is not None:
+            pending.delegate.cell_changed(now)
 
     def on_ready(
         self, message: CellReady, sender: PeerId, verdicts: Verdicts, mine: tuple[int | None, bytes],
@@ -128,43 +192,62 @@ class Delegation:
     def on_waiting(self, message: CellWaiting, sender: PeerId, now: float) -> None:
         place = message.fragment, message.round
         pending = self._pending.get(place)
-        if pending is not None:
+        if pending is not None and pending.delegate is not None:
             pending.delegate.waiting(message, sender, now)
             self._look(place, pending)
+        elif message.refusal:
+            for vote in list(self._votes.values()):
+                council = vote.attempt.council
+                assert council is not None
+                if (council.coordinator, council.key.fragment, council.key.round) == (sender, *place):
+                    self._give_up(vote, message.refusal[: bounds.MAX_REASON])
 
     def on_begin(self, message: CellBegin, sender: PeerId, now: float) -> None:
         """The council has begun. Raises ``RemoteProtocolError``."""
         council = message.council
         place = council.key.fragment, council.key.round
-        pending = self._pending.get(place)
-        if pending is None or pending.begin.key.attempt != message.attempt:
-            return  # doubled, or of a council that we gave up on: it will miss our result
+        if council.key.attempt in self._votes:
+            return  # doubled
         check_council(council, self._swarm.cells, self._swarm.shape.blocks[place[0]])
         if sender != council.coordinator or self._swarm.cell not in council.cells:
             raise RemoteProtocolError("wrong sender", "CELL_BEGIN")
         if len(council.key.attempt) != bounds.ATTEMPT_BYTES:
             raise RemoteProtocolError("wrong attempt length", f"{len(council.key.attempt)} bytes")
+        pending = self._pending.get(place)
+        begins = pending.proposals if pending is not None else []
+        agreed = next((one for one in begins if one.begin.key.attempt == message.attempt), None)
+        if pending is None or agreed is None:
+            why = "its coordinator is not ready any more"
+            self._outlet.send(sender, CellResult(key=council.key, cell=self._swarm.cell, failure=why))
+            return
         del self._pending[place]
-        begin = pending.begin
+        late = pending.gathering.readies.keys() - agreed.readies.keys()
+        pending.gathering.readies = agreed.readies
+        begin = agreed.begin
         begin.council.CopyFrom(council)
         within_s = result_within_s(begin.parts_within_s, council.sums_within_s)
         begin.result_within_s = min(within_s, bounds.ROUND_CAP_S)
         seal_begin(begin, self._swarm.me)
-        self._start(place, pending.gathering, begin, pending.late, now)
+        self._start(place, pending.gathering, begin, late, now)
 
     def _look(self, place: Place, pending: _Pending) -> None:
-        """End a gathering whose delegate has failed, or was told that the others are elsewhere."""
+        """End a gathering whose delegate has failed, or was told that the others are elsewhere, or for which
+        too few are left."""
         delegate = pending.delegate
-        if not delegate.failure and delegate.elsewhere is None:
+        assert delegate is not None
+        if not delegate.failure and delegate.elsewhere is None and not pending.shortage:
             return
         del self._pending[place]
-        attempt = pending.begin.key.attempt
+        if pending.shortage:
+            self._reopen(place, pending.gathering)
+            return
+        attempt = pending.proposals[-1].begin.key.attempt
         if delegate.elsewhere is None:
             self._abort(place, pending.gathering, attempt, delegate.failure)
             return
         there = delegate.elsewhere
         donors = [PeerId(donor) for donor in there.donors]
-        for peer in sorted({*pending.gathering.readies, *pending.late}):
+        for peer in sorted(pending.gathering.readies):
             message = behind_message(*place, there.version, there.state_digest, donors)
             self._outlet.send(peer, message)
 
@@ -187,6 +270,12 @@ class Delegation:
         vote = self._votes.get(attempt.council.key.attempt)
         if vote is not None and vote.outcome is None:
             vote.outcome = outcome
+
+    def took_over(self, attempt: Attempt) -> None:
+        """This cell's coordinator was lost and we count in its place: the council may have decided long
+        ago."""
+        if attempt.council is not None:
+            self._outlet.send(PeerId(attempt.council.coordinator), AskOutcome(key=attempt.council.key))
 
     def _speak(self, vote: _Vote, now: float) -> None:
         assert vote.outcome is not None
@@ -216,7 +305,9 @@ class Delegation:
         if not outcome.committed:
             self._give_up(vote, outcome.reason[: bounds.MAX_REASON] or "the council gave up")
         elif vote.outcome is None or not vote.outcome.committed or roster_digest(vote.roster) not in named:
-            raise RemoteProtocolError("wrong cell", "a commit without this cell's vote")
+            # The coordinator that we follow had voted: that commit stands, and is what we need next.
+            self._give_up(vote, "it was committed with votes that are not known here")
+            self._fall_behind(outcome)
         else:
             del self._votes[message.attempt]
             decision = Decision(
@@ -226,16 +317,20 @@ class Delegation:
             self._tell(vote.outcome, decision)
 
     def _look_behind(self, outcome: Outcome, sender: PeerId) -> None:
-        """A commit of the others that our cell had no part in: it is what our peers need next."""
-        fragment, round_ = outcome.key.fragment, outcome.key.round
-        cells = {share.cell for share in outcome.cells}
-        check_place(fragment, round_, self._swarm.shape)
-        known = self._swarm.my_versions.get(fragment, round_)
-        theirs = outcome.decided_by == sender and self._swarm.cell_of(sender) in cells
-        if not (outcome.committed and theirs) or known >= round_ or self._swarm.cell in cells:
-            return
+        """A commit of the others that our cell had no part in, or that its members know and we do not."""
+        place = outcome.key.fragment, outcome.key.round
+        check_place(*place, self._swarm.shape)
         if len(outcome.cells) > self._swarm.cells:
             raise RemoteProtocolError("wrong cell", f"{len(outcome.cells)} cells")
+        told = all(share.cell != self._swarm.cell for share in outcome.cells) or place in self._pending
+        if outcome.committed and outcome.decided_by == sender and told:
+            self._fall_behind(outcome)
+
+    def _fall_behind(self, outcome: Outcome) -> None:
+        """Send our peer after a commit of other cells."""
+        fragment, round_ = outcome.key.fragment, outcome.key.round
+        if self._swarm.my_versions.get(fragment, round_) >= round_:
+            return
         donors = [PeerId(share.coordinator[: bounds.MAX_PEER_ID]) for share in outcome.cells]
         self._outlet.emit(FellBehind(fragment, round_, b"", tuple(donors[:MAX_MEMBERS]), ends_offer=False))
 
@@ -261,11 +356,13 @@ class Delegation:
 
     def cells_changed(self, now: float) -> None:
         for place, pending in list(self._pending.items()):
-            pending.delegate.cells_changed(now)
-            self._look(place, pending)
+            if pending.delegate is not None:
+                pending.delegate.cells_changed(now)
+                self._look(place, pending)
 
     def get_timer(self) -> float | None:
-        times = [pending.delegate.get_timer() for pending in self._pending.values()]
+        delegates = [pending.delegate for pending in self._pending.values()]
+        times = [delegate.get_timer() for delegate in delegates if delegate is not None]
         times += [vote.voice.get_timer() for vote in self._votes.values() if vote.voice is not None]
         council_at = self.councils.get_timer()
         return min([*times, *([] if council_at is None else [council_at])], default=None)
@@ -273,7 +370,7 @@ class Delegation:
     def handle_timer(self, now: float) -> None:
         self.councils.handle_timer(now)
         for place, pending in list(self._pending.items()):
-            if now >= pending.delegate.get_timer():
+            if pending.delegate is not None and now >= pending.delegate.get_timer():
                 pending.delegate.handle_timer(now)
                 self._look(place, pending)
         for vote in list(self._votes.values()):

@@ -53,6 +53,16 @@ class Gathering:
         within_s = max(0.0, self.get_timer() - now)
         self._outlet.send(sender, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
 
+    def late(self, message: Ready, sender: PeerId, now: float) -> bool:
+        """Take a READY that comes when the group has closed and not yet begun; True if it is news."""
+        if self.readies.get(sender) == message:
+            return False
+        if sender not in self.readies and now <= self.in_time_until:
+            self._history.arrived(self.round, now)
+            self._swarm.readies.came(sender)
+        self.readies[sender] = message
+        return True
+
     @property
     def is_last(self) -> bool:
         """Whether most of those who are ready train no more: one peer's word alone makes nobody wait."""

@@ -249,7 +249,9 @@ class Rounds:
             case wire.Result():
                 self._on_result(message, sender, now)
             case wire.AskOutcome():
-                self._answer(self._keyed(message), message, sender)
+                delegation = self._coordination.delegation
+                if not self._answer(self._keyed(message), message, sender) and delegation is not None:
+                    delegation.councils.answer(message, sender)
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)
                 self._fragments[outcome.key.fragment].on_decision(message, outcome, now)
