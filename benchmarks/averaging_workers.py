@@ -37,7 +37,7 @@ from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.rounds.member import Member
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer import Peer, connect, fragment_ledger
+from p2p_co2.trainer import Peer, connect, fragment_ledger, offer_encoding
 from p2p_co2.trainer import ledger as tensor_ledger
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.wire.identity import Identity
@@ -134,7 +134,7 @@ def _watched() -> Watch:
     watch.put_on(tensor_ledger.TensorLedger, "_decode")
     for owner, name in (
         (outer, "step"), (outer, "merge"), (LiveParameters, "merge_"), (tensor_ledger, "state_digest"),
-        (fragment_ledger, "error_energy"),
+        (offer_encoding, "error_energy"),
     ):  # fmt: skip
         watch.put_on(owner, name)
     return watch
