@@ -16,6 +16,10 @@ What a link's peer says that it has (``acknowledged``) is what counts as sent, w
 measured by it, and bulk waits until there is room on the way, so that little lies between a control message
 and the line.
 
+TCP over a far way stands still for a third of a second now and then (a packet that is lost twice; BBR, which
+measures the way every 10 s), and a round waits for the slowest of all its lanes. So a lane with much to carry
+has two connections, and what the one cannot take the other does.
+
 Law: all that leaves this machine for a peer leaves through ``post``.
 """
 
@@ -45,6 +49,10 @@ MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 """Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
 MAX_LANES = 2 * MAX_PEERS
 MAX_QUEUED_CONTROL = 4096
+BESIDE_BYTES = 256 << 10
+"""A lane with so much to carry over a far way opens a second connection."""
+BESIDE_IDLE_S = 30.0
+"""A second connection that had nothing to carry for so long is closed: half of what makes it ``too slow``."""
 AHEAD_BYTES = 64 << 10
 """A lane with this much less to carry than another waits for it."""
 AHEAD_S = 0.01
@@ -102,6 +110,10 @@ class _Lane:
     link: Link | None = None
     task: asyncio.Task[None] | None = None
     grpc_failed_at: float = -1e9
+    beside: asyncio.Task[None] | None = None
+    """Carries bulk over a second connection."""
+    wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
+    beside_failed_at: float = -1e9
 
 
 class Links:
@@ -157,9 +169,20 @@ class Links:
                 return False
             lane.control.append(data)
         lane.wake.set()
+        lane.wake_beside.set()
         if lane.task is None or lane.task.done():
             lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
+        elif bulk and self._wants_company(lane):
+            lane.beside = self._tasks.create_task(self._carry_beside(peer, lane), name=f"beside {peer[-6:]}")
         return True
+
+    def _wants_company(self, lane: _Lane) -> bool:
+        """Whether a second connection would help: each of a far way's stands still now and then, for a lost
+        packet or to measure the way, and the line with it."""
+        if lane.link is None or not lane.link.is_far or lane.bulk_bytes < BESIDE_BYTES:
+            return False
+        is_there = lane.beside is not None and not lane.beside.done()
+        return not is_there and time.monotonic() - lane.beside_failed_at > RETRY_DIRECT_S
 
     def _make_room(self, lane: _Lane, size_bytes: int) -> bool:
         """Drop the oldest bulk of ``lane`` as far as it takes for ``size_bytes`` more."""
@@ -186,8 +209,9 @@ class Links:
     async def close(self) -> None:
         """Stop all lanes and close their links. Safe to cancel."""
         for lane in self._lanes.values():
-            if lane.task is not None:
-                lane.task.cancel()
+            for task in (lane.task, lane.beside):
+                if task is not None:
+                    task.cancel()
         links = [lane.link for lane in self._lanes.values() if lane.link is not None]
         self._lanes.clear()
         await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
@@ -261,11 +285,55 @@ class Links:
             if link.acknowledged is not None and not link.acknowledged.has_room:
                 await self._wait(lane, link)
                 continue
-            lane.turn_at = None
-            data = lane.bulk.popleft()
-            lane.bulk_bytes -= len(data)
-            self._queued_bytes -= len(data)
-            await self._send_bulk(lane, link, data)
+            await self._send_bulk(lane, link, self._next_bulk(lane))
+
+    def _next_bulk(self, lane: _Lane) -> bytes:
+        """The lane's next bulk message, whose turn it is."""
+        lane.turn_at = None
+        data = lane.bulk.popleft()
+        lane.bulk_bytes -= len(data)
+        self._queued_bytes -= len(data)
+        return data
+
+    async def _carry_beside(self, peer: PeerId, lane: _Lane) -> None:
+        """Carry bulk of ``lane`` over a second connection, as long as there is a first one and enough to
+        carry. What it could not send goes over the first; peers take nothing twice."""
+        link = await self._connect_beside(peer, lane)
+        data = b""
+        try:
+            while link is not None and lane.link is not None:
+                if not lane.bulk:
+                    lane.wake_beside.clear()
+                    async with asyncio.timeout(BESIDE_IDLE_S):
+                        await lane.wake_beside.wait()
+                elif (wait_s := self._wait_s(peer, lane, time.monotonic())) > 0:
+                    await asyncio.sleep(wait_s)
+                else:
+                    data = self._next_bulk(lane)
+                    await self._send_bulk(lane, link, data)
+        except TimeoutError:
+            pass  # nothing to carry
+        except TransportError:
+            lane.bulk.appendleft(data)
+            lane.bulk_bytes += len(data)
+            self._queued_bytes += len(data)
+            lane.beside_failed_at = time.monotonic()
+            lane.wake.set()
+        finally:
+            if link is not None:
+                await link.close()
+
+    async def _connect_beside(self, peer: PeerId, lane: _Lane) -> Link | None:
+        """None where the peer has no place for a second connection, or cannot be reached any more."""
+        record, first = await self._find_record(peer, False), lane.link
+        if record is None or first is None:
+            return None
+        carrier = next(one for one in self._carriers if one.name == first.carrier)
+        try:
+            return await carrier.connect(record)
+        except (TransportError, RemoteProtocolError):
+            lane.beside_failed_at = time.monotonic()
+            return None
 
     def _is_ahead(self, lane: _Lane) -> bool:
         """Whether another lane has more to carry and could do it if this one made room on the line."""

@@ -53,6 +53,10 @@ class Link(Protocol):
         """How the bytes travel, in words: "direct", or what is between."""
 
     @property
+    def is_far(self) -> bool:
+        """Whether it is a connection of its own over a way on which a second one beside it may help."""
+
+    @property
     def acknowledged(self) -> Acknowledged | None:
         """What the peer says that it has of what was sent; None where ``send`` itself returns when the line
         takes a message, or where the peer does not say."""

@@ -234,6 +234,11 @@ class GrpcLink:
         self.send_buffer: SendBuffer | None = None
         """Set once the connection is known."""
 
+    @property
+    def is_far(self) -> bool:
+        """See ``Link``."""
+        return self.send_buffer is not None and self.send_buffer.is_far
+
     async def open(self, hello: bytes, address: str) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``."""
         try:

@@ -241,6 +241,8 @@ class Libp2pLink:
     """See ``Link``."""
 
     carrier = "libp2p"
+    is_far = False
+    """The daemon puts all streams to a peer into one connection."""
 
     def __init__(self, peer: PeerId, stream: Stream, gone: Callable[[Libp2pLink], None]) -> None:
         self.peer = peer

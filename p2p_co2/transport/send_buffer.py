@@ -39,7 +39,8 @@ class SendBuffer:
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
-        self._bound_bytes = UNSENT_BYTES if keep_little_unsent(host, port) else MOST_UNSENT_BYTES
+        self.is_far = keep_little_unsent(host, port) > 0
+        self._bound_bytes = UNSENT_BYTES if self.is_far else MOST_UNSENT_BYTES
         self._since = self._last_at = -1e9
         self._taken_bytes = 0
 

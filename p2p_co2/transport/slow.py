@@ -139,6 +139,10 @@ class SlowLink:
         return self._link.way
 
     @property
+    def is_far(self) -> bool:
+        return False  # all links of this process share one line here
+
+    @property
     def acknowledged(self) -> Acknowledged | None:
         return None  # ``send`` returns at this line's speed, whatever lies under it
 
