@@ -18,11 +18,13 @@ import pytest
 from bootstrap.local_swarm import Child
 from p2p_co2 import checkpoint
 from p2p_co2.telemetry.events import (
+    CaughtUp,
     FragmentApplied,
     LinkOpened,
     Paused,
     PeerFinished,
     PeerLeft,
+    PeerStarted,
     Progress,
     Resumed,
     RoundCommitted,
@@ -58,32 +60,42 @@ def wait_for_the_end(swarm: Campaign, *names: str) -> list[PeerFinished]:
 
 def test_peers_are_killed_and_replaced_and_the_rest_ends_with_one_digest(swarm: Campaign) -> None:
     """Over both carriers: two peers speak libp2p alone, between the others links are gRPC."""
-    random_ = random.Random(1)
     swarm.start_seed(paced_run(ROUND_S, step_s=0.05, rounds=34))  # a newcomer takes up to 20 s to start
     names = [f"peer-{number}" for number in range(4)]
     for number, name in enumerate(names):
         swarm.join(name, "--min-peers", "4", "--carrier", "libp2p" if number < 2 else "auto")
     swarm.wait_for_commits(*names, count=2, group=4)
-    kills: list[float] = []
+    kills = kill_three_of(swarm, names)
+    survivors = [child.name for child in swarm.running() if child.name != "seed"]
+    (stayed,) = (name for name in survivors if name != "newcomer")
+    reached = max(event.version for event in swarm.events(stayed, FragmentApplied))
+    ends = wait_for_the_end(swarm, *survivors)
+    assert_one_end(ends)
+    assert min(ends[0].versions) > reached + 1  # they went on without them
+    assert kills.keys() <= {event.other for event in swarm.events(stayed, PeerLeft)}
+    assert swarm.events("newcomer", CaughtUp)
+    assert any(event.contributed for event in swarm.events("newcomer", FragmentApplied))
+    assert any(event.contributors > 1 for event in swarm.events("newcomer", RoundCommitted))
+    assert {event.carrier for name in names for event in swarm.events(name, LinkOpened)} == {"grpc", "libp2p"}
+    since, until = min(kills.values()), max(kills.values()) + 5.0 * ROUND_S
+    aborts = [abort for name in survivors for abort in swarm.aborts(name, since=since) if abort.at < until]
+    assert len({(abort.fragment, abort.round) for abort in aborts}) <= len(kills), aborts
+
+
+def kill_three_of(swarm: Campaign, names: list[str]) -> dict[str, float]:
+    """Peer -> when it was killed, in the middle of a round that it coordinates if it can be. A newcomer
+    starts meanwhile."""
+    random_ = random.Random(1)
+    kills: dict[str, float] = {}
     for number in range(3):
         peers = [child for child in swarm.running() if child.name in names]
         victim = swarm.wait_for_coordinator(peers, 3.0) or choose(random_, peers)
         swarm.kill(victim)
-        kills.append(time.time())
+        kills[swarm.events(victim.name, PeerStarted)[0].peer] = time.time()
         if number == 0:
             swarm.join("newcomer")
         time.sleep(1.5)
-    survivors = [child.name for child in swarm.running() if child.name != "seed"]
-    assert_one_end(wait_for_the_end(swarm, *survivors))
-    assert any(event.contributed for event in swarm.events("newcomer", FragmentApplied))
-    assert {event.carrier for name in names for event in swarm.events(name, LinkOpened)} == {"grpc", "libp2p"}
-    aborts = [
-        abort
-        for name in survivors
-        for abort in swarm.aborts(name, since=kills[0])
-        if abort.at < kills[-1] + 5.0 * ROUND_S
-    ]
-    assert len({(abort.fragment, abort.round) for abort in aborts}) <= len(kills), aborts
+    return kills
 
 
 def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign) -> None:
