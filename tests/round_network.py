@@ -108,6 +108,9 @@ class Network:
         self.on_send: Callable[[PeerId, PeerId, Message], bool] = lambda source, to, message: True
         """Return False to lose the message; may crash the sender."""
         self.on_reduce: Callable[[PeerId, ReduceJob], bool] = lambda peer, job: True
+        self.notices = False
+        """Whether heartbeats move those that most others are beyond."""
+        self._late: set[PeerId] = set()
         self.detect_s = 3.0
         self.reduce_s = 0.01
         self.offered: set[PeerId] = set()
@@ -191,7 +194,8 @@ class Network:
 
     def keep_offering(self, period_s: float) -> None:
         """Everybody offers the round after its version, again and again; catch-up copies a live peer's
-        state."""
+        state; heartbeats tell where all are."""
+        self.at(self.now + 2.0, self._tell_regularly)
         for name in self.names:
             self.at(
                 self.now + self.random.uniform(0, period_s),
@@ -203,7 +207,20 @@ class Network:
 
     def _tell_regularly(self) -> None:
         self.tell_everybody()
+        if self.notices:
+            self._notice()
         self.at(self.now + 2.0, self._tell_regularly)
+
+    def _notice(self) -> None:
+        """As the node does: who sees half of the others beyond it for some seconds loads their state."""
+        versions = sorted((peer.version for peer in self.peers.values()), reverse=True)
+        newest = versions[(len(versions) - 1) // 2]
+        late = {name for name in self.names if self.peers[name].version < newest}
+        donor = next(peer for peer in self.peers.values() if peer.version == newest)
+        for name in late & self._late:
+            self.set_state(name, 0, *donor.states[0])
+            self.pump(name)
+        self._late = late
 
     def _offer_again(self, name: PeerId, period_s: float) -> None:
         peer = self.peers[name]
@@ -314,6 +331,9 @@ class Network:
                 return
         if tries:
             self.at(self.now + 0.3, lambda: self._replay(peer, event, tries - 1))
+        elif peer.version < event.round:
+            peer.machine.forget_outcome(event.fragment, event.round)
+            self.pump(peer.name)
 
     def set_state(self, name: PeerId, fragment: int, version: int, digest: bytes) -> None:
         self.peers[name].states[fragment] = (version, digest)
@@ -329,6 +349,7 @@ class Network:
             if version > event.version or (version, digest) == (event.version, event.digest):
                 self.set_state(peer.name, event.fragment, version, digest)
                 return
+        peer.machine.forget_outcome(event.fragment, event.version)
 
     def _apply(self, peer: Peer, fragment: int, round_: int, mean: bytes) -> None:
         version, digest = peer.states[fragment]

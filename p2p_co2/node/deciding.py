@@ -18,6 +18,7 @@ from p2p_co2.rounds import (
     Began,
     CellWanted,
     Committed,
+    Distrusted,
     Doubted,
     FellBehind,
     OutcomeWithoutBytes,
@@ -82,10 +83,17 @@ class Deciding:
                 self._node.give_up_offer(event.fragment)
         elif isinstance(event, Doubted):
             self._node.spawn(self._ledger.doubt(event.fragment))
-        elif isinstance(event, Refused):
-            self._node.refuse(event.peer, event.reason, event.detail)
+        elif isinstance(event, Refused | Distrusted):
+            self._blame(event)
         elif isinstance(event, CellWanted):
             self._node.spawn(self._node.far.look_up(event.cell))
+
+    def _blame(self, event: Refused | Distrusted) -> None:
+        if isinstance(event, Refused):
+            self._node.refuse(event.peer, event.reason, event.detail)
+        else:
+            text = f"peer {event.peer} is {event.reason} (for {event.lasts_s:.0f} s)"
+            self._node.report(ev.Warned, text=text)
 
     async def _reduce(self, event: ReduceWanted) -> None:
         job = event.job

@@ -10,7 +10,8 @@ from __future__ import annotations
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
+from p2p_co2.rounds.repute import SPOILT_IN_A_ROW
+from p2p_co2.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Ready, Waiting
 
@@ -53,14 +54,6 @@ class Asking:
         self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
 
-    def farthest(self) -> int:
-        """The highest version that one coordinator's word can send us after: a little more than at least half
-        of those who train have reached as far as we hear, this peer included."""
-        training = self._swarm.training()
-        versions = [self._swarm.version_of(peer, self.offer.fragment) or 0 for peer in training]
-        versions.sort(reverse=True)
-        return (versions[(len(versions) - 1) // 2] if versions else 0) + bounds.AHEAD_AT_MOST
-
     def mistrust(self) -> None:
         """Who was asked told us what cannot be: ask the next one at once."""
         self._tries, self._timer_at = TRIES, self._sent_at
@@ -82,16 +75,19 @@ class Asking:
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
             self.failure = f"no round began within {bounds.READY_CAP_S:.0f} s"
+            why = f"it let no round begin for {bounds.READY_CAP_S:.0f} s"
+            self._swarm.spoilt(self.asked[-1], why, now, rounds=SPOILT_IN_A_ROW, cost_s=bounds.READY_CAP_S)
         elif now >= self._timer_at:
             if self._tries < TRIES:
                 self._send(now)
             else:
+                self._swarm.spoilt(self.asked[-1], "it gave no answer when it was to coordinate", now)
                 self._ask_next(now)
 
     def _ask_next(self, now: float) -> None:
-        order = coordination_order(self._swarm.training(), self.offer.fragment, self.offer.round)
+        order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
         if self._is_retry and not self.asked:
-            order = self._ahead(order) + order
+            order = [p for p in self._ahead(order) if not self._swarm.repute.is_passed_over(p, now)] + order
         left = [peer for peer in order if peer not in self.asked]
         if not left or len(self.asked) >= bounds.MAX_ASKED:
             self.failure = f"no coordinator answered (asked {named(self.asked)})"

@@ -210,7 +210,8 @@ class Verdicts:
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
         self._workers: dict[int, frozenset[str]] = {}
         """Of each kept commit, whose slices are in its mean."""
-        self._aborts: OrderedDict[bytes, Decision] = OrderedDict()
+        self._aborts: OrderedDict[bytes, tuple[Decision, str]] = OrderedDict()
+        """With their signers."""
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """Attempts that we were in, with their rounds."""
@@ -218,7 +219,7 @@ class Verdicts:
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
         if not outcome.committed:
-            self._aborts[outcome.key.attempt] = decision
+            self._aborts[outcome.key.attempt] = decision, outcome.decided_by
             while len(self._aborts) > bounds.KEEP_DECISIONS:
                 self._aborts.popitem(last=False)
         elif outcome.key.round not in self._commits:
@@ -242,10 +243,14 @@ class Verdicts:
         key = outcome.key
         return any(round_ == key.round and attempt != key.attempt for round_, attempt in self._joined)
 
-    def forget(self, round_: int) -> None:
-        """Drop a commit and all after it: its bytes are nowhere to be had."""
-        for later in [known for known in self._commits if known >= round_]:
-            del self._commits[later]
+    def forget(self, round_: int) -> list[PeerId]:
+        """Drop a commit and all after it: its bytes are nowhere to be had. Returns who signed them."""
+        later = [known for known in self._commits if known >= round_]
+        return [PeerId(self._commits.pop(known)[1].decided_by) for known in later]
+
+    def aborted_by(self, attempt: bytes) -> str:
+        """Who ended an attempt that we were in without a commit; empty if we know of nobody."""
+        return self._aborts[attempt][1] if attempt in self._aborts else ""
 
     def has_ended(self, attempt: bytes) -> bool:
         return attempt in self._ended
@@ -271,4 +276,5 @@ class Verdicts:
     def find(self, round_: int, attempt: bytes) -> Decision | None:
         """The commit of the round, or else the abort of that attempt."""
         known = self._commits.get(round_)
-        return known[0] if known else self._aborts.get(attempt)
+        aborted = self._aborts.get(attempt)
+        return known[0] if known else aborted and aborted[0]

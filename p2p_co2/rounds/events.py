@@ -209,6 +209,15 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Distrusted:
+    """What ``peer`` says of rounds counts less for ``lasts_s`` seconds. ``reason``: how and why, in words."""
+
+    peer: PeerId
+    reason: str
+    lasts_s: float
+
+
+@dataclass(frozen=True)
 class Doubted:
     """A commit of a round is not of the attempt, or not of the only one, that this peer was in: its offer may
     be counted in a history that it does not hold."""
@@ -224,6 +233,7 @@ RoundsEvent = (
     | FellBehind
     | OutcomeWithoutBytes
     | Refused
+    | Distrusted
     | Doubted
     | CellWanted
 )

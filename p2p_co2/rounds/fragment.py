@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds import bounds
+from p2p_co2.rounds.ahead import Ahead, farthest_version
 from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import Attempt, check_behind, check_duration, read_begin
 from p2p_co2.rounds.completing import Completing
@@ -24,8 +25,10 @@ from p2p_co2.rounds.events import (
     OutcomeWithoutBytes,
     Refused,
 )
+from p2p_co2.rounds.judging import Judging
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.reorder_buffer import Piece, ReorderBuffer
+from p2p_co2.rounds.repute import NOT_BEGUN
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import (
@@ -58,10 +61,9 @@ class FragmentRounds:
         self._payload_bytes = swarm.shape.payload_bytes(fragment)
         self._early = ReorderBuffer(2 * self._payload_bytes)
         self._rival: tuple[Decision, Outcome] | None = None
-        self._hinted_version = -1
         self._aborted_round = -1
-        self._ahead: Outcome | None = None
-        """A commit beyond our next round, seen while our offer was open."""
+        self._ahead = Ahead(swarm, outlet)
+        self.judging = Judging(fragment, swarm, self.verdicts, self._ahead)
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
         self._leading = False
@@ -88,6 +90,7 @@ class FragmentRounds:
     def set_state(self, version: int, digest: bytes, now: float) -> None:
         """Our state now. A commit that follows it and that we know already is told (again), so that replays
         follow one another; one of another history is forgotten. An offer that starts elsewhere ends."""
+        self.judging.moved((self.version, self.digest), version, digest, now)
         self.version, self.digest = version, digest
         if self.offer is not None and (self.offer.round, self.offer.state_digest) != (version + 1, digest):
             healed = self.offer.round == version + 1
@@ -124,7 +127,7 @@ class FragmentRounds:
         if self.offer is None:
             return False
         self._withdrawn = self.offer
-        self._rival = self._ahead = None
+        self._rival = self._ahead.waiting = None
         self._abort(reason, now)
         return True
 
@@ -212,14 +215,15 @@ class FragmentRounds:
         if (message.version, message.state_digest) == (self.version, self.digest):
             raise RemoteProtocolError("impossible version", f"{message.version}, which is where we are")
         far = bool(message.donors) and not any(map(self._swarm.is_near, message.donors))
-        if message.version > asking.farthest() and not far:  # only other cells know where they are
+        most = farthest_version(self._swarm, message.fragment)
+        if message.version > most and not far:  # only other cells know where they are
             if sender == asking.asked[-1]:
                 asking.mistrust()
-            farthest = f"{message.version}; as far as we hear most peers are not beyond {asking.farthest()}"
+            farthest = f"{message.version}; as far as we hear most peers are not beyond {most}"
             raise RemoteProtocolError("impossible version", farthest)
         donors = tuple(PeerId(donor) for donor in message.donors)
         self._end()
-        self._hinted_version = message.version
+        self._ahead.told(message.version)
         self._outlet.emit(FellBehind(message.fragment, message.version, message.state_digest, donors, True))
 
     # ---- pieces of payloads and means
@@ -301,6 +305,7 @@ class FragmentRounds:
         """An opened decision. Raises ``RemoteProtocolError`` for one that its signer had no right to, or a
         second one."""
         known = self.verdicts.commit(outcome.key.round)
+        self.judging.heard(outcome, now)
         if known is not None:
             if outcome.committed and content_of(known[1]) != content_of(outcome):
                 raise RemoteProtocolError("conflicting decision", f"round {outcome.key.round}")
@@ -323,6 +328,10 @@ class FragmentRounds:
             self.verdicts.keep(decision, outcome)
             if self.member is not None:
                 self.member.note_owners(now)
+            if self._rival is None:
+                why = f"it ended round {outcome.key.round} with: {outcome.reason}"
+                rounds = 1 if self.member is not None else NOT_BEGUN
+                self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=now - self._offered_at)
             self._abort(outcome.reason, now)
 
     def _on_commit(self, decision: Decision, outcome: Outcome, now: float) -> None:
@@ -333,14 +342,18 @@ class FragmentRounds:
         group = {peer.peer for peer in outcome.members}
         if signer not in group and signer != coordinator and not self._swarm.is_live(signer):
             raise RemoteProtocolError("wrong signer", "a decision by a peer outside the round")
+        is_ours = member is not None and member.attempt.id == outcome.key.attempt
         if self.version is None or round_ <= self.version:
             return
+        if not is_ours and not self._swarm.is_believed(signer, now):
+            return  # whoever sent it may believe it: heartbeats tell where most are
         if self._completing is not None:
             self.verdicts.keep(decision, outcome)  # told once we have the bytes of the one before
             return
         foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
         if foreign or round_ != self.reached() + 1:
-            self._hint_behind(outcome)
+            self._ahead.hear(outcome, self.offer)
+            self._check_ahead()
         elif member is None:
             self._cadence.committed(round_, now)
             self.verdicts.keep(decision, outcome)
@@ -350,32 +363,11 @@ class FragmentRounds:
         else:
             self._finish(member, decision, outcome, now)
 
-    def _hint_behind(self, outcome: Outcome) -> None:
-        """The swarm seems to be elsewhere; say it once. One signature is not enough to end an open offer, so
-        then the hint waits until the offer has failed, or until a majority of the live peers say that they
-        are past its round."""
-        if self.offer is not None:
-            self._ahead = outcome
-            self._check_ahead()
-        elif self._hinted_version != outcome.key.round - 1:
-            self._emit_behind(outcome, ends_offer=False)
-
     def _check_ahead(self) -> None:
-        if self.asking is None or self._ahead is None:
-            return
-        fragment, round_ = self.asking.offer.fragment, self.asking.offer.round
-        training = self._swarm.training()
-        past = [peer for peer in training if (self._swarm.version_of(peer, fragment) or 0) >= round_]
-        if 2 * len(past) > len(training):
-            outcome = self._ahead
+        outcome = self._ahead.most_are_past(self.asking.offer) if self.asking is not None else None
+        if outcome is not None:
             self._end()
-            self._emit_behind(outcome, ends_offer=True)
-
-    def _emit_behind(self, outcome: Outcome, ends_offer: bool) -> None:
-        self._hinted_version = outcome.key.round - 1
-        donors = tuple(PeerId(member.peer) for member in outcome.members if member.peer != self._swarm.me)
-        fragment, version, digest = outcome.key.fragment, outcome.key.round - 1, outcome.state_digest
-        self._outlet.emit(FellBehind(fragment, version, digest, donors, ends_offer))
+            self._ahead.tell(outcome, ends_offer=True)
 
     def _finish(self, member: Member, decision: Decision, outcome: Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
@@ -400,6 +392,7 @@ class FragmentRounds:
         if rival is not None:
             signer = PeerId(rival[1].decided_by)
             self._outlet.emit(Refused(signer, "conflicting decision", f"round {event.round}"))
+            self._swarm.repute.lied(signer, f"its round {event.round} is not the one that we were in", now)
 
     def _end_without_bytes(self, decision: Decision, outcome: Outcome) -> None:
         key = outcome.key
@@ -424,12 +417,12 @@ class FragmentRounds:
             self.verdicts.keep(*rival)
             self._end_without_bytes(*rival)
             return
-        ahead = self._ahead
+        ahead = self._ahead.waiting
         self._aborted_round = offer.round
         self._end()
         self._outlet.emit(Aborted(offer.fragment, offer.round, reason, now - self._offered_at))
         if ahead is not None:
-            self._emit_behind(ahead, ends_offer=False)
+            self._ahead.tell(ahead, ends_offer=False)
 
     def _end(self) -> None:
         """Forget the open offer and all that was held for it."""
@@ -440,6 +433,6 @@ class FragmentRounds:
             self._coordination.member_left(self.member.attempt.id)
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
-        self.offer = self.asking = self.member = self._rival = self._ahead = self._completing = None
+        self.offer = self.asking = self.member = self._rival = self._ahead.waiting = self._completing = None
         self._leading = False
         self._early.clear()

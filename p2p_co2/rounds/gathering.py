@@ -87,7 +87,7 @@ class Gathering:
         self._is_overdue = now >= self.close_at
         if self._is_overdue or self._is_complete(moved):
             camp = self.agreeing()[1]
-            late = self._is_late(camp, self._live())  # waiting would not help: after the abort we ask them
+            late = self._is_late(camp, self._live(), now)  # after the abort we ask them: waiting is no help
             return late or now >= self.give_up_at or not self.shortage(camp, now)
         return False
 
@@ -134,22 +134,23 @@ class Gathering:
         best = max(camps, key=strength)
         return best, camps[best]
 
-    def _breaks_ties(self, camp: list[PeerId], live: list[PeerId]) -> bool:
+    def _breaks_ties(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
         """Half of the swarm is enough where we are in that half and first by hash: no other half can say
         so. Not if the other half has made this round already: then it is we who are late."""
         me = self._swarm.me
         first = me in camp and coordination_order(live, self.fragment, self.round)[0] == me
-        return first and not self._is_late(camp, live)
+        return first and not self._is_late(camp, live, now)
 
-    def _is_late(self, camp: list[PeerId], live: list[PeerId]) -> bool:
+    def _is_late(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
         """Whether somebody of the other half of the swarm says that it has made this round."""
         others = [peer for peer in live if peer not in camp] if 2 * len(camp) == len(live) else []
+        others = [peer for peer in others if not self._swarm.repute.is_passed_over(peer, now)]
         return any((self._swarm.version_of(peer, self.fragment) or 0) >= self.round for peer in others)
 
     def shortage(self, camp: list[PeerId], now: float) -> str:
         """Why ``camp`` may not begin; empty if it may."""
         live = self._live()
-        if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and self._breaks_ties(camp, live)):
+        if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and self._breaks_ties(camp, live, now)):
             return ""
         waited = f"within {now - self.first_at:.1f} s"
         if len(self.readies) > len(camp):

@@ -53,6 +53,7 @@ class Rounds:
         self._run, self._shape = run, shape
         self._swarm = Swarm(self._me, shape, group_size, cells)
         self._outlet = Outlet(self._me)
+        self._swarm.repute.emit = self._outlet.emit
         self._coordination = Coordination(identity, run, self._swarm, self._outlet, len(shape.blocks))
         self._fragments = [
             FragmentRounds(fragment, self._swarm, self._outlet, self._coordination)
@@ -117,10 +118,10 @@ class Rounds:
     def forget_outcome(self, fragment: int, round_: int) -> None:
         """No donor holds the bytes of a commit that we learned of: go on as if it had not been.
 
-        All who held them are gone. Should one come back, it is in the minority by then and catches up with
-        us.
+        All who held them are gone, or its signer lied, and is not believed for a while. Should one come back,
+        it is in the minority by then and catches up with us.
         """
-        self._fragments[fragment].verdicts.forget(round_)
+        self._fragments[fragment].judging.came_to_nothing(round_, self._now)
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""
@@ -203,7 +204,7 @@ class Rounds:
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
         of the fragment that holds most."""
-        most = self._coordination.held()
+        most = {**self._coordination.held(), **self._swarm.repute.held()}
         for fragment in self._fragments:
             for name, (count, bound) in fragment.held().items():
                 most[name] = (max(count, most.get(name, (0, 0))[0]), bound)

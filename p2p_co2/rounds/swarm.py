@@ -9,7 +9,7 @@ training unless it is told otherwise.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
@@ -19,8 +19,9 @@ from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_NAMED, MAX_UPL
 from p2p_co2.rounds.deadline import Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.rounds.lateness import Lateness
+from p2p_co2.rounds.repute import Repute
 from p2p_co2.wire.identity import PeerId, cell_of
-from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import CellShare
 
 OTHERS_KEPT = MAX_MEMBERS
@@ -65,6 +66,8 @@ class Swarm:
         """Who is in time with what."""
         self.lateness = Lateness()
         """Of owners."""
+        self.repute = Repute()
+        self._met: OrderedDict[PeerId, None] = OrderedDict()
         self.last_readies = Punctuality()
         """The same at the end of a run, where everybody is waited for longer."""
 
@@ -75,6 +78,37 @@ class Swarm:
         for habit in (self.readies, self.last_readies, self.slices, self.votes):
             habit.keep(self.live)
         self.lateness.keep(self.live)
+        if not self.live.keys() <= self._met.keys():
+            self._meet()
+
+    def _meet(self) -> None:
+        for peer in self.live:
+            self._met[peer] = None
+            self._met.move_to_end(peer)
+        while len(self._met) > MAX_PEERS:
+            self._met.popitem(last=False)
+
+    # ---- whose word counts
+
+    def to_ask(self, fragment: int, round_: int, now: float) -> list[PeerId]:
+        """Who may coordinate a round, in the order in which they are asked: by hash, but those whose rounds
+        came to nothing last. If they are half of the swarm, it is more likely us."""
+        order = coordination_order(self._training, fragment, round_)
+        last = {peer for peer in order if self.repute.is_passed_over(peer, now)}
+        return sorted(order, key=last.__contains__) if 2 * len(last) < len(order) else order
+
+    def spoilt(
+        self, coordinator: PeerId, why: str, now: float, *, rounds: float = 1, cost_s: float = 0.0
+    ) -> None:
+        """As ``Repute.spoilt``, of others."""
+        if coordinator != self.me:
+            self.repute.spoilt(coordinator, why, now, rounds=rounds, cost_s=cost_s)
+
+    def is_believed(self, signer: PeerId, now: float) -> bool:
+        """Whether ``signer`` may tell of rounds that we are not in: keys are free to make, so only one that
+        was live here, and was not found to lie."""
+        met = signer in self._met or not self.is_near(signer)
+        return met and self.repute.is_believed(signer, now)
 
     def cell_of(self, peer: str) -> int:
         return cell_of(peer, self.cells)

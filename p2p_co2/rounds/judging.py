@@ -1,0 +1,56 @@
+"""What became of commits that were told about one fragment, and whose word counts less for it.
+
+Laws: who signed a commit is judged by what this peer finds itself: it holds what the commit made, or nobody
+has its bytes, or most others hold something else. Two words about one attempt are judged at once. Price: all
+who held a commit's bytes may have died, and its signer is then not believed for a minute, although it is
+honest; heartbeats tell what it would have told, three seconds later.
+"""
+
+from __future__ import annotations
+
+from p2p_co2.rounds.ahead import Ahead
+from p2p_co2.rounds.decision import Verdicts
+from p2p_co2.rounds.swarm import Swarm
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Outcome
+
+
+class Judging:
+    """Of one fragment."""
+
+    def __init__(self, fragment: int, swarm: Swarm, verdicts: Verdicts, ahead: Ahead) -> None:
+        self._fragment, self._swarm, self._verdicts, self._ahead = fragment, swarm, verdicts, ahead
+
+    def moved(self, before: tuple[int | None, bytes], version: int, digest: bytes, now: float) -> None:
+        """Our state is another one now. ``before``: (version, digest) that we held."""
+        known = self._verdicts.commit(version)
+        if known is not None and before[0] == version - 1:
+            self._swarm.repute.committed(PeerId(known[1].decided_by))
+        elif known is not None and before[0] == version and before[1] != digest:
+            self._forget(version, f"most others hold something else than its round {version} made", now)
+
+    def came_to_nothing(self, round_: int, now: float) -> None:
+        """Nobody holds what we were told of ``round_``: go on as if it had not been."""
+        why = f"nobody holds what it told of round {round_} of fragment {self._fragment}"
+        told = self._ahead.came_to_nothing(round_)
+        if told is not None:
+            self._swarm.repute.lied(told, why, now)
+        self._forget(round_, why, now)
+
+    def _forget(self, round_: int, why: str, now: float) -> None:
+        for signer in self._verdicts.forget(round_):
+            self._swarm.repute.lied(signer, why, now)
+
+    def heard(self, outcome: Outcome, now: float) -> None:
+        """A decision came: has its signer told something else of the same attempt? Over several cells it may
+        have, since there a council decides."""
+        signer, key = PeerId(outcome.decided_by), outcome.key
+        if outcome.committed:
+            two = self._verdicts.aborted_by(key.attempt) == signer
+        else:
+            known = self._verdicts.commit(key.round)
+            other = known[1] if known is not None else None
+            two = other is not None and (other.key.attempt, other.decided_by) == (key.attempt, signer)
+        if two and self._swarm.cells == 1:
+            why = f"it signed both a commit and an abort of one attempt at round {key.round}"
+            self._swarm.repute.told_two(signer, why, now)
