@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.node.links import AHEAD_BYTES, BESIDE_BYTES, MAX_QUEUED_BYTES, LinkObserver, Links
-from p2p_co2.node.meter import DRAINED_BYTES, LONGEST_BURST_S, MEASURABLE_BYTES, Pace, Progress, UploadMeter
+from p2p_co2.node.links import BESIDE_BYTES, MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.node.meter import DRAINED_BYTES, LONGEST_BURST_S, MEASURABLE_BYTES, Pace, UploadMeter
 from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
 from p2p_co2.transport.base import OnMessage, OnRefused
 from p2p_co2.wire.identity import PeerId
@@ -229,31 +229,6 @@ async def test_a_slow_receiver_gets_its_rate_and_does_not_hold_up_the_others() -
         assert [len(data) for data in grpc.sent] == [1000, 1001, 1001, 1001]
 
 
-async def test_a_lane_with_less_to_carry_lets_the_other_go_ahead() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc, known=(B, C)) as (links, _):
-        links.post(B, b"B", bulk=True)
-        links.post(C, b"C", bulk=True)
-        await turns()
-        ahead, behind = links._lanes[C], links._lanes[B]
-        grpc.gate.clear()
-        for number in range(4):
-            links.post(B, bytes(AHEAD_BYTES), bulk=True)
-            if number < 2:
-                links.post(C, bytes(AHEAD_BYTES), bulk=True)
-        assert not links._is_ahead(ahead)  # what the line can do is not known
-        links._meter.bytes_per_s = 2e6
-        now, behind.progress = time.monotonic(), Progress()
-        behind.progress.sent(1_000_000, now - 1.0, now)  # an equal share of it
-        assert links._is_ahead(ahead)
-        assert not links._is_ahead(behind)
-        behind.progress = Progress()
-        behind.progress.sent(100_000, now - 1.0, now)  # its receiver is slow
-        assert not links._is_ahead(ahead)
-        grpc.gate.set()
-        await links.drain(5.0)
-
-
 async def far_with_a_slow_first(links: Links, grpc: FakeCarrier) -> None:
     """A link to B that is far and takes nothing more than what it has been given, one message of bulk."""
     grpc.is_far = True
@@ -333,16 +308,6 @@ async def test_a_second_connection_that_has_nothing_to_carry_is_closed(
         assert not grpc.links[0].closed.done()
         grpc.links[0].gate.set()
         await links.drain(5.0)
-
-
-def test_progress_forgets() -> None:
-    progress = Progress()
-    assert progress.bytes_per_s(0.0) == 0.0
-    for second in range(20):
-        progress.sent(1000 if second < 10 else 100, float(second), second + 1.0)
-    assert 100 <= progress.bytes_per_s(20.0) < 105
-    progress.sent(5000, 30.0, 31.0)  # after a rest it counts anew
-    assert progress.bytes_per_s(31.0) == 5000
 
 
 def burst(meter: UploadMeter, size_bytes: int, started_at: float, duration_s: float) -> None:

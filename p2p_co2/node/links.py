@@ -7,10 +7,7 @@ message of the protocol may be lost.
 
 Bulk keeps to two rates: this peer's own cap, for all links together, and the rate at which the receiver said
 that it wants it. Lanes get their turns in the order in which they ask, one message each; a control message
-never waits for a turn. A lane that has less to carry than another lets it go ahead: a round is over when its
-last lane is, and connections that share a line share it unevenly, so that the last one would go on alone,
-with the line half empty. Only a lane that carries its share of the line is let ahead, not one whose receiver
-is slow.
+never waits for a turn.
 
 What a link's peer says that it has (``acknowledged``) is what counts as sent, where it says so: the upload is
 measured by it, and bulk waits until there is room on the way, so that little lies between a control message
@@ -34,7 +31,7 @@ from functools import partial
 from typing import NamedTuple
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.node.meter import Pace, Progress, UploadMeter
+from p2p_co2.node.meter import Pace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link
 from p2p_co2.wire.identity import PeerId
@@ -53,12 +50,6 @@ BESIDE_BYTES = 256 << 10
 """A lane with so much to carry over a far way opens a second connection."""
 BESIDE_IDLE_S = 30.0
 """A second connection that had nothing to carry for so long is closed: half of what makes it ``too slow``."""
-AHEAD_BYTES = 64 << 10
-"""A lane with this much less to carry than another waits for it."""
-AHEAD_S = 0.01
-"""How often it looks again."""
-FAIR = 0.2
-"""Of an equal share of the line: a lane that carries less is held up by its receiver."""
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
 
@@ -102,7 +93,6 @@ class _Lane:
     """When the first bulk message may go, as far as it has asked for its turns."""
     asked_cap: bool = False
     """Whether it has its turn of our own cap, after that of the receiver's rate."""
-    progress: Progress = field(default_factory=Progress)
     under_way: deque[_Message] = field(default_factory=deque)
     arrived_at: float = -1e9
     """When the last bulk message was there."""
@@ -278,7 +268,7 @@ class Links:
                 await link.send(data)
                 self.up_bytes += len(data)
                 continue
-            wait_s = self._wait_s(peer, lane, time.monotonic()) or AHEAD_S * self._is_ahead(lane)
+            wait_s = self._wait_s(peer, lane, time.monotonic())
             if wait_s > 0:
                 await _wait_for_news(lane, wait_s)
                 continue
@@ -335,19 +325,6 @@ class Links:
             lane.beside_failed_at = time.monotonic()
             return None
 
-    def _is_ahead(self, lane: _Lane) -> bool:
-        """Whether another lane has more to carry and could do it if this one made room on the line."""
-        others = [other for other in self._lanes.values() if other.bulk and other.link is not None]
-        if not self._meter.bytes_per_s or lane.bulk_bytes + AHEAD_BYTES >= max(
-            (other.bulk_bytes for other in others), default=0
-        ):
-            return False
-        fair, now = FAIR * self._meter.bytes_per_s / len(others), time.monotonic()
-        return any(
-            other.bulk_bytes > lane.bulk_bytes + AHEAD_BYTES and other.progress.bytes_per_s(now) > fair
-            for other in others
-        )
-
     def _wait_s(self, peer: PeerId, lane: _Lane, now: float) -> float:
         """How long the lane's first bulk message has to wait: first for the receiver's rate, then for our
         own cap, or a slow receiver would hold up what goes to the others."""
@@ -389,7 +366,6 @@ class Links:
         traffic = self.traffic.setdefault(peer, LinkTraffic())
         traffic.bulk_bytes += size_bytes
         traffic.bulk_s += now - since
-        lane.progress.sent(size_bytes, since, now)
 
     def _give_up(self, peer: PeerId, lane: _Lane) -> None:
         """The link is gone: nobody will say what became of what was under way."""

@@ -27,8 +27,6 @@ from statistics import median_high
 
 BURST_GAP_S = 0.1
 """A pause longer than this ends a burst."""
-PROGRESS_S = 1.0
-"""What a lane did before this is half forgotten."""
 LONGEST_BURST_S = 10.0
 """A longer one is measured in stretches."""
 MEASURABLE_BYTES = 256 << 10
@@ -60,28 +58,6 @@ class Pace:
         at = max(now, self._free_at)
         self._free_at = at + size_bytes / self.bytes_per_s
         return at
-
-
-class Progress:
-    """How fast one lane gets on while it has something to carry, over the last second or two."""
-
-    def __init__(self) -> None:
-        self._since = self._last_at = -1e9
-        self._bytes = 0.0
-
-    def sent(self, size_bytes: int, started_at: float, now: float) -> None:
-        """A message was handed over from ``started_at`` to ``now``."""
-        if started_at - self._last_at > BURST_GAP_S:
-            self._since, self._bytes = started_at, 0.0
-        self._last_at = now
-        self._bytes += size_bytes
-        if now - self._since > 2 * PROGRESS_S:
-            self._since, self._bytes = (self._since + now) / 2, self._bytes / 2
-
-    def bytes_per_s(self, now: float) -> float:
-        """0 until it has been going on for a while."""
-        elapsed_s = now - self._since
-        return self._bytes / elapsed_s if elapsed_s > BURST_GAP_S else 0.0
 
 
 class UploadMeter:
