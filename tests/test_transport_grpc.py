@@ -14,9 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from p2p_co2.errors import EnvironmentFault, TransportError
+from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.transport import send_buffer
 from p2p_co2.transport.admission import Admission
+from p2p_co2.transport.base import Link
 from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendBuffer
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
@@ -46,6 +47,22 @@ def hello_for(
     return admission.hello(
         to or b.identity.peer_id, b.record.certificate_digest if digest is None else digest
     )
+
+
+async def test_who_is_cut_off_while_it_writes_is_told_why(tmp_path: Path) -> None:
+    async with open_pair("grpc", tmp_path) as (a, b):
+
+        async def refuse(sender: PeerId, data: bytes) -> None:
+            raise RemoteProtocolError("nonsense", "said by us")
+
+        async def pour(link: Link) -> None:
+            while True:
+                await link.send(bytes(500))
+
+        b.carrier._on_message = refuse  # type: ignore[attr-defined]
+        for _ in range(20):  # gRPC itself loses the reason in one of ten
+            with pytest.raises(PeerLost, match="said by us"):
+                await pour(await a.carrier.connect(b.record))
 
 
 async def test_grpc_refuses_hostile_hellos(tmp_path: Path) -> None:

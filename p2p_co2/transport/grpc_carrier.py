@@ -15,13 +15,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
-from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.errors import (
+    EnvironmentFault,
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+    TransportError,
+)
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.addresses import is_near
 from p2p_co2.transport.admission import MAX_INBOUND_LINKS, RELAYED, Admission, network_at
@@ -42,6 +49,7 @@ from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
+_T = TypeVar("_T")
 METHOD = f"/p2p_co2.v{PROTOCOL_VERSION}/Link"
 WELCOME = ("p2p-co2", "welcome")
 NEAR_TIMEOUT_S = 2.0
@@ -228,6 +236,8 @@ class GrpcLink:
         self.peer = peer
         self._channel, self._gone = channel, gone
         self._call: grpc.aio.StreamUnaryCall = channel.stream_unary(METHOD)()
+        self._status: tuple[grpc.StatusCode, str] | None = None
+        self._call.add_done_callback(self._keep_status)
         self._writing = asyncio.Lock()
         self._watcher = asyncio.create_task(self._watch(), name=f"grpc link to {peer}")
         self._closing = ""
@@ -293,8 +303,14 @@ class GrpcLink:
         except (grpc.RpcError, asyncio.InvalidStateError):
             raise PeerLost(await self.wait_closed()) from None
 
+    def _keep_status(self, call: grpc.aio.Call) -> None:
+        """A write that fails as the call ends puts a status of its own in the place of the peer's, which says
+        why (grpc issue 36066): the first one is the peer's."""
+        self._status = self._status or (_at_once(call.code()), _at_once(call.details()))
+
     async def _watch(self) -> str:
         code, details = await self._call.code(), await self._call.details()
+        code, details = self._status or (code, details)
         if self._closing:
             return self._closing
         if code is grpc.StatusCode.PERMISSION_DENIED:
@@ -302,6 +318,16 @@ class GrpcLink:
         if code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
             return "the peer closed the link"
         return f"the link broke ({code.name.lower()}: {details})"
+
+
+def _at_once(answer: Coroutine[Any, Any, _T]) -> _T:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        answer.send(None)
+    except StopIteration as ended:
+        result: _T = ended.value
+        return result
+    raise LocalProtocolError("a call that has ended has no status")
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no annotations
