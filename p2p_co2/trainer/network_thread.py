@@ -81,10 +81,20 @@ class NetworkThread:
             self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
 
     def on_event(self, event: ev.Event) -> None:
-        """What happened, for the caller and for observers; from any thread."""
+        """What happened, for the caller and for observers; from any thread.
+
+        The caller may write it to a disk, and each thing that waits lets other threads have the interpreter,
+        which gives it back when it likes: so other threads than the network's leave that to it.
+        """
         if self._reporting is not None:
             self._reporting.see(event)
-        self._tell(event)
+        if self._closed or threading.current_thread() is self._thread or not self._thread.is_alive():
+            self._tell(event)
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._tell, event)
+        except RuntimeError:  # closed a moment ago
+            self._tell(event)
 
     def start_node(self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger) -> Node:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
