@@ -1,7 +1,7 @@
 """Training over internet lines: four peers in network namespaces, ours and hivemind's own Optimizer.
 
     python benchmarks/wan.py [--cases dsl transatlantic slow] [--seconds 100] [--hivemind] [--folder DIR]
-                             [--scale 0.2]
+                             [--scale 0.2] [--fragments 1]
 
 Needs root (see ``p2p-co2 rehearse``). The model's exchange takes half of a round at the line's upload rate at
 best (the floor of ALGORITHMS section 5), in case ``slow`` twice the round. Steps have a fixed length
@@ -96,13 +96,14 @@ def options_of(case: dict[str, Any]) -> dict[str, Any]:
         "width": WIDTH,
         "parts": PARTS,
         "step_s": case["step_s"],
+        "sparse": case["sparse"],
     }
 
 
 def ours(case: dict[str, Any], seconds: float, folder: Path) -> dict[str, Any]:
     """A rehearsal through the console script."""
     round_s = floor_s(case) / case["floor"]
-    options = "\n".join(f"{key} = {value}" for key, value in options_of(case).items())
+    options = "\n".join(f"{key} = {json.dumps(value)}" for key, value in options_of(case).items())
     (folder / "run.toml").write_text(
         f'name = "wan"\nrecipe = "{case.get("recipe", RECIPE)}"\nfragments = {case["fragments"]}\n'
         f"[recipe_options]\n{options}\n[clock]\nround_s = {round_s:.3f}\n"
@@ -241,12 +242,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--folder", type=Path, help="keep our runs here, one folder each")
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--fragments", type=int, help="other than the case's own")
     parser.add_argument("--hivemind", action="store_true")
     parser.add_argument("--only-hivemind", action="store_true")
     options = parser.parse_args()
     report: dict[str, Any] = {"at": time.strftime("%F %R"), "peers": PEERS, "scale": options.scale}
     for name in options.cases:
+        # hivemind's Optimizer averages dense gradients alone: both sides get them where they are compared.
         case = scaled(CASES[name], options.scale)
+        case["sparse"] = not (options.hivemind or options.only_hivemind)
+        case["fragments"] = options.fragments or case["fragments"]
         report[name] = {}
         if not options.only_hivemind:
             with _folder(options.folder, name) as folder:

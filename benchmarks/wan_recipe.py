@@ -3,7 +3,8 @@
 On a machine whose peers share two cores the training cannot be both real and undisturbed, so here a step
 computes little (a table of vectors learns a fixed function of its row, a few rows at a time) and then sleeps
 until ``step_s`` is over. What is measured is what the network costs; the loss falls all the same, faster the
-more rows all peers together have seen.
+more rows all peers together have seen. Gradients are ``sparse``, with the same sums: dense ones are as large
+as the tables, and four peers that fill 134 MB of zeros every second take a quarter of two cores with it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ LEARNING_RATE = 2.5e5
 FREQUENCIES = torch.linspace(0.001, 3.0, 512)
 
 
-def make(rows: int = 8192, width: int = 512, parts: int = 4, step_s: float = 0.5) -> Recipe:
+def make(
+    rows: int = 8192, width: int = 512, parts: int = 4, step_s: float = 0.5, sparse: bool = True
+) -> Recipe:
     """``parts`` tables of ``rows`` by ``width`` parameters."""
-    model = nn.ModuleList([nn.Embedding(rows, width) for _ in range(parts)])
+    model = nn.ModuleList([nn.Embedding(rows, width, sparse=sparse) for _ in range(parts)])
     for table in model:
         nn.init.zeros_(table.weight)
     began_at = [0.0]
