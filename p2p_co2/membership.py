@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_PEERS, MAX_STRING, MAX_VERSION
+from p2p_co2.wire.limits import MAX_PEERS, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
+from p2p_co2.wire.status import PeerStatus, read_status
 
 HEARTBEAT_S = 1.0
 TOLD_PER_S = 6.4
@@ -37,6 +37,8 @@ SLOWEST_HEARTBEAT_S = 5.0
 """Silence must stand out from the beat: ``SILENCE_CAP_S`` is six of these."""
 TOLD_LATELY = 0.75
 """Of a heartbeat: who was told more lately, because something changed, waits for the next one."""
+NEWS_GATHERED_S = 0.05
+"""News of a peer comes in bursts: its last offer ends, so it is done with a fragment, and with all."""
 ANNOUNCED_AGAIN = 0.125
 """Of a heartbeat, between two announcements: at the end of a run there is much to announce."""
 MEASURE_EVERY_S = 20.0
@@ -82,7 +84,7 @@ class PeerInfo:
     """What is known of one live peer. ``round_trip_s`` is the smallest of late; ``clock_offset_s`` theirs
     minus ours."""
 
-    status: Status
+    status: PeerStatus
     heard_at: float
     status_at: float
     versions: tuple[int, ...] = ()
@@ -182,16 +184,18 @@ class Membership:
         keep = set(listed)
         self._candidates = {peer: at for peer, at in self._candidates.items() if peer in keep}
 
-    def receive(self, message: Ping | Pong | Leave, sender: PeerId, now: float) -> None:
-        """Handle one message of the membership part; raises ``RemoteProtocolError`` for nonsense in it."""
+    def receive(
+        self, message: Ping | Pong | Leave, sender: PeerId, now: float, status: PeerStatus | None = None
+    ) -> None:
+        """Handle one message of the membership part; raises ``RemoteProtocolError`` for nonsense in it.
+        ``status``: what it says of its sender, if that was read already."""
         if isinstance(message, Leave):
             self._drop(
                 sender, f"left: {message.reason[:MAX_STRING] or 'no reason given'}", now, with_word=True
             )
             return
-        status = message.status
-        check_status(status)
-        if self._one_way_until.get(sender, 0.0) > now:
+        status = status or read_status(message.status)
+        if self._one_way_until and self._one_way_until.get(sender, 0.0) > now:
             return
         info = self._heard(sender, status, now)
         if isinstance(message, Ping):
@@ -224,11 +228,10 @@ class Membership:
         self._one_way_until[peer] = now + ONE_WAY_S
 
     def announce(self, now: float) -> None:
-        """Tell every live peer this peer's status now, instead of at the next heartbeat; soon, if they were
-        told a moment ago."""
-        self._announce_at = max(now, self._announced_at + ANNOUNCED_AGAIN * self.heartbeat_s)
-        if self._announce_at <= now:
-            self._announce(now)
+        """Tell every live peer this peer's status soon, instead of at the next heartbeat: what changes within
+        a moment is told at once, and in a while, if they were told a moment ago."""
+        again_at = self._announced_at + ANNOUNCED_AGAIN * self.heartbeat_s
+        self._announce_at = min(self._announce_at, max(now + NEWS_GATHERED_S, again_at))
 
     def say_goodbye(self, reason: str) -> None:
         """Tell every live peer that this one leaves."""
@@ -297,14 +300,14 @@ class Membership:
         offsets = [info.clock_offset_s for info in self._live.values() if info.offsets_s]
         return median(offsets) if offsets else 0.0
 
-    def _heard(self, peer: PeerId, status: Status, now: float) -> PeerInfo | None:
+    def _heard(self, peer: PeerId, status: PeerStatus, now: float) -> PeerInfo | None:
         """Note what a peer says of itself; None if as many peers as we take are live already."""
         info = self._live.get(peer)
         if info is None:
             if len(self._live) >= MAX_PEERS:
                 return None
             info = self._live[peer] = PeerInfo(status=status, heard_at=now, status_at=now)
-            info.versions, info.digests = tuple(status.versions), tuple(status.digests)
+            info.versions, info.digests = status.versions, status.digests
             self.revision += 1
             self._candidates.pop(peer, None)
             self._gone.pop(peer, None)
@@ -315,16 +318,8 @@ class Membership:
         info.gaps_s.append(now - info.heard_at)
         info.heard_at = info.status_at = now
         known, info.status = info.status, status
-        if (
-            known.digests != status.digests
-            or known.versions != status.versions
-            or known.phase != status.phase
-            or known.upload_bytes_per_s != status.upload_bytes_per_s
-            or known.download_bytes_per_s != status.download_bytes_per_s
-            or known.finished != status.finished
-            or known.settled != status.settled
-        ):
-            info.versions, info.digests, info.view = tuple(status.versions), tuple(status.digests), None
+        if status.is_news_after(known):
+            info.versions, info.digests, info.view = status.versions, status.digests, None
             self.revision += 1
         return info
 
@@ -380,19 +375,3 @@ class Membership:
 def heartbeat_among_s(others: int) -> float:
     """Seconds between the heartbeats of one that ``others`` hear."""
     return min(SLOWEST_HEARTBEAT_S, max(HEARTBEAT_S, others / TOLD_PER_S))
-
-
-def check_status(status: Status) -> None:
-    """Raise ``RemoteProtocolError`` for a status that cannot be true."""
-    for number in (status.position, status.upload_bytes_per_s, status.download_bytes_per_s):
-        if not 0 <= number < 1e18:  # NaN fails every comparison
-            raise RemoteProtocolError("bad status", f"position or rate out of range: {number}")
-    digests = status.digests
-    if 8 * len(status.finished) > MAX_FRAGMENTS + 7:
-        raise RemoteProtocolError("bad status", f"{8 * len(status.finished)} finished fragments")
-    if len(status.versions) > MAX_FRAGMENTS or len(digests) not in (0, len(status.versions)):
-        raise RemoteProtocolError("bad status", "versions and digests do not belong together")
-    if max(status.versions, default=0) > MAX_VERSION:
-        raise RemoteProtocolError("bad status", f"a version of {max(status.versions)}")
-    if not {32}.issuperset(map(len, digests)) or len(status.software) > MAX_STRING:
-        raise RemoteProtocolError("bad status", "a digest has the wrong length")

@@ -30,7 +30,8 @@ from typing import Protocol, TypeVar
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_VERSION
-from p2p_co2.wire.messages_pb2 import CellLook, CellSight, Status
+from p2p_co2.wire.messages_pb2 import CellLook, CellSight
+from p2p_co2.wire.status import PeerStatus
 
 WATCHERS = 3
 """Peers of one cell that watch another."""
@@ -60,7 +61,7 @@ class Near(Protocol):
     """What membership knows of a live peer of our cell."""
 
     @property
-    def status(self) -> Status: ...
+    def status(self) -> PeerStatus: ...
     @property
     def status_at(self) -> float: ...
 
@@ -385,9 +386,9 @@ def check_sight(sight: CellSight, cells: int) -> None:
         raise RemoteProtocolError("bad sight", "a version or a digest that cannot be")
 
 
-def check_sights(status: Status, cells: int) -> None:
+def check_sights(sights: Sequence[CellSight], cells: int) -> None:
     """The same for all that a heartbeat passes on."""
-    if len(status.sights) > MAX_WATCHED:
-        raise RemoteProtocolError("bad status", f"{len(status.sights)} sights of other cells")
-    for sight in status.sights:
+    if len(sights) > MAX_WATCHED:
+        raise RemoteProtocolError("bad status", f"{len(sights)} sights of other cells")
+    for sight in sights:
         check_sight(sight, cells)

@@ -71,7 +71,7 @@ def test_who_vouches_for_the_state_of_a(
         for peer, (held, of) in said.items()
     }
     node = SimpleNamespace(
-        membership=SimpleNamespace(live=live),
+        membership=SimpleNamespace(live=live, revision=0),
         agreed=[AgreedVersion(0, NONE)],
         standing=SimpleNamespace(progress=SimpleNamespace(phase=Status.JOINING)),
         far=SimpleNamespace(cells=1, is_near=lambda peer: True),
@@ -101,7 +101,7 @@ def test_a_mean_of_a_and_b_is_taken_where_they_are_most_of_those_who_train_or_di
         for peer, phase in phases.items()
     }
     node = SimpleNamespace(
-        membership=SimpleNamespace(live=live),
+        membership=SimpleNamespace(live=live, revision=0),
         me=PeerId("me"),
         group_size=32,
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),

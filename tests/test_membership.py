@@ -13,6 +13,7 @@ from p2p_co2.membership import (
     CUT_OFF_S,
     HEARTBEAT_S,
     MEASURE_EVERY_S,
+    NEWS_GATHERED_S,
     ONE_WAY_S,
     REVISIT_S,
     SILENCE_FLOOR_S,
@@ -161,7 +162,8 @@ def test_who_heard_our_status_of_late_is_not_told_again() -> None:
     machine.handle_timer(100.0)
     machine.receive(Pong(nonce=1, ping_sent_at=100.0, status=Status()), B, 100.1)
     machine.messages_to_send()
-    machine.announce(100.9)
+    machine.announce(100.8)
+    machine.handle_timer(100.8 + NEWS_GATHERED_S)
     (_, announced), *more = machine.messages_to_send()
     assert isinstance(announced, Ping)
     assert not announced.nonce
@@ -223,26 +225,26 @@ def test_who_stays_when_all_say_goodbye_is_not_cut_off() -> None:
     assert not machine.is_cut_off(102.0)
 
 
-def test_what_is_announced_twice_in_a_moment_is_told_once_more_and_then_as_it_is() -> None:
+def test_what_is_announced_in_a_moment_is_told_once_and_what_comes_soon_after_it_in_a_while() -> None:
     machine = Membership(A)
     for index in range(32):
         machine.receive(Ping(status=Status()), PeerId(f"peer {index}"), 100.0)
     machine.handle_timer(100.0)
     machine.messages_to_send()
-    for moment in range(10):
-        machine.status = Status(tokens=moment)
-        machine.announce(101.0 + 0.01 * moment)
-    told = machine.messages_to_send()
-    assert len(told) == 32
-    assert {message.status.tokens for _, message in told if isinstance(message, Ping)} == {0}
-    at = machine.get_timer()
-    assert at is not None
-    assert 101.0 < at < 101.0 + SLOWEST_HEARTBEAT_S / 4
-    machine.handle_timer(at)
-    told = machine.messages_to_send()
-    assert len(told) == 32
-    assert {message.status.tokens for _, message in told if isinstance(message, Ping)} == {9}
-    machine.handle_timer(at + 0.1)
+    told_at = 101.0
+    for first, soonest_s, latest_s in ((0, 0.0, NEWS_GATHERED_S), (10, 0.2, SLOWEST_HEARTBEAT_S / 4)):
+        for moment in range(first, first + 10):
+            machine.status = Status(tokens=moment)
+            machine.announce(told_at + 0.004 * (moment - first))
+        assert machine.messages_to_send() == []
+        at = machine.get_timer()
+        assert at is not None
+        assert soonest_s < at - told_at <= latest_s + 1e-6
+        machine.handle_timer(at)
+        told, told_at = machine.messages_to_send(), at
+        assert len(told) == 32
+        assert {message.status.tokens for _, message in told if isinstance(message, Ping)} == {first + 9}
+    machine.handle_timer(told_at + 0.1)
     assert machine.messages_to_send() == []
 
 

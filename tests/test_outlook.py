@@ -160,7 +160,7 @@ def test_wrong_sights_are_refused(wrong: CellSight) -> None:
     with pytest.raises(RemoteProtocolError):
         outlook.receive(CellLook(), named(0, 2, 2)[1], 1.0)
     with pytest.raises(RemoteProtocolError):
-        check_sights(Status(sights=[seen("", 1)] * (MAX_WATCHED + 1)), 2)
+        check_sights([seen("", 1)] * (MAX_WATCHED + 1), 2)
 
 
 # ---- whole swarms on virtual time

@@ -105,8 +105,10 @@ class Allowances:
         known = self._known(sender)
         passed_s = max(0.0, now - known.at)
         known.left = min(ALLOWANCE, known.left + REFILL_PER_S * passed_s) - units
-        known.pressed_s = max(0.0, known.pressed_s - FORGIVING * passed_s)
         known.at = now
+        if known.left >= 0 and not known.pressed_s:
+            return 0.0  # nearly always
+        known.pressed_s = max(0.0, known.pressed_s - FORGIVING * passed_s)
         wait_s = max(0.0, -known.left / REFILL_PER_S)
         if wait_s:
             known.pressed_s += units / REFILL_PER_S

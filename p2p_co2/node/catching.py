@@ -51,6 +51,8 @@ class Catching:
         self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
         self._noticed_at: dict[int, float] = {}
         self._looked_at: object = None
+        self._near_versions: dict[int, tuple[object, int]] = {}
+        """What ``near_version`` said last, and of what."""
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
@@ -83,7 +85,7 @@ class Catching:
         """Compare this peer's versions and digests with the heartbeats of the others."""
         if self._rests():
             return
-        joining = self._node.standing.progress.phase == Status.JOINING
+        joining = self._is_joining()
         outlook = self._node.far.outlook
         seen = (self._node.membership.revision, outlook.revision, tuple(self._node.agreed), joining)
         if seen == self._looked_at and not self._noticed_at:
@@ -323,12 +325,21 @@ class Catching:
     def near_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers have reached, this one included unless it is
         joining: one peer's word alone moves nobody where three or more train."""
-        versions = sorted(self._votes(fragment), reverse=True)
-        if not versions:
-            return self._node.agreed[fragment].version
-        if self._node.standing.progress.phase != Status.JOINING:
-            versions = sorted((*versions, self._node.agreed[fragment].version), reverse=True)
-        return versions[(len(versions) - 1) // 2]
+        mine, joining = self._node.agreed[fragment].version, self._is_joining()
+        seen = (self._node.membership.revision, mine, joining)
+        known = self._near_versions.get(fragment)
+        if known is not None and known[0] == seen:
+            return known[1]
+        versions = self._votes(fragment)
+        if not versions or not joining:
+            versions.append(mine)
+        versions.sort(reverse=True)
+        version = versions[(len(versions) - 1) // 2]
+        self._near_versions[fragment] = seen, version
+        return version
+
+    def _is_joining(self) -> bool:
+        return self._node.standing.progress.phase == Status.JOINING
 
     def _may_decide(self, peer: PeerId, group: set[PeerId]) -> bool:
         """Whether ``peer`` may have decided for ``group``: whoever is asked coordinates, also one that only

@@ -1,13 +1,52 @@
 """Messages as bytes: each in an envelope that names the protocol and the run.
 
-Law: what is sent is what ``Envelope(version, run, body=message)`` would be, byte for byte.
+Laws: what is sent is what ``Envelope(version, run, body=message)`` would be, byte for byte; nothing is taken
+out of what comes in before its size, version and run are checked.
 """
 
 from __future__ import annotations
 
-from google.protobuf.message import Message
+from functools import cached_property
+from typing import Any
 
+from google.protobuf.message import DecodeError, Message
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
+from p2p_co2.wire.status import PeerStatus, read_status
+
+
+class Opened:
+    """A message that came in: ``kind``, the name of the envelope's field (empty if this version knows none),
+    and ``body``. Never written to: in a simulation all who receive the same bytes share it."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self.kind: str = envelope.WhichOneof("body") or ""
+        self.body: Any = getattr(envelope, self.kind) if self.kind else None
+
+    @cached_property
+    def status(self) -> PeerStatus:
+        """Of a ping or pong: what it says of its sender. Raises ``RemoteProtocolError``."""
+        return read_status(self.body.status)
+
+
+def opened(data: bytes, run: bytes) -> Opened:
+    """A message of this version and run. Raises ``RemoteProtocolError``."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError("too large", f"{len(data)} bytes")
+    envelope = Envelope()
+    try:
+        envelope.ParseFromString(data)
+    except DecodeError:
+        raise RemoteProtocolError("unreadable", "not an Envelope") from None
+    if envelope.version != PROTOCOL_VERSION:
+        raise RemoteProtocolError(
+            "unknown version", f"{envelope.version}, this peer speaks {PROTOCOL_VERSION}"
+        )
+    if envelope.run != run:
+        raise RemoteProtocolError("another run", envelope.run.hex()[:16])
+    return Opened(envelope)
 
 
 def kind_of(message: Message) -> str:

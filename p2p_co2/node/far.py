@@ -45,7 +45,7 @@ class Far:
 
     def is_near(self, peer: PeerId) -> bool:
         """Whether ``peer`` is of our cell."""
-        return cell_of(peer, self.cells) == self.cell
+        return self.cells == 1 or cell_of(peer, self.cells) == self.cell
 
     async def look_up(self, cell: int) -> None:
         """Find peers of another cell in the DHT, for whoever asked for them."""
@@ -128,7 +128,9 @@ class Far:
 
     def position(self, near: Sequence[float], now: float) -> float | None:
         """The lower median position of all who train, in all cells, each cell counting as many as ours."""
-        far = self.outlook.positions(now, self._node.standing.rounds_per_s) if self.cells > 1 else []
+        if self.cells == 1:
+            return sorted(near)[(len(near) - 1) // 2] if near else None
+        far = self.outlook.positions(now, self._node.standing.rounds_per_s)
         weighted = sorted([*((at, 1) for at in near), *((at, max(1, len(near))) for at in far)])
         total, passed = sum(weight for _, weight in weighted), 0
         for position, weight in weighted:

@@ -23,7 +23,7 @@ from p2p_co2.errors import LocalProtocolError, TransportError
 from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
-from p2p_co2.node.envelope import enveloped, kind_of
+from p2p_co2.node.envelope import Opened, enveloped, kind_of, opened
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
@@ -64,6 +64,7 @@ class Node:
         report: Callable[[ev.Event], None],
         clock: Clock = SYSTEM_CLOCK,
         make_links: MakeLinks = Links,
+        open_message: Callable[[bytes, bytes], Opened] = opened,
     ) -> None:
         self.clock, self._make_links = clock, make_links
         self._unix_at_start = clock.unix() - clock.monotonic()
@@ -92,10 +93,10 @@ class Node:
         self._alarm: asyncio.TimerHandle | None = None
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
-        self._told_revision = -1
+        self._told_revision = self._pumped_revision = -1
         self._has_strangers = False
         """Whether somebody came or went of whom the rounds machine has not heard."""
-        self.receiving = Receiving(self, network.config.limits.download_bytes_per_s)
+        self.receiving = Receiving(self, network.config.limits.download_bytes_per_s, open_message)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -218,6 +219,9 @@ class Node:
         whether rounds or catching up may have anything to say, or another timer."""
         if self._links is None or self._stopping.is_set():
             return
+        if not timers and self.membership.is_idle and self.membership.revision == self._pumped_revision:
+            return  # most heartbeats are no news
+        self._pumped_revision = self.membership.revision
         for _ in range(1000 if timers or not self.membership.is_idle else 0):
             handled = False
             if not self._send_all() and not (handled := self._handle_all()):

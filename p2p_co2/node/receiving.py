@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.allowances import (
@@ -21,11 +20,11 @@ from p2p_co2.node.allowances import (
     refused_units,
     useless_units,
 )
+from p2p_co2.node.envelope import Opened, opened
 from p2p_co2.outlook import check_sights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, MAX_STATUS_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope
+from p2p_co2.wire.limits import MAX_STATUS_BYTES
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
@@ -54,11 +53,13 @@ _SAID = frozenset({"shut out", "too many messages"})
 
 
 class Receiving:
-    """The carriers' ``OnMessage`` and ``OnRefused`` for one node. ``down_bytes``: of messages, since the
-    start."""
+    """The carriers' ``OnMessage`` and ``OnRefused`` for one node. ``open_``: ``envelope.opened``, or the same
+    with a memory. ``down_bytes``: of messages, since the start."""
 
-    def __init__(self, node: Node, download_bytes_per_s: float) -> None:
-        self._node = node
+    def __init__(
+        self, node: Node, download_bytes_per_s: float, open_: Callable[[bytes, bytes], Opened] = opened
+    ) -> None:
+        self._node, self._open = node, open_
         self._allowances = Allowances(download_bytes_per_s)
         self.refusals: Counter[tuple[str, str, str]] = Counter()
         """(sender, kind of message, reason)"""
@@ -85,33 +86,35 @@ class Receiving:
 
     def take(self, sender: PeerId, data: bytes) -> float:
         """``on_message``, without the waiting: seconds until the sender's next one may be read."""
-        now = self._node.now()
+        node, size_bytes = self._node, len(data)
+        now = node.now()
         self._allowances.check(sender, now)
-        self.down_bytes += len(data)
-        wait_s = self._allowances.read(len(data), now)
+        self.down_bytes += size_bytes
+        wait_s = self._allowances.read(size_bytes, now)
         kind = ""
         try:
-            envelope = _opened(data, self._node.run_digest)
-            kind = envelope.WhichOneof("body") or ""
-            useful = self._dispatch(envelope, kind, len(data), sender, now)
-            if kind == "fetch" and envelope.fetch.want_chunk:
+            message = self._open(data, node.run_digest)
+            kind = message.kind
+            useful = self._dispatch(message, size_bytes, sender, now)
+            if kind == "fetch" and message.body.want_chunk:
                 wait_s, units = 0.0, ASKED_UNITS
             elif kind not in BULK:
-                wait_s, units = 0.0, control_units(len(data))
+                wait_s, units = 0.0, control_units(size_bytes)
             else:
-                units = 0.0 if useful else useless_units(len(data))
+                units = 0.0 if useful else useless_units(size_bytes)
         except RemoteProtocolError as error:
             self.refuse(sender, error.reason, error.detail, kind)
-            units = refused_units(error.reason, len(data), kind in BULK)
+            units = refused_units(error.reason, size_bytes, kind in BULK)
         except Exception as error:  # named place: a carrier would take our bug for the sender's fault
-            self._node.crash(error)
+            node.crash(error)
             return 0.0
-        self._node.pump(timers=kind not in _QUIET)
-        units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
+        node.pump(timers=kind not in _QUIET)
+        if self._overasked:
+            units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
         try:
             return max(wait_s, self._allowances.charge(sender, units, now))
         except RemoteProtocolError as error:
-            self._node.shut_out(sender, str(error))
+            node.shut_out(sender, str(error))
             raise
 
     def on_link_refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
@@ -135,53 +138,38 @@ class Receiving:
                 ev.MessageRefused, other=peer, message=message, reason=reason, detail=detail[:200]
             )
 
-    def _dispatch(self, envelope: Envelope, kind: str, size_bytes: int, sender: PeerId, now: float) -> bool:
+    def _dispatch(self, opened: Opened, size_bytes: int, sender: PeerId, now: float) -> bool:
         """Give the body to its machine; False for bulk that nobody waited for."""
-        node, useful = self._node, True
+        node, kind, message, useful = self._node, opened.kind, opened.body, True
         if kind in _MEMBERSHIP:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
             if not node.far.is_near(sender):
                 raise RemoteProtocolError("wrong cell", f"a {kind} from another cell")
-            message = getattr(envelope, kind)
+            if kind == "leave":
+                node.membership.receive(message, sender, now)
+                return True
             if kind == "ping" and message.nonce:
                 node.membership.status = node.standing.status()  # a pong says where we are, not were
-            if kind != "leave":
-                check_sights(message.status, node.far.cells)
-            node.membership.receive(message, sender, now)
+            status = opened.status
+            if status.sights:
+                check_sights(status.sights, node.far.cells)
+            node.membership.receive(message, sender, now, status)
         elif kind in OUTLOOK_KINDS:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
             outlook = node.far.outlook
             outlook.mine = node.far.sight()
-            outlook.receive(getattr(envelope, kind), sender, now)
+            outlook.receive(message, sender, now)
         elif kind in _ROUNDS:
             node.know_all()
-            useful = node.rounds.receive(getattr(envelope, kind), sender, now)
+            useful = node.rounds.receive(message, sender, now)
         elif kind in _CATCH_UP:
             if kind == "chunk":
                 useful = self._asked_chunks[sender] > 0
                 self._asked_chunks[sender] -= useful
                 self._asked_chunks += Counter()  # without those at zero
-            node.catchup.receive(getattr(envelope, kind), sender, now)
+            node.catchup.receive(message, sender, now)
         else:
             raise RemoteProtocolError("unknown message", "no body that this version knows")
         return useful
-
-
-def _opened(data: bytes, run: bytes) -> Envelope:
-    """An envelope of this version and run. Raises ``RemoteProtocolError``."""
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError("too large", f"{len(data)} bytes")
-    envelope = Envelope()
-    try:
-        envelope.ParseFromString(data)
-    except DecodeError:
-        raise RemoteProtocolError("unreadable", "not an Envelope") from None
-    if envelope.version != PROTOCOL_VERSION:
-        raise RemoteProtocolError(
-            "unknown version", f"{envelope.version}, this peer speaks {PROTOCOL_VERSION}"
-        )
-    if envelope.run != run:
-        raise RemoteProtocolError("another run", envelope.run.hex()[:16])
-    return envelope

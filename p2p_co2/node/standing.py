@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from p2p_co2.membership import PeerInfo
 from p2p_co2.rounds import PeerView
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Status
 
 if TYPE_CHECKING:
@@ -103,14 +105,9 @@ class Standing:
     def _view(self, info: PeerInfo) -> PeerView:
         """Made once for each news of a peer: there are many peers and few news."""
         if info.view is None:
-            bits = int.from_bytes(info.status.finished, "little")
-            finished = frozenset(f for f in range(len(info.versions)) if bits >> f & 1)
-            info.view = PeerView(
-                upload_bytes_per_s=info.status.upload_bytes_per_s,
-                training=_works(info.status.phase, len(finished) == len(info.versions)),
-                versions=info.versions,
-                download_bytes_per_s=info.status.download_bytes_per_s,
-                finished=finished,
+            said = info.status
+            info.view = _view_of(
+                said.phase, info.versions, said.upload_bytes_per_s, said.download_bytes_per_s, said.finished
             )
         assert isinstance(info.view, PeerView)
         return info.view
@@ -126,27 +123,23 @@ class Standing:
         """The live peers, this one among them, as the rounds machine wants to know them."""
         views = {peer: info.view or self._view(info) for peer, info in self._node.membership.live.items()}
         versions = tuple(version.version for version in self._node.agreed)
+        # One that only finishes must not wait for itself where it coordinates the last rounds of others.
+        is_training = _works(self.progress.phase, len(self.progress.finished) == len(versions))
         views[self._node.me] = PeerView(
-            self._node.upload_bytes_per_s(), True, versions, self._node.download_bytes_per_s,
+            self._node.upload_bytes_per_s(), is_training, versions, self._node.download_bytes_per_s,
             self.progress.finished,
         )  # fmt: skip
-        if not _works(self.progress.phase, len(self.progress.finished) == len(versions)):
-            # One that only finishes must not wait for itself where it coordinates the last rounds of others.
-            views[self._node.me] = replace(views[self._node.me], training=False)
         return views
 
     def paces(self) -> dict[PeerId, float]:
         """How fast this peer may send bulk to those with a download cap: their rate, shared by all who may be
         sending to them at once."""
         live = self._node.membership.live
-        if not any(info.status.download_bytes_per_s for info in live.values()):
+        caps = {p: cap for p, info in live.items() if (cap := info.status.download_bytes_per_s) > 0}
+        if not caps:
             return {}
         senders = max(1, sum(info.status.phase == Status.TRAINING for info in live.values()))
-        return {
-            peer: info.status.download_bytes_per_s / senders
-            for peer, info in live.items()
-            if info.status.download_bytes_per_s > 0
-        }
+        return {peer: cap / senders for peer, cap in caps.items()}
 
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
@@ -216,6 +209,17 @@ class Standing:
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)
         self.abreast = idle and not is_behind and _keeps_up(versions, newest, self._goes_on)
         self.left_behind = is_behind and not is_there
+
+
+@lru_cache(MAX_PEERS)
+def _view_of(
+    phase: Status.Phase, versions: tuple[int, ...], upload_bytes_per_s: float, download_bytes_per_s: float,
+    finished_bits: bytes,
+) -> PeerView:  # fmt: skip
+    bits = int.from_bytes(finished_bits, "little")
+    finished = frozenset(f for f in range(len(versions)) if bits >> f & 1)
+    is_training = _works(phase, len(finished) == len(versions))
+    return PeerView(upload_bytes_per_s, is_training, versions, download_bytes_per_s, finished)
 
 
 def _works(phase: Status.Phase, has_finished: bool) -> bool:

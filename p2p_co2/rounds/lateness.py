@@ -52,7 +52,8 @@ class Lateness:
 
     def keep(self, live: Collection[PeerId]) -> None:
         """Forget peers that are gone."""
-        self._believed = {peer: share for peer, share in self._believed.items() if peer in live}
+        if self._believed:
+            self._believed = {peer: share for peer, share in self._believed.items() if peer in live}
 
     def _forgive(self) -> None:
         believed = {peer: share * FORGIVING for peer, share in self._believed.items()}

@@ -16,7 +16,7 @@ import math
 import random
 import types
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,7 @@ class Endpoint:
     peer: PeerId
     profile: LinkProfile
     loop: ProcessLoop
-    on_message: Callable[[PeerId, bytes], Awaitable[None]] | None = None
+    on_message: Callable[[PeerId, bytes], Coroutine[Any, Any, None]] | None = None
     on_gone: dict[PeerId, Callable[[str], None]] = field(default_factory=dict)
     """Who has an open link to us, and how it hears that the link broke."""
     is_up: bool = True
@@ -95,7 +95,6 @@ class Endpoint:
             self._waiting.append((sender, data))
             return
         work = self.on_message(sender, data)
-        assert isinstance(work, Coroutine)
         try:
             waits_for = work.send(None)
         except StopIteration:
@@ -139,7 +138,7 @@ class Internet:
 
     def __init__(self, world: VirtualTime, rng: random.Random, scale: float = 1.0) -> None:
         self.world, self.rng, self.scale = world, rng, scale
-        self.noise = Noise()
+        self.set_noise(Noise())
         self.noises: Counter[str] = Counter()
         """What ``noise`` did to messages."""
         self.endpoints: dict[PeerId, Endpoint] = {}
@@ -148,6 +147,9 @@ class Internet:
         self._cut_pairs: set[tuple[PeerId, PeerId]] = set()
         self._held: list[tuple[PeerId, PeerId, Callable[[], None]]] = []
         """What was sent into a cut: TCP sends it again when the way is free."""
+
+    def set_noise(self, noise: Noise) -> None:
+        self.noise, self.is_noisy = noise, bool(noise)
 
     # ---- cuts
 
@@ -247,12 +249,13 @@ class Internet:
         """Delay of one message, without its turns on the lines: jitter, and a retransmission if a packet of
         it is lost."""
         random_ = self.rng.random
-        travel = path.delay_s + path.jitter_s * SWING * (random_() - 0.5)
-        if path.loss > 0.0:
+        delay_s, loss = path.delay_s, path.loss
+        travel_s = delay_s + path.jitter_s * SWING * (random_() - 0.5)
+        if loss > 0.0:
             packets = 1 + int(size_bytes / PACKET_BYTES)
-            if random_() > (1.0 - path.loss) ** packets:
-                travel += max(RETRANSMIT_S, 2 * path.delay_s) if packets < 4 else 2 * path.delay_s
-        return max(travel, path.delay_s / 4)
+            if random_() > (1.0 - loss) ** packets:
+                travel_s += max(RETRANSMIT_S, 2 * delay_s) if packets < 4 else 2 * delay_s
+        return travel_s if travel_s > delay_s / 4 else delay_s / 4
 
     def deliver(
         self, sender: Endpoint, receiver: Endpoint, departs_at: float, data: bytes, size_bytes: float

@@ -53,7 +53,8 @@ class VirtualLinks:
         self._sized: tuple[bytes, float] = b"", 0.0
         self._is_closed = False
         self.up_bytes = 0
-        self._up_bytes_per_s = me.profile.up_bits_per_s / 8 / internet.scale
+        self._uplink_bytes_per_s = me.profile.up_bits_per_s / 8
+        self._up_bytes_per_s = self._uplink_bytes_per_s / internet.scale
 
     @property
     def upload_bytes_per_s(self) -> float:
@@ -199,9 +200,8 @@ class VirtualLinks:
             receiver.on_gone.pop(self._me.peer, None)
             self._hear_of_loss(receiver.peer, lane, "connection reset")
             return
-        noise = internet.noise
-        if noise:
-            draw = internet.rng.random()
+        if internet.is_noisy:
+            noise, draw = internet.noise, internet.rng.random()
             if draw < noise.lost:
                 internet.noises["message lost"] += 1
                 if bulk:
@@ -222,7 +222,7 @@ class VirtualLinks:
         assert path is not None
         size = self._real_bytes(data) if bulk else float(len(data))
         self.up_bytes += int(size)
-        uplink = self._me.profile.up_bits_per_s / 8
+        uplink = self._uplink_bytes_per_s
         if not bulk:
             departs_at = world.now + size / uplink
             arrives_at = departs_at + internet.travel_s(path, size)
@@ -238,10 +238,9 @@ class VirtualLinks:
             arrives_at = lane.last_bulk_at = receiver.down_free_at = arrives_at + 8 * size / (
                 receiver.profile.down_bits_per_s
             )
-        noise = internet.noise
-        if noise.reordered and internet.rng.random() < noise.reordered:
+        if internet.is_noisy and (share := internet.noise.reordered) and internet.rng.random() < share:
             internet.noises["message reordered"] += 1
-            arrives_at += internet.rng.random() * noise.late_s
+            arrives_at += internet.rng.random() * internet.noise.late_s
         arguments = (self._me, receiver, departs_at, data, size)
         world.at(arrives_at, Handle(internet.deliver, arguments, receiver.loop))
 

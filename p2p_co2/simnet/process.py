@@ -126,7 +126,7 @@ class Process:
         await self._join(doorway)
         node = self.node = swarm.make_node(
             doorway, swarm.shape, swarm.state_bytes, self.ledger, self.ledger.agreed(), self.report,
-            self._clock, self._make_links,
+            self._clock, self._make_links, swarm.open_message,
         )  # fmt: skip
         self._node_task = self.loop.create_task(node.run())
         self._node_task.add_done_callback(self._node_ended)

@@ -13,11 +13,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2p_co2 import __version__
 from p2p_co2.config import RunConfig
+from p2p_co2.node.envelope import opened
 from p2p_co2.node.node import Node
 from p2p_co2.profiles import profile_of
 from p2p_co2.rounds import PayloadShape
@@ -34,6 +36,8 @@ from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, Work
 from p2p_co2.wire.identity import Identity, PeerId
 
+SHARED_MESSAGES = 1024
+"""What goes to many at once is read once for all of them; so many messages on their way are remembered."""
 OUTLAST_S = 240.0
 """A run that is over is given this long for its last flushes."""
 MAX_STATE_FACTOR = 64
@@ -121,6 +125,7 @@ class Swarm:
     ) -> None:
         self.settings, self.log, self.seed = settings, log, settings.seed
         self.make_node, self.make_ledger = make_node, make_ledger
+        self.open_message = lru_cache(SHARED_MESSAGES)(opened)
         self.run_config, self.min_peers = settings.run, settings.min_peers
         self.checkpoint_every_s, self.parameters = settings.checkpoint_every_s, settings.parameters
         self.software = f"p2p-co2 {__version__}"
@@ -325,7 +330,7 @@ class Swarm:
 
     def set_noise(self, noise: Noise) -> None:
         self.views_differ()
-        self.internet.noise = noise
+        self.internet.set_noise(noise)
 
     def set_seed(self, seed: Seed, is_up: bool) -> None:
         seed.is_up = is_up

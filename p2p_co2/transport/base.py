@@ -13,8 +13,8 @@ each direction may use another carrier.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.transport.acknowledged import Acknowledged
@@ -32,7 +32,7 @@ slow link takes a quarter of one. Who trickles byte by byte holds a link and its
 CLOSE_TIMEOUT_S = 2.0
 """How long ``Link.close`` waits for the other end to have taken everything."""
 
-OnMessage = Callable[[PeerId, bytes], Awaitable[None]]
+OnMessage = Callable[[PeerId, bytes], Coroutine[Any, Any, None]]
 """(sender, message). It may raise ``RemoteProtocolError``: the link is dropped and the error reported. It is
 cancelled when the sender's link dies or the carrier closes while it waits."""
 OnRefused = Callable[[PeerId | None, RemoteProtocolError], None]

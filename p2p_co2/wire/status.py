@@ -1,0 +1,52 @@
+"""What a peer says of itself, taken out of its message once: checked, and in plain values that are cheap to
+look at again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_STRING, MAX_VERSION
+from p2p_co2.wire.messages_pb2 import CellSight, Status
+
+_DIGEST_LENGTHS = frozenset({32})
+
+
+class PeerStatus(NamedTuple):
+    """The fields of ``Status`` that peers go by; what comes after ``settled`` changes all the time and is no
+    news."""
+
+    phase: Status.Phase = Status.JOINING
+    versions: tuple[int, ...] = ()
+    digests: tuple[bytes, ...] = ()
+    upload_bytes_per_s: float = 0.0
+    download_bytes_per_s: float = 0.0
+    finished: bytes = b""
+    settled: bool = False
+    position: float = 0.0
+    sights: Sequence[CellSight] = ()
+
+    def is_news_after(self, known: PeerStatus) -> bool:
+        return self[:7] != known[:7]
+
+
+def read_status(status: Status) -> PeerStatus:
+    """Raises ``RemoteProtocolError`` for a status that cannot be true."""
+    read = PeerStatus(
+        status.phase, tuple(status.versions), tuple(status.digests), status.upload_bytes_per_s,
+        status.download_bytes_per_s, status.finished, status.settled, status.position, status.sights,
+    )  # fmt: skip
+    for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s):
+        if not 0 <= number < 1e18:  # NaN fails every comparison
+            raise RemoteProtocolError("bad status", f"position or rate out of range: {number}")
+    versions, digests = read.versions, read.digests
+    if 8 * len(read.finished) > MAX_FRAGMENTS + 7:
+        raise RemoteProtocolError("bad status", f"{8 * len(read.finished)} finished fragments")
+    if len(versions) > MAX_FRAGMENTS or len(digests) not in (0, len(versions)):
+        raise RemoteProtocolError("bad status", "versions and digests do not belong together")
+    if versions and max(versions) > MAX_VERSION:
+        raise RemoteProtocolError("bad status", f"a version of {max(versions)}")
+    if not _DIGEST_LENGTHS.issuperset(map(len, digests)) or len(status.software) > MAX_STRING:
+        raise RemoteProtocolError("bad status", "a digest has the wrong length")
+    return read
