@@ -8,7 +8,7 @@ status 2 (this machine or the network at fault: 1), never a traceback. A traceba
 
 from __future__ import annotations
 
-from p2p_co2.ctrl_c import hand_over  # before all that takes time to import
+from p2p_co2.ctrl_c import hand_over, take_back, was_interrupted  # before all that takes time to import
 
 # isort: split
 import math
@@ -43,6 +43,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> in
     ``SystemExit``."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name=program)
+    except SystemExit as end:
+        if was_interrupted(end):
+            print("stopped", file=sys.stderr)
+        raise
     except LocalProtocolError:
         raise  # a bug of ours: the traceback is the report
     except P2PCo2Error as error:
@@ -176,17 +180,18 @@ def join(
         },
         ticket,
     )  # fmt: skip
-    from peers.daemon import JoinOptions, join_run
+    take_back()
+    from peers.daemon import JoinOptions, import_slow, join_run
 
     data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
     options = JoinOptions(
         ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, parent=parent
     )
-    watch = None
-    if sys.stdout.isatty():
-        from p2p_co2.join_watch import JoinWatch
+    import_slow(options)
+    from p2p_co2.join_watch import JoinWatch
 
-        watch = JoinWatch()
+    hand_over()
+    watch = JoinWatch() if sys.stdout.isatty() else None
     raise typer.Exit(join_run(options, watch))
 
 

@@ -9,6 +9,7 @@ are whole, so leaving waits for the step in progress.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -58,6 +59,14 @@ class Watch(Protocol):
     def close(self) -> None: ...
 
 
+def import_slow(options: JoinOptions) -> None:
+    """Import torch and all that joining needs, when the ticket can be read. Raises ``TicketError``,
+    ``EnvironmentFault``."""
+    Ticket.parse(options.ticket)  # a typing mistake is told before anything slow starts
+    require_supported_platform()
+    importlib.import_module("p2p_co2.trainer")
+
+
 def join_run(options: JoinOptions, watch: Watch | None = None) -> int:
     """Train until the run is over or somebody stops us; returns the exit status. ``watch`` None: lines on
     stdout.
@@ -72,27 +81,31 @@ def join_run(options: JoinOptions, watch: Watch | None = None) -> int:
 
 
 def _join(options: JoinOptions, watch: Watch) -> int:
-    Ticket.parse(options.ticket)  # a typing mistake is told before anything slow starts
-    require_supported_platform()
+    running = _Running()
+    with StopSignals(running.stop):
+        try:
+            _look_and_join(options, running, watch)
+        except KeyboardInterrupt:
+            watch.say("stopped before the training began")
+    return 0
+
+
+def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
+    import_slow(options)
     end_with_parent(options.parent)
     device = _checked_device(options.config.device)
     _look_first(options.config, watch.say)
     _look_into_folder(options.config.folder, options.resume)
-    running = _Running()
     signal.signal(signal.SIGUSR1, running.toggle_pause)
-    with StopSignals(running.stop), Journal(options.config.folder / "events.jsonl") as journal:
+    with Journal(options.config.folder / "events.jsonl") as journal:
 
         def on_event(event: Event) -> None:
             journal.write(event)
             watch.see(event)
 
-        try:
-            _join_and_train(options, device, running, on_event, watch.say)
-        except KeyboardInterrupt:
-            watch.say("stopped before the training began")
+        _join_and_train(options, device, running, on_event, watch.say)
         if journal.failed:
             watch.say(f"warning: {journal.failed}")
-    return 0
 
 
 def _look_into_folder(folder: Path, resume: bool) -> None:

@@ -18,6 +18,7 @@ from bootstrap.demo import DemoOptions, run_demo
 from bootstrap.seed import SeedOptions, seed_addresses, serve_run
 from monitoring.words import loss_unit
 from p2p_co2.checkpoint import load, load_agreed
+from p2p_co2.cli import main
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.peer_options import peer_config
@@ -25,7 +26,8 @@ from p2p_co2.process import FolderLock
 from p2p_co2.recipes import check_data
 from p2p_co2.telemetry.events import Progress
 from p2p_co2.ticket import Ticket
-from p2p_co2.wire.identity import peer_id_of
+from p2p_co2.wire.identity import Identity, peer_id_of
+from peers import daemon
 from peers.daemon import JoinOptions, join_run
 from peers.doctor.machine import check_disk
 from peers.doctor.network import round_trips_finding
@@ -206,6 +208,49 @@ def test_a_ctrl_c_at_any_import_ends_the_program_without_a_traceback(number: int
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "stopped\n")
+
+
+IN_JOIN = """
+import os, sys
+class AtTrainer:
+    def find_spec(self, name, path=None, target=None):
+        if name == "p2p_co2.trainer":
+            os.kill(os.getpid(), 2)
+sys.meta_path.insert(0, AtTrainer())
+from p2p_co2.cli import main
+main(["join", sys.argv[1]])
+"""
+
+
+def test_a_ctrl_c_while_join_imports_says_so() -> None:
+    identity = Identity.generate()
+    seed = f"/ip4/127.0.0.1/tcp/9/p2p/{identity.peer_id}"
+    ticket = str(Ticket(bytes(32), identity.peer_id, (seed,)))
+    result = subprocess.run(
+        [sys.executable, "-c", IN_JOIN, ticket],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "stopped\n")
+
+
+def test_a_ctrl_c_that_no_command_takes_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    identity = Identity.generate()
+    seed = f"/ip4/127.0.0.1/tcp/9/p2p/{identity.peer_id}"
+    ticket = str(Ticket(bytes(32), identity.peer_id, (seed,)))
+
+    monkeypatch.setattr(daemon, "import_slow", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(["join", ticket])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (end.value.code, capsys.readouterr().err) == (130, "stopped\n")
 
 
 @pytest.mark.parametrize("command", [["seed", "--host", "127.0.0.1", "--folder"], ["demo", "--folder"]])
