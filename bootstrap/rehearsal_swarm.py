@@ -76,6 +76,10 @@ class RehearsalSwarm:
             words = (
                 f"carriers slowed down on loopback: no real packets, no routers to get through ({problem})"
             )
+            self._lines = [
+                replace(line, profile=replace(line.profile, nat="open"))  # nothing stands before a peer
+                for line in lines
+            ]
             return words, self._lines
         internet = stack.enter_context(Internet(kernel, self.folder, self.config.seed, congestion))
         self._build(internet)

@@ -36,10 +36,9 @@ _PHASE_STYLES = {"training": "green", "finished": "cyan", "silent": "red", "gone
 class LiveTerminal:
     """A live table of the swarm; a context manager.
 
-    ``expected_s``: how long the run is to take, None if it has no end. ``plain_every_s``: seconds between the
-    lines that replace the table when ``console`` is no terminal. ``own``: the view has one peer's events
-    alone, and the others are a line. It starts no thread: it draws when ``show``
-    is called.
+    ``expected_s``: how long the run is to train, None if it has no end. ``plain_every_s``: seconds between
+    the lines that replace the table when ``console`` is no terminal. ``own``: the view has one peer's events
+    alone, and the others are a line. It starts no thread: it draws when ``show`` is called.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class LiveTerminal:
         self._title, self._expected_s, self._plain_every_s = title, expected_s, plain_every_s
         self._console = console or Console()
         self.started_at = time.time()
+        self._trains_since: float | None = None
         self._next_line_at = self.started_at
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
 
@@ -74,6 +74,9 @@ class LiveTerminal:
         """Draw ``view`` as it is at ``now`` (unix seconds; None for this moment)."""
         now = time.time() if now is None else now
         elapsed_s = max(0.0, now - self.started_at)
+        if self._trains_since is None and any(peer.totals.inner_steps for peer in view.started_peers):
+            self._trains_since = now
+        trained_s = None if self._trains_since is None else max(0.0, now - self._trains_since)
         if self._live:
             rows = max(3, self._console.height - NEWS_LINES - 9)
             frame = swarm_frame(
@@ -81,6 +84,7 @@ class LiveTerminal:
                 self._title,
                 now,
                 elapsed_s=elapsed_s,
+                trained_s=trained_s,
                 expected_s=self._expected_s,
                 width=self._console.width,
                 most_rows=rows,
@@ -89,7 +93,8 @@ class LiveTerminal:
             self._live.update(frame, refresh=True)
         elif now >= self._next_line_at:
             self._next_line_at = now + self._plain_every_s
-            self._console.print(plain_line(view, elapsed_s, self._expected_s), markup=False, highlight=False)
+            line = plain_line(view, elapsed_s, trained_s, self._expected_s)
+            self._console.print(line, markup=False, highlight=False)
 
 
 def swarm_frame(
@@ -98,28 +103,33 @@ def swarm_frame(
     now: float,
     *,
     elapsed_s: float,
+    trained_s: float | None,
     expected_s: float | None,
     width: int = 120,
     most_rows: int = 24,
     own: bool = False,
 ) -> RenderableType:
     """One frame: table of peers (at most ``most_rows`` of them, fewer columns where ``width`` is small),
-    rounds, news, progress. ``now`` in unix seconds; ``own`` as in ``LiveTerminal``."""
+    rounds, news, progress. ``now`` in unix seconds; ``trained_s``: since the first inner step, None before
+    it; ``expected_s`` and ``own`` as in ``LiveTerminal``."""
     return Group(
         _peer_table(view, title, now, width, most_rows, own),
         *([_others_line(view)] if own else []),
         _rounds_line(view),
         _news_lines(view),
-        _progress_line(elapsed_s, expected_s),
+        _progress_line(elapsed_s, trained_s, expected_s),
     )
 
 
-def plain_line(view: SwarmView, elapsed_s: float, expected_s: float | None) -> str:
-    """The state of the swarm in one line of plain text."""
+def plain_line(view: SwarmView, elapsed_s: float, trained_s: float | None, expected_s: float | None) -> str:
+    """The state of the swarm in one line of plain text; times as for ``swarm_frame``."""
     peers = view.started_peers
     losses = [peer.loss for peer in peers if peer.loss is not None]
     loss = sum(losses) / len(losses) if losses else None
-    of = f" of {clock(expected_s)}" if expected_s is not None else ""
+    if expected_s is None:
+        of = ""
+    else:
+        of = f", trained {clock(min(trained_s or 0.0, expected_s))} of {clock(expected_s)}"
     aborted = view.abort_reasons.total()
     return (
         f"[{clock(elapsed_s)}{of}] {len(peers)} peers, "
@@ -265,15 +275,16 @@ def _news_lines(view: SwarmView) -> Group:
     return Group(*rows)
 
 
-def _progress_line(elapsed_s: float, expected_s: float | None) -> RenderableType:
+def _progress_line(elapsed_s: float, trained_s: float | None, expected_s: float | None) -> RenderableType:
     if not expected_s:
         return Text(f"{clock(elapsed_s)} elapsed")
     line = Table.grid(padding=(0, 1))
-    remaining_s = expected_s - elapsed_s
+    done_s = min(trained_s or 0.0, expected_s)
+    words = f"about {clock(expected_s - done_s)} to go" if done_s < expected_s else "finishing"
     line.add_row(
         Text(f"{clock(elapsed_s)} elapsed"),
-        ProgressBar(total=expected_s, completed=min(elapsed_s, expected_s), width=_BAR_CELLS),
-        Text(f"about {clock(remaining_s)} to go" if remaining_s > 0 else "finishing"),
+        ProgressBar(total=expected_s, completed=done_s, width=_BAR_CELLS, finished_style="green"),
+        Text("starting" if trained_s is None else words),
     )
     return line
 

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 
+from monitoring.peer_state import LEFT_PREFIX
 from p2p_co2.telemetry.events import (
     AgreedMeasured,
     CaughtUp,
@@ -122,10 +123,10 @@ def describe(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
             # At the start everybody meets everybody: one line for each newcomer is enough.
             key, words = f"joined {event.other}", f"{name(event.other)} joined"
         case PeerLeft():
-            key, words = (
-                f"left {event.other}",
-                f"{name(event.other)} left: {event.reason.removeprefix('left: ')}",
-            )
+            key = f"left {event.other}"
+            said = event.reason.startswith(LEFT_PREFIX)
+            how = "left" if said else "is gone"
+            words = f"{name(event.other)} {how}: {event.reason.removeprefix(LEFT_PREFIX)}"
         case LinkOpened():
             why = f" ({event.reason})" if event.reason else ""
             words = f"{me} reaches {name(event.other)} by {event.carrier}{why}"

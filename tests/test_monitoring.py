@@ -110,7 +110,7 @@ def test_markup_control_characters_and_nan_do_not_break_a_reader(tmp_path: Path)
     for text in (
         frame(view),
         printed(summary),
-        plain_line(view, 1.0, None),
+        plain_line(view, 1.0, None, None),
         "\n".join(w for _, w in news(view, 99)),
     ):
         assert "\x1b" not in text

@@ -104,8 +104,22 @@ def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
         for second in range(25):
             live.show(swarm(), begin + second)
     lines = stream.getvalue().splitlines()
-    assert [line.split(" of ")[0] for line in lines] == ["[0:00", "[0:10", "[0:20"]
+    times = ["[0:00, trained 0:00 of 1:00]", "[0:10, trained 0:10 of 1:00]", "[0:20, trained 0:20 of 1:00]"]
+    assert [line[: line.index("]") + 1] for line in lines] == times
     assert "2 peers, 120 inner steps, loss 2.055, 0 tokens/s, rounds 6 committed 1 aborted" in lines[0]
+
+
+def test_starting_is_not_training_and_a_late_end_is_no_overrun() -> None:
+    stream = io.StringIO()
+    with LiveTerminal("demo", 20.0, console=Console(file=stream, width=300)) as live:
+        for second, view in ((0, fold([])), (40, swarm()), (50, swarm()), (70, swarm())):
+            live.show(view, live.started_at + second)
+    starts = [line.split("]")[0] for line in stream.getvalue().splitlines()]
+    trained = ("0:00", "0:00", "0:10", "0:20")
+    assert starts == [
+        f"[{at}, trained {of} of 0:20"
+        for at, of in zip(("0:00", "0:40", "0:50", "1:10"), trained, strict=True)
+    ]
 
 
 def test_on_a_terminal_the_table_is_drawn_and_left_standing() -> None:

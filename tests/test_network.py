@@ -16,7 +16,7 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TransportError
 from p2p_co2.node import network as room
-from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, publishable
+from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, lead_nowhere_else, publishable
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.wire.identity import Identity, PeerId
@@ -69,6 +69,13 @@ def test_published_addresses_fit_into_a_record(lengths: list[int]) -> None:
     assert sum(map(len, taken)) <= MAX_RECORD_BYTES // 2
     if sum(lengths) <= MAX_RECORD_BYTES // 2 and len(lengths) <= MAX_ADDRESSES:
         assert taken == [maddr for maddr in maddrs if len(maddr) <= MAX_STRING]
+
+
+def test_on_a_network_of_its_own_nobody_needs_a_relay() -> None:
+    near, far, named = "/ip4/192.168.1.7/tcp/1", "/ip4/192.0.0.65/tcp/1", "/dns4/seed.example/tcp/1"
+    assert lead_nowhere_else([near])
+    assert not lead_nowhere_else([near, far])
+    assert not lead_nowhere_else([named])
 
 
 async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -> None:

@@ -205,7 +205,10 @@ def drawn(renderable: Any, width: int = 120) -> str:
 
 def frame(view: SwarmView, *, now: float = 123.0, width: int = 120, rows: int = 24) -> str:
     return drawn(
-        swarm_frame(view, "demo", now, elapsed_s=23.0, expected_s=60.0, width=width, most_rows=rows), width
+        swarm_frame(
+            view, "demo", now, elapsed_s=31.0, trained_s=23.0, expected_s=60.0, width=width, most_rows=rows
+        ),
+        width,
     )
 
 

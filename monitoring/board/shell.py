@@ -28,6 +28,8 @@ PAGES = (
     ("/events", "Events"),
 )
 REFRESH_S = 1.0
+ANSWER_S = 30.0
+"Of a browser: a busy one takes seconds to run its first script."
 CHARTS_EVERY_S = 2.0
 """Charts over time change with the history's finest samples, so no faster than those."""
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
@@ -237,8 +239,12 @@ class Frame:
 
     async def _learn_colours(self) -> None:
         """Ask the browser whether it is dark: charts are drawn, so they have to be told."""
-        await ui.context.client.connected()
-        self._use(bool(await ui.run_javascript("Quasar.Dark.isActive")))
+        try:
+            await ui.context.client.connected()
+            dark = await ui.run_javascript("Quasar.Dark.isActive", timeout=ANSWER_S)
+        except TimeoutError:
+            return  # it has gone again, or is too busy to say: light colours can be read on both
+        self._use(bool(dark))
 
     def _use(self, dark: bool) -> None:
         self.palette = DARK if dark else LIGHT

@@ -19,7 +19,7 @@ from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TicketError, TransportError
 from p2p_co2.process import FolderLock
 from p2p_co2.ticket import Ticket
-from p2p_co2.transport.addresses import is_loopback, is_own
+from p2p_co2.transport.addresses import is_loopback, is_near, is_own
 from p2p_co2.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
 from p2p_co2.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
@@ -139,7 +139,8 @@ class Network:
         if self._places is not None:
             await self._places.renew()
             maddrs = [*(place.maddr for place in self._places.held), *maddrs]
-            self._trouble = unreachable_advice(self._places.trouble) if self._places.trouble else ""
+            cause = "" if lead_nowhere_else(self.ticket.seeds) else self._places.trouble
+            self._trouble = unreachable_advice(cause) if cause else ""
         record = PeerRecord(
             peer=self.identity.peer_id,
             run=self.ticket.run,
@@ -264,6 +265,12 @@ def publishable(maddrs: Sequence[str]) -> list[str]:
             taken.append(maddr)
             room -= len(maddr)
     return taken
+
+
+def lead_nowhere_else(seeds: Sequence[str]) -> bool:
+    """Whether all these multiaddrs are of private networks: whoever gets to such a seed gets to its
+    neighbours too, so nobody needs a relay."""
+    return all(is_near(seed.split("/")[2]) for seed in seeds)
 
 
 def unreachable_advice(cause: str) -> str:

@@ -146,14 +146,14 @@ class GrpcCarrier:
     async def connect(self, record: PeerRecord) -> GrpcLink:
         """See ``Carrier``; tries the record's addresses one after the other."""
         if not record.grpc_addresses:
-            raise TransportError(f"{record.peer} offers no address for gRPC")
+            raise TransportError("it offers no address for gRPC")
         causes = []
         for address in record.grpc_addresses[:MAX_ADDRESSES]:
             try:
                 return await self._connect_to(address, record)
             except TransportError as error:
                 causes.append(str(error))
-        raise TransportError(f"cannot reach {record.peer} by gRPC: {'; '.join(causes)}")
+        raise TransportError("; ".join(causes))
 
     async def close(self) -> None:
         """See ``Carrier``."""

@@ -67,7 +67,7 @@ async def reach(p2p: P2P, peer: PeerId, maddrs: Sequence[str], timeout_s: float)
         type=p2pd_pb2.Request.CONNECT,
         connect=p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer).to_bytes(), addrs=addresses),
     )
-    _, writer, _ = await _ask(p2p, request, peer, timeout_s)
+    _, writer, _ = await _ask(p2p, request, timeout_s)
     await hang_up(writer)
 
 
@@ -78,7 +78,7 @@ async def hang_up_on(p2p: P2P, peer: PeerId, timeout_s: float) -> None:
         type=p2pd_pb2.Request.DISCONNECT,
         disconnect=p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes()),
     )
-    _, writer, _ = await _ask(p2p, request, peer, timeout_s)
+    _, writer, _ = await _ask(p2p, request, timeout_s)
     await hang_up(writer)
 
 
@@ -132,7 +132,7 @@ async def open_stream_by(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float
         type=p2pd_pb2.Request.STREAM_OPEN,
         streamOpen=p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol]),
     )
-    reader, writer, response = await _ask(p2p, request, peer, timeout_s)
+    reader, writer, response = await _ask(p2p, request, timeout_s)
     try:
         way = str(Multiaddr(response.streamInfo.addr)) if response.streamInfo.addr else ""
     except (MultiaddrError, ValueError):
@@ -148,8 +148,9 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 async def _ask(
-    p2p: P2P, request: p2pd_pb2.Request, peer: PeerId, timeout_s: float
+    p2p: P2P, request: p2pd_pb2.Request, timeout_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, p2pd_pb2.Response]:
+    """The daemon's answer. Errors are the cause alone: whoever shows them has named the peer already."""
     writer: asyncio.StreamWriter | None = None
     response = p2pd_pb2.Response()
     try:
@@ -159,11 +160,11 @@ async def _ask(
             await write_pbmsg(writer, request)
             await read_pbmsg_safe(reader, response)
         if response.type == p2pd_pb2.Response.ERROR:
-            raise TransportError(f"cannot reach {peer} by libp2p: {_cause(response.error.msg)}")
+            raise TransportError(_cause(response.error.msg))
         answered, writer = writer, None
         return reader, answered, response
     except TimeoutError:
-        raise TransportError(f"{peer} did not answer over libp2p within {timeout_s:.0f} s") from None
+        raise TransportError(f"it did not answer within {timeout_s:.0f} s") from None
     except (OSError, asyncio.IncompleteReadError, DecodeError):
         raise TransportError(DAEMON_GONE) from None
     finally:
