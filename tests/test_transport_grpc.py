@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 
 from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.node.links import BESIDE_BYTES, LinkObserver, Links
 from p2p_co2.transport import send_buffer
 from p2p_co2.transport.admission import Admission
 from p2p_co2.transport.base import Link
@@ -23,7 +24,8 @@ from p2p_co2.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendB
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
-from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer
+from p2p_co2.wire.messages_pb2 import PeerRecord
+from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer, until
 
 
 @asynccontextmanager
@@ -159,9 +161,35 @@ async def test_a_link_leaves_little_unsent_in_the_kernel(
             monkeypatch.setattr(send_buffer, "NEAR_S", near_s)
             link = await a.carrier.connect(b.record)
             bounds = [unsent_bound(int(name), b.carrier.port) for name in os.listdir("/proc/self/fd")]
-            assert (UNSENT_BYTES in bounds) == is_bounded
+            assert (UNSENT_BYTES in bounds, link.is_far) == (is_bounded, is_bounded)
             await link.close()
     assert send_buffer.keep_little_unsent("127.0.0.1", 9) == 0  # nobody is connected there
+
+
+async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send_buffer, "NEAR_S", 0.0)
+    async with open_pair("grpc", tmp_path) as (a, b), asyncio.TaskGroup() as tasks:
+        carrier, there = a.carrier, b.identity.peer_id
+        assert isinstance(carrier, GrpcCarrier)
+
+        async def find(peer: PeerId, fresh: bool) -> PeerRecord | None:
+            return b.record
+
+        links = Links([carrier], find, LinkObserver(*[lambda *_: None] * 3), tasks, 0.0)
+        links.post(there, b"hello", bulk=False)
+        await until(lambda: len(b.received) == 1)
+        b.gate.clear()
+        bulk = [number.to_bytes(4) * (BESIDE_BYTES // 16) for number in range(50)]
+        for data in bulk:
+            links.post(there, data, bulk=True)
+        await until(lambda: len(carrier._links) == 2)
+        b.gate.set()
+        await until(lambda: len(b.received) == 1 + len(bulk))
+        assert sorted(data for _, data in b.received[1:]) == bulk
+        await links.close()
+        assert not carrier._links
 
 
 def test_a_fast_connection_may_hold_what_it_carries_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
