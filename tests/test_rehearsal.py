@@ -13,8 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,33 +143,72 @@ def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
 # ---- the command
 
 
+REHEARSALS = {
+    "routers": ("--profile", "4g", "--seconds", "14"),
+    "carriers": ("--profile", "dsl", "--seconds", "8", "--in-carrier"),
+}
+"""Played side by side: one on lines of its own, one on loopback."""
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Rehearsal]]:
+    started: dict[str, Rehearsal] = {}
+    try:
+        for name, options in REHEARSALS.items():
+            if name != "routers" or KERNEL.masquerade:
+                folder = tmp_path_factory.mktemp(name)
+                started[name] = Rehearsal(folder, start_rehearsal(folder, *options))
+        yield started
+    finally:
+        for rehearsal in started.values():
+            end(rehearsal.process)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One that was started. ``folder``: holds its output and its run."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def finished(self) -> tuple[str, dict[str, Any]]:
+        """(output, summary) of a successful one, once it has ended."""
+        output = self.folder / "output"
+        assert self.process.wait(BOUND_S) == 0, output.read_text()
+        return output.read_text(), json.loads((self.folder / "run" / "summary.json").read_text())
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to leave if it still runs, as after a failure."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(BOUND_S)
+
+
 @needs_router
-def test_peers_behind_routers_meet_through_the_seed(tmp_path: Path) -> None:
-    process = start_rehearsal(tmp_path, "--profile", "4g", "--seconds", "14")
-    assert process.wait(BOUND_S) == 0, (tmp_path / "output").read_text()
-    assert netns.owned(process.pid) == []
-    output = (tmp_path / "output").read_text()
+def test_peers_behind_routers_meet_through_the_seed(rehearsals: dict[str, Rehearsal]) -> None:
+    rehearsal = rehearsals["routers"]
+    output, summary = rehearsal.finished()
+    assert netns.owned(rehearsal.process.pid) == []
     assert "emulation: real packets" in output
     assert "new port each time" in output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["digests_equal"]
     assert summary["rounds"]["committed"] > 0
     assert set(summary["carriers"]) == {"libp2p"}
     assert summary["exchanges"]["count"] > 0
     assert 0 < summary["steady"]["utilisation"]["peer-1"] <= 1
     assert summary["lines"]["peer-1"]["round_trip_s"] >= 0.03  # 50 ms on average, jitter of 15
-    opened = [
-        event for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, LinkOpened)
-    ]
+    events = read_events(rehearsal.folder / "run" / "events.jsonl")
+    opened = [event for event in events if isinstance(event, LinkOpened)]
     assert opened
     assert all("relayed by 192.0.0." in event.reason for event in opened)
 
 
-def test_without_namespaces_the_carriers_are_slow_and_the_user_is_told(tmp_path: Path) -> None:
-    process = start_rehearsal(tmp_path, "--profile", "dsl", "--seconds", "8", "--in-carrier")
-    assert process.wait(BOUND_S) == 0, (tmp_path / "output").read_text()
-    assert "carriers slowed down on loopback" in (tmp_path / "output").read_text()
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+def test_without_namespaces_the_carriers_are_slow_and_the_user_is_told(
+    rehearsals: dict[str, Rehearsal],
+) -> None:
+    output, summary = rehearsals["carriers"].finished()
+    assert "carriers slowed down on loopback" in output
     assert "slowed down" in summary["emulation"]
     assert summary["rounds"]["duration_s"]["mean"] > 0.16, "four ways of 40 ms from READY to COMMIT at least"
     assert summary["exchanges"]["line_share"]["median"] is None
