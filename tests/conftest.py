@@ -1,10 +1,11 @@
 """Fixtures that tests of several rooms ask for, how hypothesis searches, and the order of tests on two
 workers.
 
-``make test`` runs two workers (pytest-xdist). First both take files of tests of one process; then one of them
-takes all files that start swarms of processes, one test after the other: these have the machine to
-themselves, whatever its speed, but for two light files that the other worker takes meanwhile. Without ``-n``
-everything runs in one process in the usual order.
+``make test`` runs two workers (pytest-xdist). First both take files of tests of one process that work all the
+time; then one of them takes all files that measure lines, count what a fault costs or look at a page, one
+test after the other, so that never two of these are at it, and the other takes the swarms that only have to
+come to conditions, however long these take, and last what waits on sockets. Without ``-n`` everything runs in
+one process in the usual order.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-PROCESSES = "real processes"
-ALONE = ("test_doctor_network",)
-"""Measures lines, and so belongs to those, though not each of its tests starts processes."""
-LIGHT = ("test_examples", "test_leaks")
-"""Start few processes, which hardly work, and measure no time."""
+APART = "never two of these at a time"
+MEASURING = ("test_kill", "test_faults", "test_rehearsal", "test_doctor_network", "test_board_in_browser")
+"""In the order in which they run; beside the first, the other worker may still be at work of one process."""
+SWARMS = ("test_swarm", "test_cells", "test_hostile", "test_leaks", "test_examples")
+"""Start processes and wait for conditions; the longest first. Other files marked ``swarm`` follow them."""
+WAITING = (
+    "test_flood", "test_transport", "test_transport_libp2p", "test_discovery", "test_monitoring_feeds",
+    "test_network", "test_gate",
+)  # fmt: skip
+"""Wait more than they work; short ones, which even out the end."""
 LONGEST_FIRST = ("test_campaign", "test_simnet", "test_simulation_watch", "test_fuzz")
-"""Files that take long go first, so that both workers are done at the same time."""
+"""Beginnings of the names of files that work longest and go first, so that both workers have done with work
+at the same time."""
 
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -40,19 +47,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would
 
 @cache
 def starts_processes(file: str) -> bool:
-    """Whether a file's tests have the machine to themselves: all are marked ``swarm``."""
-    if Path(file).stem in ALONE:
-        return True
+    """Whether all of a file's tests are marked ``swarm``."""
     source = (ROOT / file).read_text(encoding="utf-8")
     return any(line.startswith("pytestmark") for line in source.splitlines()) and "mark.swarm" in source
 
 
-def place_of(file: str) -> int:
-    """Where a file stands in the order of a run on several workers."""
+def place_of(file: str) -> tuple[int, int]:
+    """Where a file stands in the order of a run on several workers: its phase, and its place in that."""
     stem = Path(file).stem
+    for phase, names in enumerate((MEASURING, SWARMS), start=1):
+        if stem in names:
+            return phase, names.index(stem)
     if starts_processes(file):
-        return len(LONGEST_FIRST) + 1 + (stem in LIGHT)
-    return next((at for at, start in enumerate(LONGEST_FIRST) if stem.startswith(start)), len(LONGEST_FIRST))
+        return 2, len(SWARMS)
+    if stem in WAITING:
+        return 3, WAITING.index(stem)
+    first = (at for at, start in enumerate(LONGEST_FIRST) if stem.startswith(start))
+    return 0, next(first, len(LONGEST_FIRST))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,13 +73,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """A file is a unit of work, and so are all files together that start processes."""
+    """A file is a unit of work, and so are all files together that measure."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return PROCESSES if starts_processes(file) and Path(file).stem not in LIGHT else file
+            return APART if Path(file).stem in MEASURING else file
 
     config.option.loadscopereorder = False
     return Lanes(config, log)

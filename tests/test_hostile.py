@@ -12,7 +12,7 @@ import asyncio
 import math
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -163,19 +163,21 @@ async def attack(
         return sent
 
 
-async def flood(ticket: str, folder: Path, victim: PeerId) -> str:
+async def flood(ticket: str, folder: Path, victim: PeerId) -> tuple[str, str]:
     """Small, well formed PARTs of a round that does not exist, as fast as ``victim`` takes them, until it
-    takes no more; why the next link ended. (Who is cut off while it writes is not told why by gRPC.)"""
+    takes no more: (why the link ended, why the next one did)."""
     async with stranger(ticket, folder) as network:
         link = await link_to(network, victim)
         part = envelope(part=Part(key=RoundKey(round=10**6, attempt=bytes(16)), total=1, data=b"x"))
         async with asyncio.timeout(BOUND_S):
-            with suppress(PeerLost):
+            try:
                 while True:
                     await link.send(part)
+            except PeerLost as error:
+                first = str(error)
             again = await link_to(network, victim)
             await again.send(envelope(ping=Ping(nonce=1, sent_at=1.0)))
-            return await again.wait_closed()
+            return first, await again.wait_closed()
 
 
 def named(sent: dict[str, Callable[[], bytes]]) -> set[str]:
@@ -218,7 +220,9 @@ def test_broken_rules_and_a_flood_are_refused_and_counted_and_cost_the_swarm_not
             return [reason for reasons in refusals(running).values() for reason in reasons]
 
         sent = asyncio.run(attack(running.ticket, tmp_path / "mallory", victim, counted))
-        assert "shut out" in asyncio.run(flood(running.ticket, tmp_path / "flooder", victim))
+        first, second = asyncio.run(flood(running.ticket, tmp_path / "flooder", victim))
+        assert "too many messages" in first
+        assert "shut out" in second
         for name in HONEST:
             made = sum(isinstance(event, RoundCommitted) for event in running.events(name))
             running.wait_for(name, RoundCommitted, count=made + 3)
