@@ -16,7 +16,8 @@ Where each figure begins and ends:
 - ``outer_step_s``: what ours does with the average, and hivemind does not: outer step, state digest, merge.
 - ``cpu_s``: user and system time of the process trees, daemons, DHTs and our seed included, from the word
   to go to a short pause after the end of everything. ``averaging_cpu_s`` leaves out what hivemind's averager
-  does not do: outer step, state digest, merge, report of the codec's error.
+  does not do: outer step, state digest, merge, and the report of the codec's error where that is not made in
+  the same pass as the codes.
 
 hivemind runs twice: ``hivemind-default`` is its constructor as it comes, which is what users get: a window of
 ``min_matchmaking_time`` 5 s that nothing ends early. ``hivemind`` knows the group's size, so its window ends
