@@ -135,6 +135,7 @@ class Membership:
         self._nonce = 0
         self.revision = 0
         """Grows with everything that is news of the others, but not with their positions and counters."""
+        self._restarted: set[PeerId] = set()
         self._outgoing: list[tuple[PeerId, Ping | Pong | Leave]] = []
         self._events: deque[MembershipEvent] = deque()
 
@@ -227,6 +228,12 @@ class Membership:
         self._one_way_until.pop(peer, None)
         self._one_way_until[peer] = now + ONE_WAY_S
 
+    def take_restarted(self) -> set[PeerId]:
+        """Live peers that began anew, without a word and before they were missed, since this was asked last:
+        what their last processes had in hand is gone."""
+        restarted, self._restarted = self._restarted & self._live.keys(), set()
+        return restarted
+
     def announce(self, now: float) -> None:
         """Tell every live peer this peer's status soon, instead of at the next heartbeat: what changes within
         a moment is told at once, and in a while, if they were told a moment ago."""
@@ -315,6 +322,8 @@ class Membership:
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now
             return info
+        if status.phase == Status.JOINING != info.status.phase:
+            self._restarted.add(peer)
         info.gaps_s.append(now - info.heard_at)
         info.heard_at = info.status_at = now
         known, info.status = info.status, status

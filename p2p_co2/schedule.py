@@ -32,6 +32,8 @@ of every fragment would take one after the other (two are under way at once), bu
 cap."""
 SETTLE_S = 25.0
 """Until all live peers agree: longer than a flush by so much, since theirs may begin with our end."""
+COUNCIL_SETTLE_S = 60.0
+"""The same on top over several cells: a last round gathers twice there, and then states travel."""
 
 
 def flush_bound_s(count: int, delays_s: Collection[float]) -> float:
@@ -39,6 +41,12 @@ def flush_bound_s(count: int, delays_s: Collection[float]) -> float:
     its last rounds took, from the offer to the mean."""
     sweep_s = count * median(delays_s) if delays_s else 0.0
     return min(FLUSH_CAP_S, max(FLUSH_FLOOR_S, sweep_s))
+
+
+def settle_bound_s(flush_s: float, cells: int) -> float:
+    """How long a peer that has nothing more to offer waits until all agree, if its flush took ``flush_s`` at
+    most."""
+    return flush_s + SETTLE_S + (COUNCIL_SETTLE_S if cells > 1 else 0.0)
 
 
 def points_passed(fragment: int, count: int, position: float) -> int:

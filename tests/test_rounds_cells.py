@@ -235,6 +235,66 @@ def test_a_cell_that_does_not_come_is_left_out_and_catches_up() -> None:
     assert len({peer.states[0] for peer in net.peers.values()}) == 1
 
 
+def test_a_begin_of_the_council_that_is_lost_is_asked_for_again() -> None:
+    net = network()
+    lost: list[PeerId] = []
+
+    def lose(source: PeerId, to: PeerId, message: Message) -> bool:
+        if isinstance(message, wire.CellBegin) and not lost:
+            lost.append(to)
+            return False
+        return True
+
+    net.on_send = lose
+    net.offer_all()
+    net.run_until_settled()
+    assert lost
+    assert len(net.committed()) == 15
+    check_means(net)
+
+
+def test_who_goes_while_the_council_gathers_is_not_in_the_round_and_who_comes_is() -> None:
+    net = network()
+    first = council_order(range(CELLS), 0, 1)[0]
+    early = next(cell for cell in range(CELLS) if cell != first)
+    goes, comes = [name for name in members(net, early) if name != coordinator_of(net, early)][:2]
+    for name in members(net, early):
+        if name != comes:
+            net.offer(name)
+    net.run(12.0)
+    assert [message.members for _, _, message in net.sent if isinstance(message, wire.CellReady)][-1] == len(
+        members(net, early)
+    ) - 1
+    net.crash(goes)
+    net.run(5.0)
+    net.offer(comes)
+    net.run(5.0)
+    for name in net.names:
+        if cell_of(name, CELLS) != early:
+            net.offer(name)
+    net.run_until_settled()
+    assert set(net.committed()) == set(net.names) - {goes}
+    check_means(net)
+
+
+def test_a_round_whose_sums_are_lost_is_given_up_at_once() -> None:
+    """A root dies with what all cells need: they hear of it from its cell, and not by a deadline."""
+    net = network()
+
+    def die(source: PeerId, to: PeerId, message: Message) -> bool:
+        whole = all(peer.alive for peer in net.peers.values())
+        if isinstance(message, wire.CellPart) and whole and to != coordinator_of(net, cell_of(to, CELLS)):
+            net.crash(to)
+        return True
+
+    net.on_send = die
+    net.offer_all()
+    net.run_until_settled()
+    reasons = {event.reason for _, event in net.events if isinstance(event, Aborted)}
+    assert any("who sums for all cells" in reason for reason in reasons)
+    assert net.now < 1000.0 + 10.0
+
+
 def test_half_of_the_cells_begin_only_with_the_lowest() -> None:
     net = Network(16, shape=SHAPE, cells=2)
     for name in net.names:

@@ -9,7 +9,7 @@ from p2p_co2.membership import Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.standing import LocalProgress, Standing
+from p2p_co2.node.standing import LISTENED_S, LocalProgress, Standing
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
@@ -123,3 +123,27 @@ def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:
     assert place.standing.settled
     place.hear(NEWCOMER, Status.TRAINING, 4, 3)
     assert not place.standing.settled
+
+
+def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:
+    """Two that were restarted then took each other for the whole swarm (seed 13 of the storms over cells)."""
+    place = Place(0, 0)
+    place.node.membership.found([OTHER, NEWCOMER], place.now)
+    place.standing.progress = LocalProgress(Status.DRAINING)
+    place.hear(NEWCOMER, Status.DRAINING, 0, 0, settled=True)
+    assert not place.standing.settled
+    place.hear(OTHER, Status.TRAINING, 0, 0)
+    assert not place.standing.settled
+    place.hear(OTHER, Status.DRAINING, 0, 0, settled=True)
+    assert place.standing.settled
+
+
+def test_one_that_is_listed_and_never_heard_holds_nobody_up_for_long() -> None:
+    place = Place(0, 0)
+    place.node.membership.found([OTHER, NEWCOMER], place.now)
+    place.standing.progress = LocalProgress(Status.DRAINING)
+    place.hear(NEWCOMER, Status.DRAINING, 0, 0, settled=True)
+    assert not place.standing.settled
+    place.now += LISTENED_S
+    place.conclude()
+    assert place.standing.settled

@@ -112,7 +112,7 @@ class Catching:
                 continue
             if now < self._again_at.get(fragment, 0.0):
                 continue
-            near = contradicted or self.near_version(fragment) > agreed.version
+            near = contradicted or self._is_near_by(fragment, max(newest, agreed.version + 1), b"")
             if now - since < (NOTICE_AFTER_S if near else NOTICE_FAR_AFTER_S) and not joining:
                 continue
             version = newest if newest > agreed.version else agreed.version

@@ -327,7 +327,10 @@ class Node:
         if news == self._told:
             return
         self._told = news
-        self.rounds.set_peers(self.standing.views(), now)
+        views = self.standing.views()
+        if restarted := self.membership.take_restarted():
+            self.rounds.set_peers({peer: view for peer, view in views.items() if peer not in restarted}, now)
+        self.rounds.set_peers(views, now)
         if self._links is not None:
             self._links.set_paces(self.standing.paces())
 

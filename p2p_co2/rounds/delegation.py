@@ -26,7 +26,7 @@ from p2p_co2.rounds.decision import Verdicts, open_council_decision, roster_dige
 from p2p_co2.rounds.delegate import Delegate, Voice
 from p2p_co2.rounds.events import FellBehind
 from p2p_co2.rounds.gathering import Gathering, behind_message
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import (
@@ -73,10 +73,13 @@ class _Pending:
 
 @dataclass
 class _Vote:
-    """A cell's attempt that began. ``outcome``: how its members voted, once they have."""
+    """A cell's attempt that began. ``outcome``: how its members voted, once they have; ``roots``: those of
+    our cell; ``doomed_at``: when it fails without an outcome, because one of them is gone."""
 
     attempt: Attempt
     until: float
+    roots: frozenset[str] = frozenset()
+    doomed_at: float | None = None
     outcome: Outcome | None = None
     roster: bytes = b""
     signature: bytes = b""
@@ -174,6 +177,10 @@ class Delegation:
                 self.withdraw(place, peer)
             if gone:
                 self._changed(pending, now)
+        for vote in self._votes.values():
+            lost = not all(map(self._swarm.is_live, map(PeerId, vote.roots)))
+            if vote.outcome is None and vote.doomed_at is None and lost:
+                vote.doomed_at = now + bounds.GRACE_S  # the others may have all that it owed them
 
     def _changed(self, pending: _Pending, now: float) -> None:
         pending.is_old = True
@@ -260,7 +267,8 @@ class Delegation:
         if council.key.attempt not in self._votes:
             whole_s = result_within_s(attempt.parts_within_s, council.sums_within_s)
             until = now + min(2 * whole_s + 2 * bounds.GRACE_S, bounds.ROUND_CAP_S)
-            self._votes[council.key.attempt] = _Vote(attempt, until)
+            roots = frozenset(peer for slot in council.roots for peer in slot.peers)
+            self._votes[council.key.attempt] = _Vote(attempt, until, roots & attempt.shares.keys())
             while len(self._votes) > bounds.KEEP_ATTEMPTS:
                 self._votes.popitem(last=False)
 
@@ -364,6 +372,11 @@ class Delegation:
         delegates = [pending.delegate for pending in self._pending.values()]
         times = [delegate.get_timer() for delegate in delegates if delegate is not None]
         times += [vote.voice.get_timer() for vote in self._votes.values() if vote.voice is not None]
+        times += [
+            vote.doomed_at
+            for vote in self._votes.values()
+            if vote.outcome is None and vote.doomed_at is not None
+        ]
         council_at = self.councils.get_timer()
         return min([*times, *([] if council_at is None else [council_at])], default=None)
 
@@ -378,3 +391,16 @@ class Delegation:
                 vote.voice.handle_timer(now)
                 if vote.voice.failure:
                     self._give_up(vote, vote.voice.failure)
+            elif vote.outcome is None and vote.doomed_at is not None and now >= vote.doomed_at:
+                self._give_up_for_all(vote)
+
+    def _give_up_for_all(self, vote: _Vote) -> None:
+        """A peer that sums for all cells is lost: none of them can end the round, and none need wait."""
+        council = vote.attempt.council
+        assert council is not None
+        gone = [peer for peer in vote.roots if not self._swarm.is_live(PeerId(peer))]
+        why = f"lost {named(sorted(gone))}, who sums for all cells"
+        self._outlet.send(
+            PeerId(council.coordinator), CellResult(key=council.key, cell=self._swarm.cell, failure=why)
+        )
+        self._give_up(vote, why)

@@ -20,7 +20,7 @@ from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
 from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import SETTLE_S, LastOffers, SwarmClock, due, flush_bound_s, points_passed
+from p2p_co2.schedule import LastOffers, SwarmClock, due, flush_bound_s, points_passed, settle_bound_s
 from p2p_co2.simnet.ledger import CountingLedger, Offered, Outcome
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.messages_pb2 import Status
@@ -274,7 +274,7 @@ class Training:
             await self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            await self._wait(self._settled, bound_s + SETTLE_S, SETTLE_LOOK_EVERY_S)
+            await self._wait(self._settled, settle_bound_s(bound_s, self._run.cells), SETTLE_LOOK_EVERY_S)
         self.exposed_s += self._now() - entered_at
         self.report()
 

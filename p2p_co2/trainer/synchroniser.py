@@ -26,7 +26,7 @@ from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import SETTLE_S, LastOffers, SwarmClock, due, flush_bound_s, points_passed
+from p2p_co2.schedule import LastOffers, SwarmClock, due, flush_bound_s, points_passed, settle_bound_s
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
 from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
@@ -353,7 +353,8 @@ class Synchroniser:
             self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            self._wait(lambda: self.stopped or self._has_settled(), bound_s + SETTLE_S)
+            settle_s = settle_bound_s(bound_s, self._run.cells)
+            self._wait(lambda: self.stopped or self._has_settled(), settle_s)
             self.release_held()
         self.exposed_s += time.monotonic() - entered_at
         self.report()
