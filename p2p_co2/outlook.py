@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId, cell_of
-from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_VERSION
+from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_PEER_ID, MAX_VERSION
 from p2p_co2.wire.messages_pb2 import CellLook, CellSight
 from p2p_co2.wire.status import PeerStatus
 
@@ -374,7 +374,8 @@ def _bits(data: bytes, count: int) -> frozenset[int]:
 
 def check_sight(sight: CellSight, cells: int) -> None:
     """Raise ``RemoteProtocolError`` for a sight that cannot be true."""
-    if sight.cell >= cells or (sight.peer and cell_of(sight.peer, cells) != sight.cell):
+    wrong = len(sight.peer) > MAX_PEER_ID or (sight.peer and cell_of(sight.peer, cells) != sight.cell)
+    if sight.cell >= cells or wrong:
         raise RemoteProtocolError("wrong cell", f"a sight of cell {sight.cell}")
     if not (0 <= sight.position < 1e18 and 0 <= sight.age_s <= MAX_AGE_S):  # NaN fails every comparison
         raise RemoteProtocolError("bad sight", f"position {sight.position}, age {sight.age_s} s")

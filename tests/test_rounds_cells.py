@@ -13,11 +13,20 @@ from p2p_co2.averaging import mean_of_parts
 from p2p_co2.codec import get_codec
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import Aborted, Committed, FellBehind, PayloadShape, open_decision
-from p2p_co2.rounds.cells import assign_roots, council_order, read_who, slot_ranges, sub_slots, write_who
+from p2p_co2.rounds.cells import (
+    assign_roots,
+    check_cell_ready,
+    check_council,
+    council_order,
+    read_who,
+    slot_ranges,
+    sub_slots,
+    write_who,
+)
 from p2p_co2.rounds.parts import BlockRange, covers
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId, cell_of
+from p2p_co2.wire.identity import PeerId, _cell_of, cell_of
 from tests.fuzz.mutate import Mutator, Tape
 from tests.round_network import RUN, Faults, Network, make_identity
 
@@ -359,3 +368,38 @@ def test_wrong_messages_between_cells_are_refused_and_raise_nothing_else(insider
         assert refused == {stranger.peer_id}
     for peer in net.peers.values():
         assert all(held <= bound for held, bound in peer.machine.held().values())
+
+
+# ---- what costs too much
+
+
+def test_a_council_names_few_roots_and_only_ids() -> None:
+    slots, cells = len(slot_ranges(6400)), 16
+    peers = [make_identity(i).peer_id for i in range(3)]
+    council = wire.Council(coordinator=peers[0], cells=range(cells), sums_within_s=1.0)
+    council.roots.extend(wire.SlotRoots(peers=peers[:2]) for _ in range(slots))
+    check_council(council, cells, 6400)
+    council.roots[5].peers.append(peers[2])  # 100 blocks in a slot: a root for each was let in
+    with pytest.raises(RemoteProtocolError, match="3 roots"):
+        check_council(council, cells, 6400)
+    del council.roots[5].peers[1:]
+    council.roots[5].peers[0] += "x" * 1000
+    with pytest.raises(RemoteProtocolError, match="wrong cell"):
+        check_council(council, cells, 6400)
+
+
+def test_what_is_no_id_names_no_owner_and_stays_nowhere() -> None:
+    sender = make_identity(1).peer_id
+    cell = cell_of(sender, CELLS)
+    long = next(name for i in range(99) if cell_of(name := f"{i}" + "x" * 1000, CELLS) == cell)
+    ready = wire.CellReady(
+        key=wire.RoundKey(fragment=0, round=1), cell=cell, state_digest=bytes(32), members=3,
+        parts_within_s=1.0, owners=24 * [sender],
+    )  # fmt: skip
+    check_cell_ready(ready, sender, CELLS, SHAPE)
+    ready.owners[3] = long
+    with pytest.raises(RemoteProtocolError, match="wrong owner"):
+        check_cell_ready(ready, sender, CELLS, SHAPE)
+    kept = _cell_of.cache_info().currsize
+    cell_of(long + "y", CELLS)
+    assert _cell_of.cache_info().currsize == kept

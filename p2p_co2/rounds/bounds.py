@@ -5,6 +5,7 @@ Law: no list, buffer or wait in ``rounds`` grows with what a peer sends beyond o
 
 from __future__ import annotations
 
+from p2p_co2.wire import limits
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_VERSION
 
 DIGEST_BYTES = 32
@@ -37,8 +38,7 @@ AHEAD_AT_MOST = 4
 MAX_UPLOAD_BYTES_PER_S = 1e12
 MAX_ROUND = MAX_VERSION
 MAX_WEIGHT = 1e15
-MAX_PEER_ID = 64
-"""Characters of a peer id."""
+MAX_PEER_ID = limits.MAX_PEER_ID
 MAX_REASON = 300
 """Characters of an abort's reason as we write it; ``MAX_STRING`` is what we take from others."""
 MAX_NAMED = 5

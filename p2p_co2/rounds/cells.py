@@ -103,6 +103,11 @@ def read_who(bits: bytes, members: Sequence[PeerId]) -> tuple[PeerId, ...]:
     return tuple(peer for index, peer in enumerate(members) if number >> index & 1)
 
 
+def _is_of(peer: str, cells: int, some: Collection[int]) -> bool:
+    """Whether this may be the id of a peer of one of ``some`` cells."""
+    return len(peer) <= bounds.MAX_PEER_ID and cell_of(peer, cells) in some
+
+
 def check_cell_ready(message: CellReady, sender: PeerId, cells: int, shape: PayloadShape) -> None:
     """Raise ``RemoteProtocolError`` for a CELL_READY that no honest coordinator sends."""
     if message.cell >= cells or cell_of(sender, cells) != message.cell:
@@ -111,7 +116,7 @@ def check_cell_ready(message: CellReady, sender: PeerId, cells: int, shape: Payl
         raise RemoteProtocolError("wrong digest length", f"{len(message.state_digest)} bytes")
     if len(message.owners) != len(slot_ranges(shape.blocks[message.key.fragment])):
         raise RemoteProtocolError("wrong parts", f"{len(message.owners)} owners")
-    if any(cell_of(owner, cells) != message.cell for owner in set(message.owners)):
+    if any(not _is_of(owner, cells, (message.cell,)) for owner in set(message.owners)):
         raise RemoteProtocolError("wrong owner", "an owner of another cell")
     if not 0 <= message.parts_within_s <= bounds.PARTS_CAP_S or message.base_version >= message.key.round:
         raise RemoteProtocolError("impossible duration", "or version")
@@ -131,10 +136,11 @@ def check_council(message: Council, cells: int, blocks: int) -> None:
     slots = slot_ranges(blocks)
     if len(message.roots) != len(slots):
         raise RemoteProtocolError("wrong parts", f"roots of {len(message.roots)} slots")
+    most = -(-len(taking_part) // CELLS_PER_ROOT)
     for slot, roots in zip(slots, message.roots, strict=True):
-        if not 1 <= len(roots.peers) <= slot.stop - slot.start:
+        if not 1 <= len(roots.peers) <= min(most, slot.stop - slot.start):
             raise RemoteProtocolError("wrong parts", f"{len(roots.peers)} roots of a slot")
-        if any(cell_of(peer, cells) not in taking_part for peer in roots.peers):
+        if any(not _is_of(peer, cells, taking_part) for peer in roots.peers):
             raise RemoteProtocolError("wrong cell", "a root that does not take part")
     if not 0 <= message.sums_within_s <= 2 * bounds.PARTS_CAP_S + bounds.GRACE_S:
         raise RemoteProtocolError("impossible duration", f"{message.sums_within_s} s")

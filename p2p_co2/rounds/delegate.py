@@ -107,7 +107,7 @@ class Delegate:
 
     def _follow(self, peer: PeerId, now: float) -> None:
         """Ask the peer that we were sent to, even again: it may have come to coordinate meanwhile."""
-        if self._swarm.cell_of(peer) != self._order[0]:
+        if len(peer) > bounds.MAX_PEER_ID or self._swarm.cell_of(peer) != self._order[0]:
             raise RemoteProtocolError("wrong cell", "told to ask another cell's peer")
         if peer != self._asked and self._sent_on < MAX_SENT_ON:
             self._sent_on += 1

@@ -215,9 +215,9 @@ class Delegation:
         place = council.key.fragment, council.key.round
         if council.key.attempt in self._votes:
             return  # doubled
-        check_council(council, self._swarm.cells, self._swarm.shape.blocks[place[0]])
         if sender != council.coordinator or self._swarm.cell not in council.cells:
             raise RemoteProtocolError("wrong sender", "CELL_BEGIN")
+        check_council(council, self._swarm.cells, self._swarm.shape.blocks[place[0]])
         if len(council.key.attempt) != bounds.ATTEMPT_BYTES:
             raise RemoteProtocolError("wrong attempt length", f"{len(council.key.attempt)} bytes")
         pending = self._pending.get(place)

@@ -336,12 +336,12 @@ class FragmentRounds:
 
     def _on_commit(self, decision: Decision, outcome: Outcome, now: float) -> None:
         round_, signer = outcome.key.round, PeerId(outcome.decided_by)
-        self._swarm.met_others(outcome.cells)
         member = self.member if self.member is not None and self.member.offer.round == round_ else None
         coordinator = member.attempt.coordinator if member is not None else None
         group = {peer.peer for peer in outcome.members}
         if signer not in group and signer != coordinator and not self._swarm.is_live(signer):
             raise RemoteProtocolError("wrong signer", "a decision by a peer outside the round")
+        self._swarm.met_others(outcome.cells)
         is_ours = member is not None and member.attempt.id == outcome.key.attempt
         if self.version is None or round_ <= self.version:
             return

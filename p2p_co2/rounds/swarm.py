@@ -21,7 +21,7 @@ from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.rounds.lateness import Lateness
 from p2p_co2.rounds.repute import Repute
 from p2p_co2.wire.identity import PeerId, cell_of
-from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PEERS
+from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import CellShare
 
 OTHERS_KEPT = MAX_MEMBERS
@@ -125,7 +125,8 @@ class Swarm:
     def met_others(self, cells: Iterable[CellShare]) -> None:
         """Who coordinated in other cells a moment ago."""
         for share in cells:
-            if share.cell != self.cell and self.cell_of(share.coordinator) == share.cell:
+            is_peer = len(share.coordinator) <= MAX_PEER_ID
+            if is_peer and share.cell != self.cell and self.cell_of(share.coordinator) == share.cell:
                 known = self.others.get(share.cell, [])
                 first = PeerId(share.coordinator)
                 self.others[share.cell] = [first, *(peer for peer in known if peer != first)][:OTHERS_KEPT]

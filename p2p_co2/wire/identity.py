@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
-from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.wire.limits import MAX_PEER_ID, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Signed
 
 PeerId = NewType("PeerId", str)
@@ -96,7 +96,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
 def public_key_of(peer_id: str) -> bytes:
     """The 32 key bytes inside a peer id; raises ``RemoteProtocolError`` if there are none."""
     try:
-        raw = base58.b58decode(peer_id) if len(peer_id) <= 64 else b""
+        raw = base58.b58decode(peer_id) if len(peer_id) <= MAX_PEER_ID else b""
     except ValueError:
         raw = b""
     if len(raw) != 38 or not raw.startswith(_MULTIHASH_PREFIX + _KEY_PREFIX):
@@ -124,9 +124,16 @@ def unseal(context: bytes, data: bytes) -> tuple[PeerId, bytes]:
     return PeerId(signed.signer), signed.content
 
 
-@lru_cache(maxsize=2 * MAX_PEERS)
 def cell_of(peer: str, cells: int) -> int:
     """The cell that a peer belongs to, of ``cells``: for good, by a hash of its id."""
     if cells == 1:
         return 0
+    # What is no peer's id may be as long as a message: it must not stay in the cache.
+    return _cell_of(peer, cells) if len(peer) <= MAX_PEER_ID else _hashed_cell(peer, cells)
+
+
+def _hashed_cell(peer: str, cells: int) -> int:
     return int.from_bytes(hashlib.sha256(f"cell/{peer}".encode()).digest()[:8]) % cells
+
+
+_cell_of = lru_cache(maxsize=2 * MAX_PEERS)(_hashed_cell)

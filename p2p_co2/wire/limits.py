@@ -20,5 +20,7 @@ MAX_RECORD_BYTES = 8 << 10
 """A DHT value."""
 MAX_ADDRESSES = 16
 MAX_STRING = 512
+MAX_PEER_ID = 64
+"""Characters of a peer id."""
 HELLO_WINDOW_S = 120.0
 """A link hello older or newer than this is refused as a replay."""
