@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,8 @@ from p2p_co2.transport.admission import (
     MAX_NONCES_PER_PEER,
     MAX_STRANGERS,
     MAX_STRANGERS_PER_NETWORK,
+    SPREAD_LINKS,
+    SPREAD_STRANGERS,
     Admission,
     network_at,
 )
@@ -84,7 +88,7 @@ def test_one_network_cannot_take_all_places_and_those_who_work_get_in_though_man
     with pytest.raises(RemoteProtocolError, match="too many links"):
         admission.admit(hellos[-1], b"", "192.0.2.1")
     for number, hello in enumerate(hellos[MAX_LINKS_PER_NETWORK:-2]):  # a crowd with many addresses
-        inside.append((admission.admit(hello, b"", f"198.51.100.{number}"), f"198.51.100.{number}"))
+        inside.append((admission.admit(hello, b"", f"198.51.{number}.1"), f"198.51.{number}.1"))
     with pytest.raises(RemoteProtocolError, match="too many links"):
         admission.admit(hellos[-1], b"", "203.0.113.1")
     admission.is_known = {friend.peer_id}.__contains__
@@ -95,6 +99,29 @@ def test_one_network_cannot_take_all_places_and_those_who_work_get_in_though_man
         admission.leave(peer, network)
     assert not admission._inside
     assert not admission._networks
+    assert not admission._around
+
+
+@pytest.mark.parametrize("address", ["198.51.{}.{}", "2001:db8:{}:{}::/64"])
+def test_an_attacker_in_a_few_neighbourhoods_leaves_places_for_others(address: str) -> None:
+    """Three with 96 addresses each took all places for newcomers, and all for those who have said nothing."""
+    clock, us = Clock(), Identity.generate()
+    admission = Admission(us, RUN, clock)
+    held = 0
+    for number, hello in enumerate(crowd(us, clock, 3 * 96)):
+        network = address.format(number % 3, number // 3)
+        with contextlib.suppress(RemoteProtocolError):
+            admission.knock(network)
+        with contextlib.suppress(RemoteProtocolError):
+            admission.admit(hello, b"", network)
+            held += 1
+    assert held == MAX_INBOUND_LINKS - KEPT_LINKS - SPREAD_LINKS
+    assert admission._strangers.total() == MAX_STRANGERS - SPREAD_STRANGERS
+    for number, hello in enumerate(crowd(us, clock, SPREAD_STRANGERS)):
+        network = address.format(100 + number, 1)
+        admission.knock(network)
+        admission.admit(hello, b"", network)
+    admission.admit(*crowd(us, clock, 1), b"")  # this machine itself
 
 
 def test_dials_of_a_crowd_do_not_keep_out_those_who_work(monkeypatch: pytest.MonkeyPatch) -> None:

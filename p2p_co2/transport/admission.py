@@ -6,18 +6,20 @@ middle (his certificate differs), or used twice: within ``HELLO_WINDOW_S`` its n
 it is too old.
 
 Identities are free to make, so places are also shared out by network (an IPv4 address, 64 bits of an IPv6
-one; all that come by relays are one network, this machine itself is none), and some are kept for those who
-work: peers whose slices are in a mean of late (``is_known``). Whoever wants all places needs several
-networks, and even then those who are in the swarm get in again.
+one; all that come by relays are one network, this machine itself is none). Some places are kept for those
+who work: peers whose slices are in a mean of late (``is_known``); and some for networks whose neighbourhood
+(256 IPv4 addresses, 48 bits of IPv6, which one customer may have) holds ``FEW`` at most. So whoever wants all
+places needs dozens of neighbourhoods, and even then those who are in the swarm get in again.
 
 Pure but for the injected clock. Everything it remembers is bounded: ``MAX_INBOUND_LINKS``,
 ``MAX_INBOUND_LINKS_PER_PEER``, ``MAX_NONCES``, ``MAX_NONCES_PER_PEER``. Price: peers' clocks must agree to
 within two minutes, a peer that dials very often is refused for a while, and newcomers may find no place while
-somebody with many networks holds them all.
+somebody in many neighbourhoods holds them all, or, by relays, while somebody floods those.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -39,10 +41,14 @@ MAX_INBOUND_LINKS = 256
 """Links that all peers together may hold to us."""
 KEPT_LINKS = 64
 """Of these, places for peers that we have worked with."""
+SPREAD_LINKS, FEW = 64, 4
+"""Of the others, places for networks whose neighbourhood holds no more than so many."""
 MAX_LINKS_PER_NETWORK = 96
 """What peers behind one address may hold together, but for those that we have worked with."""
 MAX_STRANGERS, MAX_STRANGERS_PER_NETWORK = 64, 24
 """Who has opened a link and has not said hello."""
+SPREAD_STRANGERS = 24
+"""As ``SPREAD_LINKS``, of them."""
 MAX_INBOUND_LINKS_PER_PEER = 4
 RELAYED = "relays"
 """The network of all that do not come directly."""
@@ -61,7 +67,9 @@ class Admission:
         self._inside: Counter[PeerId] = Counter()
         self._strangers: Counter[str] = Counter()
         self._networks: Counter[str] = Counter()
-        """Links by network."""
+        self._around: Counter[str] = Counter()
+        """Links by neighbourhood, and in ``_knocking`` strangers."""
+        self._knocking: Counter[str] = Counter()
         self._nonces: OrderedDict[tuple[PeerId, bytes], float] = OrderedDict()
         self._nonces_of: Counter[PeerId] = Counter()
 
@@ -81,13 +89,17 @@ class Admission:
         """A stranger dialled from ``network`` (empty for this machine); every ``knock`` is followed by one
         ``forget``. Raises ``RemoteProtocolError`` when full."""
         here = self._strangers[network] if network else 0
-        if self._strangers.total() >= MAX_STRANGERS or here >= MAX_STRANGERS_PER_NETWORK:
+        all_ = self._strangers.total()
+        is_full = all_ >= MAX_STRANGERS or here >= MAX_STRANGERS_PER_NETWORK
+        if is_full or (all_ >= MAX_STRANGERS - SPREAD_STRANGERS and _has_many(self._knocking, network)):
             raise RemoteProtocolError("too many links", "too many have dialled and not said hello")
         self._strangers[network] += 1
+        self._knocking[_neighbourhood(network)] += 1
 
     def forget(self, network: str = "") -> None:
         """The stranger has been admitted or is gone."""
         _take_off(self._strangers, network)
+        _take_off(self._knocking, _neighbourhood(network))
 
     def admit(self, sealed: bytes, certificate_digest: bytes, network: str = "") -> PeerId:
         """The peer behind a hello that passed every check; ``leave`` it later. Raises
@@ -107,18 +119,20 @@ class Admission:
         self._remember(signer, hello.nonce)
         self._inside[signer] += 1
         self._networks[network] += 1
+        self._around[_neighbourhood(network)] += 1
         return signer
 
     def leave(self, peer: PeerId, network: str = "") -> None:
         """A link of an admitted peer ended."""
         _take_off(self._inside, peer)
         _take_off(self._networks, network)
+        _take_off(self._around, _neighbourhood(network))
 
     def _check_room(self, peer: PeerId, network: str) -> None:
         taken = self._inside.total()
-        if taken < MAX_INBOUND_LINKS - KEPT_LINKS and (
-            not network or self._networks[network] < MAX_LINKS_PER_NETWORK
-        ):
+        left = MAX_INBOUND_LINKS - KEPT_LINKS - taken
+        has_many = _has_many(self._around, network) if left <= SPREAD_LINKS else False
+        if left > 0 and not has_many and (not network or self._networks[network] < MAX_LINKS_PER_NETWORK):
             return
         if taken >= MAX_INBOUND_LINKS or not self.is_known(peer):
             raise RemoteProtocolError(
@@ -166,6 +180,18 @@ class Admission:
 def network_at(address: str) -> str:
     """What an address at which we see somebody counts as: empty for this machine itself."""
     return "" if is_loopback(address) else network_of(address)
+
+
+def _neighbourhood(network: str) -> str:
+    """Addresses that one customer may have."""
+    if not network or network == RELAYED:
+        return network
+    parsed = ipaddress.ip_network(network)
+    return str(parsed.supernet(new_prefix=24 if parsed.version == 4 else 48))
+
+
+def _has_many(held: Counter[str], network: str) -> bool:
+    return bool(network) and held[_neighbourhood(network)] >= FEW
 
 
 def _take_off(counter: Counter[_Key], key: _Key) -> None:
