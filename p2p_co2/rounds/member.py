@@ -37,6 +37,8 @@ from p2p_co2.wire.messages_pb2 import (
 
 COUNCIL_GRACE_S = 6.0
 """What a decision over several cells may take longer than one of our own."""
+ASKED_BESIDE = 3
+"""Members that are asked for the outcome beside who decides: all asking all would be a thousand questions."""
 RESEND_S = 1.0
 """A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
 
@@ -85,6 +87,7 @@ class Member:
         self._resend_at: float | None = None
         self._resend_s = RESEND_S
         self._told: Result | None = None
+        self._asked_beside = 0
         self._mean = large_buffer(len(self._payload))
         self.exchange: Exchange | None = None
         means_due_at = now + 2 * attempt.parts_within_s
@@ -349,8 +352,14 @@ class Member:
         return len(self.coordinators) > 1 and self.coordinators[-1] == self._swarm.me
 
     def _ask_outcome(self) -> None:
-        for peer in sorted({*self.attempt.shares, *self.coordinators} - {self._swarm.me}):
-            self._outlet.send(peer, AskOutcome(key=self.attempt.key()))
+        """Who decides now asks everybody; the others, whose votes ask that one, a few more in turn."""
+        members, me, question = list(self.attempt.shares), self._swarm.me, AskOutcome(key=self.attempt.key())
+        count = len(members) if self.leads() else ASKED_BESIDE
+        first = members.index(me) + 1 + self._asked_beside
+        self._asked_beside += count
+        asked = {members[at % len(members)] for at in range(first, first + count)}
+        for peer in sorted({*asked, *self.coordinators} - {me}):
+            self._outlet.send(peer, question)
 
     def ownership(self) -> tuple[list[PeerId], list[int]]:
         """Owner and generation of every part, as far as we were told."""
