@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from p2p_co2.catchup import Disputed
 from p2p_co2.membership import PeerInfo
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.ledger import AgreedVersion
@@ -108,3 +109,17 @@ def test_a_mean_of_a_and_b_is_taken_where_they_are_most_of_those_who_train_or_di
     )
     catching = Catching(node)  # type: ignore[arg-type]
     assert catching._is_most({PeerId("a"), PeerId("b")}) is is_most
+
+
+def test_a_dispute_between_donors_is_told_with_their_names() -> None:
+    told: list[str] = []
+    node = SimpleNamespace(
+        catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
+        report=lambda kind, text: told.append(text),
+    )
+    event = Disputed(2, 9, (PeerId("a"),), tuple(PeerId(name) for name in "bcde"))
+    Catching(node).handle(event)  # type: ignore[arg-type]
+    (text,) = told
+    assert "fragment 2" in text
+    assert "version 9" in text
+    assert "taking that of a; b, c, d would give another" in text

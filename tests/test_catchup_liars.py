@@ -13,6 +13,7 @@ from p2p_co2.catchup import (
     STATE,
     CatchUp,
     CatchUpMessage,
+    Disputed,
     DonorRefused,
     ExportWanted,
     Fetched,
@@ -156,9 +157,17 @@ def test_a_state_that_others_do_not_know_is_not_loaded(ahead: int, says: bool | 
     world.run()
     refused = [event.peer for event in world.events if isinstance(event, DonorRefused)]
     assert refused == ([D1] if says is False else [])
-    if ahead or says is not None:  # else it is one word against another
+    disputes = [event for event in world.events if isinstance(event, Disputed)]
+    if ahead or says is not None:
         assert not world.chunks_from(D1)
         assert world.fetched().donors == (D2,)
+        assert not disputes
+    else:  # it is one word against another: which is right nobody can say, but that they differ
+        (event,) = disputes
+        assert (event.fragment, event.version) == (1, 7)
+        assert {event.taken, event.others} == {(D1,), (D2,)}
+        loaded = next(event for event in world.events if isinstance(event, Fetched))
+        assert loaded.donors == event.taken
 
 
 def test_a_chunk_that_was_not_asked_for_puts_its_donor_out() -> None:

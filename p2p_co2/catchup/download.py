@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from p2p_co2.catchup.goals import ROUND, STATE, Fetched, FetchFailed, Goal, Outbox, Vouch
+from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal, Outbox, Vouch
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.manifest import (
     Content,
@@ -291,6 +291,21 @@ class Download:
         if content != self._content:
             self._content = content
             self._begin(self._chosen)
+            self._look_for_dispute(camp)
+
+    def _look_for_dispute(self, camp: list[tuple[PeerId, Manifest]]) -> None:
+        """Say so if what was chosen is one word against another."""
+        promise, (is_known, is_vouched, count, _) = camp[0][1], self._rank(camp)
+        rivals = [
+            source.peer
+            for source in self._answered()
+            if source.content != self._content
+            and source.manifest is not None
+            and source.manifest.version == promise.version
+        ]
+        if promise.what == STATE and rivals and not (is_known or is_vouched) and count <= len(rivals):
+            taken = tuple(peer for peer, _ in camp)
+            self._context.out.emit(Disputed(self.goal.fragment, promise.version, taken, tuple(rivals)))
 
     def _rank(self, camp: list[tuple[PeerId, Manifest]]) -> tuple[bool, bool, int, int]:
         """What most peers report goes before what most donors promise; the newest of it, but of what nobody

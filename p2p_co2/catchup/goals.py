@@ -103,7 +103,18 @@ class DonorRefused:
     detail: str
 
 
-CatchUpEvent = Fetched | FetchFailed | ExportWanted | DonorRefused
+@dataclass(frozen=True)
+class Disputed:
+    """Donors give different states of one version, and nobody else says which is right: one word against
+    another. Those of ``taken`` are believed, for want of better."""
+
+    fragment: int
+    version: int
+    taken: tuple[PeerId, ...]
+    others: tuple[PeerId, ...]
+
+
+CatchUpEvent = Fetched | FetchFailed | ExportWanted | DonorRefused | Disputed
 
 
 @dataclass

@@ -16,6 +16,7 @@ from p2p_co2.catchup import (
     ROUND,
     STATE,
     CatchUpEvent,
+    Disputed,
     DonorRefused,
     ExportWanted,
     Fetched,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 REPLAY_AT_MOST = 8
 """Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
+MOST_NAMED = 3
 OTHER_HISTORY = "other history"
 AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
@@ -149,6 +151,8 @@ class Catching:
             self._node.spawn(self._node.deciding.export(event.fragment))
         elif isinstance(event, DonorRefused):
             self._node.refuse(event.peer, event.reason, event.detail)
+        elif isinstance(event, Disputed):
+            self._node.report(ev.Warned, text=_dispute(event))
         elif isinstance(event, FetchFailed):
             self._failed(event)
         elif isinstance(event, Fetched):
@@ -418,3 +422,11 @@ class Catching:
         }
         awake = [peer for peer, phase in phases.items() if phase != Status.PAUSED]
         return split_donors(awake or list(phases), fragment)
+
+
+def _dispute(event: Disputed) -> str:
+    taken, others = (", ".join(peers[:MOST_NAMED]) for peers in (event.taken, event.others))
+    return (
+        f"two states of fragment {event.fragment} are given out as version {event.version}, and nobody else "
+        f"says which is right: taking that of {taken}; {others} would give another"
+    )
