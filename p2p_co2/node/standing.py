@@ -21,8 +21,9 @@ from p2p_co2.wire.messages_pb2 import Status
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
 
-CONCLUDED_EVERY_S = 0.25
-"""Conclusions that wait for others are drawn again at most this often: among many there is always news."""
+CONCLUDED_EVERY_S, CONCLUDED_PEERS_PER_S = 0.25, 200.0
+"""Conclusions that wait for others are drawn again at most this often: among many there is always news. Among
+few more often, since at the end of a run all stand still until they know of each other that all agree."""
 LISTENED_S = 12.0
 """A peer that came when the run was over, and has not yet heard all whom the DHT lists, takes those whom it
 heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
@@ -150,7 +151,8 @@ class Standing:
         """When to ``conclude`` again; never while it would say the same. A peer that trains is in no
         hurry."""
         has_news = self.progress.phase != Status.TRAINING and self._seen() != self._concluded_of
-        return self._concluded_at + CONCLUDED_EVERY_S if has_news else math.inf
+        every_s = min(CONCLUDED_EVERY_S, len(self._node.membership.live) / CONCLUDED_PEERS_PER_S)
+        return self._concluded_at + every_s if has_news else math.inf
 
     def _seen(self) -> tuple[object, ...]:
         return self._node.membership.revision, tuple(self._node.agreed), self._node.catching.busy()

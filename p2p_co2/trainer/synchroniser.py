@@ -44,6 +44,8 @@ OVERDUE_POINTS = 2
 REPORT_EVERY_S = 1.0
 REST_BEAT_S, REST_REPORT_EVERY_S = 0.1, 10.0
 """While resting: how soon a wish to go on is seen, and how often the peer tells of itself."""
+WAIT_BEAT_S = 0.01
+"""While standing still: how soon what the network thread has concluded is seen. Outcomes are at once."""
 RATE_DECAY = 0.8
 
 
@@ -329,7 +331,7 @@ class Synchroniser:
             if left_s <= 0:
                 return False
             try:
-                outcome = self._ledger.outcomes.get(timeout=min(left_s, 0.05))
+                outcome = self._ledger.outcomes.get(timeout=min(left_s, WAIT_BEAT_S))
             except queue.Empty:
                 continue
             if isinstance(outcome, Moment):
