@@ -304,6 +304,24 @@ def test_a_round_whose_sums_are_lost_is_given_up_at_once() -> None:
     assert net.now < 1000.0 + 10.0
 
 
+def test_the_next_round_has_more_time_after_one_that_was_too_slow() -> None:
+    net = network()
+    net.on_send = lambda source, to, message: not isinstance(message, wire.CellMean)
+    net.offer_all()
+    net.run_until_settled()
+    first = [message.parts_within_s for _, _, message in net.sent if isinstance(message, wire.CellReady)]
+    assert not net.committed()
+    net.on_send = lambda source, to, message: True
+    for record in (net.sent, net.events, net.offered, net.planned):
+        record.clear()
+    net.offer_all()
+    net.run_until_settled()
+    second = [message.parts_within_s for _, _, message in net.sent if isinstance(message, wire.CellReady)]
+    assert min(second) > 2 * max(first)
+    assert len(net.committed()) == 15
+    check_means(net)
+
+
 def test_half_of_the_cells_begin_only_with_the_lowest() -> None:
     net = Network(16, shape=SHAPE, cells=2)
     for name in net.names:

@@ -129,10 +129,16 @@ class Delegation:
             members=len(begin.members),
             base_version=min(member.base_version for member in begin.members),
             owners=[part.owner for part in begin.parts],
-            parts_within_s=begin.parts_within_s,
+            parts_within_s=self._parts_within_s(begin),
             before=gathering.cells_before,
         )
         return _Proposal(begin, dict(gathering.readies), told)
+
+    def _parts_within_s(self, begin: Begin) -> float:
+        """What the council should allow for: slow ways between cells show only in how long whole rounds take
+        (``result_within_s`` is six times this, and more)."""
+        whole_s = self._swarm.over_cells[begin.key.fragment].deadline_s(0.0, 0.0, bounds.ROUND_CAP_S)
+        return min(bounds.PARTS_CAP_S, max(begin.parts_within_s, whole_s / 3))
 
     def _ready(self, place: Place, pending: _Pending, now: float) -> CellReady | None:
         """What our cell is ready with now; None if too few are left."""

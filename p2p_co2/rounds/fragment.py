@@ -327,7 +327,7 @@ class FragmentRounds:
         if entitled:
             self.verdicts.keep(decision, outcome)
             if self.member is not None:
-                self.member.note_owners(now)
+                self.member.note_duration(now, committed=False)
             if self._rival is None:
                 why = f"it ended round {outcome.key.round} with: {outcome.reason}"
                 rounds = 1 if self.member is not None else NOT_BEGUN
@@ -372,7 +372,7 @@ class FragmentRounds:
     def _finish(self, member: Member, decision: Decision, outcome: Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
         member.check_outcome(outcome)
-        member.note_owners(now)
+        member.note_duration(now, committed=True)
         self._cadence.committed(outcome.key.round, now)
         self.verdicts.keep(decision, outcome)
         self._completing = Completing(member, decision, outcome, self._swarm, now)

@@ -421,9 +421,13 @@ class Member:
         if group != mine or ranges != list(self.attempt.ranges):
             raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
 
-    def note_owners(self, now: float) -> None:
-        """The round is decided: how long its owners took. Over several cells they waited for others' sums."""
+    def note_duration(self, now: float, *, committed: bool) -> None:
+        """The round is decided: how long its owners took. Over several cells they waited for others' sums, so
+        there it is the whole round that counts, and one that failed would have taken we do not know how much
+        longer."""
         if self.exchange is not None:
+            whole_s = now - self.begun_at
+            self._swarm.over_cells[self.attempt.fragment].add(whole_s if committed else 2 * whole_s)
             return
         took_s: dict[PeerId, float] = {}
         for part, owner in enumerate(self.attempt.owners):

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.rounds.assembly import piece_bytes
 from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
-from p2p_co2.rounds.deadline import Punctuality
+from p2p_co2.rounds.deadline import Durations, Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.rounds.lateness import Lateness
 from p2p_co2.rounds.repute import Repute
@@ -66,6 +66,8 @@ class Swarm:
         """Who is in time with what."""
         self.lateness = Lateness()
         """Of owners."""
+        self.over_cells = [Durations() for _ in shape.blocks]
+        """Per fragment, rounds over several cells from BEGIN to their end."""
         self.repute = Repute()
         self._met: OrderedDict[PeerId, None] = OrderedDict()
         self.last_readies = Punctuality()
