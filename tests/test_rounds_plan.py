@@ -92,6 +92,20 @@ def test_measurements_of_equal_links_divide_a_round_as_equal_links_do() -> None:
     assert divided([1200.0, 1200.0, 1600.0, 1200.0]).ranges != divided([1200.0] * 4).ranges
 
 
+@pytest.mark.parametrize("claim", [1.0, 1e3, 6e4])
+def test_who_claims_to_be_slow_beside_one_other_does_not_make_that_one_slow(claim: float) -> None:
+    """A claim of 1 byte/s made the other's line one of 16, and rounds wait 300 s for slices."""
+    names = [PeerId("p0"), PeerId("p1")]
+    rates = {names[0]: Rates(1e6), names[1]: Rates(claim)}
+    division = divide(10_000, 100, rates, (0, 1), 0.25, own_upload=1e6)
+    assert set(division.owners) == {"p0"}
+    assert division.transfer_s <= 2.0
+    assert divide(10_000, 100, rates, (0, 1), 0.25, own_upload=5e5).transfer_s <= 4.0
+    boast = {names[0]: Rates(1e6), names[1]: Rates(1e9)}  # nothing is believed beyond what it was
+    believed = divide(10_000, 100, boast, (0, 1), 0.25, own_upload=1e6)
+    assert believed == divide(10_000, 100, boast, (0, 1), 0.25)
+
+
 def test_a_link_ten_times_slower_averages_nothing_and_sends_what_it_can_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

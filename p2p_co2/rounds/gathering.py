@@ -167,12 +167,16 @@ class Gathering:
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}
+        own_upload = self._swarm.my_upload_bytes_per_s()
         if self._swarm.cells == 1:
-            division = divide(shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s)
+            division = divide(
+                shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s, own_upload
+            )
         else:
             division = divide_slots(
-                slot_ranges(shape.blocks[self.fragment]), shape.block_bytes, rates, place, self._cheap_s
-            )
+                slot_ranges(shape.blocks[self.fragment]), shape.block_bytes, rates, place, self._cheap_s,
+                own_upload,
+            )  # fmt: skip
         parts_s = parts_deadline_s(division.transfer_s, observed)
         begin = Begin(
             key=RoundKey(fragment=self.fragment, round=self.round),

@@ -86,13 +86,16 @@ class Division:
 
 
 def divide(
-    blocks: int, block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int], cheap_s: float
-) -> Division:
+    blocks: int, block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int], cheap_s: float,
+    own_upload: float = 0.0,
+) -> Division:  # fmt: skip
     """Divide a round at ``place`` (fragment, round) among the members of ``rates``. ``cheap_s``: a round of
-    this length costs nobody anything."""
+    this length costs nobody anything. ``own_upload``: what who divides has measured of itself, 0 if
+    nothing."""
     members = sorted(rates)
     payload_bytes = blocks * block_bytes
-    uploads = [rate / payload_bytes for rate in _credible([rates[peer].upload for peer in members])]
+    credible = _credible([rates[peer].upload for peer in members], own_upload)
+    uploads = [rate / payload_bytes for rate in credible]
     links = [_link(rates[peer], upload, payload_bytes) for peer, upload in zip(members, uploads, strict=True)]
     time_s = max(PATIENCE * _shortest_s(links), cheap_s)
     shares = _shares(links, time_s)
@@ -119,11 +122,11 @@ def divide(
 
 def divide_slots(
     slots: Sequence[BlockRange], block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int],
-    cheap_s: float,
+    cheap_s: float, own_upload: float = 0.0,
 ) -> Division:  # fmt: skip
     """As ``divide``, where the cuts are fixed and each slot is a part of its own."""
     slot_bytes = -(-slots[-1].stop * block_bytes // len(slots))
-    division = divide(len(slots), slot_bytes, rates, place, cheap_s)
+    division = divide(len(slots), slot_bytes, rates, place, cheap_s, own_upload)
     owners: list[PeerId] = []
     senders: list[frozenset[PeerId]] = []
     for (start, stop), owner, sending in zip(division.ranges, division.owners, division.senders, strict=True):
@@ -162,12 +165,14 @@ def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
     return reached == blocks
 
 
-def _credible(uploads_bytes_per_s: Sequence[float]) -> list[float]:
+def _credible(uploads_bytes_per_s: Sequence[float], own: float = 0.0) -> list[float]:
     """Rates above 0: boasts cut down, unknown ones like the mean of the others, those near the median as
     it. The median that a boast is measured by counts unknown rates as home links: where one peer alone names
-    a rate, its word sets none."""
+    a rate, its word sets none. Of two the slower one alone would set it: there nobody boasts with what who
+    divides has measured of its ``own`` line, or it would wait for lines as slow as the other likes."""
     rates = [min(max(rate, 1.0), MAX_UPLOAD_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
-    ceiling = FASTEST_SHARE * median_low([rate or ASSUMED_UPLOAD_BYTES_PER_S for rate in rates])
+    middle = median_low([rate or ASSUMED_UPLOAD_BYTES_PER_S for rate in rates])
+    ceiling = max(FASTEST_SHARE * middle, own if len(rates) == 2 else 0.0)
     known = [min(rate, ceiling) for rate in rates if rate > 0]
     typical = sum(known) / len(known) if known else ASSUMED_UPLOAD_BYTES_PER_S
     credible = [min(rate, ceiling) or typical for rate in rates]
