@@ -54,7 +54,8 @@ class Catching:
         self._noticed_at: dict[int, float] = {}
         self._looked_at: object = None
         self._near_versions: dict[int, tuple[object, int]] = {}
-        """What ``near_version`` said last, and of what."""
+        self._majorities: dict[int, tuple[object, bytes | None]] = {}
+        """What ``near_version`` and ``_majority`` said last, and of what."""
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
@@ -372,11 +373,19 @@ class Catching:
     def _majority(self, fragment: int, version: int) -> bytes | None:
         """The digest that most peers at ``version`` report, this one included, and those that rest: what a
         version was does not grow old. None without a majority of them."""
-        votes = Counter(
+        agreed = self._node.agreed[fragment]
+        seen = (self._node.membership.revision, agreed, version)
+        known = self._majorities.get(fragment)
+        if known is None or known[0] != seen:
+            known = self._majorities[fragment] = seen, self._count_majority(fragment, version)
+        return known[1]
+
+    def _count_majority(self, fragment: int, version: int) -> bytes | None:
+        votes = Counter([
             info.digests[fragment]
             for info in self._node.membership.live.values()
             if fragment < len(info.digests) and info.versions[fragment] == version
-        )
+        ])  # fmt: skip
         agreed = self._node.agreed[fragment]
         if agreed.version == version:
             votes[agreed.digest] += 1

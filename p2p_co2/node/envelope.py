@@ -51,15 +51,14 @@ def opened(data: bytes, run: bytes) -> Opened:
 
 def kind_of(message: Message) -> str:
     """The name of the envelope's field that a message goes into."""
-    return _FIELD_OF_TYPE[type(message)].name
+    return _FIELD_OF_TYPE[type(message)][0]
 
 
 def enveloped(message: Message, head: bytes) -> bytes:
     """The bytes of an envelope, joined by hand to its ``head`` (version and run, serialised): setting a field
     of a message copies what is set, and bodies are large."""
     body = message.SerializeToString()
-    key = _FIELD_OF_TYPE[type(message)].number << 3 | 2  # protobuf's wire type of an embedded message
-    return b"".join((head, _varint(key), _varint(len(body)), body))
+    return b"".join((head, _FIELD_OF_TYPE[type(message)][1], _varint(len(body)), body))
 
 
 def _varint(number: int) -> bytes:
@@ -73,6 +72,7 @@ def _varint(number: int) -> bytes:
 
 
 _FIELD_OF_TYPE = {
-    type(getattr(Envelope(), field.name)): field
+    type(getattr(Envelope(), field.name)): (field.name, _varint(field.number << 3 | 2))
     for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields
 }
+"""Name and key of the envelope's field; 2 is protobuf's wire type of an embedded message."""

@@ -231,19 +231,18 @@ class Node:
         self._sleep_until(self._next_timer_at() if timers else self._news_at())
 
     def _send_all(self) -> bool:
-        sent = False
+        sent, links = False, self.links
         last: Message | None = None
-        data = b""
+        data, kind = b"", ""
         for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
             for peer, message in machine.messages_to_send():
                 sent = True
                 if message is not last:  # a mean goes to all members, one after the other
-                    last, data = message, enveloped(message, self._envelope_head)
-                kind = kind_of(message)
-                taken = self.links.post(peer, data, kind in BULK, served=kind == "chunk")
+                    last, data, kind = message, enveloped(message, self._envelope_head), kind_of(message)
+                taken = links.post(peer, data, kind in BULK, served=kind == "chunk")
                 if kind == "chunk" and not taken:
                     self.receiving.overasked(peer)
-                if isinstance(message, Fetch) and message.want_chunk:
+                if kind == "fetch" and isinstance(message, Fetch) and message.want_chunk:
                     self.receiving.asked(peer)
         return sent
 

@@ -21,10 +21,11 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class EventLog:
-    """``path``: where ``events.jsonl`` goes, None for nowhere. ``readers`` get every event. Raises
-    ``EnvironmentFault`` if the file cannot be made."""
+    """``path``: where ``events.jsonl`` goes, None for nowhere. ``readers`` get every event. Without a path and
+    ``digests`` nothing is serialised. Raises ``EnvironmentFault`` if the file cannot be made."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, digests: bool = True) -> None:
+        self._serialises = digests or path is not None
         self.counts: Counter[str] = Counter()
         self.readers: list[Callable[[Event], None]] = []
         self._digest = hashlib.sha256()
@@ -39,6 +40,12 @@ class EventLog:
 
     def write(self, event: Event) -> None:
         self.counts[event.kind] += 1
+        if self._serialises:
+            self._serialise(event)
+        for reader in self.readers:
+            reader(event)
+
+    def _serialise(self, event: Event) -> None:
         record = {"kind": event.kind, **vars(event)}
         try:
             line = _ENCODER.encode(record).encode("ascii") + b"\n"
@@ -47,12 +54,10 @@ class EventLog:
         self._digest.update(line)
         if self._file is not None:
             self._file.write(line)
-        for reader in self.readers:
-            reader(event)
 
     def digest(self) -> str:
-        """sha256 of everything written so far, hex."""
-        return self._digest.hexdigest()
+        """sha256 of everything written so far, hex; empty without ``digests`` and a path."""
+        return self._digest.hexdigest() if self._serialises else ""
 
     def close(self) -> None:
         """May be called twice."""
