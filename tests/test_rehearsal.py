@@ -128,6 +128,10 @@ def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
         left, mine = maker.stdout.readline().strip(), netns.add("mine")
     try:
         inside = subprocess.Popen(netns.inside(left, ["sleep", "600"]))
+        command, ends_at = Path(f"/proc/{inside.pid}/comm"), time.monotonic() + BOUND_S
+        while command.read_text() != "sleep\n":  # before, it may not be in there yet
+            assert time.monotonic() < ends_at
+            time.sleep(0.01)
         assert left not in netns.sweep()
         maker.kill()
         maker.wait()
