@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.simnet import Settings, simulate
+from p2p_co2.node.envelope import Opened, enveloped
+from p2p_co2.simnet import EventLog, Settings, Swarm, simulate
+from p2p_co2.simnet.campaign import storm_settings
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope
 
 ROUND_S = 4.0
 
@@ -27,3 +31,20 @@ def test_the_same_seed_gives_the_same_events_and_another_one_others() -> None:
     first, again, other = (simulate(Settings(run=run_of(2), peers=5, seed=seed)) for seed in (1, 1, 2))
     assert first.digest == again.digest
     assert first.digest != other.digest
+
+
+def test_messages_that_many_receive_are_read_once_and_never_written_to() -> None:
+    swarm = Swarm(storm_settings(5, peers=8), EventLog())
+    read: dict[bytes, Opened] = {}
+    once = swarm.open_message
+
+    def keep(data: bytes, run: bytes) -> Opened:
+        read[data] = once(data, run)
+        return read[data]
+
+    swarm.open_message = keep  # type: ignore[assignment]
+    swarm.run()
+    head = Envelope(version=PROTOCOL_VERSION, run=swarm.run_config.digest()).SerializeToString()
+    assert {message.kind for message in read.values()} >= {"ping", "pong", "ready", "begin", "mean", "result"}
+    assert all(enveloped(message.body, head) == data for data, message in read.items())
+    assert once.cache_info().hits > len(read)

@@ -21,8 +21,8 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class EventLog:
-    """``path``: where ``events.jsonl`` goes, None for nowhere. ``readers`` get every event. Without a path and
-    ``digests`` nothing is serialised. Raises ``EnvironmentFault`` if the file cannot be made."""
+    """``path``: where ``events.jsonl`` goes, None for nowhere. ``readers`` get every event. ``digests`` False
+    and no path: nothing is serialised. Raises ``EnvironmentFault`` if the file cannot be made."""
 
     def __init__(self, path: Path | None = None, digests: bool = True) -> None:
         self._serialises = digests or path is not None

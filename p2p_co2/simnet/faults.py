@@ -73,7 +73,7 @@ class Storm:
     crashing: float = 0.25
     stalling: float = 0.15
     leaving: float = 0.1
-    powerless: float = 0.06
+    powerless: float = 0.1
     assassinations: int = 3
     splits: int = 1
     cut_pairs: int = 6
@@ -127,9 +127,9 @@ class Storm:
         swarm.world.call_at(until, swarm.heal)
 
     def _disturb(self, swarm: Swarm, rng: random.Random) -> None:
-        at, until = self._times(rng)
-        swarm.world.call_at(at, swarm.set_noise, self.noise)
+        swarm.world.call_at(self.from_s, swarm.set_noise, self.noise)
         swarm.world.call_at(self.calm_at, swarm.set_noise, Noise())
+        at, _ = self._times(rng)
         peers = swarm.peer_ids()
         for _ in range(self.cut_pairs if len(peers) > 1 else 0):
             swarm.world.call_at(at, swarm.cut_pair, *rng.sample(peers, 2))
