@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.node.links import BESIDE_BYTES, MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
 from p2p_co2.node.meter import DRAINED_BYTES, LONGEST_BURST_S, MEASURABLE_BYTES, Pace, UploadMeter
 from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
 from p2p_co2.transport.base import OnMessage, OnRefused
@@ -227,87 +227,6 @@ async def test_a_slow_receiver_gets_its_rate_and_does_not_hold_up_the_others() -
             links.post(C, bytes(1001), bulk=True)
         await turns(100)
         assert [len(data) for data in grpc.sent] == [1000, 1001, 1001, 1001]
-
-
-async def far_with_a_slow_first(links: Links, grpc: FakeCarrier) -> None:
-    """A link to B that is far and takes nothing more than what it has been given, one message of bulk."""
-    grpc.is_far = True
-    links.post(B, b"hello", bulk=False)
-    await turns()
-    grpc.links[0].gate = asyncio.Event()
-    links.post(B, b"first", bulk=True)
-    await turns()
-
-
-async def test_much_bulk_over_a_far_way_takes_a_second_connection_and_control_does_not() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, heard):
-        await far_with_a_slow_first(links, grpc)
-        assert len(grpc.links) == 1  # little needs none
-        bulk = [bytes([number]) * (BESIDE_BYTES // 4) for number in range(8)]
-        for data in bulk:
-            links.post(B, data, bulk=True)
-        links.post(B, b"control", bulk=False)
-        await turns(100)
-        assert len(grpc.links) == 2
-        assert grpc.sent == [b"hello", *bulk]
-        grpc.links[0].gate.set()
-        await turns()
-        assert grpc.sent[9:] == [b"first", b"control"]
-        assert (links._queued_bytes, links.traffic[B].bulk_bytes) == (0, 5 + 2 * BESIDE_BYTES)
-        assert heard.opened == [(B, "grpc", "")]
-
-
-async def test_what_a_second_connection_could_not_send_goes_over_the_first() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, heard):
-        await far_with_a_slow_first(links, grpc)
-        grpc.gate.clear()
-        bulk = [bytes([number]) * BESIDE_BYTES for number in range(3)]
-        for data in bulk:
-            links.post(B, data, bulk=True)
-        await turns()
-        grpc.links[1].closed.set_result("reset")
-        grpc.gate.set()
-        await turns()
-        grpc.links[0].gate.set()
-        await turns(100)
-        assert grpc.sent == [b"hello", b"first", *bulk]
-        links.post(B, bytes(2 * BESIDE_BYTES), bulk=True)
-        await turns()
-        assert len(grpc.links) == 2  # it is not tried again at once
-        assert (links._queued_bytes, heard.lost) == (0, [])
-
-
-async def test_who_has_no_place_for_a_second_connection_is_served_by_the_first() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, heard):
-        await far_with_a_slow_first(links, grpc)
-        grpc.reachable = False
-        for _ in range(2):
-            links.post(B, bytes(BESIDE_BYTES), bulk=True)
-        grpc.links[0].gate.set()
-        await turns(100)
-        assert [len(data) for data in grpc.sent] == [5, 5, BESIDE_BYTES, BESIDE_BYTES]
-        assert (len(grpc.links), heard.unreachable) == (1, [])
-
-
-async def test_a_second_connection_that_has_nothing_to_carry_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("p2p_co2.node.links.BESIDE_IDLE_S", 0.0)
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, _):
-        await far_with_a_slow_first(links, grpc)
-        for count in (2, 3):
-            links.post(B, bytes(BESIDE_BYTES), bulk=True)
-            await turns(100)
-            assert len(grpc.links) == count
-            assert await grpc.links[-1].wait_closed() == "closed by us"
-            await turns()
-        assert not grpc.links[0].closed.done()
-        grpc.links[0].gate.set()
-        await links.drain(5.0)
 
 
 def burst(meter: UploadMeter, size_bytes: int, started_at: float, duration_s: float) -> None:

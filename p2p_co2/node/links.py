@@ -244,6 +244,8 @@ class Links:
             return True
         self._queued_bytes -= lane.bulk_bytes
         self._lanes.pop(peer, None)
+        if lane.beside is not None:
+            lane.beside.cancel()  # what it could not send would count as queued for ever
         self._observer.unreachable(peer, "; ".join(reasons) or "no record of this peer is known")
         return False
 
