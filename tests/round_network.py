@@ -32,8 +32,10 @@ from p2p_co2.rounds import (
     Rounds,
     RoundsEvent,
 )
+from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.wire.identity import Identity, PeerId, cell_of
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
 
 RUN = hashlib.sha256(b"a run").digest()
 Ending = Committed | Aborted | OutcomeWithoutBytes | FellBehind
@@ -41,6 +43,20 @@ Ending = Committed | Aborted | OutcomeWithoutBytes | FellBehind
 
 def make_identity(seed: int) -> Identity:
     return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"peer {seed}".encode()).digest()))
+
+
+def forged_commit(
+    identity: Identity, round_: int, digest: bytes, members: list[PeerId], attempt: bytes = bytes(16),
+    run: bytes = RUN, blocks: int = 16,
+) -> Decision:  # fmt: skip
+    """A commit of a round that never was."""
+    outcome = Outcome(
+        key=RoundKey(fragment=0, round=round_, attempt=attempt), run=run, committed=True, state_digest=digest
+    )
+    outcome.members.extend(Member(peer=name, weight=1.0) for name in sorted(members))
+    part = outcome.parts.add(start_block=0, stop_block=blocks, digest=hashlib.sha256(b"a lie").digest())
+    part.contributors.extend(Contributor(peer=name, weight=1.0) for name in sorted(members))
+    return sign_outcome(identity, outcome)
 
 
 def toy_mean(job: ReduceJob) -> bytes:

@@ -12,9 +12,12 @@ from p2p_co2.membership import PeerInfo
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.telemetry.events import Warned
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope, Status
 from tests.fuzz.world import World, run_virtual
+from tests.round_network import forged_commit
 
 
 def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
@@ -123,3 +126,40 @@ def test_a_dispute_between_donors_is_told_with_their_names() -> None:
     assert "fragment 2" in text
     assert "version 9" in text
     assert "taking that of a; b, c, d would give another" in text
+
+
+def test_a_commit_that_nobody_made_stops_nobody_for_long_and_names_its_signer() -> None:
+    """Told to all by one of four, again and again, whole nodes go on after some seconds."""
+
+    async def work() -> None:
+        world = World("a", "b", "c", "liar")
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(4)
+        *honest, liar = world.trainers
+        names = [trainer.me for trainer in world.trainers]
+
+        async def lie() -> None:
+            while True:
+                for trainer in honest:
+                    agreed = trainer.node.agreed[0]
+                    decision = forged_commit(
+                        liar.identity, agreed.version + 1, agreed.digest, names,
+                        run=trainer.node.run_digest, blocks=trainer.node.shape.blocks[0],
+                    )  # fmt: skip
+                    envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.node.run_digest)
+                    envelope.decision.CopyFrom(decision)
+                    await world.deliver(liar.me, trainer.me, envelope.SerializeToString())
+                await asyncio.sleep(1)
+
+        lying = asyncio.create_task(lie())
+        before = min(world.versions())[0]
+        await world.train(24)
+        assert min(world.versions())[0] >= before + 8
+        for trainer in honest:
+            texts = [event.text for event in trainer.events if isinstance(event, Warned)]
+            assert any(liar.me in text and "not believed about rounds of others" in text for text in texts)
+        lying.cancel()
+        await world.close()
+
+    run_virtual(work())

@@ -3,7 +3,6 @@ rounds, say whom they blame, and go on. Each of these stopped the swarm for good
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,7 @@ from p2p_co2.rounds.repute import FIRST_S, LONGEST_S, Repute
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, PeerId
 from tests.round_machine import DIGEST, drain, one_machine
-from tests.round_network import RUN, Network, make_identity
+from tests.round_network import RUN, Network, forged_commit, make_identity
 
 CALM = 45
 """Rounds that eight honest peers make in the time that is played here (they make 49)."""
@@ -46,20 +45,6 @@ class Liar:
             if name != self.name:
                 self.send(name, tell(self, name))
         self.net.at(self.net.now + 1.0, lambda: self.keep_telling(tell))
-
-
-def forged_commit(
-    identity: Identity, round_: int, digest: bytes, members: list[PeerId], attempt: bytes = bytes(16)
-) -> wire.Decision:
-    """A commit of a round that never was."""
-    outcome = wire.Outcome(
-        key=wire.RoundKey(fragment=0, round=round_, attempt=attempt), run=RUN, committed=True,
-        state_digest=digest,
-    )  # fmt: skip
-    outcome.members.extend(wire.Member(peer=name, weight=1.0) for name in sorted(members))
-    part = outcome.parts.add(start_block=0, stop_block=16, digest=hashlib.sha256(b"a lie").digest())
-    part.contributors.extend(wire.Contributor(peer=name, weight=1.0) for name in sorted(members))
-    return sign_outcome(identity, outcome)
 
 
 def _own_commit(liar: Liar, message: Message) -> wire.Outcome | None:
