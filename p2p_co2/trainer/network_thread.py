@@ -83,18 +83,22 @@ class NetworkThread:
     def on_event(self, event: ev.Event) -> None:
         """What happened, for the caller and for observers; from any thread.
 
-        The caller may write it to a disk, and each thing that waits lets other threads have the interpreter,
-        which gives it back when it likes: so other threads than the network's leave that to it.
+        The caller may write it to a disk, and each thing that waits or wakes a thread lets others have the
+        processor and the interpreter, which come back when they like: so other threads than the network's
+        leave it to that one, by one call.
         """
-        if self._reporting is not None:
-            self._reporting.see(event)
         if self._closed or threading.current_thread() is self._thread or not self._thread.is_alive():
-            self._tell(event)
+            self._see(event)
             return
         try:
-            self._loop.call_soon_threadsafe(self._tell, event)
+            self._loop.call_soon_threadsafe(self._see, event)
         except RuntimeError:  # closed a moment ago
-            self._tell(event)
+            self._see(event)
+
+    def _see(self, event: ev.Event) -> None:
+        if self._reporting is not None:
+            self._reporting.see(event)
+        self._tell(event)
 
     def start_node(self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger) -> Node:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
