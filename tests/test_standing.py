@@ -165,3 +165,16 @@ def test_conclusions_are_drawn_sooner_among_few() -> None:
         place.node.membership.receive(ping, PeerId("peer 000"), place.now)
         waits_s.append(place.standing.conclude_at() - place.now)
     assert waits_s == [pytest.approx(0.005), 0.25]
+
+
+def test_who_only_waits_for_time_to_pass_looks_seldom() -> None:
+    """Alone beside a peer that the DHT lists, it looked a thousand times a second."""
+    place = Place(3)
+    place.standing.progress = LocalProgress(phase=Status.DRAINING, finished=frozenset({0}))
+    place.node.membership.found([OTHER], place.now)
+    for _ in range(3):
+        place.conclude()
+        assert place.standing.conclude_at() - place.now == 0.25
+    place.now += LISTENED_S
+    place.conclude()
+    assert place.standing.conclude_at() == float("inf")

@@ -73,6 +73,8 @@ class Standing:
         """Whether all that we hear are done where we are: ``settled``, but for what they say of theirs."""
         self._concluded_of: object = None
         self._concluded_at = -math.inf
+        self._waits_for_time = False
+        """Whether the next conclusion may differ without any news."""
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
@@ -151,7 +153,8 @@ class Standing:
         """When to ``conclude`` again; never while it would say the same. A peer that trains is in no
         hurry."""
         has_news = self.progress.phase != Status.TRAINING and self._seen() != self._concluded_of
-        every_s = min(CONCLUDED_EVERY_S, len(self._node.membership.live) / CONCLUDED_PEERS_PER_S)
+        soon_s = len(self._node.membership.live) / CONCLUDED_PEERS_PER_S
+        every_s = CONCLUDED_EVERY_S if self._waits_for_time else min(CONCLUDED_EVERY_S, soon_s)
         return self._concluded_at + every_s if has_news else math.inf
 
     def _seen(self) -> tuple[object, ...]:
@@ -181,7 +184,7 @@ class Standing:
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
         unheard = self._node.membership.unheard + far.outlook.unanswered()
         is_new = unheard > 0 and now - self._began_at < LISTENED_S
-        is_cut_off = is_new or self._node.membership.is_cut_off(now)
+        is_cut_off = self._waits_for_time = is_new or self._node.membership.is_cut_off(now)
         if is_cut_off:
             self._concluded_of = None  # time alone ends that; others are where we cannot see them
         alike = idle and all(
