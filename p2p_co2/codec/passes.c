@@ -12,6 +12,7 @@
 enum codec { FP16 = 0, INT8 = 1 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 #define VECTORS __attribute__((target("avx2,f16c")))
@@ -380,7 +381,10 @@ VECTORS int32_t take_change(float *change, const float *params, ptrdiff_t count,
     return largest_of(largest);
 }
 
-int has_passes(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+int has_passes(void) {
+    unsigned a, b, c, d; /* older compilers cannot be asked for F16C */
+    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
 #else
 int has_passes(void) { return 0; }
 #endif
