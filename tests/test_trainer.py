@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -334,3 +335,20 @@ def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytes
     made.ledger.states()
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
     made.ledger.close()
+
+
+async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:
+    """Else another one is made beside it, and the two end each other (seed 18 of the storms)."""
+    run = RunConfig(name="t", codec=CodecConfig(name="fp32"))
+    codec = get_codec("fp32")
+    ledger = TensorLedger(
+        codec, [FragmentLedger(run, codec, "a", outer.init(torch.zeros(codec.block_values)))]
+    )
+    ones = torch.ones(codec.block_values)
+    mean = AgreedMean(0, 1, 0, ones.numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    await ledger.commit(mean)
+    ledger.submit_offer(0, ones, 1.0, 1, lambda *offer: None).result()
+    await ledger.commit(replace(mean, round=2, base_version=1))
+    told = [ledger.outcomes.get_nowait() for _ in range(ledger.outcomes.qsize())]
+    assert [outcome.ends_offer for outcome in told if outcome.report is not None] == [False, True]
+    ledger.close()

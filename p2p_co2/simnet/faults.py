@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LEAVES, CRASHES = 0.5, 0.35
 """Of peers that go: the share that leaves with a word, and that whose process dies; the rest lose power."""
 KEEPS_DISK = 0.7
-STORM_NOISE = Noise(lost=0.015, doubled=0.025, reordered=0.03)
+STORM_NOISE = Noise(lost=0.03, doubled=0.025, reordered=0.03)
 AWAY_MEAN_S = 600.0
 """How long a volunteer of ``Churn`` stays away, on average."""
 

@@ -111,6 +111,7 @@ class CountingLedger:
             _Fragment(State.of(f, 0, [0] * (2 * count)), [work.units] * count)
             for f, count in enumerate(blocks)
         ]
+        self._told = [0] * len(blocks)
         self._state_bytes, self._scale, self._loop = state_bytes, scale, loop
         self._sum_factor = sum_factor
         self._free_at = 0.0
@@ -133,15 +134,19 @@ class CountingLedger:
         self,
         fragment: int,
         merged_version: int,
+        outcomes_taken: int,
         weight: float,
         done: Callable[[int, Offered, AgreedVersion], None],
     ) -> None:
         """Encode what was learned up to now; ``merged_version``: the version that the live parameters have
-        met."""
+        met; ``outcomes_taken`` as ``trainer.ledger`` has it."""
         units = self.work.units
 
         def encode() -> None:
             mine = self.fragments[fragment]
+            if outcomes_taken != self._told[fragment]:
+                self._tell(Outcome(fragment, mine.state.version))
+                return
             offer = self._offer(fragment, units, weight)
             self.audit.offered(fragment, mine.state, merged_version, offer)
             done(fragment, offer, AgreedVersion(mine.state.version, mine.state.digest))
@@ -217,10 +222,11 @@ class CountingLedger:
         self.audit.committed(mean, before, after)
         offer = self._count(mean.fragment, mean.round, mean.parts)
         everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)
+        ended = mine.in_flight is not None
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         mine.in_doubt = mine.in_doubt and not everywhere
         self.audit.counted(mean.fragment, after, mine.counted)
-        self._tell(Outcome(mean.fragment, mean.round, stepped=True, contributed=everywhere))
+        self._tell(Outcome(mean.fragment, mean.round, True, everywhere, ended))
         return AgreedVersion(after.version, after.digest)
 
     def _count(self, fragment: int, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
@@ -272,9 +278,10 @@ class CountingLedger:
             mine.in_doubt = False
         elif after.version > before.version:
             self._settle_doubts(fragment, parts)
+        ended = mine.in_flight is not None
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.adopted(fragment, before, after, mine.counted)
-        self._tell(Outcome(fragment, after.version))
+        self._tell(Outcome(fragment, after.version, ends_offer=ended))
         return AgreedVersion(after.version, after.digest)
 
     def _settle_doubts(self, fragment: int, parts: Sequence[PartWeights] | None) -> None:
@@ -297,6 +304,7 @@ class CountingLedger:
                 mine.counted[block] = until_unit
 
     def _tell(self, outcome: Outcome) -> None:
+        self._told[outcome.fragment] += 1
         self.outcomes.append(outcome)
         self.on_outcome()
 

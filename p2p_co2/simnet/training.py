@@ -95,6 +95,7 @@ class Training:
         self._news = asyncio.Event()
         ledger.on_outcome = self._news.set
         self.versions = [agreed.version for agreed in ledger.agreed()]
+        self._taken = [0] * self._count
         self.train_s = self.exposed_s = 0.0
         self._first_step_at: float | None = None
         self._reported_at, self._reported_tokens = self._now(), start.tokens
@@ -195,7 +196,8 @@ class Training:
         points = points_passed(fragment, self._count, self.position)
         self.sent[fragment] = Sent(self.inner_steps, self._now(), points, self.tokens)
         weight = max(1, self.tokens - self._contributed_tokens[fragment]) + DISTINCT * self._rng.random()
-        self._ledger.submit_offer(fragment, self.versions[fragment], weight, self._encoded)
+        taken = self._taken[fragment]
+        self._ledger.submit_offer(fragment, self.versions[fragment], taken, weight, self._encoded)
 
     def _encoded(self, fragment: int, offer: Offered, agreed: AgreedVersion) -> None:
         base, weight, is_last = offer.round - 1, offer.weight, self._is_flushing
@@ -217,6 +219,7 @@ class Training:
 
     def _apply(self, outcome: Outcome) -> None:
         fragment = outcome.fragment
+        self._taken[fragment] += 1
         self.versions[fragment] = max(self.versions[fragment], outcome.version)
         sent = self.sent.pop(fragment, None) if outcome.ends_offer else self.sent.get(fragment)
         if not outcome.stepped:

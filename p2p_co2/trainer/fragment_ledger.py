@@ -219,6 +219,11 @@ class FragmentLedger:
         share = 0.0 if mine is None else 1.0 - lost
         return Applied(merge, report, mine is not None and not missed, share, refused)
 
+    @property
+    def has_offered(self) -> bool:
+        """Whether an offer waits for its outcome."""
+        return self._in_flight is not None
+
     def abort(self, round_: int) -> tuple[bool, Merge | None]:
         """The round changed nothing: (whether an offer of ours ended, how live parameters take its work
         back). Under "co2" and "eager" the work had been taken out of them; otherwise it never left."""

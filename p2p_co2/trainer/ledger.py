@@ -35,8 +35,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """News for the training thread. ``report`` is set when an outer step was taken; ``ends_offer`` when
-    nothing of this peer is in flight for the fragment any more."""
+    """News for the training thread. ``report`` is set when an outer step was taken; ``ends_offer`` when this
+    ended this peer's offer: one that has yet to be encoded is another."""
 
     fragment: int
     version: int
@@ -180,6 +180,7 @@ class TensorLedger:
             ledger = self._fragments[mean.fragment]
             if ledger.state.version + 1 != mean.round:
                 return AgreedVersion(ledger.state.version, self._digests[mean.fragment])
+            ended = ledger.has_offered
             decoded = self._decode(mean.mean, ledger.state.params.numel())
             applied = ledger.commit(mean.round, mean.base_version, decoded, mean.parts)
             return self._moved(
@@ -191,7 +192,8 @@ class TensorLedger:
                     applied.report,
                     applied.contributed,
                     applied.share,
-                    trouble=applied.refused,
+                    ended,
+                    applied.refused,
                 ),
             )
 
@@ -235,8 +237,8 @@ class TensorLedger:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
-            merge = ledger.adopt(state, parts)
-            return self._moved(fragment, lambda: Outcome(fragment, state.version, merge))
+            ended, merge = ledger.has_offered, ledger.adopt(state, parts)
+            return self._moved(fragment, lambda: Outcome(fragment, state.version, merge, ends_offer=ended))
 
         return await self._ask(work)
 
