@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ from p2p_co2.transport.admission import Admission
 from p2p_co2.transport.base import Link
 from p2p_co2.transport.hivemind_quiet import P2PDaemonError
 from p2p_co2.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
-from p2p_co2.transport.libp2p_control import hang_up, open_stream, reach
+from p2p_co2.transport.libp2p_control import answers, hang_up, open_stream, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.transport.libp2p_revival import keep_alive
 from p2p_co2.wire.identity import Identity
@@ -310,3 +311,13 @@ async def test_ending_a_daemon_leaves_its_exit_status_to_the_loop(tmp_path: Path
     await daemon.stop()
     assert process.returncode == -signal.SIGTERM
     assert not looked
+
+
+async def test_a_daemon_that_takes_no_more_questions_does_not_answer(tmp_path: Path) -> None:
+    """One that hangs for long enough has a full queue: then the system refuses, instead of letting wait."""
+    with socket.socket(socket.AF_UNIX) as daemon, socket.socket(socket.AF_UNIX) as waiting:
+        daemon.bind(str(tmp_path / "control"))
+        daemon.listen(0)
+        waiting.connect(str(tmp_path / "control"))
+        p2p = SimpleNamespace(daemon_listen_maddr={"unix": str(tmp_path / "control")})
+        assert not await answers(p2p, PATIENCE_S)  # type: ignore[arg-type]

@@ -49,6 +49,8 @@ async def answers(p2p: P2P, timeout_s: float) -> bool:
             await read_pbmsg_safe(reader, p2pd_pb2.Response())
     except TimeoutError:
         return False
+    except (BlockingIOError, ConnectionResetError):
+        return False  # so many wait for it that the system takes no more
     except (OSError, asyncio.IncompleteReadError, DecodeError):
         return True  # it has ended, or this process has no file left: starting another would not mend that
     finally:
