@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from p2p_co2.simnet.campaign import play
 from p2p_co2.simnet.faults import STORM_FAULTS
 
+SEEDS = 60
+
 
 def check_storms(seeds: Iterable[int]) -> None:
     """No law is broken, every kind of fault comes to pass in each storm, and rounds are made after it."""
