@@ -26,6 +26,11 @@ from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error, TicketE
 from p2p_co2.peer_options import peer_config
 
 hand_over()
+HELP_ORDER = (
+    "demo", "init", "plan", "rehearse", "simulate", "seed", "doctor", "join", "board", "watch", "export",
+    "sample", "eval",
+)  # fmt: skip
+"""Of the commands, as somebody meets them who starts with nothing."""
 app = typer.Typer(
     name="p2p-co2",
     help="Volunteers train one PyTorch model together over the internet: asynchronous, quantised, no server.",
@@ -33,6 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 110},
 )
 cli_checks.add_to(app)
 cli_views.add_to(app)
@@ -329,6 +335,10 @@ def init() -> None:
 
     print(DEFAULT_RUN_FILE, end="")
 
+
+app.registered_commands.sort(
+    key=lambda command: HELP_ORDER.index(command.name or getattr(command.callback, "__name__", ""))
+)
 
 if __name__ == "__main__":
     sys.exit(main())

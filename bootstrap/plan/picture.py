@@ -42,7 +42,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     bits = [10 ** (_FROM + (_TO - _FROM) * point / (_POINTS - 1)) for point in range(_POINTS)]
     curves = jobs_of(plan.setting)
     if plan.advice.setting != plan.setting:
-        curves["as advised"] = _overlapped(plan.advice.setting)
+        curves["shortest round"] = _overlapped(plan.advice.setting)
     for colour, (name, job) in zip(COLOURS, curves.items(), strict=False):
         axes.plot(
             bits,

@@ -83,7 +83,7 @@ def _comparison(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("as given", justify="right")
-    table.add_column("as advised", justify="right")
+    table.add_column(f"shortest at {plan.advice.target:.0%}", justify="right")
     pairs = ((plan.setting, plan.forecast), (plan.advice.setting, plan.advice.forecast))
     for name, cell in _ROWS:
         table.add_row(name, *(Text(cell(setting, shown)) for setting, shown in pairs))
