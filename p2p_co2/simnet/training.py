@@ -282,6 +282,8 @@ class Training:
         self.report()
 
     def _settled(self) -> bool:
+        if self._run.cells > 1 and self._finished() != self._node.standing.progress.finished:
+            self._show()  # what is in flight no more is told: until then others wait for our part in it
         known = [agreed.version for agreed in self._node.agreed]
         return known == self.versions and self._node.standing.settled
 
