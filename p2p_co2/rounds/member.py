@@ -423,11 +423,9 @@ class Member:
 
     def note_duration(self, now: float, *, committed: bool) -> None:
         """The round is decided: how long its owners took. Over several cells they waited for others' sums, so
-        there it is the whole round that counts, and one that failed would have taken we do not know how much
-        longer."""
+        there the whole round counts, and one that failed would have taken longer: we do not know how much."""
         if self.exchange is not None:
-            whole_s = now - self.begun_at
-            self._swarm.over_cells[self.attempt.fragment].add(whole_s if committed else 2 * whole_s)
+            self._swarm.over_cells[self.attempt.fragment].add((now - self.begun_at) * (1 if committed else 2))
             return
         took_s: dict[PeerId, float] = {}
         for part, owner in enumerate(self.attempt.owners):
@@ -448,7 +446,5 @@ class Member:
 
     def agreed_mean(self, outcome: Outcome) -> memoryview | None:
         """The whole fragment's mean if ours is what was committed, else None."""
-        held = [state.digest for state in self._parts]
-        if held != [part.digest for part in outcome.parts]:
-            return None
-        return self._mean
+        agrees = [state.digest for state in self._parts] == [part.digest for part in outcome.parts]
+        return self._mean if agrees else None
