@@ -35,6 +35,8 @@ _LIGHT = {
     "hivemind.dht": {},
 }
 """Packages that begin empty -> what their own modules ask of them, and where it is made."""
+_ASKED_BY_PEOPLE = frozenset({"__version__", "__all__"})
+"""Of the names with underscores, which Python itself asks all modules for: these need the package."""
 
 
 class _PutOff(ModuleType):
@@ -48,7 +50,8 @@ class _PutOff(ModuleType):
         if home is not None:
             return getattr(importlib.import_module(f"{self.__name__}.{home}"), name)
         spec = self.__spec__
-        if name.startswith("__") or spec is None or spec.loader is None:
+        machinery = name.startswith("__") and name not in _ASKED_BY_PEOPLE
+        if machinery or spec is None or spec.loader is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.__class__ = ModuleType  # type: ignore[assignment]  # from now on like any other
         with warnings.catch_warnings():
