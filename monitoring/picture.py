@@ -185,13 +185,14 @@ def _curve(peer: PeerView, started_at: float, scale: float) -> tuple[np.ndarray,
 
 
 def _smooth(loss: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a twentieth of the run, narrower at both ends, so that nothing is
-    shifted."""
+    """Centred moving mean over about a twentieth of the run. At the start, where the loss is steep, it is
+    narrower, so that nothing is shifted; at the end one-sided, so that no single step bends the curve."""
     half = max(1, len(loss) // 40)
     sums = np.concatenate([[0.0], np.cumsum(loss)])
     middle = np.arange(len(loss))
-    reach = np.minimum(half, np.minimum(middle, len(loss) - 1 - middle))
-    smooth: np.ndarray = (sums[middle + reach + 1] - sums[middle - reach]) / (2 * reach + 1)
+    before = np.minimum(half, middle)
+    after = np.minimum(before, len(loss) - 1 - middle)
+    smooth: np.ndarray = (sums[middle + after + 1] - sums[middle - before]) / (before + after + 1)
     return smooth
 
 
