@@ -171,6 +171,7 @@ OUTERS = [
     OuterConfig(momentum=0.9, nesterov=False, clip="none"),
     OuterConfig(clip="elementwise", clip_phi=0.004),
     OuterConfig(clip="rms", clip_phi=0.5, nesterov=False),
+    OuterConfig(clip="elementwise", clip_phi=1e-50),  # no bound that fp32 can tell from zero
 ]
 
 

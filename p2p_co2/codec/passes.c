@@ -44,7 +44,8 @@ INLINE float float_of(int32_t bits) {
 }
 
 INLINE __m256 clamped(__m256 values, float least, float most) {
-    return _mm256_min_ps(_mm256_max_ps(values, _mm256_set1_ps(least)), _mm256_set1_ps(most));
+    /* In this order, as torch: of two zeros, which compare equal, the value's own sign stays. */
+    return _mm256_min_ps(_mm256_set1_ps(most), _mm256_max_ps(_mm256_set1_ps(least), values));
 }
 
 /* ---- one block, its 128 values in 16 vectors */
