@@ -164,6 +164,16 @@ def test_who_sent_us_after_what_nobody_has_is_not_believed_for_a_while() -> None
     assert len(_tell(machine, liar, 3, [liar], 2.0 + FIRST_S)) == 1
 
 
+def test_a_peer_that_decided_for_the_smaller_side_of_a_split_does_not_blame_itself() -> None:
+    machine = one_machine(1, 2)
+    fragment, key = machine._fragments[0], wire.RoundKey(round=1, attempt=bytes(16))
+    for signer, blamed in ((machine._swarm.me, []), (make_identity(1).peer_id, [make_identity(1).peer_id])):
+        fragment.verdicts.keep(wire.Decision(), wire.Outcome(key=key, committed=True, decided_by=signer))
+        fragment.judging.moved((1, DIGEST), 1, bytes(32), 1.0)  # most others hold something else
+        assert fragment.verdicts.commit(1) is None
+        assert [event.peer for event in drain(machine) if isinstance(event, Distrusted)] == blamed
+
+
 def test_each_blame_lasts_twice_as_long_and_a_commit_clears_a_coordinator() -> None:
     repute, news, peer = Repute(), list[Distrusted](), PeerId("x")
     repute.emit = news.append

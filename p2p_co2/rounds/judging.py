@@ -39,7 +39,8 @@ class Judging:
 
     def _forget(self, round_: int, why: str, now: float) -> None:
         for signer in self._verdicts.forget(round_):
-            self._swarm.repute.lied(signer, why, now)
+            if signer != self._swarm.me:  # we may have decided for the smaller side of a split
+                self._swarm.repute.lied(signer, why, now)
 
     def heard(self, outcome: Outcome, now: float) -> None:
         """A decision came: has its signer told something else of the same attempt? Over several cells it may
