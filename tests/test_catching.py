@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2p_co2.catchup import Disputed
+from p2p_co2.catchup import Disputed, Fetched, Goal
 from p2p_co2.membership import PeerInfo
-from p2p_co2.node.catching import Catching
+from p2p_co2.node.catching import NOTICE_AFTER_S, Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry.events import Warned
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope, Status
+from p2p_co2.wire.messages_pb2 import Decision, Envelope, Status
 from tests.fuzz.world import World, run_virtual
 from tests.round_network import forged_commit
 
@@ -112,6 +112,44 @@ def test_a_mean_of_a_and_b_is_taken_where_they_are_most_of_those_who_train_or_di
     )
     catching = Catching(node)  # type: ignore[arg-type]
     assert catching._is_most({PeerId("a"), PeerId("b")}) is is_most
+
+
+def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -> None:
+    """At the end of a run nobody has news. One that fetched a round, while the others made the next, must see
+    by itself that it is behind."""
+    wanted: list[Goal] = []
+    ahead = PeerInfo(
+        status=Status(phase=Status.DRAINING), heard_at=0.0, status_at=0.0, versions=(4,), digests=(GOOD,)
+    )
+    node = SimpleNamespace(
+        membership=SimpleNamespace(live={PeerId("a"): ahead}, revision=7),
+        agreed=[AgreedVersion(2, NONE)],
+        standing=SimpleNamespace(progress=SimpleNamespace(phase=Status.DRAINING)),
+        far=SimpleNamespace(
+            cells=1,
+            is_near=lambda peer: True,
+            outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of: None),
+        ),
+        rounds=SimpleNamespace(is_completing=lambda fragment: False),
+        catchup=SimpleNamespace(
+            ask_swarm=lambda vouch: None,
+            add_donors=lambda *of: None,
+            want=lambda goal, now: wanted.append(goal),
+            shape=SimpleNamespace(replayable=lambda fragment: 8),
+        ),
+        now=lambda: 10.0,
+        report=lambda kind, **fields: None,
+    )
+    catching = Catching(node)  # type: ignore[arg-type]
+    assert catching.go_to(0, 3, GOOD, (PeerId("a"),))
+    node.agreed[0] = AgreedVersion(3, GOOD)  # the round is taken ...
+    catching.look_around(10.0)  # ... what the others say is looked at, while the fetch is still open ...
+    catching._went_on(Fetched(wanted[0], 3, b"", Decision(), GOOD, (PeerId("a"),), 0.1, 0), "replay")
+    assert not catching.busy()
+    for now in (10.1, 10.1 + NOTICE_AFTER_S):  # ... and nothing more is heard
+        assert catching.is_watching
+        catching.look_around(now)
+    assert [goal.version for goal in wanted] == [3, 4]
 
 
 def test_a_dispute_between_donors_is_told_with_their_names() -> None:

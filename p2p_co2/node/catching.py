@@ -53,6 +53,8 @@ class Catching:
         self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
         self._noticed_at: dict[int, float] = {}
         self._looked_at: object = None
+        self._looks_again = False
+        """A fetch ended after the others were looked at: they may be further by now, and silent."""
         self._near_versions: dict[int, tuple[object, int]] = {}
         self._majorities: dict[int, tuple[object, bytes | None]] = {}
         """What ``near_version`` and ``_majority`` said last, and of what."""
@@ -63,8 +65,8 @@ class Catching:
 
     @property
     def is_watching(self) -> bool:
-        """Whether something was noticed that ``look_around`` has to look at again."""
-        return bool(self._noticed_at)
+        """Whether something was noticed that ``look_around`` has to look at again, news or not."""
+        return bool(self._noticed_at) or self._looks_again
 
     def busy(self) -> bool:
         return bool(self._targets)
@@ -86,12 +88,13 @@ class Catching:
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
+        looks_again, self._looks_again = self._looks_again, False
         if self._rests():
             return
         joining = self._is_joining()
         outlook = self._node.far.outlook
         seen = (self._node.membership.revision, outlook.revision, tuple(self._node.agreed), joining)
-        if seen == self._looked_at and not self._noticed_at:
+        if seen == self._looked_at and not self._noticed_at and not looks_again:
             return
         self._looked_at = seen
         if self._is_with_all():
@@ -198,8 +201,8 @@ class Catching:
         if event.goal.what == ROUND and fragment in self._targets and event.goal.donors:
             self._fetch_next(fragment, whole=True)
             return
-        target = self._targets.pop(fragment, None)
-        self._noticed_at.pop(fragment, None)
+        target = self._targets.get(fragment)
+        self._drop_target(fragment)
         if target is not None:
             self._node.rounds.forget_outcome(
                 fragment, target[0]
@@ -235,7 +238,7 @@ class Catching:
             await self._node.deciding.adopt(fragment, event.data, AgreedVersion(event.version, event.digest))
         except (DigestMismatch, RemoteProtocolError) as error:
             self._blame(event, "bad state", str(error))
-            self._targets.pop(fragment, None)
+            self._drop_target(fragment)
             self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
             self._node.give_up_offer(fragment)
             return
@@ -251,8 +254,7 @@ class Catching:
             else:
                 self._fetch_next(fragment)
             return
-        self._targets.pop(fragment, None)
-        self._noticed_at.pop(fragment, None)
+        self._drop_target(fragment)
         self._node.report(
             ev.CaughtUp,
             fragment=fragment,
@@ -264,6 +266,12 @@ class Catching:
             bytes=len(event.data),
             duration_s=event.duration_s,
         )
+
+    def _drop_target(self, fragment: int) -> None:
+        """Its fetch has ended, one way or the other."""
+        self._targets.pop(fragment, None)
+        self._noticed_at.pop(fragment, None)
+        self._looks_again = True
 
     def _checked_mean(self, event: Fetched) -> AgreedMean | None:
         """The mean of a replayed round, held against its signed decision; None if this peer is past it
