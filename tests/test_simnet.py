@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.envelope import Opened, enveloped
-from p2p_co2.simnet import EventLog, Settings, Swarm, simulate
+from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
@@ -48,3 +50,19 @@ def test_messages_that_many_receive_are_read_once_and_never_written_to() -> None
     assert {message.kind for message in read.values()} >= {"ping", "pong", "ready", "begin", "mean", "result"}
     assert all(enveloped(message.body, head) == data for data, message in read.items())
     assert once.cache_info().hits > len(read)
+
+
+def test_a_storm_calls_nobody_back_before_it_sends_them_away() -> None:
+    leaving = Storm(3.5, 6.6, crashing=0, powerless=0, stalling=0, assassinations=0, leaving=1)
+    swarm = Swarm(Settings(run=run_of(), peers=200, seed=2), EventLog())
+    calls: list[tuple[float, int, str, int]] = []
+
+    def keep(when: float, callback: Callable[..., object], *args: object) -> None:
+        if callback.__name__ in ("_go", "start"):
+            index = next(arg for arg in args if isinstance(arg, int))
+            calls.append((when, len(calls), callback.__name__, index))
+
+    swarm.world.call_at = keep  # type: ignore[method-assign,assignment]
+    leaving.plan(swarm)
+    for index in range(200):
+        assert [name for *_, name, called in sorted(calls) if called == index] == ["_go", "start"]

@@ -95,7 +95,8 @@ class Storm:
             _, back_at = self._times(rng)
             at = self.from_s + rng.random()  # soon: it may finish its first round before it goes
             swarm.world.call_at(at, _go, swarm, index, 0.0)
-            swarm.world.call_at(back_at, swarm.start, index, rng.random() < KEEPS_DISK)
+            # A start that finds it still there does nothing, and no other comes: never before it goes.
+            swarm.world.call_at(max(at, back_at), swarm.start, index, rng.random() < KEEPS_DISK)
         for index in stalling:
             at, until = self._times(rng)
             swarm.world.call_at(at, swarm.stall, index, until)
