@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.node.ledger import AgreedMean
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.rounds import DECISION_CONTEXT
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
+from p2p_co2.simnet.laws import Auditor, Books, History
 from p2p_co2.simnet.ledger import CountingLedger, State
-from p2p_co2.simnet.work import add, mean_of, unpack
+from p2p_co2.simnet.virtual_time import VirtualTime
+from p2p_co2.simnet.work import Work, add, mean_of, pack, unpack
+from p2p_co2.wire.messages_pb2 import Outcome
 
 ROUND_S = 4.0
 SEEDS = range(1, 9)
@@ -91,3 +95,32 @@ def test_lost_work_is_caught(bug: type[CountingLedger]) -> None:
     found = [violation for seed in SEEDS for violation in violations_with(bug, seed, storm=True)]
     assert any(violation.law == "conservation" and "lost" in violation.text for violation in found)
     assert ("failed round" in laws(found)) is (bug is LosesResidual)
+
+
+@pytest.mark.parametrize("signed_upon", ["the common start", "nothing", "another state"])
+def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it_was(
+    signed_upon: str,
+) -> None:
+    """Seed 150 of the storms: told that its offer was counted, a peer took over the state that the other half
+    had made of the same round."""
+    books = Books([1], lambda: 0.0)
+    work = books.works["a"] = Work("a", 6)
+    loop = VirtualTime().loop()
+    ledger = CountingLedger("a", [1], [64], 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
+    ledger.fragments[0].counted = [0]
+    start = ledger.fragments[0].state
+    offer = ledger._offer(0, work.units, 2.0)
+    ledger.audit.offered(0, start, 0, offer)
+    outcome = Outcome(committed=True, state_digest=start.digest)
+    outcome.key.round = 1
+    outcome.parts.add(start_block=0, stop_block=1).contributors.add(peer="a", weight=2.0)
+    if signed_upon == "another state":
+        outcome.state_digest = bytes(32)
+    if signed_upon != "nothing":
+        books.sign(DECISION_CONTEXT, outcome.SerializeToString())
+    other = State.of(0, 1, [7, 1])
+    books.histories[0][other.digest] = History(other, start.digest, {"b": (1,)})
+    told = (PartWeights(0, 1, {"a": 2.0}),)
+    ledger._adopt(0, pack((1, *other.sums)), AgreedVersion(1, other.digest), told)
+    assert laws(books.violations) == (set() if signed_upon == "the common start" else {"conservation"})
+    assert sum(books.written_off.values()) == (6 if signed_upon == "the common start" else 0)

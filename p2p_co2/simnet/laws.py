@@ -20,12 +20,12 @@ Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
 from p2p_co2.digest import digest
-from p2p_co2.node.ledger import AgreedMean, PartWeights
+from p2p_co2.node.ledger import AgreedMean, PartWeights, weights_of
 from p2p_co2.rounds import DECISION_CONTEXT
 from p2p_co2.rounds.cells import read_who
 from p2p_co2.rounds.decision import ROSTER_CONTEXT, roster_digest
@@ -107,12 +107,23 @@ class Books:
         """Who is in a mean: in a round over several cells those of all rosters that its outcome names."""
         for outcome in self._signed.get((mean.fragment, mean.round), []):
             if outcome.cells and outcome.state_digest == before.digest and _holds(outcome, mean):
-                rosters = [self._rosters[share.roster_digest] for share in outcome.cells]
-                return tuple(
-                    PartWeights(part.start_block, part.stop_block, _in_part(rosters, number))
-                    for number, part in enumerate(outcome.parts)
-                )
+                return self._parts_of(outcome)
         return mean.parts
+
+    def promised(self, fragment: int, before: State) -> Iterator[PartWeights]:
+        """Who is in the next round by any outcome that was signed upon this state: a split may sign two."""
+        for outcome in self._signed.get((fragment, before.version + 1), []):
+            if outcome.state_digest == before.digest:
+                yield from self._parts_of(outcome)
+
+    def _parts_of(self, outcome: Outcome) -> tuple[PartWeights, ...]:
+        if not outcome.cells:
+            return weights_of(outcome)
+        rosters = [self._rosters[share.roster_digest] for share in outcome.cells]
+        return tuple(
+            PartWeights(part.start_block, part.stop_block, _in_part(rosters, number))
+            for number, part in enumerate(outcome.parts)
+        )
 
 
 class Auditor:
@@ -187,7 +198,23 @@ class Auditor:
             for block, (mine, theirs) in enumerate(both):
                 if mine > theirs:
                     self.written_off(fragment, block, theirs, mine, "counted in a history that was given up")
+        if new is not None:
+            self._give_up_promised(fragment, before, new, counted)
         self._compare(fragment, after, counted, "a state that was adopted")
+
+    def _give_up_promised(self, fragment: int, before: State, taken: History, counted: Sequence[int]) -> None:
+        """A peer that was told an outcome goes by it, and the state that it takes may come of another: what
+        it offered is then in a history that it never reached. Nothing but such offers is written off."""
+        offers = self._books.offers[fragment].get(before.version + 1, {})
+        for part in self._books.promised(fragment, before):
+            mine = offers.get((self._peer, part.weights.get(self._peer, 0.0)), [])
+            units = max((offer.units for offer in mine), default=0)
+            for block in range(part.start_block, part.stop_block):
+                start, stop = self._counted_in(taken)[block], min(counted[block], units)
+                if start < stop and self._work.count(start, stop) > self._excused(
+                    fragment, block, start, stop
+                ):
+                    self.written_off(fragment, block, start, stop, "counted in a history that was not taken")
 
     def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None:
         """Work that comes to nothing, with a reason."""
