@@ -169,6 +169,19 @@ def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_
     assert bench.wire.seen(ev.FragmentApplied) == []
 
 
+def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C may come at any moment, and nobody answers in this swarm."""
+    bench = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
+    bench.step(2)
+    assert bench.sync.exposed_s >= synchroniser.FIRST_ROUND_BOUND_S
+    waited_s = bench.sync.exposed_s
+    bench.sync.stopped = True
+    bench.step(2)
+    assert len(bench.wire.offers) == 2
+    assert bench.sync.exposed_s == waited_s
+    bench.ledger.close()
+
+
 def test_by_the_clock_a_fragment_that_missed_two_points_is_sent_when_its_round_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -189,7 +189,7 @@ class Process:
     def ask_to_leave(self) -> None:
         """Ctrl-C, once; before it trains there is nothing to finish."""
         if self.training is not None and self.trained_at is not None:
-            self.training.asked_to_leave = True
+            self.training.ask_to_leave()
         else:
             self.die(host_up=True)
 

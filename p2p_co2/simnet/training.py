@@ -150,6 +150,11 @@ class Training:
                 return False
             await asyncio.sleep(LOOK_EVERY_S)
 
+    def ask_to_leave(self) -> None:
+        """Ctrl-C, while it trains: whatever it waits for, it looks up."""
+        self.asked_to_leave = True
+        self._news.set()
+
     # ---- steps
 
     async def train(self) -> None:
@@ -190,7 +195,7 @@ class Training:
             return
         self._offer(fragment)
         if self.versions[fragment] < self._run.outer.blocking_rounds:
-            await self._wait(lambda: fragment not in self.sent, FIRST_ROUND_BOUND_S)
+            await self._wait(lambda: self.asked_to_leave or fragment not in self.sent, FIRST_ROUND_BOUND_S)
 
     def _offer(self, fragment: int) -> None:
         points = points_passed(fragment, self._count, self.position)

@@ -183,7 +183,7 @@ class Synchroniser:
         self._missed[fragment] = 0
         self._offer(fragment)
         if self.versions[fragment] < self._run.outer.blocking_rounds:
-            self._wait(lambda: fragment not in self._sent, FIRST_ROUND_BOUND_S)
+            self._wait(lambda: self.stopped or fragment not in self._sent, FIRST_ROUND_BOUND_S)
 
     def _offer(self, fragment: int) -> None:
         self._sent[fragment] = _Sent(
