@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from p2p_co2.simnet.campaign import play
 from p2p_co2.simnet.faults import STORM_FAULTS
 
-SEEDS = 60
+SEEDS = 200
 
 
 def check_storms(seeds: Iterable[int]) -> None:
