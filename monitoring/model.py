@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 
 from monitoring.facts import PeerFacts, SwarmFacts
 from monitoring.history import SWARM, TIERS, Batch, Happening, History, RoundRow
@@ -65,6 +66,8 @@ class Model:
         self._predicted: float | None = None
         self._predicted_at = -1e9
         self._facts: SwarmFacts | None = None
+        self.retold: Callable[[], None] = lambda: None
+        """Called after each step of a past that is told again in its own time."""
         self._happenings: list[Happening] = []
         self._agreed: list[tuple[float, float, float]] = []
         self._changed_rounds: set[tuple[int, int]] = set()
@@ -138,6 +141,7 @@ class Model:
                 self.now = until
                 self._settle()
                 self._keep(self._made_batch(over=False))
+                self.retold()
                 until = max(until + step_s, event.at)
             self._add(event)
 

@@ -113,9 +113,17 @@ def figures_of(facts: SwarmFacts) -> dict[str, float]:
 def export_feed(
     feed: Feed, sinks: Sequence[Sink], seconds: float = 0.0, say: Callable[[str], None] = print
 ) -> int:
-    """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed; ``say`` hears when the
-    swarm comes or goes. Returns the exit status; closes feed and sinks."""
+    """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed, a run's past included
+    where the feed has it; ``say`` hears when the swarm comes or goes. Returns the exit status; closes feed
+    and sinks."""
     model = Model(feed, History(None))
+
+    def write() -> None:
+        facts = model.facts()
+        for sink in sinks if facts.peers_known else ():
+            sink.write(figures_of(facts), facts.tokens)
+
+    model.retold = write
     stop = StopSignals(lambda: None)
     ends_at = time.monotonic() + seconds if seconds else float("inf")
     told = ""
@@ -129,9 +137,7 @@ def export_feed(
                 if facts.connection != told:
                     told = facts.connection
                     say(f"{told}: {plain(facts.connection_words, 300)}")
-                if facts.peers_known:
-                    for sink in sinks:
-                        sink.write(figures_of(facts), facts.tokens)
+                write()
                 if facts.connection == "ended":
                     break
                 time.sleep(EVERY_S if not stop.asked else 0.0)
