@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.ticket import Ticket
@@ -181,7 +181,10 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
         await probes.start()
         say(f'run "{run.name}", recipe {run.recipe}, digest {seed.run_digest.hex()[:16]}')
         ticket = await _print_ticket(p2p, seed, say)
-        say("join with: p2p-co2 join TICKET    (Ctrl-C ends the seed; peers that know each other go on)")
+        how = (
+            "your own program: python my_loop.py TICKET" if run.recipe == OWN_LOOP else "p2p-co2 join TICKET"
+        )
+        say(f"join with: {how}    (Ctrl-C ends the seed; peers that know each other go on)")
         if options.port == 0 and not options.also:
             say("the port is a free one: for a ticket that outlives a restart, give --port")
         stack.push_async_callback(end_if_hung, p2p)

@@ -23,6 +23,8 @@ ApplyRule = Literal["keep", "co2", "blend", "eager"]
 CarrierName = Literal["auto", "grpc", "libp2p"]
 
 
+OWN_LOOP = "own-loop"
+"""The recipe's name in runs whose peers run a program of their own around ``p2p_co2.join``."""
 SLOWEST_CAP_BYTES_PER_S = 10_000
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 
-from p2p_co2.config import RunConfig
+from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.fragments import plan_fragments
 from p2p_co2.recipes import Recipe, load_recipe
-from p2p_co2.recipes.recipe import OWN_LOOP
 
 WARM_UP_STEPS = 3
 LEAST_STEPS, LEAST_S = 5, 2.0

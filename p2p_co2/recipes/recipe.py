@@ -27,13 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from p2p_co2.config import OWN_LOOP
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss, sample_text
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, text_corpus, token_corpus
 
 BYTE_GPT = "byte-gpt"
-OWN_LOOP = "own-loop"
-"""The name for runs whose peers run a program of their own around ``p2p_co2.join``."""
 BYTE_GPT_VERSION = 1
 """Raised when a change makes the built-in model differ for the same options."""
 WARMUP_ROUNDS = 0.5
