@@ -209,6 +209,26 @@ async def test_rates_are_measured_both_ways_and_keep_to_a_cap(tmp_path: Path) ->
         assert not it.server._limits.bulk_running
 
 
+async def test_a_busy_prober_reads_at_once_and_makes_no_line_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, stood_s, take_bulk = 1 << 18, 0.5, probe.take_bulk
+
+    async def starved(reader: asyncio.StreamReader, most_bytes: int) -> tuple[int, float, bool]:
+        await asyncio.sleep(stood_s)
+        taken, _, ended = await take_bulk(reader, most_bytes)
+        return taken, 0.001, ended
+
+    async with world(tmp_path) as it:
+        monkeypatch.setattr(probe, "take_bulk", starved)
+        async with it.prober() as prober:
+            asked_at = time.monotonic()
+            passed = await prober.upload(size)
+            most_s = time.monotonic() - asked_at
+        assert 0 < passed.size_bytes < size
+        assert size / most_s * 0.5 < passed.bytes_per_s < 1.1 * size / stood_s
+
+
 async def test_what_is_refused_says_why(tmp_path: Path) -> None:
     async with world(tmp_path) as it:
         async with it.prober(bytes(32)) as prober:
