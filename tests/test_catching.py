@@ -37,7 +37,7 @@ def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
         assert min(world.versions()[0]) >= 4
         assert len(set(world.versions())) == 1
         for newcomer in world.trainers[2:]:
-            assert newcomer.node.standing.abreast
+            assert newcomer.node.progress.abreast
             assert not newcomer.refused
         await world.close()
 
@@ -77,7 +77,7 @@ def test_who_vouches_for_the_state_of_a(
     node = SimpleNamespace(
         membership=SimpleNamespace(live=live, revision=0),
         agreed=[AgreedVersion(0, NONE)],
-        standing=SimpleNamespace(progress=SimpleNamespace(phase=Status.JOINING)),
+        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.JOINING)),
         far=SimpleNamespace(cells=1, is_near=lambda peer: True),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
@@ -124,7 +124,7 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
     node = SimpleNamespace(
         membership=SimpleNamespace(live={PeerId("a"): ahead}, revision=7),
         agreed=[AgreedVersion(2, NONE)],
-        standing=SimpleNamespace(progress=SimpleNamespace(phase=Status.DRAINING)),
+        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
         far=SimpleNamespace(
             cells=1,
             is_near=lambda peer: True,

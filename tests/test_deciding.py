@@ -70,7 +70,7 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
     node.rounds.set_peers({peer: PeerView() for peer in [*MEMBERS, COORDINATOR.peer_id]}, 1.0)
     node.rounds.set_state(0, 4, START if is_ours else digest(b"another history"))
     node.rounds.receive(round_of(MEMBERS).decision, COORDINATOR.peer_id, 2.0)
-    node.standing = node.catchup = Mock()
+    node.progress = node.catchup = Mock()
     node.refresh = node.pump = Mock()
     await Deciding(node, cast(Any, Told()), cast(Any, None)).adopt(0, b"", AgreedVersion(9, bytes(32)))
     weights = PartWeights(0, 4, dict.fromkeys(MEMBERS, 1.0))
@@ -93,7 +93,7 @@ async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
     node.rounds.set_peers({peer: PeerView() for peer in MEMBERS}, 1.0)
     node.rounds.set_state(0, 4, START)
     node.rounds.offer(Offer(0, 5, 4, START, bytes(32), 1.0), 1.0)
-    node.standing = node.catchup = Mock()
+    node.progress = node.catchup = Mock()
     node.refresh = Mock()
     said: list[Any] = []
     node.report = lambda kind, **fields: said.append(kind)

@@ -1,4 +1,4 @@
-"""Links and standing, over carriers made for the purpose: choice, loss, bounds, priority, caps."""
+"""Links and progress, over carriers made for the purpose: choice, loss, bounds, priority, caps."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_many_that_rest_do_not_hold_back_a_newcomer_nor_serve_it() -> None:
         await asyncio.sleep(4)
         newest = min(agreed.version for agreed in first.node.agreed)
         assert newest > max(agreed.version for agreed in resting[0].node.agreed) + AHEAD_AT_MOST
-        assert late.node.standing.abreast
+        assert late.node.progress.abreast
         assert [agreed.version for agreed in late.node.agreed] == [
             agreed.version for agreed in first.node.agreed
         ]
@@ -109,7 +109,7 @@ def test_who_rests_gives_what_nobody_else_has() -> None:
         world.start()
         await asyncio.sleep(4)
         assert min(world.versions()[-1]) > 1
-        assert world.trainers[-1].node.standing.abreast
+        assert world.trainers[-1].node.progress.abreast
         await world.close()
 
     run_virtual(work())

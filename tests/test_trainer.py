@@ -19,7 +19,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, RunConfig
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
-from p2p_co2.node.standing import LocalProgress
+from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
 from p2p_co2.schedule import FLUSH_FLOOR_S, SETTLE_S
 from p2p_co2.telemetry import events as ev

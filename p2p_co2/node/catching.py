@@ -148,7 +148,7 @@ class Catching:
         self.look_around(now)
 
     def _rests(self) -> bool:
-        return self._node.standing.progress.phase == Status.PAUSED
+        return self._node.progress.local.phase == Status.PAUSED
 
     def handle(self, event: CatchUpEvent) -> None:
         if isinstance(event, ExportWanted):
@@ -326,7 +326,7 @@ class Catching:
         if node.far.cells == 1:
             return near
         phases = {info.status.phase for info in node.membership.live.values()}
-        phases.add(node.standing.progress.phase)
+        phases.add(node.progress.local.phase)
         over = Status.TRAINING not in phases and not node.far.outlook.trains(node.now())
         mine = near if phases & {Status.TRAINING, Status.DRAINING} else None
         return max(near, node.far.outlook.version(fragment, mine, over))
@@ -352,7 +352,7 @@ class Catching:
         return version
 
     def _is_joining(self) -> bool:
-        return self._node.standing.progress.phase == Status.JOINING
+        return self._node.progress.local.phase == Status.JOINING
 
     def _may_decide(self, peer: PeerId, group: set[PeerId]) -> bool:
         """Whether ``peer`` may have decided for ``group``: whoever is asked coordinates, also one that only

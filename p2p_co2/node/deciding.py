@@ -178,13 +178,13 @@ class Deciding:
 
     def _agree(self, fragment: int, version: AgreedVersion) -> bool:
         changed = self._node.agreed[fragment] != version
-        self._node.standing.unsettle()
+        self._node.progress.unsettle()
         self._node.agreed[fragment] = version
         self._node.catchup.moved(fragment, version.version)
         self._node.rounds.set_state(fragment, version.version, version.digest)
         if changed:
             self._node.refresh()
-            if self._node.standing.progress.phase == Status.DRAINING:
+            if self._node.progress.local.phase == Status.DRAINING:
                 self._node.membership.announce(self._node.now())  # others wait to see where we end
         return changed
 

@@ -70,18 +70,18 @@ class Far:
         """Put together what our cell sees of the others, now and then."""
         if self.cells == 1:
             return
-        self.outlook.hurry = self._node.standing.progress.phase != Status.TRAINING
+        self.outlook.hurry = self._node.progress.local.phase != Status.TRAINING
         every_s = CONCLUDED_QUICKLY_EVERY_S if self.outlook.hurry else CONCLUDED_EVERY_S
         if now - self._concluded_at < every_s:
             return
         self._concluded_at = now
-        self.outlook.conclude(self._node.membership.live, now, self._node.standing.rounds_per_s)
+        self.outlook.conclude(self._node.membership.live, now, self._node.progress.rounds_per_s)
         words = self.outlook.recent(now)
         self._node.rounds.set_other_cells(
             {word.cell: word.versions for word in words if word.trains},
             {word.cell: word.finished for word in words},
         )
-        if self.outlook.has_seen_news and self._node.standing.progress.phase == Status.DRAINING:
+        if self.outlook.has_seen_news and self._node.progress.local.phase == Status.DRAINING:
             self.outlook.has_seen_news = False
             self._node.membership.announce(now)  # the others of our cell wait for it
 
@@ -106,17 +106,17 @@ class Far:
         """How our cell stands, for those who watch it; without versions as long as nobody has joined."""
         node, now = self._node, self._node.now()
         live = node.membership.live
-        phase = node.standing.progress.phase
+        phase = node.progress.local.phase
         phases = {info.status.phase for info in live.values()} | {phase}
         sight = CellSight(cell=self.cell, peer=node.me)
         if phases.isdisjoint({Status.TRAINING, Status.DRAINING}):
             return sight
         sight.trains = Status.TRAINING in phases
         sight.settled = self._home and not sight.trains and phase == Status.DRAINING
-        own = [node.standing.position()] if phase == Status.TRAINING or len(live) == 0 else []
-        positions = sorted([*own, *node.membership.positions(now, node.standing.rounds_per_s)])
-        sight.position = positions[(len(positions) - 1) // 2] if positions else node.standing.position()
-        views = node.standing.views().values()
+        own = [node.progress.position()] if phase == Status.TRAINING or len(live) == 0 else []
+        positions = sorted([*own, *node.membership.positions(now, node.progress.rounds_per_s)])
+        sight.position = positions[(len(positions) - 1) // 2] if positions else node.progress.position()
+        views = node.progress.views().values()
         finished = [all(not v.training or f in v.finished for v in views) for f in range(len(node.agreed))]
         bits = sum(1 << fragment for fragment, over in enumerate(finished) if over)
         sight.finished = bits.to_bytes(-(-len(finished) // 8) if bits else 0, "little")
@@ -130,7 +130,7 @@ class Far:
         """The lower median position of all who train, in all cells, each cell counting as many as ours."""
         if self.cells == 1:
             return sorted(near)[(len(near) - 1) // 2] if near else None
-        far = self.outlook.positions(now, self._node.standing.rounds_per_s)
+        far = self.outlook.positions(now, self._node.progress.rounds_per_s)
         weighted = sorted([*((at, 1) for at in near), *((at, max(1, len(near))) for at in far)])
         total, passed = sum(weight for _, weight in weighted), 0
         for position, weight in weighted:

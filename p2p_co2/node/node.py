@@ -27,8 +27,8 @@ from p2p_co2.node.envelope import Opened, enveloped, kind_of, opened
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.node.progress import LocalProgress, SwarmProgress
 from p2p_co2.node.receiving import BULK, Receiving
-from p2p_co2.node.standing import LocalProgress, Standing
 from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
 from p2p_co2.node.unreachable import Unreachable
 from p2p_co2.rounds import Offer, PayloadShape, Rounds
@@ -86,7 +86,7 @@ class Node:
             self.rounds.set_state(fragment, version.version, version.digest)
         self.software = network.software
         pace = network.run.clock
-        self.standing = Standing(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0)
+        self.progress = SwarmProgress(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0)
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
         self._beat_at = self._sleeps_until = 0.0
@@ -158,7 +158,7 @@ class Node:
             self.spawn(self._ledger.abort(offer.fragment, offer.round))
             return
         now = self.now()
-        self.rounds.set_peers(self.standing.views(), now)
+        self.rounds.set_peers(self.progress.views(), now)
         try:
             self.rounds.offer(offer, now)
         except LocalProtocolError as error:
@@ -168,10 +168,10 @@ class Node:
     def show(self, progress: LocalProgress) -> None:
         """Where the training thread is; a new phase and a fragment that is finished are announced at once,
         the rest goes with the heartbeats."""
-        known = self.standing.progress
+        known = self.progress.local
         news = (progress.phase, progress.finished) != (known.phase, known.finished)
         rested = known.phase == Status.PAUSED
-        self.standing.progress = progress
+        self.progress.local = progress
         if news:
             if rested:
                 self.catching.wake(self.now())
@@ -272,7 +272,7 @@ class Node:
             self.catchup.handle_timer(now)
             self.far.outlook.handle_timer(now)
             self.pump()
-            self.standing.conclude(self.now())
+            self.progress.conclude(self.now())
             self._wake.clear()
             self._sleeps_until = math.inf
             self._sleep_until(min(self._next_timer_at(), now + HEARTBEAT_S))
@@ -307,7 +307,7 @@ class Node:
 
     def _news_at(self) -> float:
         """When what the others said lately is to be looked at."""
-        return min(self._beat_at if self._has_news() else math.inf, self.standing.conclude_at())
+        return min(self._beat_at if self._has_news() else math.inf, self.progress.conclude_at())
 
     def _has_news(self) -> bool:
         """Whether the machines should hear of the others again, when ``REFRESH_S`` have passed."""
@@ -318,20 +318,20 @@ class Node:
         now = self.now()
         peers = len(self.membership.live)
         self._beat_at = now + min(SLOWEST_REFRESH_S, max(REFRESH_S, peers / REFRESHED_PEERS_PER_S))
-        self.membership.status = self.standing.status()
-        phase = self.standing.progress.phase
+        self.membership.status = self.progress.status()
+        phase = self.progress.local.phase
         self._told_revision, self._has_strangers = self.membership.revision, False
-        finished = self.standing.progress.finished
+        finished = self.progress.local.finished
         news = (self._told_revision, tuple(self.agreed), self.upload_bytes_per_s(), phase, finished)
         if news == self._told:
             return
         self._told = news
-        views = self.standing.views()
+        views = self.progress.views()
         if restarted := self.membership.take_restarted():
             self.rounds.set_peers({peer: view for peer, view in views.items() if peer not in restarted}, now)
         self.rounds.set_peers(views, now)
         if self._links is not None:
-            self._links.set_paces(self.standing.paces())
+            self._links.set_paces(self.progress.paces())
 
     @property
     def download_bytes_per_s(self) -> float:

@@ -150,7 +150,7 @@ class Receiving:
                 node.membership.receive(message, sender, now)
                 return True
             if kind == "ping" and message.nonce:
-                node.membership.status = node.standing.status()  # a pong says where we are, not were
+                node.membership.status = node.progress.status()  # a pong says where we are, not were
             status = opened.status
             if status.sights:
                 check_sights(status.sights, node.far.cells)

@@ -272,8 +272,8 @@ class Swarm:
         inside = [other.volunteer.name for other in others if other.trained_at is not None]
         if not self.inspector.digests or not self.left_behind.issuperset(inside):
             return False
-        standing = process.node.standing if process.node is not None else None
-        return bool(inside) or standing is None or standing.left_behind or not standing.met
+        progress = process.node.progress if process.node is not None else None
+        return bool(inside) or progress is None or progress.left_behind or not progress.met
 
     def kill(self, index: int, host_up: bool) -> None:
         process = self.processes.get(index)

@@ -18,7 +18,7 @@ from typing import Any
 from p2p_co2.config import RunConfig
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
-from p2p_co2.node.standing import LocalProgress
+from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
 from p2p_co2.schedule import LastOffers, SwarmClock, due, flush_bound_s, points_passed, settle_bound_s
 from p2p_co2.simnet.ledger import CountingLedger, Offered, Outcome
@@ -123,7 +123,7 @@ class Training:
             await asyncio.sleep(LOOK_EVERY_S)
         if not await self._find_the_swarm():
             return False
-        others, pace = self._node.standing.swarm_position, self._run.clock
+        others, pace = self._node.progress.swarm_position, self._run.clock
         if others is not None:
             moved = (self._now() - others[1]) / pace.round_s if pace.mode == "time" else 0.0
             self.position = max(others[0] + moved, self.position)
@@ -139,12 +139,12 @@ class Training:
         started_at = followed_at = self._now()
         while True:
             now, heard = self._now(), self._node.live_peers() > 0
-            if not self._node.standing.left_behind:
+            if not self._node.progress.left_behind:
                 followed_at = now
                 waited_s, unheard = now - started_at, self._node.unheard_peers()
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
-                found = waited_s > 0.2 and (self._node.standing.met or not unheard or listened)
-                if found and self._node.standing.abreast if heard else listened:
+                found = waited_s > 0.2 and (self._node.progress.met or not unheard or listened)
+                if found and self._node.progress.abreast if heard else listened:
                     return True
             if now - started_at > CATCH_UP_BOUND_S or now - followed_at > LEFT_BEHIND_BOUND_S:
                 return False
@@ -181,7 +181,7 @@ class Training:
             self.report()
 
     def _advance(self, now: float) -> float:
-        others = self._node.standing.swarm_position
+        others = self._node.progress.swarm_position
         if others is not None:
             position, at = others
             self.clock.observe(position + (now - at) / self._run.clock.round_s, now)
@@ -287,10 +287,10 @@ class Training:
         self.report()
 
     def _settled(self) -> bool:
-        if self._run.cells > 1 and self._finished() != self._node.standing.progress.finished:
+        if self._run.cells > 1 and self._finished() != self._node.progress.local.finished:
             self._show()  # what is in flight no more is told: until then others wait for our part in it
         known = [agreed.version for agreed in self._node.agreed]
-        return known == self.versions and self._node.standing.settled
+        return known == self.versions and self._node.progress.settled
 
     async def _offer_the_rest(self, bound_s: float) -> None:
         """As ``Synchroniser._offer_the_rest``."""

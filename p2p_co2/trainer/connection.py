@@ -221,12 +221,12 @@ class Connection:
             self._thread.check()
             now = time.monotonic()
             waited_s, heard = now - started_at, self._thread.live_peers() > 0
-            if not node.standing.left_behind:
+            if not node.progress.left_behind:
                 followed_at = now
                 unheard = self._thread.unheard_peers()
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 # Those who join as we do know no more than we: who is listed may be about to answer.
-                found = waited_s > 0.2 and (node.standing.met or not unheard or listened)
+                found = waited_s > 0.2 and (node.progress.met or not unheard or listened)
                 if found and self._thread.abreast() if heard else listened:
                     return
             if now - followed_at > LEFT_BEHIND_BOUND_S:

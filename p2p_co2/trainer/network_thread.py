@@ -23,8 +23,8 @@ from p2p_co2.gate import Gate
 from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
+from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
-from p2p_co2.node.standing import LocalProgress
 from p2p_co2.rounds import Offer, PayloadShape
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
@@ -148,7 +148,7 @@ class NetworkThread:
         self._loop.call_soon_threadsafe(self.node.show, progress)
 
     def swarm_position(self) -> tuple[float, float] | None:
-        return self.node.standing.swarm_position
+        return self.node.progress.swarm_position
 
     def rounds_per_s(self) -> float:
         clock = self.network.run.clock
@@ -157,11 +157,11 @@ class NetworkThread:
     def settled(self, versions: Sequence[int]) -> bool:
         """Whether all live peers are done at ``versions``, and this thread knows that we are there too."""
         known = [agreed.version for agreed in self.node.agreed]
-        return known == list(versions) and self.node.standing.settled
+        return known == list(versions) and self.node.progress.settled
 
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
-        return self.node.standing.abreast
+        return self.node.progress.abreast
 
     def caught_up(self) -> None:
         """What was kept of states for the case of an interruption is not needed any more."""

@@ -24,7 +24,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.standing import LocalProgress
+from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
 from p2p_co2.schedule import LastOffers, SwarmClock, due, flush_bound_s, points_passed, settle_bound_s
 from p2p_co2.telemetry import events as ev

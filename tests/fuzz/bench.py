@@ -75,7 +75,7 @@ class Bench:
         self.rounds = Rounds(self.identity, RUN, SHAPE, 32)
         means = tuple(blocks * SHAPE.block_bytes for blocks in SHAPE.blocks)
         self.catchup = CatchUp(self.identity, RUN, Shape(means, STATE_BYTES))
-        self.standing = self.far = self
+        self.progress = self.far = self
         self.cells, self.outlook = 1, Outlook(self.me, 1)
         self.receiving = Receiving(self, 0.0)  # type: ignore[arg-type]
         self.versions, self.digests = [0] * len(means), [START] * len(means)

@@ -27,7 +27,7 @@ from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.node import Node
-from p2p_co2.node.standing import LocalProgress
+from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.rounds import Offer, PayloadShape
 from p2p_co2.telemetry.events import Event, MessageRefused
@@ -202,7 +202,7 @@ class Trainer:
         return None
 
     def settled(self, versions: Sequence[int]) -> bool:
-        return self.node.standing.settled
+        return self.node.progress.settled
 
     def traffic_bytes(self) -> tuple[int, int]:
         return self.node.traffic_bytes()

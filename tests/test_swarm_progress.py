@@ -11,7 +11,7 @@ from p2p_co2.membership import Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.standing import LISTENED_S, LocalProgress, Standing
+from p2p_co2.node.progress import LISTENED_S, LocalProgress, SwarmProgress
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
@@ -40,7 +40,7 @@ class Place:
             software="",
         )
         self.node.far = Far(cast(Any, self.node), 1, self._find_peers)
-        self.standing = self.node.standing = Standing(cast(Any, self.node), 0.25)
+        self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25)
         self.node.catching = Catching(cast(Any, self.node))
 
     async def _find_peers(self, cell: int | None) -> list[PeerRecord]:
@@ -62,35 +62,35 @@ class Place:
 
     def conclude(self) -> None:
         self.now += 1.0
-        self.standing.conclude(self.now)
+        self.progress.conclude(self.now)
 
 
 def test_a_newcomer_whose_donors_all_go_is_left_behind() -> None:
     """It would begin a history of its own, with half of the swarm's state (seed 4 of the storms)."""
     place = Place(0, 0)
     place.hear(OTHER, Status.TRAINING, 3, 3)
-    assert not place.standing.left_behind
+    assert not place.progress.left_behind
     place.move(3, 0)
     place.lose(OTHER)
-    assert place.standing.left_behind
+    assert place.progress.left_behind
     place.hear(NEWCOMER, Status.JOINING, 0, 0)  # one who has no more than we have is no help
-    assert place.standing.left_behind
+    assert place.progress.left_behind
     place.hear(OTHER, Status.TRAINING, 4, 4)  # one who has is
-    assert not place.standing.left_behind
+    assert not place.progress.left_behind
     place.move(4, 3)
     place.lose(OTHER)
-    assert not place.standing.left_behind
-    assert place.standing.abreast
+    assert not place.progress.left_behind
+    assert place.progress.abreast
 
 
 def test_who_joins_when_the_run_is_over_wants_its_last_version() -> None:
     place = Place(3, 3)
     place.hear(OTHER, Status.TRAINING, 4, 3)
-    assert place.standing.abreast  # the next rounds bring the rest
+    assert place.progress.abreast  # the next rounds bring the rest
     place.hear(OTHER, Status.DRAINING, 4, 3)
-    assert not place.standing.abreast
+    assert not place.progress.abreast
     place.lose(OTHER)
-    assert place.standing.left_behind
+    assert place.progress.left_behind
 
 
 def test_one_that_was_far_ahead_of_many_and_went_leaves_nobody_behind() -> None:
@@ -99,56 +99,56 @@ def test_one_that_was_far_ahead_of_many_and_went_leaves_nobody_behind() -> None:
     place.hear(PeerId("another newcomer"), Status.JOINING, 0, 0)
     place.hear(OTHER, Status.TRAINING, 9, 9)
     place.lose(OTHER)
-    assert not place.standing.left_behind
-    assert place.standing.abreast
+    assert not place.progress.left_behind
+    assert place.progress.abreast
 
 
 def test_peers_that_come_back_together_leave_nobody_behind() -> None:
     place = Place(5, 5)
     place.hear(OTHER, Status.JOINING, 5, 4)
     place.lose(OTHER)
-    assert not place.standing.left_behind
+    assert not place.progress.left_behind
 
 
 def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:
     """It left, the other peer had its last work counted, and two states were at the end (seed 18)."""
     place = Place(3, 3)
-    place.standing.progress = LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1}))
+    place.progress.local = LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1}))
     place.hear(OTHER, Status.DRAINING, 3, 3)
-    assert not place.standing.settled
-    assert place.standing.status().settled  # of those that we hear, we say so: nobody waits for us
+    assert not place.progress.settled
+    assert place.progress.status().settled  # of those that we hear, we say so: nobody waits for us
     place.hear(OTHER, Status.DRAINING, 4, 3)
-    assert not place.standing.status().settled
+    assert not place.progress.status().settled
     place.move(4, 3)
-    assert place.standing.status().settled
+    assert place.progress.status().settled
     place.hear(OTHER, Status.DRAINING, 4, 3, settled=True)
-    assert place.standing.settled
+    assert place.progress.settled
     place.hear(NEWCOMER, Status.TRAINING, 4, 3)
-    assert not place.standing.settled
+    assert not place.progress.settled
 
 
 def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:
     """Two that were restarted then took each other for the whole swarm (seed 13 of the storms over cells)."""
     place = Place(0, 0)
     place.node.membership.found([OTHER, NEWCOMER], place.now)
-    place.standing.progress = LocalProgress(Status.DRAINING)
+    place.progress.local = LocalProgress(Status.DRAINING)
     place.hear(NEWCOMER, Status.DRAINING, 0, 0, settled=True)
-    assert not place.standing.settled
+    assert not place.progress.settled
     place.hear(OTHER, Status.TRAINING, 0, 0)
-    assert not place.standing.settled
+    assert not place.progress.settled
     place.hear(OTHER, Status.DRAINING, 0, 0, settled=True)
-    assert place.standing.settled
+    assert place.progress.settled
 
 
 def test_one_that_is_listed_and_never_heard_holds_nobody_up_for_long() -> None:
     place = Place(0, 0)
     place.node.membership.found([OTHER, NEWCOMER], place.now)
-    place.standing.progress = LocalProgress(Status.DRAINING)
+    place.progress.local = LocalProgress(Status.DRAINING)
     place.hear(NEWCOMER, Status.DRAINING, 0, 0, settled=True)
-    assert not place.standing.settled
+    assert not place.progress.settled
     place.now += LISTENED_S
     place.conclude()
-    assert place.standing.settled
+    assert place.progress.settled
 
 
 def test_conclusions_are_drawn_sooner_among_few() -> None:
@@ -156,25 +156,25 @@ def test_conclusions_are_drawn_sooner_among_few() -> None:
     waits_s = []
     for others in (1, 100):
         place = Place(3)
-        place.standing.progress = LocalProgress(phase=Status.DRAINING, finished=frozenset({0}))
+        place.progress.local = LocalProgress(phase=Status.DRAINING, finished=frozenset({0}))
         for index in range(others):
             place.hear(PeerId(f"peer {index:03}"), Status.DRAINING, 3)
-        assert place.standing.conclude_at() == float("inf")  # it would say the same
+        assert place.progress.conclude_at() == float("inf")  # it would say the same
         status = Status(phase=Status.DRAINING, versions=[4], digests=[bytes([4]) * 32])
         ping = Ping(nonce=1, sent_at=place.now, status=status)
         place.node.membership.receive(ping, PeerId("peer 000"), place.now)
-        waits_s.append(place.standing.conclude_at() - place.now)
+        waits_s.append(place.progress.conclude_at() - place.now)
     assert waits_s == [pytest.approx(0.005), 0.25]
 
 
 def test_who_only_waits_for_time_to_pass_looks_seldom() -> None:
     """Alone beside a peer that the DHT lists, it looked a thousand times a second."""
     place = Place(3)
-    place.standing.progress = LocalProgress(phase=Status.DRAINING, finished=frozenset({0}))
+    place.progress.local = LocalProgress(phase=Status.DRAINING, finished=frozenset({0}))
     place.node.membership.found([OTHER], place.now)
     for _ in range(3):
         place.conclude()
-        assert place.standing.conclude_at() - place.now == 0.25
+        assert place.progress.conclude_at() - place.now == 0.25
     place.now += LISTENED_S
     place.conclude()
-    assert place.standing.conclude_at() == float("inf")
+    assert place.progress.conclude_at() == float("inf")

@@ -1,4 +1,4 @@
-"""Where this peer stands among the others: what it tells them, and what it concludes from what they tell.
+"""How far this peer and its swarm are: what it tells the others, and what it concludes from what they tell.
 
 Conclusions are published as plain values that other threads may read at any time. Law: they rest on
 heartbeats of live peers alone, and the position on their lower median: of three, one liar moves nothing.
@@ -48,7 +48,7 @@ class LocalProgress:
     """Fragments for which this peer has nothing more to offer in this run."""
 
 
-class Standing:
+class SwarmProgress:
     """``settled``: no live peer trains any more, all are at our versions and digests, and all of them say the
     same of those that they hear: somebody whom only they hear is still waited for. For one that joins,
     ``abreast``: nobody is ahead by more than a round, or at all of a fragment of which we have only the
@@ -59,7 +59,7 @@ class Standing:
 
     def __init__(self, node: Node, rounds_per_s: float) -> None:
         self._node, self.rounds_per_s = node, rounds_per_s
-        self.progress = LocalProgress()
+        self.local = LocalProgress()
         self.settled = self.abreast = self.left_behind = self.met = False
         self._furthest = [version.version for version in node.agreed]
         """Per fragment, where the swarm was when somebody who is in it was heard last."""
@@ -78,24 +78,24 @@ class Standing:
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
-        progress, agreed, upload = self.progress, self._node.agreed, self._node.upload_bytes_per_s()
+        local, agreed, upload = self.local, self._node.agreed, self._node.upload_bytes_per_s()
         outlook = self._node.far.outlook
-        content = (progress, tuple(agreed), upload, self._is_at_rest, outlook.seen)
+        content = (local, tuple(agreed), upload, self._is_at_rest, outlook.seen)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
-                phase=progress.phase,
-                inner_steps=progress.inner_steps,
-                tokens=progress.tokens,
-                loss=progress.loss,
+                phase=local.phase,
+                inner_steps=local.inner_steps,
+                tokens=local.tokens,
+                loss=local.loss,
                 versions=[version.version for version in agreed],
                 digests=[version.digest for version in agreed],
                 upload_bytes_per_s=upload,
                 download_bytes_per_s=self._node.download_bytes_per_s,
                 software=self._node.software,
                 sights=outlook.sights(self._node.now()),
-                finished=sum(1 << fragment for fragment in progress.finished).to_bytes(
-                    -(-len(agreed) // 8) if progress.finished else 0, "little"
+                finished=sum(1 << fragment for fragment in local.finished).to_bytes(
+                    -(-len(agreed) // 8) if local.finished else 0, "little"
                 ),
                 settled=self._is_at_rest,
             )
@@ -117,20 +117,20 @@ class Standing:
 
     def position(self) -> float:
         """This peer's position now: what the training thread last said, carried on by the clock."""
-        progress = self.progress
-        moving = progress.phase == Status.TRAINING
-        elapsed_s = self._node.clock.monotonic() - progress.position_at if moving else 0.0
-        return max(0.0, progress.position + elapsed_s * self.rounds_per_s)
+        local = self.local
+        moving = local.phase == Status.TRAINING
+        elapsed_s = self._node.clock.monotonic() - local.position_at if moving else 0.0
+        return max(0.0, local.position + elapsed_s * self.rounds_per_s)
 
     def views(self) -> dict[PeerId, PeerView]:
         """The live peers, this one among them, as the rounds machine wants to know them."""
         views = {peer: info.view or self._view(info) for peer, info in self._node.membership.live.items()}
         versions = tuple(version.version for version in self._node.agreed)
         # One that only finishes must not wait for itself where it coordinates the last rounds of others.
-        is_training = _works(self.progress.phase, len(self.progress.finished) == len(versions))
+        is_training = _works(self.local.phase, len(self.local.finished) == len(versions))
         views[self._node.me] = PeerView(
             self._node.upload_bytes_per_s(), is_training, versions, self._node.download_bytes_per_s,
-            self.progress.finished,
+            self.local.finished,
         )  # fmt: skip
         return views
 
@@ -152,7 +152,7 @@ class Standing:
     def conclude_at(self) -> float:
         """When to ``conclude`` again; never while it would say the same. A peer that trains is in no
         hurry."""
-        has_news = self.progress.phase != Status.TRAINING and self._seen() != self._concluded_of
+        has_news = self.local.phase != Status.TRAINING and self._seen() != self._concluded_of
         soon_s = len(self._node.membership.live) / CONCLUDED_PEERS_PER_S
         every_s = CONCLUDED_EVERY_S if self._waits_for_time else min(CONCLUDED_EVERY_S, soon_s)
         return self._concluded_at + every_s if has_news else math.inf
@@ -169,7 +169,7 @@ class Standing:
             at = self._node.clock.monotonic() - (self._node.now() - now)
             position = far.position(self._node.membership.positions(now, self.rounds_per_s), now)
             self.swarm_position = (position, at) if position is not None else None
-        if self.progress.phase == Status.TRAINING:
+        if self.local.phase == Status.TRAINING:
             self.unsettle()
             return
         seen = self._seen()
@@ -178,7 +178,7 @@ class Standing:
         self._concluded_of, self._concluded_at = seen, now
         agreed, live = self._node.agreed, self._node.membership.live.values()
         idle = not self._node.catching.busy()
-        if self.progress.phase == Status.JOINING:
+        if self.local.phase == Status.JOINING:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
@@ -195,7 +195,7 @@ class Standing:
         at_rest = alike and not is_cut_off
         home = at_rest and all(info.status.settled for info in done)
         self.settled = far.together(home, alike, *here, now)
-        if self.progress.phase == Status.DRAINING and at_rest != self._is_at_rest:
+        if self.local.phase == Status.DRAINING and at_rest != self._is_at_rest:
             self._is_at_rest = at_rest
             self._node.refresh()
             self._node.membership.announce(now)
