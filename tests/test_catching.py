@@ -111,7 +111,7 @@ def test_a_mean_of_a_and_b_is_taken_where_they_are_most_of_those_who_train_or_di
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
     catching = Catching(node)  # type: ignore[arg-type]
-    assert catching._is_most({PeerId("a"), PeerId("b")}) is is_most
+    assert catching.majority.is_most({PeerId("a"), PeerId("b")}) is is_most
 
 
 def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -> None:

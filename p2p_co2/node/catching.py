@@ -8,7 +8,6 @@ whether this peer's own work is in the missed means.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from p2p_co2.catchup import (
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
+from p2p_co2.node.majority import Majority
 from p2p_co2.rounds import open_decision
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry import events as ev
@@ -50,14 +50,12 @@ NOTICE_FAR_AFTER_S = 8.0
 class Catching:
     def __init__(self, node: Node) -> None:
         self._node = node
+        self.majority = Majority(node)
         self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
         self._noticed_at: dict[int, float] = {}
         self._looked_at: object = None
         self._looks_again = False
         """A fetch ended after the others were looked at: they may be further by now, and silent."""
-        self._near_versions: dict[int, tuple[object, int]] = {}
-        self._majorities: dict[int, tuple[object, bytes | None]] = {}
-        """What ``near_version`` and ``_majority`` said last, and of what."""
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
@@ -91,7 +89,7 @@ class Catching:
         looks_again, self._looks_again = self._looks_again, False
         if self._rests():
             return
-        joining = self._is_joining()
+        joining = self.majority.is_joining()
         outlook = self._node.far.outlook
         seen = (self._node.membership.revision, outlook.revision, tuple(self._node.agreed), joining)
         if seen == self._looked_at and not self._noticed_at and not looks_again:
@@ -101,8 +99,8 @@ class Catching:
             self._noticed_at.clear()
             return
         for fragment, agreed in enumerate(self._node.agreed):
-            newest = self.swarm_version(fragment)
-            contradicted = self._majority(fragment, agreed.version) not in (None, agreed.digest)
+            newest = self.majority.swarm_version(fragment)
+            contradicted = self.majority.digest(fragment, agreed.version) not in (None, agreed.digest)
             other = (
                 outlook.other_digest(fragment, agreed.version, agreed.digest) if not contradicted else None
             )
@@ -113,22 +111,26 @@ class Catching:
             if self._node.rounds.is_completing(fragment):
                 continue  # its bytes are on their way
             if fragment in self._targets:
-                donors = self._donors(fragment, self._targets[fragment][0])
+                donors = self.majority.donors(fragment, self._targets[fragment][0])
                 self._node.catchup.add_donors(fragment, donors, now)
                 continue
             if now < self._again_at.get(fragment, 0.0):
                 continue
-            near = contradicted or self._is_near_by(fragment, max(newest, agreed.version + 1), b"")
+            near = contradicted or self.majority.is_near_by(fragment, max(newest, agreed.version + 1), b"")
             if now - since < (NOTICE_AFTER_S if near else NOTICE_FAR_AFTER_S) and not joining:
                 continue
             version = newest if newest > agreed.version else agreed.version
-            digest = (other if newest <= agreed.version else None) or self._majority(fragment, version) or b""
+            digest = (
+                (other if newest <= agreed.version else None)
+                or self.majority.digest(fragment, version)
+                or b""
+            )
             if newest <= agreed.version:
                 self._node.report(
                     ev.Warned,
                     text=f"fragment {fragment} differs from the majority at version {version}: taking theirs",
                 )
-            donors = self._donors(fragment, version)
+            donors = self.majority.donors(fragment, version)
             if not near:
                 donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
             self.go_to(fragment, version, digest, donors)
@@ -170,10 +172,10 @@ class Catching:
         version, digest, donors = self._targets[fragment]
         current = self._node.agreed[fragment].version
         alive = tuple(peer for peer in donors if peer in self._node.membership.live)
-        alive += tuple(peer for peer in self._donors(fragment, version) if peer not in alive)
+        alive += tuple(peer for peer in self.majority.donors(fragment, version) if peer not in alive)
         far = tuple(peer for peer in donors if not self._node.far.is_near(peer))
         rounds = self._replayable(fragment)
-        if far and not self._is_near_by(fragment, version, digest):
+        if far and not self.majority.is_near_by(fragment, version, digest):
             # Our whole cell is behind; another cell's round does not say who of ours is in it.
             goal = Goal(STATE, fragment, version, split_donors(far, fragment), digest, version)
         elif not whole and 0 < version - current <= rounds:
@@ -181,17 +183,10 @@ class Catching:
         else:
             # A state a little older will do, where donors are giving that one: the rounds since are replayed.
             oldest = version if whole else max(current + 1, version - rounds // 2)
-            goal = Goal(STATE, fragment, version, alive, self._majority(fragment, version) or digest, oldest)
+            goal = Goal(
+                STATE, fragment, version, alive, self.majority.digest(fragment, version) or digest, oldest
+            )
         self._node.catchup.want(goal, self._node.now())
-
-    def _is_near_by(self, fragment: int, version: int, digest: bytes) -> bool:
-        """Whether somebody of our cell tells that it has this state, or a later one."""
-        return any(
-            info.versions[fragment] > version
-            or (info.versions[fragment] == version and digest in (b"", info.digests[fragment]))
-            for info in self._node.membership.live.values()
-            if fragment < len(info.digests)
-        )
 
     def _replayable(self, fragment: int) -> int:
         return min(REPLAY_AT_MOST, self._node.catchup.shape.replayable(fragment))
@@ -226,14 +221,14 @@ class Catching:
 
     async def _take_state(self, event: Fetched) -> None:
         fragment = event.goal.fragment
-        majority = self._majority(fragment, event.version)
+        majority = self.majority.digest(fragment, event.version)
         try:  # as when it was promised (``_vouch``), but for what was heard since
             if majority is not None and majority != event.digest and not self._is_told_by_far(event):
                 raise DigestMismatch(
                     f"the state of version {event.version} is not the one that most peers report"
                 )
             told = self._told_by_far(fragment, event.donors)
-            if event.version > told + AHEAD_AT_MOST and self._is_too_far(fragment, event.version):
+            if event.version > told + AHEAD_AT_MOST and self.majority.is_too_far(fragment, event.version):
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
             await self._node.deciding.adopt(fragment, event.data, AgreedVersion(event.version, event.digest))
         except (DigestMismatch, RemoteProtocolError) as error:
@@ -281,11 +276,11 @@ class Catching:
         if not outcome.committed or (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
-        if not self._may_decide(PeerId(outcome.decided_by), group):
+        if not self.majority.may_decide(PeerId(outcome.decided_by), group):
             raise RemoteProtocolError(
                 OTHER_HISTORY, "decided by somebody who is neither in its group nor here"
             )
-        if not self._is_most(group):
+        if not self.majority.is_most(group):
             raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
         agreed = self._node.agreed[fragment]
         if agreed.version != event.version - 1:
@@ -317,97 +312,6 @@ class Catching:
         far = not any(map(self._node.far.is_near, event.donors))
         return far and target is not None and event.digest == target[1]
 
-    # ---- what the others say
-
-    def swarm_version(self, fragment: int) -> int:
-        """The highest version that at least half of the peers of our cell have reached, or half of the cells
-        (``Outlook.version``)."""
-        near, node = self.near_version(fragment), self._node
-        if node.far.cells == 1:
-            return near
-        phases = {info.status.phase for info in node.membership.live.values()}
-        phases.add(node.progress.local.phase)
-        over = Status.TRAINING not in phases and not node.far.outlook.trains(node.now())
-        mine = near if phases & {Status.TRAINING, Status.DRAINING} else None
-        return max(near, node.far.outlook.version(fragment, mine, over))
-
-    def near_digest(self, fragment: int, version: int) -> bytes:
-        """The digest of ``version`` in our cell; empty if there is no majority for one."""
-        return self._majority(fragment, version) or b""
-
-    def near_version(self, fragment: int) -> int:
-        """The highest version that at least half of the peers have reached, this one included unless it is
-        joining: one peer's word alone moves nobody where three or more train."""
-        mine, joining = self._node.agreed[fragment].version, self._is_joining()
-        seen = (self._node.membership.revision, mine, joining)
-        known = self._near_versions.get(fragment)
-        if known is not None and known[0] == seen:
-            return known[1]
-        versions = self._votes(fragment)
-        if not versions or not joining:
-            versions.append(mine)
-        versions.sort(reverse=True)
-        version = versions[(len(versions) - 1) // 2]
-        self._near_versions[fragment] = seen, version
-        return version
-
-    def _is_joining(self) -> bool:
-        return self._node.progress.local.phase == Status.JOINING
-
-    def _may_decide(self, peer: PeerId, group: set[PeerId]) -> bool:
-        """Whether ``peer`` may have decided for ``group``: whoever is asked coordinates, also one that only
-        finishes or is behind, and is no member then."""
-        return peer in group or peer == self._node.me or peer in self._node.membership.live
-
-    def _is_most(self, group: set[PeerId]) -> bool:
-        """Whether at least half of the peers that train now, as far as we hear them, are in ``group``, or as
-        many as a group holds. Those of it that have finished since count, too: at the end of a run others
-        still train who missed its last rounds."""
-        if len(group) >= self._node.group_size:
-            return True
-        phases = {peer: info.status.phase for peer, info in self._node.membership.live.items()}
-        training = {peer for peer, phase in phases.items() if phase == Status.TRAINING}
-        made_it = {peer for peer in group if phases.get(peer) in (Status.TRAINING, Status.DRAINING)}
-        return 2 * len(made_it) >= len((training | made_it) - {self._node.me})
-
-    def _votes(self, fragment: int) -> list[int]:
-        """Where those are who move the state. A peer that rests, or only joins, tells where it was left: many
-        of them would hold the others' newest state for impossible. Where there are no others, their word
-        counts."""
-        heard = [info for info in self._node.membership.live.values() if fragment < len(info.digests)]
-        moving = [info for info in heard if info.status.phase not in (Status.JOINING, Status.PAUSED)]
-        return [info.versions[fragment] for info in moving or heard]
-
-    def _majority(self, fragment: int, version: int) -> bytes | None:
-        """The digest that most peers at ``version`` report, this one included, and those that rest: what a
-        version was does not grow old. None without a majority of them."""
-        agreed = self._node.agreed[fragment]
-        seen = (self._node.membership.revision, agreed, version)
-        known = self._majorities.get(fragment)
-        if known is None or known[0] != seen:
-            known = self._majorities[fragment] = seen, self._count_majority(fragment, version)
-        return known[1]
-
-    def _count_majority(self, fragment: int, version: int) -> bytes | None:
-        votes = Counter([
-            info.digests[fragment]
-            for info in self._node.membership.live.values()
-            if fragment < len(info.digests) and info.versions[fragment] == version
-        ])  # fmt: skip
-        agreed = self._node.agreed[fragment]
-        if agreed.version == version:
-            votes[agreed.digest] += 1
-        if not votes:
-            return None
-        digest, count = votes.most_common(1)[0]
-        return digest if 2 * count > votes.total() else None
-
-    def _is_too_far(self, fragment: int, version: int) -> bool:
-        """Whether nobody who is honest can be at ``version``, going by most peers."""
-        return version > max(
-            self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version
-        )
-
     def _vouch(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
         """See ``catchup.goals.Vouch``. One word against another contradicts nothing. Of what only other cells
         have, ours knows no more than that we were sent after it."""
@@ -416,29 +320,8 @@ class Catching:
             if (version, digest) == target[:2]:
                 return True
             is_beyond = version > target[0] + AHEAD_AT_MOST
-            return False if is_beyond and self._is_too_far(fragment, version) else None
-        votes = Counter(
-            info.digests[fragment]
-            for peer, info in self._node.membership.live.items()
-            if peer != donor and fragment < len(info.digests) and info.versions[fragment] == version
-        )
-        same = votes[digest]
-        votes[digest] += 1
-        most, count = votes.most_common(1)[0]
-        if self._is_too_far(fragment, version) or (most != digest and 2 * count > votes.total()):
-            return False
-        return True if same else None
-
-    def _donors(self, fragment: int, version: int) -> tuple[PeerId, ...]:
-        """Peers that have it; one that rests, whose owner wants the machine or the line, only if no other
-        has."""
-        phases = {
-            peer: info.status.phase
-            for peer, info in sorted(self._node.membership.live.items())
-            if fragment < len(info.versions) and info.versions[fragment] >= version
-        }
-        awake = [peer for peer, phase in phases.items() if phase != Status.PAUSED]
-        return split_donors(awake or list(phases), fragment)
+            return False if is_beyond and self.majority.is_too_far(fragment, version) else None
+        return self.majority.bears_out(donor, fragment, version, digest)
 
 
 def _dispute(event: Disputed) -> str:

@@ -120,10 +120,11 @@ class Far:
         finished = [all(not v.training or f in v.finished for v in views) for f in range(len(node.agreed))]
         bits = sum(1 << fragment for fragment, over in enumerate(finished) if over)
         sight.finished = bits.to_bytes(-(-len(finished) // 8) if bits else 0, "little")
+        majority = node.catching.majority
         for fragment in range(len(node.agreed)):
-            version = node.catching.near_version(fragment)
+            version = majority.near_version(fragment)
             sight.versions.append(version)
-            sight.digests.append(node.catching.near_digest(fragment, version))
+            sight.digests.append(majority.digest(fragment, version) or b"")
         return sight
 
     def position(self, near: Sequence[float], now: float) -> float | None:

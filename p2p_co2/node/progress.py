@@ -210,7 +210,8 @@ class SwarmProgress:
             middle = (len(inside) - 1) // 2
             of_fragments = zip(*(held for held in inside if len(held) == len(versions)), strict=True)
             self._furthest = [sorted(held, reverse=True)[min(middle, len(held) - 1)] for held in of_fragments]
-        newest = [self._node.catching.swarm_version(fragment) for fragment in range(len(versions))]
+        majority = self._node.catching.majority
+        newest = [majority.swarm_version(fragment) for fragment in range(len(versions))]
         if is_there:
             self._goes_on = any(info.status.phase == Status.TRAINING for info in live) or outlook.trains(now)
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)

@@ -1,0 +1,150 @@
+"""What most peers say of where the swarm is: versions, digests, and who has them.
+
+Law: one peer's word alone moves nobody where three or more train. A peer that rests, or only joins, does not
+say how far the swarm is; what a version *was* it may tell. Of what only other cells have, ours knows what
+``outlook`` has heard.
+
+Price: votes are counted again when the membership, or this peer's own state, has changed; in between the last
+answer stands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from p2p_co2.catchup import split_donors
+from p2p_co2.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
+
+if TYPE_CHECKING:
+    from p2p_co2.node.node import Node
+
+
+class Majority:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._near_versions: dict[int, tuple[object, int]] = {}
+        self._digests: dict[int, tuple[object, bytes | None]] = {}
+        """What ``near_version`` and ``digest`` said last, and of what."""
+
+    def swarm_version(self, fragment: int) -> int:
+        """The highest version that at least half of the peers of our cell have reached, or half of the cells
+        (``Outlook.version``)."""
+        near, node = self.near_version(fragment), self._node
+        if node.far.cells == 1:
+            return near
+        phases = {info.status.phase for info in node.membership.live.values()}
+        phases.add(node.progress.local.phase)
+        over = Status.TRAINING not in phases and not node.far.outlook.trains(node.now())
+        mine = near if phases & {Status.TRAINING, Status.DRAINING} else None
+        return max(near, node.far.outlook.version(fragment, mine, over))
+
+    def near_version(self, fragment: int) -> int:
+        """The highest version that at least half of the peers have reached, this one included unless it is
+        joining: one peer's word alone moves nobody where three or more train."""
+        mine, joining = self._node.agreed[fragment].version, self.is_joining()
+        seen = (self._node.membership.revision, mine, joining)
+        known = self._near_versions.get(fragment)
+        if known is not None and known[0] == seen:
+            return known[1]
+        versions = self._votes(fragment)
+        if not versions or not joining:
+            versions.append(mine)
+        versions.sort(reverse=True)
+        version = versions[(len(versions) - 1) // 2]
+        self._near_versions[fragment] = seen, version
+        return version
+
+    def is_joining(self) -> bool:
+        return self._node.progress.local.phase == Status.JOINING
+
+    def may_decide(self, peer: PeerId, group: set[PeerId]) -> bool:
+        """Whether ``peer`` may have decided for ``group``: whoever is asked coordinates, also one that only
+        finishes or is behind, and is no member then."""
+        return peer in group or peer == self._node.me or peer in self._node.membership.live
+
+    def is_most(self, group: set[PeerId]) -> bool:
+        """Whether at least half of the peers that train now, as far as we hear them, are in ``group``, or as
+        many as a group holds. Those of it that have finished since count, too: at the end of a run others
+        still train who missed its last rounds."""
+        if len(group) >= self._node.group_size:
+            return True
+        phases = {peer: info.status.phase for peer, info in self._node.membership.live.items()}
+        training = {peer for peer, phase in phases.items() if phase == Status.TRAINING}
+        made_it = {peer for peer in group if phases.get(peer) in (Status.TRAINING, Status.DRAINING)}
+        return 2 * len(made_it) >= len((training | made_it) - {self._node.me})
+
+    def _votes(self, fragment: int) -> list[int]:
+        """Where those are who move the state. A peer that rests, or only joins, tells where it was left: many
+        of them would hold the others' newest state for impossible. Where there are no others, their word
+        counts."""
+        heard = [info for info in self._node.membership.live.values() if fragment < len(info.digests)]
+        moving = [info for info in heard if info.status.phase not in (Status.JOINING, Status.PAUSED)]
+        return [info.versions[fragment] for info in moving or heard]
+
+    def digest(self, fragment: int, version: int) -> bytes | None:
+        """The digest that most peers at ``version`` report, this one included, and those that rest: what a
+        version was does not grow old. None without a majority of them."""
+        agreed = self._node.agreed[fragment]
+        seen = (self._node.membership.revision, agreed, version)
+        known = self._digests.get(fragment)
+        if known is None or known[0] != seen:
+            known = self._digests[fragment] = seen, self._count(fragment, version)
+        return known[1]
+
+    def _count(self, fragment: int, version: int) -> bytes | None:
+        votes = Counter([
+            info.digests[fragment]
+            for info in self._node.membership.live.values()
+            if fragment < len(info.digests) and info.versions[fragment] == version
+        ])  # fmt: skip
+        agreed = self._node.agreed[fragment]
+        if agreed.version == version:
+            votes[agreed.digest] += 1
+        if not votes:
+            return None
+        digest, count = votes.most_common(1)[0]
+        return digest if 2 * count > votes.total() else None
+
+    def is_too_far(self, fragment: int, version: int) -> bool:
+        """Whether nobody who is honest can be at ``version``, going by most peers."""
+        return version > max(
+            self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version
+        )
+
+    def bears_out(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
+        """What the others of our cell say of the state that ``donor`` promises: True if one of them has the
+        same, False if most have another or nobody honest can be that far, None if neither."""
+        votes = Counter(
+            info.digests[fragment]
+            for peer, info in self._node.membership.live.items()
+            if peer != donor and fragment < len(info.digests) and info.versions[fragment] == version
+        )
+        same = votes[digest]
+        votes[digest] += 1
+        most, count = votes.most_common(1)[0]
+        if self.is_too_far(fragment, version) or (most != digest and 2 * count > votes.total()):
+            return False
+        return True if same else None
+
+    def is_near_by(self, fragment: int, version: int, digest: bytes) -> bool:
+        """Whether somebody of our cell tells that it has this state, or a later one."""
+        return any(
+            info.versions[fragment] > version
+            or (info.versions[fragment] == version and digest in (b"", info.digests[fragment]))
+            for info in self._node.membership.live.values()
+            if fragment < len(info.digests)
+        )
+
+    def donors(self, fragment: int, version: int) -> tuple[PeerId, ...]:
+        """Peers that have it; one that rests, whose owner wants the machine or the line, only if no other
+        has."""
+        phases = {
+            peer: info.status.phase
+            for peer, info in sorted(self._node.membership.live.items())
+            if fragment < len(info.versions) and info.versions[fragment] >= version
+        }
+        awake = [peer for peer, phase in phases.items() if phase != Status.PAUSED]
+        return split_donors(awake or list(phases), fragment)
