@@ -78,6 +78,7 @@ class Row:
     momentum: float = 0.5
     nesterov: bool = True
     gap_penalty: bool = True
+    blocking_rounds: int = 0
 
     def outer_config(self) -> OuterConfig:
         rule: ApplyRule = self.rule  # type: ignore[assignment]
@@ -87,6 +88,7 @@ class Row:
             momentum=self.momentum,
             nesterov=self.nesterov,
             gap_penalty=self.gap_penalty,
+            blocking_rounds=self.blocking_rounds,
         )
 
 
@@ -105,6 +107,12 @@ def _rows() -> list[Row]:
     rows += [Row(f"co2 d{delay} as keep", "co2", delay) for delay in (3, 7, H)]
     rows.append(Row(f"co2 d{H} plain", "co2", H, lr=1.0, nesterov=False, gap_penalty=False))
     rows.append(Row(f"keep d{H} momentum 0", "keep", H, lr=0.7, momentum=0.0))
+    # What waiting for the first round is worth: training stands still, and its answer is not stale.
+    rows.append(Row("keep 4 fragments d1 first awaited", "keep", 1, fragments=4, blocking_rounds=1))
+    for delay in (7, H):
+        rows.append(Row(f"keep d{delay} first awaited", "keep", delay, blocking_rounds=1))
+    rows.append(Row(f"blend d{H} first awaited", "blend", H, blocking_rounds=1))
+    rows.append(Row(f"co2 d{H} first awaited", "co2", H, lr=1.0, nesterov=False, blocking_rounds=1))
     return rows
 
 
@@ -212,7 +220,9 @@ class FragmentLab:
     """One fragment of all peers: the agreed state, the mean that travels, and the apply rule.
 
     ``boundary(step)`` is called after every inner step. The delay of a round is counted in inner steps; the
-    first round of a fragment is applied at once, as in the product (``blocking_rounds`` 1).
+    row's first ``blocking_rounds`` of the fragment are applied at once. (Under co2 and eager with a whole
+    round of delay that is kinder than the product, whose live parameters meet the first answer at the next
+    boundary, awaited or not.)
     """
 
     def __init__(self, row: Row, names: Sequence[str], offset: int, params: Stacked) -> None:
@@ -227,11 +237,12 @@ class FragmentLab:
         self._corrections: list[Tensor | None] = [None] * PEERS
         self._overwrites = row.rule in {"co2", "eager"}
         self._exchanges = self._overwrites and row.delay >= H
+        self._awaited = row.blocking_rounds
 
     def boundary(self, step: int) -> None:
         """``step``: inner steps done so far."""
         send = step >= H and step % H == self._offset
-        if self._exchanges and self.state.version > 0:
+        if self._exchanges and self.state.version >= self._awaited:
             if send:
                 self._exchange()
             return
@@ -239,7 +250,7 @@ class FragmentLab:
             self._apply()
         if send:
             self._send()
-            self._apply_at = step + (self._row.delay if self.state.version > 0 else 0)
+            self._apply_at = step + (self._row.delay if self.state.version >= self._awaited else 0)
             if self._apply_at == step:
                 self._apply()
 

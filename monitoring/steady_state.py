@@ -1,9 +1,9 @@
 """Compute utilisation between a peer's first rounds and its last: what a long run looks like.
 
-Training waits for the first round of each fragment by design, and for the last answers at the end; both are
-seconds once in a run, but a fifth of a rehearsal. The summary has both figures: ``utilisation`` with all of
-it, ``steady`` without. Saving checkpoints and measuring the held-out loss stop training too and have nothing
-to do with the network; their shares are told beside it.
+Until every fragment has had its first round nothing comes back, and a run may ask for training to wait for
+those; at the end it waits for the last answers: seconds once in a run, but much of a rehearsal. The summary
+has both figures: ``utilisation`` with all of it, ``steady`` without. Saving checkpoints and measuring the
+held-out loss stop training too and have nothing to do with the network; their shares are told beside it.
 
 Law: the figure is a difference of two of the peer's own ``Progress`` reports, so nothing is estimated.
 """
@@ -17,7 +17,8 @@ from p2p_co2.telemetry.events import AgreedMeasured, CheckpointSaved, Event, Pee
 
 @dataclass
 class SteadyState:
-    """``first_rounds``: rounds of each fragment that training waits for (``outer.blocking_rounds``)."""
+    """``first_rounds``: rounds of each fragment that are not counted: 1, or as many as training waits for
+    (``outer.blocking_rounds``)."""
 
     first_rounds: int
     _first: dict[str, Progress] = field(default_factory=dict)

@@ -64,7 +64,8 @@ class OuterConfig(_Frozen):
     elementwise at ``clip_phi`` or at ``clip_phi`` times the running RMS of the applied gradient.
     ``sync_delay_steps``: apply no sooner than this many inner steps after the send; 0 applies as soon as the
     round has committed. ``blend_alpha``: share of the live parameters that rule "blend" keeps.
-    ``blocking_rounds``: training waits (bounded) for this many first rounds of each fragment.
+    ``blocking_rounds``: training stands still (bounded) for this many first rounds of each fragment, whose
+    answers then are not stale; 0 lets the first rounds travel beside training as all others do.
     """
 
     rule: ApplyRule = "keep"
@@ -76,7 +77,7 @@ class OuterConfig(_Frozen):
     clip_phi: float = Field(default=10.0, gt=0)
     sync_delay_steps: int = Field(default=0, ge=0)
     blend_alpha: float = Field(default=0.5, ge=0, le=1)
-    blocking_rounds: int = Field(default=1, ge=0)
+    blocking_rounds: int = Field(default=0, ge=0)
 
 
 class RunConfig(_Frozen):

@@ -34,7 +34,7 @@ class RehearsalTerminal:
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._view, self._exchanges = SwarmView(), ExchangeLog()
-        self._steady = SteadyState(config.outer.blocking_rounds)
+        self._steady = SteadyState(max(1, config.outer.blocking_rounds))
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
         self._console = Console(width=None if sys.stdout.isatty() else 150)
         self._folder = folder

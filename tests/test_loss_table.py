@@ -81,20 +81,25 @@ def test_without_delay_every_peer_ends_at_the_agreed_parameters(
     assert line["loss_live"] == pytest.approx(line["loss_agreed"], abs=1e-5)
 
 
-def test_co2_at_a_full_round_of_delay_is_one_step_stale() -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"), [("co2 d30", [0, 1, 2, 3]), ("co2 d30 first awaited", [1, 1, 2, 3])]
+)
+def test_co2_at_a_full_round_of_delay_is_one_step_stale(name: str, expected: list[int]) -> None:
     params = lab.start_params(0, lab.PEERS)
     names = list(params)
-    fragment = lab.FragmentLab(_row("co2 d30"), names, 0, params)
+    fragment = lab.FragmentLab(_row(name), names, 0, params)
     drift, versions = torch.full((lab.PEERS, lab.PARAMETERS), -0.01), []
     for boundary in range(1, 5):
         lab.unflatten_(params, names, lab.flatten(params, names) + drift)
         fragment.boundary(boundary * lab.H)
         versions.append(fragment.state.version)
         assert torch.allclose(lab.flatten(params, names)[0], fragment.state.params)
-    # The first round is applied at once; the second finds nothing in flight; from then on one per round.
-    assert versions == [1, 1, 2, 3]
-    assert fragment.gaps[:2] == [1.0, 1.0]
-    assert fragment.gaps[2] > 1.0
+    # An awaited first round is applied at once, and the second finds nothing in flight; from then on one per
+    # round, each measured from the version before the one that it meets.
+    assert versions == expected
+    met_its_own = 1 + versions[0]
+    assert fragment.gaps[:met_its_own] == [1.0] * met_its_own
+    assert fragment.gaps[met_its_own] > 1.0
 
 
 def test_keep_conserves_every_drift_in_full_precision() -> None:

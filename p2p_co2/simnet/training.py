@@ -1,8 +1,8 @@
 """The training thread of a simulated peer: what ``trainer.synchroniser`` does, without tensors.
 
 It steps at its own speed, passes the same schedule points, offers at them, merges outcomes at step
-boundaries, waits (bounded) in the first rounds, and ends a run with the same flush. Law: it talks to the node
-as ``trainer.network_thread`` does and reads only what that publishes.
+boundaries, waits (bounded) in the first rounds if the run file asks for it, and ends a run with the same
+flush. Law: it talks to the node as ``trainer.network_thread`` does and reads only what that publishes.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Training:
         self.tokens += self._pace.tokens
         self._take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        for fragment in due(self._count, last, self.position):
-            await self._send(fragment)
+        sent = [fragment for fragment in due(self._count, last, self.position) if self._send(fragment)]
+        await self._await_first(sent)
         self.exposed_s += self._now() - entered_at
         if self._now() - self._reported_at >= REPORT_EVERY_S:
             self.report()
@@ -188,14 +188,18 @@ class Training:
         self._advanced_at = now
         return self.clock.position(now, self.inner_steps)
 
-    async def _send(self, fragment: int) -> None:
+    def _send(self, fragment: int) -> bool:
         if fragment in self.sent:
             reason = "the fragment's previous round is still in flight"
             self._node.report(ev.SendSkipped, fragment=fragment, reason=reason)
-            return
+            return False
         self._offer(fragment)
-        if self.versions[fragment] < self._run.outer.blocking_rounds:
-            await self._wait(lambda: self.asked_to_leave or fragment not in self.sent, FIRST_ROUND_BOUND_S)
+        return True
+
+    async def _await_first(self, sent: list[int]) -> None:
+        first = {f for f in sent if self.versions[f] < self._run.outer.blocking_rounds}
+        if first:
+            await self._wait(lambda: self.asked_to_leave or first.isdisjoint(self.sent), FIRST_ROUND_BOUND_S)
 
     def _offer(self, fragment: int) -> None:
         points = points_passed(fragment, self._count, self.position)

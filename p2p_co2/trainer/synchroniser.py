@@ -1,10 +1,10 @@
 """What the training thread does for the swarm: schedule points, snapshots, merges, and the figures about
 them.
 
-Law: the training thread never waits for the network, except in the first rounds of each fragment
-(``outer.blocking_rounds``) and in the final flush, both bounded. What ``after_step`` does otherwise is copy a
-fragment out when it is due, and add a merge in when one is ready; all time spent in it is counted as
-``exposed_s``, so the figure cannot flatter.
+Law: the training thread never waits for the network, except in the final flush and, if the run file asks for
+it (``outer.blocking_rounds``), in the first rounds of each fragment, both bounded. What ``after_step`` does
+otherwise is copy a fragment out when it is due, and add a merge in when one is ready; all time spent in it is
+counted as ``exposed_s``, so the figure cannot flatter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
 from p2p_co2.wire.messages_pb2 import Status
 
 FIRST_ROUND_BOUND_S = 15.0
-"""Training waits at most this long for a first round."""
+"""Training waits at most this long for the first rounds of what was sent in one step."""
 LEAVE_BOUND_S = 3.0
 """Waiting for rounds in flight when a person stops the peer."""
 DISTINCT = 2.0**-10
@@ -150,8 +150,7 @@ class Synchroniser:
         self.take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
         points = due(self._count, last, self.position)
-        for fragment in (*points, *self._overdue(points)):
-            self._send(fragment)
+        self._await_first([f for f in (*points, *self._overdue(points)) if self._send(f)])
         self._returned_at = time.monotonic()
         self.exposed_s += self._returned_at - entered_at - self._saving_s
         if self._returned_at - self._reported_at >= REPORT_EVERY_S:
@@ -173,17 +172,25 @@ class Synchroniser:
         late = [fragment for fragment, missed in enumerate(self._missed) if missed >= OVERDUE_POINTS]
         return [fragment for fragment in late if fragment not in self._sent and fragment not in points]
 
-    def _send(self, fragment: int) -> None:
+    def _send(self, fragment: int) -> bool:
+        """Offer it, unless its last round is still in flight; whether it did."""
         if fragment in self._sent:
             self._report(
                 ev.SendSkipped, fragment=fragment, reason="the fragment's previous round is still in flight"
             )
             self._missed[fragment] += 1
-            return
+            return False
         self._missed[fragment] = 0
         self._offer(fragment)
-        if self.versions[fragment] < self._run.outer.blocking_rounds:
-            self._wait(lambda: self.stopped or fragment not in self._sent, FIRST_ROUND_BOUND_S)
+        return True
+
+    def _await_first(self, sent: Sequence[int]) -> None:
+        """Of what was just sent, await the rounds that the run file wants awaited: all of them at once. One
+        after the other, peers that were held up differently would each wait for a fragment that the others
+        are yet to send."""
+        first = {f for f in sent if self.versions[f] < self._run.outer.blocking_rounds}
+        if first:
+            self._wait(lambda: self.stopped or first.isdisjoint(self._sent), FIRST_ROUND_BOUND_S)
 
     def _offer(self, fragment: int) -> None:
         self._sent[fragment] = _Sent(
