@@ -25,10 +25,17 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from bootstrap.local_swarm import Child, LocalSwarm, environment, new_run_folder, program
+from bootstrap.local_swarm import (
+    Child,
+    LocalSwarm,
+    environment,
+    new_run_folder,
+    program,
+    remove_empty_run_folder,
+)
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError
-from p2p_co2.process import require_supported_platform
+from p2p_co2.process import ctrl_c_waits, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
@@ -118,7 +125,7 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
         try:
             config, loss_start = _prepared(options, config, folder)
         except BaseException:
-            _remove_empty(folder)
+            remove_empty_run_folder(folder)
             raise
         with LocalSwarm(folder / "logs") as swarm:
             demo = _Demo(options, config, folder, swarm)
@@ -140,15 +147,6 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _remove_empty(folder: Path) -> None:
-    """Take back the folders of a run that did not begin, as far as nothing is in them."""
-    for empty in (folder / "logs", folder, folder.parent):
-        try:
-            empty.rmdir()
-        except OSError:
-            return  # something is in it, and so in those above
 
 
 def run_config(options: DemoOptions, recipe_digest: str = "") -> RunConfig:
@@ -183,9 +181,10 @@ def _prepared(options: DemoOptions, config: RunConfig, folder: Path) -> tuple[Ru
     """Write the run file with its recipe's digest; measure the loss of the parameters that every peer starts
     from."""
     print("preparing the recipe ...", flush=True)
-    import torch
+    with ctrl_c_waits():
+        import torch
 
-    from p2p_co2.recipes import load_recipe, recipe_digest
+        from p2p_co2.recipes import load_recipe, recipe_digest
 
     torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
     config = run_config(options, recipe_digest(config.recipe, config.recipe_options))

@@ -214,3 +214,12 @@ def new_run_folder(folder: Path | None, kind: str) -> Path:
             f"cannot make {folder}: {error.strerror}; choose another with --folder"
         ) from None
     return folder
+
+
+def remove_empty_run_folder(folder: Path) -> None:
+    """Take back the folders of a run that did not begin, as far as nothing is in them."""
+    for empty in (folder / "logs", folder, folder.parent):
+        try:
+            empty.rmdir()
+        except OSError:
+            return  # something is in it, and so in those above

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from bootstrap.demo import software_versions
 from bootstrap.lines import Line, LineChanges, lines_of
-from bootstrap.local_swarm import new_run_folder
+from bootstrap.local_swarm import new_run_folder, remove_empty_run_folder
 from bootstrap.rehearsal_swarm import RehearsalSwarm, Traffic
 from p2p_co2.config import RunConfig, read_run_config, write_toml
 from p2p_co2.errors import ConfigError
-from p2p_co2.process import require_supported_platform
+from p2p_co2.process import ctrl_c_waits, require_supported_platform
 from p2p_co2.telemetry.events import Event
 
 if TYPE_CHECKING:
@@ -116,7 +116,11 @@ def _rehearse(
     watch_with: Callable[[RunConfig, Path], RehearsalWatch],
 ) -> list[str]:
     folder = new_run_folder(options.folder, "rehearsal")
-    config, recipe = _prepared(options, config, folder)
+    try:
+        config, recipe = _prepared(options, config, folder)
+    except BaseException:
+        remove_empty_run_folder(folder)
+        raise
     loss_start = recipe.held_out(recipe.model) if recipe.held_out is not None else None
     with ExitStack() as stack:
         swarm = RehearsalSwarm(config, folder, options.carrier)
@@ -173,9 +177,10 @@ def run_config(options: RehearsalOptions) -> RunConfig:
 def _prepared(options: RehearsalOptions, config: RunConfig, folder: Path) -> tuple[RunConfig, Recipe]:
     """Write the run file with its recipe's digest; build what every peer starts from."""
     print("preparing the recipe ...", flush=True)
-    import torch
+    with ctrl_c_waits():
+        import torch
 
-    from p2p_co2.recipes import load_recipe, recipe_digest
+        from p2p_co2.recipes import load_recipe, recipe_digest
 
     torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
     if options.recipe:

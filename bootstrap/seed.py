@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.process import (
+    FolderLock,
+    StopSignals,
+    ctrl_c_waits,
+    end_with_parent,
+    require_supported_platform,
+)
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES
@@ -105,7 +111,8 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
     run = read_run_config(options.run_file) if options.run_file else RunConfig()
     if not run.recipe_digest:
         say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
-        from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
+        with ctrl_c_waits():
+            from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
 
         if run.recipe == BYTE_GPT:
             files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))

@@ -240,9 +240,11 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the first parameters.")] = 0,
 ) -> None:
     """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
+    take_back()
     from bootstrap.demo import DemoOptions, run_demo
     from p2p_co2.demo_watch import DemoWatch
 
+    hand_over()
     options = DemoOptions(
         peers=peers, seconds=seconds, round_s=round_s, rule=rule, codec=codec, carrier=carrier, folder=folder,
         text=text, recipe=recipe, kill_one=kill_one, seed=seed,
@@ -289,10 +291,12 @@ def rehearse(
     ] = False,
 ) -> None:
     """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
+    take_back()
     from bootstrap.lines import LineChanges
     from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
     from p2p_co2.rehearsal_watch import RehearsalTerminal
 
+    hand_over()
     line = LineChanges(
         up_mbit=up_mbit, down_mbit=down_mbit, latency_ms=latency_ms, jitter_ms=jitter_ms, loss=loss, nat=nat
     )
@@ -312,8 +316,10 @@ def sample(
     recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
 ) -> None:
     """Generate text from a checkpoint."""
+    take_back()
     from p2p_co2.trained import Trained
 
+    hand_over()
     print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
 
 
@@ -323,8 +329,10 @@ def evaluate(
     recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
 ) -> None:
     """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
+    take_back()
     from p2p_co2.trained import Trained
 
+    hand_over()
     print(f"{Trained.load(checkpoint, recipe).held_out_loss():.4f}")
 
 

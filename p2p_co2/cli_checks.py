@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from p2p_co2.ctrl_c import hand_over, take_back
 from p2p_co2.peer_options import peer_config
 
 
@@ -111,8 +112,10 @@ def simulate(
 ) -> None:
     """Play a run of many peers on virtual time, with the real protocol, and check its laws at every step.
     Exit status 0: no law was broken."""
+    take_back()
     from p2p_co2.simulation_watch import SimulationOptions, read_churn, run_simulation
 
+    hand_over()
     options = SimulationOptions(
         run_file=run_file, peers=peers, profile=profile, hours=hours, churn_per_h=read_churn(churn),
         seed=seed, folder=folder, parameters=parameters, step_s=step_s, storm=storm, cells=cells,

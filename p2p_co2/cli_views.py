@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from p2p_co2.ctrl_c import hand_over, take_back
 from p2p_co2.errors import ConfigError
 from p2p_co2.ticket import PREFIX
 
@@ -38,9 +39,11 @@ def board(
     token: Annotated[str, typer.Option(help="Asked of everybody; made up where one is needed.")] = "",
 ) -> None:
     """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
+    take_back()  # nothing to give back yet, and these imports take a second
     from monitoring.board.run import run_board
     from monitoring.board.server import place_for
 
+    hand_over()
     place = place_for(host, port, token)
     feed, history = _feed(source, folder)
     raise typer.Exit(run_board(feed, place, history))
@@ -52,8 +55,10 @@ def watch(
     seconds: Annotated[float, typer.Option(help="End after this; 0 for never.")] = 0.0,
 ) -> None:
     """Show a run in this terminal, for machines reached over ssh. Ctrl-C ends it."""
+    take_back()
     from monitoring.watch import watch_feed
 
+    hand_over()
     feed, _ = _feed(source, folder)
     raise typer.Exit(watch_feed(feed, seconds))
 
@@ -70,8 +75,10 @@ def export(
     ] = 0.0,
 ) -> None:
     """Copy a run's figures to TensorBoard or Weights & Biases while it goes on."""
+    take_back()
     from monitoring.sinks import export_feed, open_sinks
 
+    hand_over()
     sinks = open_sinks(tensorboard, wandb)
     feed, _ = _feed(source, folder)
     raise typer.Exit(export_feed(feed, sinks, seconds))
@@ -83,7 +90,10 @@ def _feed(source: str, folder: Path) -> tuple[Feed, Path | None]:
     Raises ``TicketError``, ``EnvironmentFault``, ``ConfigError`` for what is neither.
     """
     if source.strip().startswith(PREFIX):
+        take_back()
         from p2p_co2.observer import Observer
+
+        hand_over()
         from p2p_co2.process import FolderLock, require_supported_platform
         from p2p_co2.ticket import Ticket
 

@@ -13,7 +13,10 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -90,6 +93,52 @@ class StopSignals:
         os._exit(128 + signal.SIGINT)
 
 
+def is_kept(folder: Path) -> bool | None:
+    """Whether a process has ``folder`` (``FolderLock``); None where nobody ever had, or we may not look."""
+    try:
+        file = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Keep a Ctrl-C out of what is within, and raise ``KeyboardInterrupt`` right after it.
+
+    For imports of a second or two: some swallow a ``KeyboardInterrupt``, and the program would go on as if
+    nobody had pressed anything; others report it as a failure of their own. A second Ctrl-C ends the process
+    by the signal. Does nothing off the main thread, nor where the program handles the signal itself.
+    """
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        asked.append(number)
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if asked:
+            raise KeyboardInterrupt
+
+
 class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
@@ -106,9 +155,7 @@ class FolderLock:
             raise EnvironmentFault(
                 f"cannot use the folder {folder}: {error.strerror}; choose another one with --folder"
             ) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._taken():
             holder = path.read_text(errors="replace").strip() or "unknown"
             self.release()
             raise EnvironmentFault(
@@ -116,6 +163,18 @@ class FolderLock:
             ) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, str(os.getpid()).encode(), 0)
+
+    def _taken(self) -> bool:
+        """Take it; twice, since ``is_kept`` may be looking."""
+        assert self._file is not None
+        for wait_s in (0.05, 0.0):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(wait_s)
+            else:
+                return True
+        return False
 
     def release(self) -> None:
         """Let others have the folder; may be called twice."""

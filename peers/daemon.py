@@ -92,6 +92,7 @@ def _join(options: JoinOptions, watch: Watch) -> int:
 
 def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
     import_slow(options)
+    running.go_on()
     end_with_parent(options.parent)
     device = _checked_device(options.config.device)
     _look_first(options.config, watch.say)
@@ -132,11 +133,24 @@ class _Running:
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
+        self._asked = False
 
     def stop(self) -> None:
+        self._asked = True
         if self.peer is None:
             raise KeyboardInterrupt
         self.peer.stop()
+
+    def take(self, peer: Peer) -> None:
+        """From now on a Ctrl-C means this peer; one that was swallowed on the way to it too."""
+        self.peer = peer
+        if self._asked:
+            peer.stop()
+
+    def go_on(self) -> None:
+        """Raise the ``KeyboardInterrupt`` that a slow import swallowed, if one did."""
+        if self._asked:
+            raise KeyboardInterrupt
 
     def toggle_pause(self, number: int, frame: FrameType | None) -> None:
         """SIGUSR1. Before there is a peer there is nothing to pause; the signal must not end the process."""
@@ -172,9 +186,10 @@ def _train(
     connection: Connection, recipe: Recipe, options: JoinOptions, device: str, running: _Running
 ) -> None:
     model = recipe.model.to(device)
-    optimizer = recipe.optimizer(model.parameters())
+    optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
+    running.go_on()
     peer = connection.start(model, optimizer, recipe.learning_rate, resume=options.resume)
-    running.peer = peer
+    running.take(peer)
     sequences = options.config.batch or recipe.default_batch
     measuring = AgreedLoss(recipe.held_out, peer.peer_id)
     with peer:

@@ -19,6 +19,8 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.process import (
     FolderLock,
     StopSignals,
+    ctrl_c_waits,
+    is_kept,
     processes_below,
     require_supported_platform,
 )
@@ -126,6 +128,38 @@ def test_the_handlers_of_before_come_back() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+@pytest.fixture(name="_as_in_a_terminal")
+def _plain_ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_as_in_a_terminal")
+def test_a_ctrl_c_waits_until_the_imports_are_through() -> None:
+    whole: list[str] = []
+    with pytest.raises(KeyboardInterrupt), ctrl_c_waits():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        whole.append("imported")
+    assert whole == ["imported"]
+    with pytest.raises(KeyboardInterrupt), ctrl_c_waits():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        raise ImportError("made of it")
+    with ctrl_c_waits():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    twice = (
+        "import signal; from p2p_co2.process import ctrl_c_waits\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with ctrl_c_waits():\n    [signal.raise_signal(signal.SIGINT) for _ in range(2)]"
+    )
+    with started(twice) as process:
+        assert process.wait(BOUND_S) == -signal.SIGINT
+
+
 # ---- parents and children
 
 
@@ -171,6 +205,15 @@ def test_a_folder_serves_one_process(tmp_path: Path) -> None:
     held.release()
     held.release()
     FolderLock(tmp_path / "peer").release()
+
+
+def test_who_looks_whether_a_folder_is_kept_does_not_take_it(tmp_path: Path) -> None:
+    assert is_kept(tmp_path) is None
+    lock = FolderLock(tmp_path)
+    assert is_kept(tmp_path) is True
+    lock.release()
+    assert is_kept(tmp_path) is False
+    FolderLock(tmp_path).release()
 
 
 def test_a_killed_process_lets_its_folder_go(tmp_path: Path) -> None:
