@@ -73,7 +73,7 @@ class PeerFacts(_Frozen):
     fragment_age_s: tuple[float | None, ...] = Field(
         description="By fragment, seconds since agreed parameters last reached its live ones."
     )
-    carriers: dict[str, int] = Field(description="Its open links by carrier.")
+    carriers: dict[str, int] = Field(description="Its open links by carrier; none once it is not online.")
     links: tuple[LinkFacts, ...] = Field(description="Measured links, by receiver.")
     skipped_sends: int = Field(description="Schedule points passed with the round before still in flight.")
     refused: dict[str, int] = Field(description="Messages that it refused, by reason. Own word.")

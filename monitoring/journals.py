@@ -12,6 +12,7 @@ from pathlib import Path
 
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.process import is_kept
 from p2p_co2.telemetry.events import PeerFinished, PeerStarted
 from p2p_co2.telemetry.feed import FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Tail
@@ -19,8 +20,9 @@ from p2p_co2.telemetry.journal import Tail
 MAX_JOURNALS = 1024
 MAX_EVENTS_AT_ONCE = 20_000
 QUIET_S = 15.0
-"""A run whose journals do not grow for this long, and whose peers have finished, is over."""
+"""A run whose journals do not grow for this long, and whose peers have finished or died, is over."""
 FORSAKEN_S = 300.0
+"""The same where no lock tells whether a peer's process lives: journals that were copied here."""
 _LOOK_FOR_NEW_S = 2.0
 
 
@@ -38,6 +40,7 @@ class JournalFeed:
         self._looked_at = -1e9
         self._grew_at = 0.0
         """When the youngest journal grew, unix seconds."""
+        self._alive, self._asked_locks_at = True, -1e9
         self._open: set[str] = set()
         self._seen: set[str] = set()
 
@@ -56,9 +59,19 @@ class JournalFeed:
         quiet_s = time.time() - self._grew_at
         if not self._open and quiet_s > QUIET_S:
             return FeedState("ended", "the run is over: every peer has finished")
+        if quiet_s > QUIET_S and not self._may_be_alive():
+            return FeedState("ended", "the run is over: of those who wrote it no process lives any more")
         if quiet_s > FORSAKEN_S:
             return FeedState("ended", "the journals have not grown for long: whoever wrote them is gone")
         return FeedState("connected", f"{len(self._open)} of {len(self._seen)} peers are writing")
+
+    def _may_be_alive(self) -> bool:
+        """Whether some writer's process lives, by the locks of the peers' folders, or none can tell."""
+        if time.monotonic() - self._asked_locks_at > _LOOK_FOR_NEW_S:
+            self._asked_locks_at = time.monotonic()
+            kept = [is_kept(path.parent) for path in self._tails]
+            self._alive = True in kept or False not in kept
+        return self._alive
 
     @property
     def is_whole(self) -> bool:

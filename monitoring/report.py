@@ -139,8 +139,9 @@ _CARDS = (
     ("loss", "Loss over time", "UNIT", ""), ("tokens", "Loss over tokens", "UNIT", ""),
     ("rounds", "Rounds", "group size inside, why on hover", "wide"),
     ("staleness", "Staleness", "outer steps", ""), ("speed", "Tokens per second", "all peers together", ""),
-    ("links", "Links", "row sends to column: Mbit/s, round trip", ""),
-    ("hidden", "Hidden and exposed communication", "seconds", ""),
+    ("links", "Links", "row sends to column: Mbit/s, below it the round trip in ms; R: relayed", ""),
+    ("hidden", "Hidden and exposed communication",
+     "seconds: behind training, and with training standing still", ""),
     ("traffic", "Traffic", "kB/s, all peers together", "wide"),
 )  # fmt: skip
 

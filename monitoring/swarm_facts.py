@@ -156,7 +156,7 @@ def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
     sighting = known.sightings.get(peer.peer)
     answer_every_s = max(1.0, len(known.sightings) / ASKS_PER_S)
     state, reason = peer_state(peer, sighting, known.now, answer_every_s)
-    over = state in OVER
+    over = state in OVER or state == "gone"
     up, down = known.paces[peer.peer].rates(known.now) if peer.peer in known.paces else (None, None)
     totals, fragments = peer.totals, known.fragments
     counted = known.view.counted.get(peer.peer)
@@ -196,7 +196,7 @@ def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
             max(0.0, known.now - peer.applied_at[fragment]) if fragment in peer.applied_at else None
             for fragment in range(fragments)
         ),
-        carriers=_open_links(peer),
+        carriers=_open_links(peer) if state in ONLINE else {},
         links=tuple(_link(link) for link in sorted(peer.links.values(), key=lambda link: link.other)),
         skipped_sends=peer.skipped_sends.total(),
         refused=dict(peer.refused),

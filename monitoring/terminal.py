@@ -211,6 +211,7 @@ def _peer_row(peer: PeerView, label: str, now: float) -> list[Text]:
     if not peer.started:
         return cells
     totals = peer.totals
+    is_here = not peer.finished and phase != "gone"
     for cell in (
         figure(totals.inner_steps),
         figure(peer.loss, 3),
@@ -221,7 +222,7 @@ def _peer_row(peer: PeerView, label: str, now: float) -> list[Text]:
         size(totals.up_bytes),
         size(totals.down_bytes),
         figure(totals.exposed_s, 1),
-        _links(peer),
+        _links(peer) if is_here else UNKNOWN,
     ):
         cells.append(Text(cell))
     return cells

@@ -39,7 +39,8 @@ def troubles(
         words = f"The swarm is out of reach: {plain(state.words, 300)}"
         found.append(Trouble(peer="", words=words, severity=BAD, since_at=now))
     leading = max((sum(peer.versions) for peer in peers if peer.versions), default=0)
-    for peer in peers:
+    # With the swarm out of reach everybody is silent to us, which says nothing of anybody.
+    for peer in peers if state.phase != "lost" else ():
         found += _of_peer(peer, sightings.get(peer.peer), now, leading)
     found += _of_events(view, labels, now)
     found.sort(key=lambda trouble: (trouble.severity != BAD, -trouble.since_at, trouble.words))

@@ -177,6 +177,46 @@ def progress_of(model: Model, peer: str, at: float) -> ev.Progress:
     )  # fmt: skip
 
 
+def test_a_peer_that_is_gone_has_no_open_links() -> None:
+    feed = MadeFeed(MadeSwarm(3, start_at=START))
+    feed.advance(30)
+    for at, other in ((1, 0), (2, 1)):
+        opened = ev.LinkOpened(
+            at=START + at, peer=peer_id(2), other=peer_id(other), carrier="grpc", reason=""
+        )
+        feed._news.events.append(opened)
+    said = ev.PeerLeft(at=START + 29, peer=peer_id(0), other=peer_id(2), reason="silent for 6 s")
+    feed._news.events.append(said)
+    model = Model(feed, History(None))
+    model.step(START + 30)
+    assert {peer.label: peer.carriers for peer in model.facts().peers}["peer-3"] == {"grpc": 2}
+    model.step(START + 60)
+    (gone,) = [peer for peer in model.facts().peers if peer.state == "gone"]
+    assert (gone.label, gone.carriers, gone.up_bytes_per_s) == ("peer-3", {}, None)
+    model.history.close()
+
+
+def test_out_of_reach_is_said_once_and_not_of_every_peer() -> None:
+    feed = MadeFeed(MadeSwarm(3, start_at=START))
+    feed.advance(30)
+    feed.is_whole = False
+    model = Model(feed, History(None))
+    model.step(START + 30)
+    feed.state = FeedState("lost", "no seed can be reached")
+    model.step(START + 90)
+    words = [trouble.words for trouble in model.facts().troubles]
+    assert words == ["The swarm is out of reach: no seed can be reached"]
+    model.history.close()
+
+
+def test_what_stands_in_a_cell_of_the_link_matrix_fits_a_phone(model: Model) -> None:
+    """Of some 40 pixels; a browser leaves out what does not fit."""
+    (series,) = charts.link_matrix(charts.LIGHT, model.facts().peers)["series"]
+    lines = [line for cell in series["data"] for line in cell["value"][3].split("\n")]
+    assert lines
+    assert max(map(len, lines)) <= 6, lines
+
+
 def test_a_swarm_that_fell_silent_as_a_whole_stays_listed() -> None:
     feed = MadeFeed(MadeSwarm(3, start_at=START))
     feed.advance(30)

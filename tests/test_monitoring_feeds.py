@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -10,11 +11,12 @@ import time
 from pathlib import Path
 
 from monitoring.history import History
-from monitoring.journals import JournalFeed
+from monitoring.journals import QUIET_S, JournalFeed
 from monitoring.model import MAX_UNHEARD, Model
 from monitoring.relayed import RelayedFeed
 from p2p_co2.config import read_run_config
 from p2p_co2.gate import MAX_ASKED, receive_relayed, send_relayed
+from p2p_co2.process import FolderLock
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Journal
@@ -65,6 +67,26 @@ def test_a_journal_that_is_cleared_away_does_not_hide_the_others(tmp_path: Path)
     with Journal(tmp_path / "peers" / "p1" / "events.jsonl") as journal:
         journal.write(ev.Warned(at=time.time(), peer=peer_id(1), text="still here"))
     assert [event.peer for event in feed.take().events] == [peer_id(1)]
+
+
+def test_a_run_whose_last_process_was_killed_is_over_without_its_last_word(tmp_path: Path) -> None:
+    """By the kernel's lock; a peer whose step takes minutes writes as little, and lives."""
+    folder = tmp_path / "peers" / "p0"
+    lock = FolderLock(folder)
+    with Journal(folder / "events.jsonl") as journal:
+        journal.write(ev.PeerStarted(at=1.0, peer=peer_id(0), name="p0", pid=1, software="x", device="cpu",
+                                     parameters=1, fragments=1, run="r"))  # fmt: skip
+    long_ago = time.time() - 2 * QUIET_S
+    os.utime(folder / "events.jsonl", (long_ago, long_ago))
+    alive = JournalFeed(tmp_path)
+    alive.take()
+    assert alive.state.phase == "connected"
+    lock.release()  # as the kernel does for whoever is killed
+    dead = JournalFeed(tmp_path)
+    dead.take()
+    assert dead.state == FeedState(
+        "ended", "the run is over: of those who wrote it no process lives any more"
+    )
 
 
 class _Listed:

@@ -28,10 +28,16 @@ class BandwidthPage:
                 )
             }  # fmt: skip
         with ui.element("div").classes("b-two"):
-            with card("Links", "row sends to column: Mbit/s while sending, round trip; R is relayed"):
+            with card(
+                "Links",
+                "row sends to column: Mbit/s, below it the round trip in ms; R: relayed",
+            ):
                 self._matrix = Chart("chart-links", "tall")
                 self._matrix_note = Text("b-hint", "links-note")
-            with card("Hidden and exposed communication", "seconds since each peer started"):
+            with card(
+                "Hidden and exposed communication",
+                "seconds since each peer started: behind training, and with training standing still",
+            ):
                 self._bars = Chart("chart-hidden", "tall")
         with card("A peer's traffic") as panel, panel.default_slot.children[0]:
             self._select = (
@@ -144,4 +150,5 @@ def peer_traffic(frame: Frame, peer: PeerFacts, since: float, until: float) -> c
     ):
         charts.mark(options, value / 1000 if value else None, name, colour)
     options["yAxis"]["name"] = "kB/s"
+    options["grid"]["top"] = 54  # the unit stands between legend and axis
     return options

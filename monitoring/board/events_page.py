@@ -116,7 +116,10 @@ class RoundPage:
                     ("staleness", "Staleness"),
                 )
             }  # fmt: skip
-        with card("Time line of every member", "READY, BEGIN, PARTS, MEAN, COMMIT, as each member saw them"):
+        with card(
+            "Time line of every member",
+            "READY: it waits for BEGIN. PARTS: its slices go to their owners. MEAN: all means come. COMMIT.",
+        ):
             self._chart = Chart("chart-round", "tall")
             self._note = Text("b-hint", "round-note")
         with card(

@@ -164,7 +164,7 @@ class PeerPage:
         tiles["tokens"].set(figure(peer.tokens), "", "own word")
         share = percent(peer.share_counted).removesuffix(" %")
         tiles["share"].set(share, "%", f"{figure(peer.tokens_counted)} tokens counted by the group")
-        skipped = f"{peer.skipped_sends} sends skipped"
+        skipped = f"{peer.skipped_sends} send{'' if peer.skipped_sends == 1 else 's'} skipped"
         tiles["staleness"].set(figure(peer.staleness_mean, 2), "outer steps", skipped)
         tiles["used"].set(percent(peer.utilisation).removesuffix(" %"), "%", "own word")
         unit = self._frame.model.facts().loss_unit.replace(" per ", "/")
@@ -213,7 +213,7 @@ def _own_words(peer: PeerFacts, now: float) -> list[tuple[str, str]]:
         ("device", plain(peer.device, 40)), ("software", plain(peer.software, 60)),
         ("joined", date(peer.joined_at)),
         ("last seen", f"{clock(now - peer.last_seen_at)} ago" if peer.last_seen_at else UNKNOWN),
-        ("clock", UNKNOWN if offset_s is None else f"{offset_s:+.2f} s against this reader's"),
+        ("clock", "not compared" if offset_s is None else f"{offset_s:+.2f} s against this reader's"),
         ("inner steps", figure(peer.inner_steps)), ("position", f"round {figure(peer.position, 2)}"),
         ("outer versions", plain(", ".join(map(str, peer.versions)), 200)),
         ("open links", plain(links, 80) or UNKNOWN),

@@ -62,8 +62,8 @@ def hidden_and_exposed(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
     )
     options["grid"]["bottom"] = 28
     kinds = (
-        ("hidden behind training", SKY, "hidden_s"),
-        ("exposed: training stood still", VERMILLION, "exposed_s"),
+        ("hidden", SKY, "hidden_s"),
+        ("exposed", VERMILLION, "exposed_s"),
     )
     options["series"] = [
         {"type": "bar", "stack": "s", "name": name, "barMaxWidth": 26, "itemStyle": {"color": colour},
@@ -74,11 +74,12 @@ def hidden_and_exposed(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
 
 
 _PHASES = (
-    ("READY, waits for BEGIN", "begin_s", "#9aa0a6"),
-    ("PARTS: slices to their owners", "parts_s", SKY),
-    ("MEAN: all means here", "mean_s", BLUE),
+    ("READY", "begin_s", "#9aa0a6"),
+    ("PARTS", "parts_s", SKY),
+    ("MEAN", "mean_s", BLUE),
     ("COMMIT", "commit_s", GREEN),
 )
+"""Short names: a phone's legend has room for these four. The card's hint says what they are."""
 
 
 def round_time_line(

@@ -34,6 +34,7 @@ def loss(palette: Palette, rows: Series, agreed: Series, *, over_tokens: bool) -
     options = base(palette)
     if over_tokens:
         options["xAxis"] = axis(palette, "value", "tokens, all peers", scale=True)
+        options["grid"]["right"] = 36  # half of the last number stands beyond the axis
         training = [[row[column("tokens")], known(row[column("loss")])] for row in rows]
         held_out = [[row[1], known(row[2])] for row in agreed]
     else:

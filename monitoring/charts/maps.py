@@ -31,12 +31,12 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int) -> Opt
         {
             "value": [at[facts.round], facts.fragment, kinds.index(facts.outcome), _size_and_letter(facts)],
             "name": round_words(facts),
+            "label": {"color": "#ffffff" if facts.outcome == "committed" else "#101418"},
         }
         for facts in found
         if facts.round in at and facts.fragment < fragments
     ]
-    label = {"show": len(numbers) <= 40, "fontSize": 11, "formatter": "{@[3]}", "color": "#ffffff",
-             "textBorderColor": "#101418", "textBorderWidth": 2}  # fmt: skip
+    label = {"show": len(numbers) <= 40, "fontSize": 11, "formatter": "{@[3]}"}
     style = {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3}
     options["series"] = [_heat(cells, label, style)]
     return options
@@ -97,9 +97,12 @@ def _scale(palette: Palette, low: float, high: float, unit: str) -> Options:
     }  # fmt: skip
 
 
+_BELOW = {"orient": "horizontal", "left": "center", "right": None, "top": None, "bottom": 0}
+
+
 def link_matrix(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
-    """Sender by receiver: Mbit/s as colour and number (an R where it is relayed), round-trip time on
-    hover."""
+    """Sender by receiver: Mbit/s as colour and number (an R where it is relayed), below it the round trip in
+    milliseconds; in words on hover."""
     chosen = list(peers)[:MAX_MATRIX_PEERS]
     at = {peer.peer: index for index, peer in enumerate(chosen)}
     cells: list[dict[str, Any]] = []
@@ -114,7 +117,7 @@ def link_matrix(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
                 f"{named(link.carrier)}, {'relayed' if link.relayed else 'direct'}, "
                 f"{size(link.sent_bytes)} sent"
             )
-            text = f"{_short(rate)}{' R' if link.relayed else ''}\n{_milliseconds(link.round_trip_s)}"
+            text = f"{_short(rate)}{' R' if link.relayed else ''}\n{_short(link.round_trip_s, 1000)}"
             cells.append({"value": [at[link.other], row, rate or 0.0, text], "name": words})
     most = max((float(cell["value"][2]) for cell in cells), default=1.0)
     for cell in cells:
@@ -124,8 +127,9 @@ def link_matrix(palette: Palette, peers: Sequence[PeerFacts]) -> Options:
     options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}"}
     options["xAxis"] = axis(palette, "category", "to", data=names, position="top")
     options["yAxis"] = axis(palette, "category", data=names, inverse=True)
-    options["grid"] = {"left": 8, "right": 96, "top": 48, "bottom": 8, "containLabel": True}
-    options["visualMap"] = _scale(palette, 0.0, max(1.0, most), "Mbit/s")
+    options["grid"] = {"left": 8, "right": 8, "top": 48, "bottom": 40, "containLabel": True}
+    # Below, not beside: a phone needs all of its width for the cells.
+    options["visualMap"] = {**_scale(palette, 0.0, max(1.0, most), "Mbit/s"), **_BELOW}
     label = {"show": len(chosen) <= 10, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"}
     cell_style = {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3}
     options["series"] = [_heat(cells, label, cell_style)]
@@ -145,8 +149,9 @@ def _on_cividis(share: float) -> str:
     return "#101418" if share > 0.5 else "#ffffff"
 
 
-def _short(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.3g}"
+def _short(value: float | None, times: float = 1.0) -> str:
+    """At most three digits and no unit: cells are narrow on a phone."""
+    return "-" if value is None else f"{value * times:.3g}"
 
 
 def _milliseconds(seconds: float | None) -> str:
