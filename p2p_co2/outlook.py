@@ -337,6 +337,7 @@ def _combined(cell: int, sights: Sequence[tuple[float, PeerId, CellSight]], roun
         next((s.digests[f] for s in (newest, *alike) if s.versions[f] == version), b"")
         for f, version in enumerate(versions)
     )
+    over = [_bits(sight.finished, len(versions)) for sight in alike]
     positions = [
         sight.position + (newest_at - seen_at) * (rounds_per_s if sight.trains else 0.0)
         for seen_at, _, sight in fresh
@@ -348,7 +349,7 @@ def _combined(cell: int, sights: Sequence[tuple[float, PeerId, CellSight]], roun
         position=_lower_median(positions),
         versions=versions,
         digests=digests,
-        finished=_bits(newest.finished, len(versions)),
+        finished=frozenset(f for f in range(len(versions)) if 2 * sum(f in one for one in over) > len(over)),
         peers=tuple(dict.fromkeys(PeerId(sight.peer) for _, _, sight in fresh)),
         seen_at=newest_at,
     )

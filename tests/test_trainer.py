@@ -37,6 +37,7 @@ class RecordingWire:
         self.events: list[tuple[type[ev.Event], Mapping[str, Any]]] = []
         self.shown: list[LocalProgress] = []
         self.is_settled = False
+        self.ended: frozenset[int] = frozenset()
         self.broken: BaseException | None = None
 
     def offer(self, offer: Offer) -> None:
@@ -50,6 +51,9 @@ class RecordingWire:
 
     def settled(self, versions: Sequence[int]) -> bool:
         return self.is_settled
+
+    def over(self) -> frozenset[int]:
+        return self.ended
 
     def traffic_bytes(self) -> tuple[int, int]:
         return 0, 0

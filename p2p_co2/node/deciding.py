@@ -56,6 +56,7 @@ class Deciding:
         elif isinstance(event, Committed):
             self._node.spawn(self._committed(event))
         elif isinstance(event, Aborted):
+            self._node.progress.note_over()
             self._node.report(
                 ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason
             )

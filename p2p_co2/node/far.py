@@ -116,8 +116,7 @@ class Far:
         own = [node.progress.position()] if phase == Status.TRAINING or len(live) == 0 else []
         positions = sorted([*own, *node.membership.positions(now, node.progress.rounds_per_s)])
         sight.position = positions[(len(positions) - 1) // 2] if positions else node.progress.position()
-        views = node.progress.views().values()
-        finished = [all(not v.training or f in v.finished for v in views) for f in range(len(node.agreed))]
+        finished = [node.rounds.has_closed(fragment) for fragment in range(len(node.agreed))]
         bits = sum(1 << fragment for fragment, over in enumerate(finished) if over)
         sight.finished = bits.to_bytes(-(-len(finished) // 8) if bits else 0, "little")
         majority = node.catching.majority

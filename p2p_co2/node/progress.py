@@ -55,12 +55,14 @@ class SwarmProgress:
     start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
     this peer had what they had: a history of its own is not what it came for. ``swarm_position``: median
     position of the other peers that train in rounds, and the node's monotonic time it was true at.
-    ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps."""
+    ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps. ``over``: fragments
+    of which no more rounds are made in this run, of a swarm in cells."""
 
     def __init__(self, node: Node, rounds_per_s: float) -> None:
         self._node, self.rounds_per_s = node, rounds_per_s
         self.local = LocalProgress()
         self.settled = self.abreast = self.left_behind = self.met = False
+        self.over: frozenset[int] = frozenset()
         self._furthest = [version.version for version in node.agreed]
         """Per fragment, where the swarm was when somebody who is in it was heard last."""
         self._goes_on = True
@@ -149,6 +151,12 @@ class SwarmProgress:
         it was about."""
         self.settled, self._is_at_rest, self._concluded_of = False, False, None
 
+    def note_over(self) -> None:
+        """Look which fragments are ``over``; before the training thread hears of an offer that failed."""
+        if self._node.far.cells > 1:
+            rounds = self._node.rounds
+            self.over = frozenset(f for f in range(len(self._node.agreed)) if rounds.is_over(f))
+
     def conclude_at(self) -> float:
         """When to ``conclude`` again; never while it would say the same. A peer that trains is in no
         hurry."""
@@ -164,6 +172,7 @@ class SwarmProgress:
         """Compare this peer with the others; while it trains nobody asks for more than the position."""
         far = self._node.far
         far.conclude(now)
+        self.note_over()
         if now - self._placed_at >= PLACED_EVERY_S or self.swarm_position is None:
             self._placed_at = now
             at = self._node.clock.monotonic() - (self._node.now() - now)

@@ -83,23 +83,34 @@ class _Forming:
         return best, camps[best]
 
     def expected(self) -> frozenset[int]:
-        """The cells of the round before, without those that are done with the fragment: this peer's word of
-        them, or that of the first who knows."""
-        camp = self.camp()[1]
-        told = (frozenset(self.readies[cell][0].before) for cell in camp)
-        cells = self.before or next((cells for cells in told if cells), frozenset(range(self.swarm.cells)))
-        finished = self.swarm.finished(self.fragment) - self.readies.keys()
-        return cells - finished or frozenset(camp)
+        """The cells of the round before: this peer's word of them, or that of the first who knows."""
+        told = (frozenset(self.readies[cell][0].before) for cell in self.camp()[1])
+        return self.before or next((cells for cells in told if cells), frozenset(range(self.swarm.cells)))
+
+    def done(self) -> frozenset[int]:
+        """Those of them that are done with the fragment, and will not come."""
+        return self.expected() & self.swarm.finished(self.fragment) - self.readies.keys()
 
     def may_begin(self) -> bool:
+        """Cells that are done count: few others would make a version that all these had to load."""
         expected = self.expected()
         came = expected & set(self.camp()[1])
         if 2 * len(came) == len(expected):
-            return min(expected) in came
+            return min(expected) in came and not self.done()
         return 2 * len(came) > len(expected)
 
     def is_complete(self) -> bool:
-        return self.expected() | self.awake <= self.readies.keys()
+        return (self.expected() | self.awake) - self.done() <= self.readies.keys()
+
+    def due_at(self) -> float:
+        if self.is_too_late():
+            return 0.0
+        return self.close_at if self.may_begin() else self.give_up_at
+
+    def is_too_late(self) -> bool:
+        """Whether too many cells are done for another round."""
+        done, expected = self.done(), self.expected()
+        return bool(done) and 2 * (len(expected) - len(done)) <= len(expected)
 
 
 @dataclass
@@ -216,10 +227,12 @@ class Councils:
                 del self._forming[place]
                 self._begin(place, forming, now)
                 return True
-            if now >= forming.give_up_at:
+            if now >= forming.give_up_at or forming.is_too_late():
                 del self._forming[place]
                 came = len(forming.camp()[1])
                 why = f"only {came} of {len(forming.expected())} cells were ready with equal states"
+                if done := len(forming.done()):
+                    why += f", {done} have nothing more to offer"
                 refusal = CellWaiting(fragment=place[0], round=place[1], refusal=why)
                 for _, sender in forming.readies.values():
                     self._outlet.send(sender, refusal)
@@ -334,10 +347,7 @@ class Councils:
     # ---- time
 
     def get_timer(self) -> float | None:
-        times = [
-            forming.close_at if forming.may_begin() else forming.give_up_at
-            for forming in self._forming.values()
-        ]
+        times = [forming.due_at() for forming in self._forming.values()]
         times += [sitting.decide_at for sitting in self._sittings.values() if sitting.decision is None]
         return min(times, default=None)
 

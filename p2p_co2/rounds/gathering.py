@@ -84,6 +84,8 @@ class Gathering:
     def may_close(self, moved: frozenset[PeerId], now: float) -> bool:
         """Whether to begin, or to give up. A majority that is missing is waited for up to the cap: an abort
         would cost the early ones a whole round, and waiting costs nobody a training step."""
+        if self._is_too_late():
+            return True
         self._is_overdue = now >= self.close_at
         if self._is_overdue or self._is_complete(moved):
             camp = self.agreeing()[1]
@@ -92,7 +94,15 @@ class Gathering:
         return False
 
     def _live(self) -> list[PeerId]:
-        return sorted({*self._swarm.working_on(self.fragment), *self.readies})
+        """Whose majority counts; with those who are done where a last round costs other cells a state."""
+        done = self._swarm.done_with(self.fragment)
+        return sorted({*self._swarm.working_on(self.fragment), *self.readies, *done})
+
+    def _is_too_late(self) -> bool:
+        """Whether too many are done with the fragment for another round of it."""
+        done = set(self._swarm.done_with(self.fragment)) - self.readies.keys()
+        left = {*self._swarm.working_on(self.fragment), *self.readies}
+        return bool(done) and len(left) <= len(done)
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not
@@ -150,6 +160,8 @@ class Gathering:
     def shortage(self, camp: list[PeerId], now: float) -> str:
         """Why ``camp`` may not begin; empty if it may."""
         live = self._live()
+        if self._is_too_late():
+            return "most peers of this cell have nothing more to offer"
         if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and self._breaks_ties(camp, live, now)):
             return ""
         waited = f"within {now - self.first_at:.1f} s"

@@ -129,6 +129,14 @@ class Rounds:
         known = None if mine.version is None else mine.verdicts.commit(mine.version + 1)
         return known[1] if known is not None and known[1].state_digest == mine.digest else None
 
+    def has_closed(self, fragment: int) -> bool:
+        """Whether our cell makes no more rounds of a fragment in this run."""
+        return self._swarm.has_closed(fragment)
+
+    def is_over(self, fragment: int) -> bool:
+        """Whether no more rounds of a fragment are made in this run: what is left of it stays uncounted."""
+        return self._swarm.is_over(fragment)
+
     def has_worked(self, peer: PeerId) -> bool:
         """Whether a slice of ``peer`` is in one of the last means that we know of."""
         return any(fragment.verdicts.has_worked(peer) for fragment in self._fragments)

@@ -61,6 +61,8 @@ class Swarm:
         self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
         self._training = [me]
+        self._is_ending = False
+        """Whether anybody is done with a fragment."""
         self.my_versions: dict[int, int] = {}
         self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
         """Who is in time with what."""
@@ -79,6 +81,7 @@ class Swarm:
         names = self.live if live.keys() == self.live.keys() else sorted(live)  # most news is not of these
         self.live = {peer: live[peer] for peer in names}
         self._training = [peer for peer, view in self.live.items() if view.training]
+        self._is_ending = any(view.finished for view in live.values())
         for habit in (self.readies, self.last_readies, self.slices, self.votes):
             habit.keep(self.live)
         self.lateness.keep(self.live)
@@ -118,9 +121,30 @@ class Swarm:
         return cell_of(peer, self.cells)
 
     def finished(self, fragment: int) -> set[int]:
-        """The cells that are done with ``fragment``, as far as we know."""
+        """The cells that make no more rounds of ``fragment``, as far as we know."""
         cells = {cell for cell, fragments in self.finished_in.items() if fragment in fragments}
-        return cells if self.working_on(fragment) else cells | {self.cell}
+        return cells | {self.cell} if self.has_closed(fragment) else cells
+
+    def done_with(self, fragment: int) -> list[PeerId]:
+        """Who has nothing more to offer for ``fragment`` in this run; where there are several cells."""
+        if self.cells == 1 or not self._is_ending:
+            return []
+        return [peer for peer, view in self.live.items() if fragment in view.finished]
+
+    def has_closed(self, fragment: int) -> bool:
+        """Whether our cell makes no more rounds of ``fragment`` in this run: at least half of it is done, and
+        what the others still have is not worth a state or a replay to everybody else."""
+        working = len(self.working_on(fragment))
+        done = len(self.done_with(fragment))
+        return working == 0 or 0 < working <= done
+
+    def is_over(self, fragment: int) -> bool:
+        """Whether no round of ``fragment`` can begin any more: at least half of the cells make none, or ours
+        does not. Never where there is one cell: that one counts the last peer's last work."""
+        if self.cells == 1:
+            return False
+        closed = self.finished(fragment)
+        return self.cell in closed or 2 * len(closed) >= len(self.finished_in.keys() | {self.cell})
 
     def is_near(self, peer: str) -> bool:
         """Whether ``peer`` is of our cell."""

@@ -300,7 +300,7 @@ class Training:
         """As ``Synchroniser._offer_the_rest``."""
         entered_at, offers = self._now(), LastOffers(self._count)
         while (left_s := entered_at + bound_s - self._now()) > 0:
-            uncounted = self._uncounted()
+            uncounted = [f for f in self._uncounted() if f not in self._node.progress.over]
             self._show()
             if not uncounted:
                 return

@@ -159,6 +159,10 @@ class NetworkThread:
         known = [agreed.version for agreed in self.node.agreed]
         return known == list(versions) and self.node.progress.settled
 
+    def over(self) -> frozenset[int]:
+        """Fragments of which no more rounds are made in this run."""
+        return self.node.progress.over
+
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
         return self.node.progress.abreast

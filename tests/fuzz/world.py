@@ -204,6 +204,9 @@ class Trainer:
     def settled(self, versions: Sequence[int]) -> bool:
         return self.node.progress.settled
 
+    def over(self) -> frozenset[int]:
+        return self.node.progress.over
+
     def traffic_bytes(self) -> tuple[int, int]:
         return self.node.traffic_bytes()
 
