@@ -24,6 +24,7 @@ may keep ``KEPT_BYTES`` that nothing uses. Linux, the threshold with glibc only;
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -76,11 +77,11 @@ def large_buffer(size_bytes: int) -> memoryview:
     """Writable memory of zeros; unmapped once nothing refers to it, if it is large."""
     if size_bytes < HUGE_PAGE_BYTES:
         return memoryview(bytearray(size_bytes))
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return memoryview(mmap.mmap(-1, size_bytes))
     whole_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES  # the kernel aligns only such lengths
-    pages = mmap.mmap(-1, whole_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            return memoryview(pages)[:size_bytes]  # a kernel without huge pages: small ones serve
+    # Private: what ``mmap`` makes by default is shared, and most kernels give shared memory no huge pages.
+    pages = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(pages)[:size_bytes]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +112,21 @@ def test_a_large_buffer_goes_back_to_the_system() -> None:
     del piece
     gc.collect()
     assert resident_kib() - before < 8 << 10
+
+
+def test_a_large_buffer_asks_for_huge_pages_where_kernels_give_them() -> None:
+    """Most kernels give none to shared memory, whatever it is advised."""
+    buffer = memory.large_buffer(3 * memory.HUGE_PAGE_BYTES)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    permissions, flags, is_here = "", set[str](), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            start, stop = (int(edge, 16) for edge in name.split("-"))
+            if is_here := start <= at < stop:
+                permissions = rest[:4]
+        elif name == "VmFlags:" and is_here:
+            flags = set(rest.split())
+    assert permissions == "rw-p"
+    has_them = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+    assert ("hg" in flags) == has_them
