@@ -35,11 +35,12 @@ from bootstrap.local_swarm import (
 )
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError
-from p2p_co2.process import ctrl_c_waits, require_supported_platform
+from p2p_co2.process import ctrl_c_ends, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
 FRAGMENTS = 4
+STOPPED = "stopped; no process is left"
 _LOOK_EVERY_S = 0.3
 _SEED_READY_S = 60.0
 _START_UP_S = 75.0
@@ -136,7 +137,7 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
             finally:
                 watch.close()
     except KeyboardInterrupt:
-        print("stopped; no process is left", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -181,7 +182,7 @@ def _prepared(options: DemoOptions, config: RunConfig, folder: Path) -> tuple[Ru
     """Write the run file with its recipe's digest; measure the loss of the parameters that every peer starts
     from."""
     print("preparing the recipe ...", flush=True)
-    with ctrl_c_waits():
+    with ctrl_c_ends(STOPPED, lambda: remove_empty_run_folder(folder)):
         import torch
 
         from p2p_co2.recipes import load_recipe, recipe_digest

@@ -27,13 +27,14 @@ from bootstrap.local_swarm import new_run_folder, remove_empty_run_folder
 from bootstrap.rehearsal_swarm import RehearsalSwarm, Traffic
 from p2p_co2.config import RunConfig, read_run_config, write_toml
 from p2p_co2.errors import ConfigError
-from p2p_co2.process import ctrl_c_waits, require_supported_platform
+from p2p_co2.process import ctrl_c_ends, require_supported_platform
 from p2p_co2.telemetry.events import Event
 
 if TYPE_CHECKING:
     from p2p_co2.recipes import Recipe
 
 DEFAULT_SECONDS = 120.0
+STOPPED = "stopped; no process and no namespace is left"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ def run_rehearsal(options: RehearsalOptions, watch_with: Callable[[RunConfig, Pa
     try:
         reasons = _rehearse(options, config, lines, watch_with)
     except KeyboardInterrupt:
-        print("stopped; no process and no namespace is left", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -177,7 +178,7 @@ def run_config(options: RehearsalOptions) -> RunConfig:
 def _prepared(options: RehearsalOptions, config: RunConfig, folder: Path) -> tuple[RunConfig, Recipe]:
     """Write the run file with its recipe's digest; build what every peer starts from."""
     print("preparing the recipe ...", flush=True)
-    with ctrl_c_waits():
+    with ctrl_c_ends(STOPPED, lambda: remove_empty_run_folder(folder)):
         import torch
 
         from p2p_co2.recipes import load_recipe, recipe_digest

@@ -23,7 +23,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, T
 from p2p_co2.process import (
     FolderLock,
     StopSignals,
-    ctrl_c_waits,
+    ctrl_c_ends,
     end_with_parent,
     require_supported_platform,
 )
@@ -111,7 +111,7 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
     run = read_run_config(options.run_file) if options.run_file else RunConfig()
     if not run.recipe_digest:
         say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
-        with ctrl_c_waits():
+        with ctrl_c_ends():
             from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
 
         if run.recipe == BYTE_GPT:

@@ -19,7 +19,6 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.process import (
     FolderLock,
     StopSignals,
-    ctrl_c_waits,
     is_kept,
     processes_below,
     require_supported_platform,
@@ -128,36 +127,20 @@ def test_the_handlers_of_before_come_back() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-@pytest.fixture(name="_as_in_a_terminal")
-def _plain_ctrl_c() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_as_in_a_terminal")
-def test_a_ctrl_c_waits_until_the_imports_are_through() -> None:
-    whole: list[str] = []
-    with pytest.raises(KeyboardInterrupt), ctrl_c_waits():  # noqa: PT012
-        signal.raise_signal(signal.SIGINT)
-        whole.append("imported")
-    assert whole == ["imported"]
-    with pytest.raises(KeyboardInterrupt), ctrl_c_waits():  # noqa: PT012
-        signal.raise_signal(signal.SIGINT)
-        raise ImportError("made of it")
-    with ctrl_c_waits():
-        pass
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_second_ctrl_c_does_not_wait() -> None:
-    twice = (
-        "import signal; from p2p_co2.process import ctrl_c_waits\n"
+def test_a_ctrl_c_that_an_import_would_swallow_ends_the_process_at_once() -> None:
+    importing = (
+        "import signal; from p2p_co2.process import ctrl_c_ends\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with ctrl_c_waits():\n    [signal.raise_signal(signal.SIGINT) for _ in range(2)]"
+        "with ctrl_c_ends(): pass\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "with ctrl_c_ends('gone', lambda: print('given back', flush=True)):\n"
+        "    try: signal.raise_signal(signal.SIGINT)\n"
+        "    except KeyboardInterrupt: pass\n"
+        "    print('went on', flush=True)"
     )
-    with started(twice) as process:
-        assert process.wait(BOUND_S) == -signal.SIGINT
+    with started(importing) as process:
+        assert process.wait(BOUND_S) == 130
+        assert process.communicate() == ("given back\n", "gone\n")
 
 
 # ---- parents and children

@@ -12,7 +12,7 @@ from bootstrap.plan.links import GivenLink, read_links
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
-from p2p_co2.process import ctrl_c_waits
+from p2p_co2.process import ctrl_c_ends
 from p2p_co2.wire.limits import MAX_PEERS
 
 
@@ -78,7 +78,7 @@ def make_plan(options: PlanOptions) -> Plan:
     fragments = even_fragments(options.parameters, run.fragments) if options.parameters else ()
     step_s, tokens, train_bytes = options.step_s, 0, 16.0 * options.parameters
     if not (fragments and step_s):
-        with ctrl_c_waits():
+        with ctrl_c_ends():
             from bootstrap.plan.step import load_model, measure_step
 
         model = load_model(run, options.device)
