@@ -27,6 +27,7 @@ from p2p_co2.process import (
     end_with_parent,
     require_supported_platform,
 )
+from p2p_co2.run_recipe import is_own
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES
@@ -188,16 +189,23 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
         await probes.start()
         say(f'run "{run.name}", recipe {run.recipe}, digest {seed.run_digest.hex()[:16]}')
         ticket = await _print_ticket(p2p, seed, say)
-        how = (
-            "your own program: python my_loop.py TICKET" if run.recipe == OWN_LOOP else "p2p-co2 join TICKET"
-        )
-        say(f"join with: {how}    (Ctrl-C ends the seed; peers that know each other go on)")
+        say(f"join with: {how_to_join(run.recipe)}")
+        say("Ctrl-C ends the seed; peers that know each other go on")
         if options.port == 0 and not options.also:
             say("the port is a free one: for a ticket that outlives a restart, give --port")
         stack.push_async_callback(end_if_hung, p2p)
         async with asyncio.TaskGroup() as group:
             group.create_task(_keep_up(discovery, say), name="keep up")
             group.create_task(_keep_daemon(p2p, seed, discovery, ticket, say), name="keep the daemon")
+
+
+def how_to_join(recipe: str) -> str:
+    """What a volunteer types."""
+    if recipe == OWN_LOOP:
+        return "your own program: python my_loop.py TICKET"
+    if is_own(recipe):
+        return "p2p-co2 join TICKET --recipe FILE.py:function, with a copy of the recipe's file"
+    return "p2p-co2 join TICKET"
 
 
 async def _print_ticket(p2p: P2P, seed: _Seed, say: Callable[[str], None], before: str = "") -> str:

@@ -23,7 +23,7 @@ from p2p_co2.telemetry.feed import Feed
 
 TICK_S = 1.0
 PLAIN_EVERY_S = 10.0
-_LINES_BESIDE_PEERS = 17
+_LINES_BESIDE_PEERS = 20
 _BAR_CELLS = 30
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
                  "unreachable": "red", "unknown": "yellow"}  # fmt: skip
@@ -108,7 +108,7 @@ def _head(facts: SwarmFacts) -> RenderableType:
     second = Text.assemble(
         "tokens ", (figure(facts.tokens), "bold"), "   ", (figure(facts.tokens_per_s), "bold"),
         " tokens/s   sent ", (f"{size(facts.up_bytes_per_s)}/s", "bold"),
-        f" ({size(facts.up_bytes)})   rounds ",
+        f" ({size(facts.up_bytes)})\nrounds ",
         (figure(facts.rounds_committed), "bold"), f" committed, {facts.rounds_aborted} aborted",
     )  # fmt: skip
     return Group(title, first, second)
@@ -187,8 +187,8 @@ def _staleness(facts: SwarmFacts, width: int) -> RenderableType:
     )
     rows.append(
         Text(
-            "rounds, newest right (■ committed, p without some, L late, A aborted); "
-            f"oldest fragment {clock(oldest)}"
+            "rounds, newest right (■ committed, p without some, L late, A aborted)\n"
+            f"  oldest fragment: merged {clock(oldest)} ago"
         )
     )
     for fragment in range(min(facts.fragments, 4)):

@@ -14,8 +14,8 @@ import pytest
 
 from bootstrap import seed
 from bootstrap.local_swarm import LocalSwarm, environment, program
-from bootstrap.seed import SeedOptions, serve_run
-from p2p_co2.config import RunConfig
+from bootstrap.seed import SeedOptions, how_to_join, serve_run
+from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.process import processes_below
@@ -189,3 +189,15 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("byte-gpt", "p2p-co2 join TICKET"),
+        (OWN_LOOP, "python my_loop.py TICKET"),
+        ("my_recipe.py:make", "--recipe FILE.py:function"),
+    ],
+)
+def test_a_seed_says_how_its_run_is_joined(recipe: str, words: str) -> None:
+    assert words in how_to_join(recipe)

@@ -134,7 +134,8 @@ def test_text_that_cannot_be_trained_on_is_refused_and_one_that_is_elsewhere_is_
     assert check_data("", "") == ""
     assert check_data(str(tmp_path / "text.txt"), "") == ""
     assert check_data("", str(tmp_path / "text.txt")) == ""
-    assert "is not on this machine" in check_data(str(tmp_path / "absent.txt"), "")
+    assert "joins with --text" in check_data(str(tmp_path / "absent.txt"), "")
+    assert "mend the run file" in check_data("", str(tmp_path / "absent.bin"))
     for text, tokens, words in (
         ("binary.txt", "", "not UTF-8"),
         ("none", "", "holds no .txt"),

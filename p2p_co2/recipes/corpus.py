@@ -83,7 +83,11 @@ def check_data(text: str, tokens: str) -> str:
     if not (text or tokens):
         return ""
     if not path.exists():
-        return f"{path} is not on this machine: every peer needs it there, or names its own"
+        return (
+            f"{path} is not on this machine; if that is a mistake, stop this, mend the run file and start "
+            "again. Else every volunteer needs it at that path, or joins with "
+            f"{'--text' if text else '--tokens'} and a file of their own"
+        )
     left_bytes = CHECKED_BYTES
     for file in _text_files(path) if text else ():
         left_bytes -= len(_read_text(file))
