@@ -14,7 +14,14 @@ changed, is left out. A round trip is measured every ``MEASURE_EVERY_S``. Among 
 slowly, so that a peer tells at most ``TOLD_PER_S`` others a second, down to one beat in
 ``SLOWEST_HEARTBEAT_S``; the silence that is accepted grows with the beat.
 
+A round of minutes has long quiet times, in which nothing is told but that nothing has changed. A peer that
+only trains then (``rests``) tells so every ``quiet_beat_s``, says so beforehand, and is missed only after
+``QUIET_BEATS_MISSED`` of those; what changes is told at once all the same. That its process died, or its
+line, is noticed sooner: its links break.
+
 Price: each peer still hears from each other one, so this serves groups of up to a few hundred, not thousands.
+In the quiet of a round a peer whose links are answered but that says nothing (a program that hangs) is taken
+for live for up to ``QUIET_BEATS_MISSED`` beats and one more.
 """
 
 from __future__ import annotations
@@ -35,6 +42,11 @@ HEARTBEAT_S = 1.0
 TOLD_PER_S = 6.4
 SLOWEST_HEARTBEAT_S = 5.0
 """Silence must stand out from the beat: ``SILENCE_CAP_S`` is six of these."""
+QUIET_SHARE, LONGEST_HEARTBEAT_S = 0.1, 60.0
+"""Of a round, between the heartbeats of a peer that only trains; and at most."""
+QUIET_BEATS_MISSED = 2.5
+MEASURED_BEATS = 5.0
+"""A round trip is measured once in so many slow beats."""
 TOLD_LATELY = 0.75
 """Of a heartbeat: who was told more lately, because something changed, waits for the next one."""
 NEWS_GATHERED_S = 0.05
@@ -113,15 +125,17 @@ class PeerInfo:
     def silence_limit_s(self) -> float:
         """Seconds without a word after which the peer counts as gone."""
         habit = 4.0 * max(self.gaps_s, default=HEARTBEAT_S)
-        return min(SILENCE_CAP_S, max(SILENCE_FLOOR_S, habit))
+        announced = QUIET_BEATS_MISSED * min(self.status.heartbeat_s, LONGEST_HEARTBEAT_S)
+        return max(announced, min(SILENCE_CAP_S, max(SILENCE_FLOOR_S, habit)))
 
 
 class Membership:
     """The five verbs of a machine, plus ``found`` (the DHT lists these) and ``unreachable`` (no carrier gets
-    through)."""
+    through). ``quiet_s``: what ``quiet_beat_s`` says of this run's rounds."""
 
-    def __init__(self, me: PeerId) -> None:
-        self.me = me
+    def __init__(self, me: PeerId, quiet_s: float = 0.0) -> None:
+        self.me, self.quiet_s = me, quiet_s
+        self._rests = False
         self.status = Status()
         self._live: dict[PeerId, PeerInfo] = {}
         self._candidates: dict[PeerId, float] = {}
@@ -147,7 +161,14 @@ class Membership:
     @property
     def heartbeat_s(self) -> float:
         """Seconds between this peer's heartbeats."""
-        return heartbeat_among_s(len(self._live))
+        return heartbeat_among_s(len(self._live), self.quiet_s if self._rests else 0.0)
+
+    def set_rests(self, rests: bool, now: float) -> None:
+        """Whether this peer only trains and nothing is about to happen. Whoever hears it was told its status,
+        or is told soon."""
+        self._rests = rests
+        if self._next_heartbeat_at is not None and not rests:
+            self._next_heartbeat_at = min(self._next_heartbeat_at, now + self.heartbeat_s)
 
     @property
     def is_idle(self) -> bool:
@@ -251,7 +272,7 @@ class Membership:
             self._greet(now)
         if self._next_heartbeat_at is None or now < self._next_heartbeat_at:
             return
-        beat_s = self.heartbeat_s
+        beat_s, quick_s = self.heartbeat_s, heartbeat_among_s(len(self._live))
         late_s = now - self._next_heartbeat_at
         if late_s > STOOD_STILL_S:
             for info in self._live.values():
@@ -261,9 +282,9 @@ class Membership:
         told: list[PeerId] = []
         for peer, info in list(self._live.items()):
             silent_s = now - info.heard_at
-            if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * beat_s):
+            if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):
                 self._lose(peer, f"silent for {silent_s:.0f} s", now)
-            elif now - info.answered_us_at > MEASURE_EVERY_S:
+            elif now - info.answered_us_at > measure_every_s(beat_s):
                 asked.append(peer)
             elif now - info.told_at > TOLD_LATELY * beat_s:
                 told.append(peer)
@@ -381,6 +402,18 @@ class Membership:
             self._events.append(Left(peer, reason))
 
 
-def heartbeat_among_s(others: int) -> float:
-    """Seconds between the heartbeats of one that ``others`` hear."""
-    return min(SLOWEST_HEARTBEAT_S, max(HEARTBEAT_S, others / TOLD_PER_S))
+def heartbeat_among_s(others: int, quiet_s: float = 0.0) -> float:
+    """Seconds between the heartbeats of one that ``others`` hear; ``quiet_s``: of one that rests."""
+    return max(quiet_s, min(SLOWEST_HEARTBEAT_S, max(HEARTBEAT_S, others / TOLD_PER_S)))
+
+
+def quiet_beat_s(round_s: float) -> float:
+    """Seconds between heartbeats in the quiet of a round of ``round_s``; 0 where rounds are too short to have
+    any."""
+    beat_s = min(LONGEST_HEARTBEAT_S, QUIET_SHARE * round_s)
+    return beat_s if beat_s > SLOWEST_HEARTBEAT_S else 0.0
+
+
+def measure_every_s(heartbeat_s: float) -> float:
+    """Seconds between two measurements of the way to a peer."""
+    return MEASURE_EVERY_S if heartbeat_s <= SLOWEST_HEARTBEAT_S else MEASURED_BEATS * heartbeat_s

@@ -13,6 +13,9 @@ the lower medians of what the watchers saw, so of three, one liar moves nothing;
 decided by the majority of cells, as ``node.catching`` does with peers. A cell that has never been seen, or
 not for ``SILENT_S`` without being done, holds nobody up.
 
+In the quiet of a long round, where heartbeats are rare, looks are as well (``quiet_s``, of
+``membership.quiet_beat_s``), and what they bring stays true for longer.
+
 Price: with G cells of M peers, each peer asks about ``WATCHERS`` (G - 1) / M others, and as many sights (some
 60 bytes and 34 for each fragment) go with its heartbeats. In a swarm of two or three peers a cell, one
 watcher is the only witness.
@@ -51,6 +54,9 @@ PLACED_S = 60.0
 """A position is carried on by the clock for so long."""
 SILENT_S = 30.0
 """A cell that was seen last so long ago is not waited for. Beyond a watcher's next peer and a heartbeat."""
+QUIET_LOOK, QUIET_FRESH, QUIET_SILENT = 0.5, 1.5, 3.0
+"""The same in the quiet of a long round, in heartbeats: a sight is as old as a look and a heartbeat together
+when it is heard."""
 MAX_AGE_S = 1e6
 
 
@@ -101,10 +107,13 @@ class _Watch:
 class Outlook:
     """``mine``: how our own cell stands, kept by the shell; ``hurry``: whether this peer waits for the
     others' word; ``revision`` grows with what is news of other cells, but not with positions; ``seen`` with
-    each sight of this peer's own, ``has_seen_news`` says whether one differed from the last."""
+    each sight of this peer's own, ``has_seen_news`` says whether one differed from the last.
+    ``rests``: whether this peer only trains, as ``membership`` has it; ``ends``: whether it is done."""
 
-    def __init__(self, me: PeerId, cells: int) -> None:
+    def __init__(self, me: PeerId, cells: int, quiet_s: float = 0.0) -> None:
         self.me, self.cells, self.cell = me, cells, cell_of(me, cells)
+        self.quiet_s = quiet_s
+        self.rests = self.ends = False
         self.mine = CellSight(cell=self.cell)
         self.hurry = True
         self.revision = self.seen = 0
@@ -145,7 +154,7 @@ class Outlook:
     def handle_timer(self, now: float) -> None:
         if self._next_at is None or now < self._next_at:
             return
-        self._next_at = now + (LOOK_QUICKLY_EVERY_S if self.hurry else LOOK_EVERY_S)
+        self._next_at = now + self._look_every_s()
         for cell, watch in self._watched.items():
             self._look(cell, watch, now)
 
@@ -157,6 +166,14 @@ class Outlook:
         return messages
 
     # ---- watching
+
+    def _look_every_s(self) -> float:
+        if self.hurry:
+            return LOOK_QUICKLY_EVERY_S
+        return max(LOOK_EVERY_S, QUIET_LOOK * self.quiet_s) if self.rests else LOOK_EVERY_S
+
+    def _silent_s(self) -> float:
+        return SILENT_S if self.ends else max(SILENT_S, QUIET_SILENT * self.quiet_s)
 
     def _look(self, cell: int, watch: _Watch, now: float) -> None:
         if watch.asked is not None and watch.unanswered >= TRIES:
@@ -238,7 +255,8 @@ class Outlook:
             entitled = self._first(cell)
             sights = [one for one in told if one[1] in entitled and one[2].versions]
             if sights and cell != self.cell:
-                word = _combined(cell, sights, rounds_per_s)
+                fresh_s = max(FRESH_S, QUIET_FRESH * self.quiet_s)
+                word = _combined(cell, sights, rounds_per_s, fresh_s)
                 known = self.words.get(cell)
                 if known is None or word.seen_at >= known.seen_at:
                     self.words[cell] = word
@@ -248,7 +266,8 @@ class Outlook:
 
     def positions(self, now: float, rounds_per_s: float) -> list[float]:
         """Where the cells that train are now."""
-        fresh = [word for word in self.words.values() if now - word.seen_at < PLACED_S]
+        placed_s = max(PLACED_S, self._silent_s())
+        fresh = [word for word in self.words.values() if now - word.seen_at < placed_s]
         moving = [word.position + (now - word.seen_at) * rounds_per_s for word in fresh if word.trains]
         return moving or [word.position for word in fresh]
 
@@ -256,7 +275,7 @@ class Outlook:
         """Whether every cell that need be waited for is done with this very state."""
         return all(
             (word.settled and (word.versions, word.digests) == (versions, digests))
-            or now - word.seen_at > SILENT_S
+            or now - word.seen_at > self._silent_s()
             for word in self.words.values()
         )
 
@@ -277,7 +296,8 @@ class Outlook:
 
     def recent(self, now: float) -> list[CellWord]:
         """The cells that were seen of late."""
-        return [word for word in self.words.values() if now - word.seen_at <= SILENT_S]
+        silent_s = self._silent_s()
+        return [word for word in self.words.values() if now - word.seen_at <= silent_s]
 
     def version(self, fragment: int, mine: int | None, over: bool) -> int:
         """The highest version that at least half of the cells have reached, ours (``mine``) among them if it
@@ -328,10 +348,14 @@ def _rank(name: str, cell: int) -> bytes:
     return hashlib.sha256(f"watch/{name}/{cell}".encode()).digest()[:8]
 
 
-def _combined(cell: int, sights: Sequence[tuple[float, PeerId, CellSight]], rounds_per_s: float) -> CellWord:
+def _combined(
+    cell: int, sights: Sequence[tuple[float, PeerId, CellSight]], rounds_per_s: float, fresh_s: float
+) -> CellWord:
     newest_at, _, newest = max(sights, key=lambda one: one[:2])
-    fresh = [one for one in sights if newest_at - one[0] <= FRESH_S]
+    fresh = [one for one in sights if newest_at - one[0] <= fresh_s]
     alike = [sight for _, _, sight in fresh if len(sight.versions) == len(newest.versions)]
+    if all(_told(sight)[2:] == _told(newest)[2:] for sight in alike):
+        alike = [newest]  # mostly
     versions = tuple(_lower_median(held) for held in zip(*(sight.versions for sight in alike), strict=True))
     digests = tuple(
         next((s.digests[f] for s in (newest, *alike) if s.versions[f] == version), b"")

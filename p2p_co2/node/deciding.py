@@ -185,8 +185,8 @@ class Deciding:
         self._node.rounds.set_state(fragment, version.version, version.digest)
         if changed:
             self._node.refresh()
-            if self._node.progress.local.phase == Status.DRAINING:
-                self._node.membership.announce(self._node.now())  # others wait to see where we end
+            if self._node.progress.local.phase == Status.DRAINING or self._node.membership.quiet_s:
+                self._node.membership.announce(self._node.now())  # others wait to see it, or for long
         return changed
 
     async def _publish(self, decision: Decision, fragment: int, round_: int) -> None:

@@ -35,7 +35,7 @@ class Far:
         self, node: Node, cells: int, find_peers: Callable[[int | None], Awaitable[list[PeerRecord]]]
     ) -> None:
         self.cells, self.cell = cells, cell_of(node.me, cells)
-        self.outlook = Outlook(node.me, cells)
+        self.outlook = Outlook(node.me, cells, node.membership.quiet_s)
         self._node, self._find_peers = node, find_peers
         self._concluded_at = -math.inf
         self._together: tuple[tuple[tuple[int, ...], tuple[bytes, ...]], float] | None = None
@@ -70,8 +70,12 @@ class Far:
         """Put together what our cell sees of the others, now and then."""
         if self.cells == 1:
             return
-        self.outlook.hurry = self._node.progress.local.phase != Status.TRAINING
+        phase = self._node.progress.local.phase
+        self.outlook.hurry, self.outlook.ends = phase != Status.TRAINING, phase == Status.DRAINING
+        self.outlook.rests = self._node.progress.rests
         every_s = CONCLUDED_QUICKLY_EVERY_S if self.outlook.hurry else CONCLUDED_EVERY_S
+        if self.outlook.rests:
+            every_s = max(every_s, self._node.membership.quiet_s / 2)
         if now - self._concluded_at < every_s:
             return
         self._concluded_at = now

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.catchup import CatchUp, Shape
 from p2p_co2.errors import LocalProtocolError, TransportError
-from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership
+from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership, quiet_beat_s
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, enveloped, kind_of, opened
@@ -42,6 +42,8 @@ QUICK_FINDS = 10
 ALONE_BEFORE_REBOOTSTRAP_S = 20.0
 GREET_SEEDS_S = 20.0
 """How often the ticket's seeds are looked for again, whether we miss them or not."""
+QUIET_IDLE = 1 / 6
+"""Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
 NEWS_UNDER_WAY_S = 0.002
 CROWD_S = 0.05
 """Who comes or goes within this time after another is told of together with it."""
@@ -75,7 +77,8 @@ class Node:
         self._envelope_head = Envelope(version=PROTOCOL_VERSION, run=self.run_digest).SerializeToString()
         self.shape, self.group_size = shape, network.run.group_size
         self.agreed = list(agreed)
-        self.membership = Membership(self.me)
+        pace = network.run.clock
+        self.membership = Membership(self.me, quiet_beat_s(pace.round_s) if pace.mode == "time" else 0.0)
         cells = network.run.cells
         self.far = Far(self, cells, network.find_peers)
         self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, cells)
@@ -85,8 +88,7 @@ class Node:
             self.catchup.moved(fragment, version.version)
             self.rounds.set_state(fragment, version.version, version.digest)
         self.software = network.software
-        pace = network.run.clock
-        self.progress = SwarmProgress(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0)
+        self.progress = SwarmProgress(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0, pace.rounds)
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
         self._beat_at = self._sleeps_until = 0.0
@@ -275,7 +277,8 @@ class Node:
             self.progress.conclude(self.now())
             self._wake.clear()
             self._sleeps_until = math.inf
-            self._sleep_until(min(self._next_timer_at(), now + HEARTBEAT_S))
+            idle_s = QUIET_IDLE * self.membership.quiet_s if self.progress.rests else 0.0
+            self._sleep_until(min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s)))
             await self._wake.wait()
 
     def _sleep_until(self, at: float) -> None:
@@ -318,6 +321,7 @@ class Node:
         now = self.now()
         peers = len(self.membership.live)
         self._beat_at = now + min(SLOWEST_REFRESH_S, max(REFRESH_S, peers / REFRESHED_PEERS_PER_S))
+        self.membership.set_rests(self.progress.rests, now)
         self.membership.status = self.progress.status()
         phase = self.progress.local.phase
         self._told_revision, self._has_strangers = self.membership.revision, False
@@ -421,7 +425,12 @@ class Node:
             finds += 1
             if self.now() - self._seeds_greeted_at > GREET_SEEDS_S:
                 await self._greet_seeds()
-            await asyncio.sleep(FIND_PEERS_QUICKLY_S if finds < QUICK_FINDS else FIND_PEERS_S)
+            await asyncio.sleep(FIND_PEERS_QUICKLY_S if finds < QUICK_FINDS else self._find_peers_s())
+
+    def _find_peers_s(self) -> float:
+        """In the quiet of a long round newcomers find us; a record must be renewed all the same."""
+        quiet_s = QUIET_IDLE * self.membership.quiet_s if self.progress.rests else 0.0
+        return min(2 * FIND_PEERS_S, FIND_PEERS_S + quiet_s)
 
     async def _watch_daemon(self) -> None:
         words = await self._network.daemon_ended()

@@ -27,6 +27,8 @@ few more often, since at the end of a run all stand still until they know of eac
 LISTENED_S = 12.0
 """A peer that came when the run was over, and has not yet heard all whom the DHT lists, takes those whom it
 heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
+ENDS_ROUNDS = 0.2
+"""A run comes to its end so many rounds before it: from then on nobody rests."""
 PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
@@ -58,8 +60,8 @@ class SwarmProgress:
     ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps. ``over``: fragments
     of which no more rounds are made in this run, of a swarm in cells."""
 
-    def __init__(self, node: Node, rounds_per_s: float) -> None:
-        self._node, self.rounds_per_s = node, rounds_per_s
+    def __init__(self, node: Node, rounds_per_s: float, rounds: int = 0) -> None:
+        self._node, self.rounds_per_s, self._rounds = node, rounds_per_s, rounds
         self.local = LocalProgress()
         self.settled = self.abreast = self.left_behind = self.met = False
         self.over: frozenset[int] = frozenset()
@@ -82,7 +84,9 @@ class SwarmProgress:
         """What the next heartbeats say of this peer."""
         local, agreed, upload = self.local, self._node.agreed, self._node.upload_bytes_per_s()
         outlook = self._node.far.outlook
-        content = (local, tuple(agreed), upload, self._is_at_rest, outlook.seen)
+        membership = self._node.membership
+        heartbeat_s = membership.heartbeat_s if self.rests and membership.quiet_s else 0.0
+        content = (local, tuple(agreed), upload, self._is_at_rest, outlook.seen, heartbeat_s)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
@@ -100,12 +104,22 @@ class SwarmProgress:
                     -(-len(agreed) // 8) if local.finished else 0, "little"
                 ),
                 settled=self._is_at_rest,
+                heartbeat_s=heartbeat_s,
             )
         elif outlook.seen:
             for sight, aged in zip(self._status.sights, outlook.sights(self._node.now()), strict=False):
                 sight.age_s = aged.age_s
         self._status.position = self.position()
         return self._status  # the messages that carry it hold copies
+
+    @property
+    def rests(self) -> bool:
+        """Whether this peer only trains, or pauses, and the run's end is not near: in the quiet of a round of
+        minutes it has little to tell."""
+        local, rounds = self.local, self._rounds
+        if local.phase not in (Status.TRAINING, Status.PAUSED) or local.finished:
+            return False
+        return not rounds or self.position() < rounds - ENDS_ROUNDS
 
     def _view(self, info: PeerInfo) -> PeerView:
         """Made once for each news of a peer: there are many peers and few news."""
@@ -173,7 +187,8 @@ class SwarmProgress:
         far = self._node.far
         far.conclude(now)
         self.note_over()
-        if now - self._placed_at >= PLACED_EVERY_S or self.swarm_position is None:
+        every_s = max(PLACED_EVERY_S, self._node.membership.quiet_s / 2) if self.rests else PLACED_EVERY_S
+        if now - self._placed_at >= every_s or self.swarm_position is None:
             self._placed_at = now
             at = self._node.clock.monotonic() - (self._node.now() - now)
             position = far.position(self._node.membership.positions(now, self.rounds_per_s), now)

@@ -28,14 +28,12 @@ from p2p_co2.planning.traffic import (
     shares_of,
 )
 from p2p_co2.rounds.bounds import GATHER_CAP_S, PARTS_CAP_S, ROUND_CAP_S
-from p2p_co2.schedule import FLUSH_CAP_S
+from p2p_co2.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S
 
 COPY_BYTES_PER_S = 3e9
 """fp32 bytes per second that the training thread copies out or merges in."""
 STEP_OVERHEAD_S = 0.0004
 """``peer.step`` in an inner step in which nothing is due (``benchmarks/plan_accuracy.py``)."""
-FIRST_ROUND_BOUND_S = 15.0
-"""Training waits at most this long for a first round (``trainer.synchroniser``)."""
 SETTLE_S = 0.1
 """From the last commit until everybody has heard that everybody agrees."""
 NETWORK_BYTES = 150e6
@@ -65,6 +63,8 @@ class Setting:
     sync_delay_steps: int = 0
     error_feedback: bool = False
     train_bytes: float = 0.0
+    in_steps: bool = False
+    """Whether the clock counts inner steps: heartbeats do not know the length of a round then."""
 
     @property
     def parameters(self) -> int:
@@ -126,6 +126,7 @@ def setting_of(
         sync_delay_steps=run.outer.sync_delay_steps,
         error_feedback=run.codec.error_feedback,
         train_bytes=train_bytes,
+        in_steps=clock.mode == "steps",
     )
 
 
@@ -221,7 +222,8 @@ def _bytes_per_round(setting: Setting, sizes: Sequence[int], sent_share: float) 
             slices_out, slices_in, means_out, means_in = sent_and_received(size, share, peers)
             up, down = up + slices_out + means_out, down + slices_in + means_in
     control = math.fsum(round_control_bytes(peers, size) for size in sizes)
-    quiet = heartbeat_bytes_per_s(peers, len(sizes)) * setting.round_s
+    heartbeats = heartbeat_bytes_per_s(peers, len(sizes), 0.0 if setting.in_steps else setting.round_s)
+    quiet = heartbeats * setting.round_s
     return sent_share * (up / peers + control) + quiet, sent_share * (down / peers + control) + quiet
 
 

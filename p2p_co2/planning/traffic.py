@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from p2p_co2.config import CodecName
-from p2p_co2.membership import MEASURE_EVERY_S, heartbeat_among_s
+from p2p_co2.membership import heartbeat_among_s, measure_every_s, quiet_beat_s
 from p2p_co2.rounds.bounds import ATTEMPT_BYTES, DIGEST_BYTES
 from p2p_co2.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import (
@@ -120,17 +120,19 @@ def round_control_bytes(peers: int, payload: int) -> float:
     return (peers - 1) / peers * (to_coordinator + from_coordinator) + heads
 
 
-def heartbeat_bytes_per_s(peers: int, fragments: int) -> float:
+def heartbeat_bytes_per_s(peers: int, fragments: int, round_s: float = 0.0) -> float:
     """What one peer sends to all others while nothing else happens: its status at each heartbeat, in place of
-    which now and then a ping asks for a pong."""
+    which now and then a ping asks for a pong. ``round_s``: seconds of a round, where the clock counts time;
+    the heart beats more slowly in long ones."""
     status = Status(
         phase=Status.TRAINING, position=_NUMBER, inner_steps=_BIG, tokens=_BIG, loss=_NUMBER,
         versions=[_ROUND] * fragments, digests=[bytes(DIGEST_BYTES)] * fragments,
-        upload_bytes_per_s=_NUMBER, software=_SOFTWARE,
+        upload_bytes_per_s=_NUMBER, software=_SOFTWARE, heartbeat_s=(quiet_s := quiet_beat_s(round_s)),
     )  # fmt: skip
     ping = _size(Envelope(ping=Ping(nonce=_BIG, sent_at=_NUMBER, status=status)))
     pong = _size(Envelope(pong=Pong(nonce=_BIG, ping_sent_at=_NUMBER, answered_at=_NUMBER, status=status)))
-    return (peers - 1) * (ping / heartbeat_among_s(peers - 1) + pong / MEASURE_EVERY_S)
+    beat_s = heartbeat_among_s(peers - 1, quiet_s)
+    return (peers - 1) * (ping / beat_s + pong / measure_every_s(beat_s))
 
 
 def _size(envelope: Envelope) -> int:

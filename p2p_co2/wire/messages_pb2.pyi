@@ -68,7 +68,7 @@ class Envelope(_message.Message):
     def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., cell_ready: _Optional[_Union[CellReady, _Mapping]] = ..., cell_waiting: _Optional[_Union[CellWaiting, _Mapping]] = ..., cell_begin: _Optional[_Union[CellBegin, _Mapping]] = ..., cell_part: _Optional[_Union[CellPart, _Mapping]] = ..., cell_mean: _Optional[_Union[CellMean, _Mapping]] = ..., cell_result: _Optional[_Union[CellResult, _Mapping]] = ..., cell_decision: _Optional[_Union[CellDecision, _Mapping]] = ..., cell_look: _Optional[_Union[CellLook, _Mapping]] = ..., cell_sight: _Optional[_Union[CellSight, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "sights", "settled", "finished")
+    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "sights", "settled", "heartbeat_s", "finished")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         JOINING: _ClassVar[Status.Phase]
@@ -91,6 +91,7 @@ class Status(_message.Message):
     DOWNLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     SIGHTS_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     phase: Status.Phase
     position: float
@@ -104,8 +105,9 @@ class Status(_message.Message):
     download_bytes_per_s: float
     sights: _containers.RepeatedCompositeFieldContainer[CellSight]
     settled: bool
+    heartbeat_s: float
     finished: bytes
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., sights: _Optional[_Iterable[_Union[CellSight, _Mapping]]] = ..., settled: _Optional[bool] = ..., finished: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., sights: _Optional[_Iterable[_Union[CellSight, _Mapping]]] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce", "sent_at", "status")

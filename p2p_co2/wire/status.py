@@ -26,6 +26,7 @@ class PeerStatus(NamedTuple):
     settled: bool = False
     position: float = 0.0
     sights: Sequence[CellSight] = ()
+    heartbeat_s: float = 0.0
 
     def is_news_after(self, known: PeerStatus) -> bool:
         return self[:7] != known[:7]
@@ -36,8 +37,9 @@ def read_status(status: Status) -> PeerStatus:
     read = PeerStatus(
         status.phase, tuple(status.versions), tuple(status.digests), status.upload_bytes_per_s,
         status.download_bytes_per_s, status.finished, status.settled, status.position, status.sights,
+        status.heartbeat_s,
     )  # fmt: skip
-    for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s):
+    for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
             raise RemoteProtocolError("bad status", f"position or rate out of range: {number}")
     versions, digests = read.versions, read.digests

@@ -1,0 +1,141 @@
+"""Heartbeats in rounds of minutes: rare, announced, missed in time; and a swarm that makes its rounds with
+them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.membership import (
+    LONGEST_HEARTBEAT_S,
+    MEASURED_BEATS,
+    QUIET_BEATS_MISSED,
+    SLOWEST_HEARTBEAT_S,
+    Left,
+    Membership,
+    quiet_beat_s,
+)
+from p2p_co2.outlook import LOOK_EVERY_S, QUIET_LOOK, Outlook
+from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.telemetry.events import PeerLeft
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Ping, Pong, Status
+
+ME, OTHER = PeerId("me"), PeerId("other")
+QUIET_S = 60.0
+
+
+def resting() -> Membership:
+    """A machine that rests and hears one that does."""
+    machine = Membership(ME, QUIET_S)
+    machine.receive(Ping(status=Status(heartbeat_s=QUIET_S)), OTHER, 0.0)
+    machine.handle_timer(0.0)
+    machine.set_rests(True, 0.0)
+    machine.messages_to_send()
+    return machine
+
+
+def lost_at(machine: Membership, until: float) -> float | None:
+    """When it takes the other for gone, called no sooner than it asks."""
+    while (now := machine.get_timer()) is not None and now < until:
+        machine.handle_timer(now)
+        while (event := machine.next_event()) is not None:
+            if isinstance(event, Left):
+                return now
+    return None
+
+
+def test_short_rounds_have_no_quiet_and_long_ones_a_bounded_one() -> None:
+    assert [quiet_beat_s(round_s) for round_s in (1.0, 20.0, 50.0)] == [0.0, 0.0, 0.0]
+    assert quiet_beat_s(100.0) == 10.0
+    assert quiet_beat_s(600.0) == quiet_beat_s(36_000.0) == LONGEST_HEARTBEAT_S
+
+
+def test_who_rests_tells_each_other_once_a_slow_beat_and_measures_now_and_then() -> None:
+    machine, told, hour_s = resting(), Counter[bool](), 3600.0
+    while (now := machine.get_timer()) is not None and now < hour_s:
+        machine.handle_timer(now)
+        for _, message in machine.messages_to_send():
+            assert isinstance(message, Ping)
+            told[message.nonce > 0] += 1
+            status = Status(heartbeat_s=QUIET_S)
+            answer = Pong(nonce=message.nonce, ping_sent_at=now, answered_at=now, status=status)
+            machine.receive(answer if message.nonce else Ping(status=status), OTHER, now + 0.1)
+    assert told.total() == pytest.approx(hour_s / QUIET_S, abs=2)
+    assert told[True] == pytest.approx(hour_s / (MEASURED_BEATS * QUIET_S), abs=3)
+
+
+def test_who_announced_a_slow_beat_is_missed_after_some_of_them_and_not_before() -> None:
+    at = lost_at(resting(), 1000.0)
+    assert at is not None
+    assert QUIET_BEATS_MISSED * QUIET_S <= at <= (QUIET_BEATS_MISSED + 1) * QUIET_S + SLOWEST_HEARTBEAT_S
+    ever = resting()
+    ever.receive(Ping(status=Status(heartbeat_s=1e9)), OTHER, 0.0)  # a lie is believed up to the longest
+    assert lost_at(ever, 1000.0) == pytest.approx(at, abs=QUIET_S)
+
+
+def test_who_announced_nothing_is_missed_as_ever_by_one_that_does_not_rest() -> None:
+    machine = Membership(ME, QUIET_S)
+    machine.receive(Ping(status=Status()), OTHER, 0.0)
+    at = lost_at(machine, 1000.0)
+    assert at is not None
+    assert at < 12.0
+
+
+def test_what_changes_is_told_at_once_and_the_end_of_rest_brings_the_next_beat_forward() -> None:
+    machine = resting()
+    machine.handle_timer(machine.get_timer() or 0.0)
+    machine.messages_to_send()
+    machine.status = Status(versions=[1])
+    machine.announce(30.0)
+    at = machine.get_timer()
+    assert at is not None
+    assert at < 31.0
+    machine.handle_timer(at)
+    ((to, message),) = machine.messages_to_send()
+    assert (to, list(message.status.versions) if isinstance(message, Ping) else None) == (OTHER, [1])
+    machine.set_rests(False, 32.0)
+    assert 32.0 < (machine.get_timer() or 0.0) <= 32.0 + SLOWEST_HEARTBEAT_S
+
+
+def test_other_cells_are_looked_at_as_rarely_and_quickly_by_one_that_waits() -> None:
+    outlook = Outlook(ME, 2, QUIET_S)
+    outlook.conclude({}, 0.0, 0.1)
+    for hurry, rests, every_s in ((True, True, 2.0), (False, False, LOOK_EVERY_S), (False, True, 30.0)):
+        outlook.hurry, outlook.rests = hurry, rests
+        now = outlook.get_timer() or 0.0
+        outlook.handle_timer(now)
+        assert (outlook.get_timer() or 0.0) - now == pytest.approx(every_s)
+    assert QUIET_LOOK * QUIET_S == 30.0
+
+
+def quiet_swarm(round_s: float, **more: Any) -> Settings:
+    clock = ClockConfig(mode="time", round_s=round_s, rounds=2)
+    return Settings(
+        run=RunConfig(name="quiet", fragments=2, clock=clock), peers=6, seed=5, profile="cable", step_s=5.0,
+        start_spread_s=2.0, **more,
+    )  # fmt: skip
+
+
+def test_a_swarm_makes_its_long_rounds_and_notices_who_loses_power_and_who_hangs() -> None:
+    gone: dict[str, float] = {}
+    log = EventLog(digests=False)
+    swarm = Swarm(quiet_swarm(300.0), log)
+    powerless, hanging = swarm.volunteers[1].identity.peer_id, swarm.volunteers[2].identity.peer_id
+    log.readers.append(
+        lambda event: gone.setdefault(event.other, swarm.world.now) if isinstance(event, PeerLeft) else None
+    )
+    swarm.world.call_at(100.0, swarm.kill, 1, False)
+    swarm.world.call_at(350.0, swarm.stall, 2, 1e6)
+    swarm.world.call_at(690.0, swarm.kill, 2, True)
+    result = swarm.run()
+    others = {violation.law for violation in result.violations} - {"end"}  # two did not finish
+    assert not others, result.violations
+    assert len(set(result.digests.values())) == 1
+    assert len(result.digests) == 4
+    assert result.counts["round_committed"] >= 4
+    assert 100.0 < gone[powerless] < 140.0  # its links break
+    assert 350.0 < gone[hanging] < 350.0 + (QUIET_BEATS_MISSED + 1) * quiet_beat_s(300.0) + 10.0
