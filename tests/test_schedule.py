@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_co2.config import ClockConfig
+from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.schedule import (
+    DISTINCT,
     FLUSH_CAP_S,
     FLUSH_FLOOR_S,
+    Ending,
+    Lag,
     LastOffers,
     SwarmClock,
+    WorkAccount,
     due,
     flush_bound_s,
     points_passed,
@@ -154,3 +158,95 @@ def test_a_flush_is_given_the_time_that_rounds_take_within_its_bounds() -> None:
     assert flush_bound_s(4, [2.0, 2.0, 90.0]) == FLUSH_FLOOR_S
     assert flush_bound_s(4, [20.0, 20.0, 1.0]) == 80.0
     assert flush_bound_s(64, [100.0]) == FLUSH_CAP_S
+
+
+# ---- the account of work
+
+
+def account(mode: str = "time", rounds: int = 0, awaited: int = 0) -> WorkAccount:
+    """Of two fragments; 100 tokens were trained before."""
+    clock = ClockConfig.model_validate({"mode": mode, "rounds": rounds})
+    run = RunConfig(fragments=2, clock=clock, outer=OuterConfig(blocking_rounds=awaited))
+    return WorkAccount(run, 100, [0, 0])
+
+
+def send(made: WorkAccount, fragment: int, position: float, tokens: int, chance: float = 0.0) -> float:
+    steps = int(10 * position)
+    return made.send(
+        fragment, position=position, inner_steps=steps, tokens=tokens, now=5 * position, chance=chance
+    )
+
+
+def end(made: WorkAccount, fragment: int, position: float, share: float = 1.0) -> Lag:
+    sent = made.meet(fragment, made.versions[fragment] + 1, ends_offer=True)
+    steps = int(10 * position)
+    return made.step(fragment, sent, share, position=position, inner_steps=steps, now=5 * position)
+
+
+def test_work_is_offered_until_it_is_counted() -> None:
+    made = account()
+    assert send(made, 1, 0.5, 140, chance=1.0) == 40 + DISTINCT
+    assert made.finished(()) == {0}
+    assert end(made, 1, 2.0, share=0.25) == Lag(1, 15, 7.5)  # the point at 1.5 passed meanwhile
+    assert (made.versions, made.taken) == ([0, 1], [0, 1])
+    assert send(made, 1, 2.5, 150) == 40  # three quarters of the forty are not counted, and ten are new
+    assert end(made, 1, 2.6) == Lag(0, 1, pytest.approx(0.5))
+    assert made.uncounted(150) == [0]
+    assert made.finished([0]) == {1}
+    assert end(made, 1, 3.0) == Lag(0, 0, 0.0)  # a round that this peer was not in
+    assert made.versions == [0, 3]
+
+
+def test_an_outcome_that_ends_no_offer_leaves_it_in_flight() -> None:
+    made = account()
+    send(made, 0, 1.0, 140)
+    assert made.meet(0, 1, ends_offer=False) is made.in_flight[0]
+    assert made.meet(0, 1, ends_offer=True) is not None
+    assert (made.in_flight, made.taken, made.versions) == ({}, [2, 0], [1, 0])
+
+
+@pytest.mark.parametrize(("mode", "sent"), [("time", [0, 1]), ("steps", [0])])
+def test_by_the_clock_a_fragment_that_missed_two_points_is_due_at_once(mode: str, sent: list[int]) -> None:
+    made = account(mode)
+    send(made, 1, 0.5, 140)
+    assert made.due(0.9, 1.0) == [0]
+    assert not made.may_send(1)
+    assert not made.may_send(1)
+    assert made.due(1.9, 2.0) == [0]  # its round is open
+    end(made, 1, 2.9)
+    assert made.due(2.9, 3.0) == sent
+    if mode == "time":
+        assert made.may_send(1)
+        assert made.due(3.9, 4.0) == [0]
+
+
+def test_points_of_a_rest_are_not_made_up() -> None:
+    made = account()
+    send(made, 1, 0.5, 140)
+    assert not made.may_send(1)
+    assert not made.may_send(1)
+    made.forget_missed()
+    end(made, 1, 2.9)
+    assert made.due(2.9, 3.0) == [0]
+
+
+def test_only_first_rounds_are_awaited_and_only_if_the_run_asks_for_it() -> None:
+    assert account().awaited([0, 1]) == set()
+    made = account(awaited=1)
+    assert made.awaited([0, 1]) == {0, 1}
+    end(made, 1, 1.0)
+    assert made.awaited([0, 1]) == {0}
+
+
+def test_a_run_is_over_at_its_last_round() -> None:
+    assert not account().is_over(1e9)
+    assert [account(rounds=2).is_over(position) for position in (1.99, 2.0)] == [False, True]
+
+
+def test_the_end_offers_few_at_once_then_all_then_nothing() -> None:
+    ending = Ending(4, 100.0, 30.0)
+    assert ending.next([0, 1, 2, 3], [], 100.0) == ([0, 1], 15.0)
+    assert ending.next([0, 2, 3], [0], 104.0) == ([2], 11.0)
+    assert ending.next([0, 2, 3], [0, 2], 115.0) == ([3], 15.0)
+    assert ending.next([0], [0], 130.0) is None
+    assert ending.next([], [0], 120.0) is None

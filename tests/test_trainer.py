@@ -21,12 +21,12 @@ from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import FLUSH_FLOOR_S, SETTLE_S
+from p2p_co2.schedule import DISTINCT, FIRST_ROUND_BOUND_S, FLUSH_FLOOR_S, SETTLE_S
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
-from p2p_co2.trainer.synchroniser import DISTINCT, Progressed, Synchroniser
+from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
 
 
 class RecordingWire:
@@ -177,7 +177,7 @@ def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.M
     """A Ctrl-C may come at any moment, and nobody answers in this swarm."""
     bench = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
     bench.step(2)
-    assert bench.sync.exposed_s >= synchroniser.FIRST_ROUND_BOUND_S
+    assert bench.sync.exposed_s >= FIRST_ROUND_BOUND_S
     waited_s = bench.sync.exposed_s
     bench.sync.stopped = True
     bench.step(2)
@@ -276,13 +276,21 @@ def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
 ) -> None:
     made = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
     made.step(4)  # nobody answers: both first rounds run into their bound
-    assert made.sync.exposed_s == pytest.approx(2 * synchroniser.FIRST_ROUND_BOUND_S)
+    assert made.sync.exposed_s == pytest.approx(2 * FIRST_ROUND_BOUND_S)
     for fragment in (0, 1):
         made.commit(fragment)
     made.sync.take_outcomes()
     exposed_s = made.sync.exposed_s
     made.step(4)
     assert made.sync.exposed_s == exposed_s
+    made.ledger.close()
+
+
+def test_what_is_sent_when_the_run_is_over_is_said_to_be_the_last() -> None:
+    """The others wait longer for it: who ends its last step a little later is in the same round."""
+    made = Bench(clock=ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1))
+    made.step(4)
+    assert [(offer.fragment, offer.is_last) for offer in made.wire.offers] == [(1, False), (0, True)]
     made.ledger.close()
 
 
@@ -331,7 +339,7 @@ def test_the_final_flush_holds_half_of_the_snapshots_at_a_time(monkeypatch: pyte
     in_flight: list[int] = []
 
     def answer(offer: Offer) -> None:
-        in_flight.append(len(made.sync._sent))
+        in_flight.append(len(made.sync._account.in_flight))
         made.wire.offers.append(offer)
         threading.Thread(target=made.commit, args=(offer.fragment,)).start()
 

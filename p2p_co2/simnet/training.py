@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from p2p_co2.config import RunConfig
@@ -20,18 +19,18 @@ from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import LastOffers, SwarmClock, due, flush_bound_s, points_passed, settle_bound_s
+from p2p_co2.schedule import FIRST_ROUND_BOUND_S, Ending, SwarmClock, WorkAccount, settle_bound_s
 from p2p_co2.simnet.ledger import CountingLedger, Offered, Outcome
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.messages_pb2 import Status
 
-FIRST_ROUND_BOUND_S, LEAVE_BOUND_S = 15.0, 3.0
-"""As ``trainer.synchroniser`` has them; what follows is as in ``trainer.connection``."""
+LEAVE_BOUND_S = 3.0
+"""As ``trainer.synchroniser`` has it; what follows is as in ``trainer.connection``."""
 LISTEN_S, LISTEN_TO_LISTED_S, GATHER_BOUND_S, CATCH_UP_BOUND_S = 3.0, 12.0, 120.0, 600.0
 LEFT_BEHIND_BOUND_S = 30.0
-REPORT_EVERY_S = 1.0
-DISTINCT = 2.0**-10
-"""Tokens at most that a weight is off, so that no two offers of a peer have the same."""
+REPORT_EVERY_S, REPORTS_IN_A_QUIET_BEAT = 1.0, 2.0
+"""A real peer writes its progress down every second; a day of a thousand would be 88 million lines, so in
+rounds of minutes it is so often in one of their slow heartbeats."""
 LOOK_EVERY_S, SETTLE_LOOK_EVERY_S = 0.25, 0.5
 """How often a training thread that waits for others looks where they are: before its first step, at the
 end."""
@@ -43,16 +42,6 @@ class Pace:
     """How fast a peer trains: seconds and tokens per inner step."""
 
     step_s: float
-    tokens: int
-
-
-@dataclass
-class Sent:
-    """A fragment in flight, as the training thread knows it."""
-
-    inner_steps: int
-    at: float
-    points: int
     tokens: int
 
 
@@ -84,18 +73,15 @@ class Training:
         self._run, self._node, self._ledger, self._pace = run, node, ledger, pace
         self._min_peers, self._rng, self._traffic = min_peers, rng, traffic
         self._now = node.clock.monotonic
+        self._report_every_s = max(REPORT_EVERY_S, node.membership.quiet_s / REPORTS_IN_A_QUIET_BEAT)
         self._count = len(ledger.fragments)
         self.clock = SwarmClock(run.clock)
         self.position, self._advanced_at = start.position, self._now()
         self.inner_steps, self.tokens = start.inner_steps, start.tokens
-        self._contributed_tokens = [start.tokens] * self._count
-        self.sent: dict[int, Sent] = {}
-        self._delays_s: deque[float] = deque(maxlen=2 * self._count)
+        self._account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
         self._is_flushing = False
         self._news = asyncio.Event()
         ledger.on_outcome = self._news.set
-        self.versions = [agreed.version for agreed in ledger.agreed()]
-        self._taken = [0] * self._count
         self.train_s = self.exposed_s = 0.0
         self._first_step_at: float | None = None
         self._reported_at, self._reported_tokens = self._now(), start.tokens
@@ -105,8 +91,11 @@ class Training:
 
     @property
     def over(self) -> bool:
-        rounds = self._run.clock.rounds
-        return rounds > 0 and self.position >= rounds
+        return self._account.is_over(self.position)
+
+    @property
+    def versions(self) -> list[int]:
+        return self._account.versions
 
     def progressed(self) -> Progressed:
         return Progressed(self.position, self.inner_steps, self.tokens)
@@ -174,10 +163,10 @@ class Training:
         self.tokens += self._pace.tokens
         self._take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        sent = [fragment for fragment in due(self._count, last, self.position) if self._send(fragment)]
+        sent = [fragment for fragment in self._account.due(last, self.position) if self._send(fragment)]
         await self._await_first(sent)
         self.exposed_s += self._now() - entered_at
-        if self._now() - self._reported_at >= REPORT_EVERY_S:
+        if self._now() - self._reported_at >= self._report_every_s:
             self.report()
 
     def _advance(self, now: float) -> float:
@@ -189,7 +178,7 @@ class Training:
         return self.clock.position(now, self.inner_steps)
 
     def _send(self, fragment: int) -> bool:
-        if fragment in self.sent:
+        if not self._account.may_send(fragment):
             reason = "the fragment's previous round is still in flight"
             self._node.report(ev.SendSkipped, fragment=fragment, reason=reason)
             return False
@@ -197,19 +186,21 @@ class Training:
         return True
 
     async def _await_first(self, sent: list[int]) -> None:
-        first = {f for f in sent if self.versions[f] < self._run.outer.blocking_rounds}
+        first, open_ = self._account.awaited(sent), self._account.in_flight
         if first:
-            await self._wait(lambda: self.asked_to_leave or first.isdisjoint(self.sent), FIRST_ROUND_BOUND_S)
+            await self._wait(lambda: self.asked_to_leave or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
 
     def _offer(self, fragment: int) -> None:
-        points = points_passed(fragment, self._count, self.position)
-        self.sent[fragment] = Sent(self.inner_steps, self._now(), points, self.tokens)
-        weight = max(1, self.tokens - self._contributed_tokens[fragment]) + DISTINCT * self._rng.random()
-        taken = self._taken[fragment]
+        weight = self._account.send(
+            fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
+            now=self._now(), chance=self._rng.random(),
+        )  # fmt: skip
+        taken = self._account.taken[fragment]
         self._ledger.submit_offer(fragment, self.versions[fragment], taken, weight, self._encoded)
 
     def _encoded(self, fragment: int, offer: Offered, agreed: AgreedVersion) -> None:
-        base, weight, is_last = offer.round - 1, offer.weight, self._is_flushing
+        is_last = self._is_flushing or self.over
+        base, weight = offer.round - 1, offer.weight
         self._node.offer(Offer(fragment, offer.round, base, agreed.digest, offer.payload, weight, is_last))
         self._node.report(
             ev.FragmentSent,
@@ -228,25 +219,20 @@ class Training:
 
     def _apply(self, outcome: Outcome) -> None:
         fragment = outcome.fragment
-        self._taken[fragment] += 1
-        self.versions[fragment] = max(self.versions[fragment], outcome.version)
-        sent = self.sent.pop(fragment, None) if outcome.ends_offer else self.sent.get(fragment)
+        sent = self._account.meet(fragment, outcome.version, outcome.ends_offer)
         if not outcome.stepped:
             return
-        if sent is not None:
-            self._delays_s.append(self._now() - sent.at)
-        if outcome.contributed and sent is not None:
-            self._contributed_tokens[fragment] = sent.tokens
-            self.contributions += 1
-        passed = points_passed(fragment, self._count, self.position)
+        self.contributions += outcome.contributed and sent is not None
+        lag = self._account.step(
+            fragment, sent, float(outcome.contributed),
+            position=self.position, inner_steps=self.inner_steps, now=self._now(),
+        )  # fmt: skip
         self._node.report(
             ev.FragmentApplied,
             fragment=fragment,
             version=outcome.version,
             contributed=outcome.contributed,
-            staleness=0 if sent is None else max(0, passed - sent.points),
-            sync_delay_steps=0 if sent is None else self.inner_steps - sent.inner_steps,
-            sync_delay_s=0.0 if sent is None else self._now() - sent.at,
+            **asdict(lag),
             gap=1.0,
             gradient_norm=0.0,
             momentum_norm=0.0,
@@ -279,9 +265,9 @@ class Training:
         until all agree."""
         entered_at = self._now()
         if not self.over:
-            await self._wait(lambda: not self.sent, LEAVE_BOUND_S)
+            await self._wait(lambda: not self._account.in_flight, LEAVE_BOUND_S)
         else:
-            bound_s = flush_bound_s(self._count, self._delays_s)
+            bound_s = self._account.flush_bound_s
             self._is_flushing = True
             await self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
@@ -298,27 +284,24 @@ class Training:
 
     async def _offer_the_rest(self, bound_s: float) -> None:
         """As ``Synchroniser._offer_the_rest``."""
-        entered_at, offers = self._now(), LastOffers(self._count)
-        while (left_s := entered_at + bound_s - self._now()) > 0:
-            uncounted = [f for f in self._uncounted() if f not in self._node.progress.over]
+        ending, open_ = Ending(self._count, self._now(), bound_s), self._account.in_flight
+        while True:
+            over = self._node.progress.over
+            uncounted = [f for f in self._account.uncounted(self.tokens) if f not in over]
             self._show()
-            if not uncounted:
+            todo = ending.next(uncounted, open_.keys(), self._now())
+            if todo is None:
                 return
-            in_a_hurry = left_s <= bound_s / 2
-            for fragment in offers.next(uncounted, self.sent.keys(), in_a_hurry):
+            for fragment in todo[0]:
                 self._offer(fragment)
-            in_flight = len(self.sent)
-            wait_s = left_s if in_a_hurry else left_s - bound_s / 2
-            await self._wait(lambda: len(self.sent) < in_flight, wait_s)  # noqa: B023
-
-    def _uncounted(self) -> list[int]:
-        return [f for f in range(self._count) if self._contributed_tokens[f] < self.tokens]
+            in_flight = len(open_)
+            await self._wait(lambda: len(open_) < in_flight, todo[1])  # noqa: B023
 
     def _finished(self) -> frozenset[int]:
         if not self._is_flushing:
             return frozenset()
-        open_ = self.sent.keys() | set(self._uncounted() if self.phase == Status.TRAINING else ())
-        return frozenset(range(self._count)) - open_
+        offers_on = self.phase == Status.TRAINING
+        return self._account.finished(self._account.uncounted(self.tokens) if offers_on else ())
 
     # ---- figures
 

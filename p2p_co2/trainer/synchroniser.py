@@ -15,7 +15,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -26,21 +26,14 @@ from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import LastOffers, SwarmClock, due, flush_bound_s, points_passed, settle_bound_s
+from p2p_co2.schedule import FIRST_ROUND_BOUND_S, Ending, SwarmClock, WorkAccount, settle_bound_s
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
 from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
 from p2p_co2.wire.messages_pb2 import Status
 
-FIRST_ROUND_BOUND_S = 15.0
-"""Training waits at most this long for the first rounds of what was sent in one step."""
 LEAVE_BOUND_S = 3.0
 """Waiting for rounds in flight when a person stops the peer."""
-DISTINCT = 2.0**-10
-"""Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
-must not take the offer of its last process for its own."""
-OVERDUE_POINTS = 2
-"""A fragment that missed so many schedule points is sent as soon as its round has ended."""
 REPORT_EVERY_S = 1.0
 REST_BEAT_S, REST_REPORT_EVERY_S = 0.1, 10.0
 """While resting: how soon a wish to go on is seen, and how often the peer tells of itself."""
@@ -60,16 +53,6 @@ class Wire(Protocol):
     def traffic_bytes(self) -> tuple[int, int]: ...
     def failure(self) -> BaseException | None: ...
     def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None: ...
-
-
-@dataclass
-class _Sent:
-    """A fragment that is in flight, as the training thread knows it."""
-
-    inner_steps: int
-    at: float
-    points: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -100,23 +83,12 @@ class Synchroniser:
         self.clock.start(start.position, time.monotonic(), start.inner_steps)
         self.position, self._advanced_at = start.position, time.monotonic()
         self.inner_steps, self.tokens = start.inner_steps, start.tokens
-        self._contributed_tokens = [float(start.tokens)] * self._count
-        """Tokens whose work has been counted. Of an offer that was counted in part, that share: what is
-        contributed each time is a part at random, so the parts' mean age is their weight."""
-        self._counted_tokens = [start.tokens] * self._count
-        """Tokens at the newest offer that was counted at least in part."""
-        self._sent: dict[int, _Sent] = {}
-        self._delays_s: deque[float] = deque(maxlen=2 * self._count)
-        """From the offer to the mean, of the last rounds."""
+        versions = [agreed.version for agreed in ledger.agreed()]
+        self._account = WorkAccount(run, start.tokens, versions)
         self._is_flushing = False
         self._told_finished = frozenset[int]()
-        self._missed = [0] * self._count
-        """Schedule points in a row that passed while the fragment's last round was in flight."""
-        self._taken = [0] * self._count
-        """Outcomes of each fragment that the live parameters have met."""
         self._held: deque[tuple[int, Outcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
-        self.versions = [agreed.version for agreed in ledger.agreed()]
         self._started_at = time.monotonic()
         self._first_step_at: float | None = None
         self._returned_at = self._started_at
@@ -135,6 +107,11 @@ class Synchroniser:
         self._saving_s = 0.0
         """Of the time in ``after_step``, what went into ``on_moment``."""
 
+    @property
+    def versions(self) -> list[int]:
+        """Of the agreed states that the live parameters have met, by fragment."""
+        return self._account.versions
+
     # ---- one inner step
 
     def after_step(self, tokens: int, loss: float | Tensor) -> None:
@@ -150,8 +127,7 @@ class Synchroniser:
         self._losses.append(loss)
         self.take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        points = due(self._count, last, self.position)
-        self._await_first([f for f in (*points, *self._overdue(points)) if self._send(f)])
+        self._await_first([f for f in self._account.due(last, self.position) if self._send(f)])
         self._returned_at = time.monotonic()
         self.exposed_s += self._returned_at - entered_at - self._saving_s
         if self._returned_at - self._reported_at >= REPORT_EVERY_S:
@@ -165,43 +141,27 @@ class Synchroniser:
         self._advanced_at = now
         return self.clock.position(now, self.inner_steps)
 
-    def _overdue(self, points: Sequence[int]) -> list[int]:
-        """Fragments to be sent before their next point, since the line brings less than a round in a round:
-        their rounds ended at one moment for all members, whose next points may be a whole round apart."""
-        if self._run.clock.mode != "time":
-            return []
-        late = [fragment for fragment, missed in enumerate(self._missed) if missed >= OVERDUE_POINTS]
-        return [fragment for fragment in late if fragment not in self._sent and fragment not in points]
-
     def _send(self, fragment: int) -> bool:
         """Offer it, unless its last round is still in flight; whether it did."""
-        if fragment in self._sent:
-            self._report(
-                ev.SendSkipped, fragment=fragment, reason="the fragment's previous round is still in flight"
-            )
-            self._missed[fragment] += 1
+        if not self._account.may_send(fragment):
+            reason = "the fragment's previous round is still in flight"
+            self._report(ev.SendSkipped, fragment=fragment, reason=reason)
             return False
-        self._missed[fragment] = 0
         self._offer(fragment)
         return True
 
     def _await_first(self, sent: Sequence[int]) -> None:
-        """Of what was just sent, await the rounds that the run file wants awaited: all of them at once. One
-        after the other, peers that were held up differently would each wait for a fragment that the others
-        are yet to send."""
-        first = {f for f in sent if self.versions[f] < self._run.outer.blocking_rounds}
+        """Stand still for the first rounds of what was just sent, if the run file asks for it."""
+        first, open_ = self._account.awaited(sent), self._account.in_flight
         if first:
-            self._wait(lambda: self.stopped or first.isdisjoint(self._sent), FIRST_ROUND_BOUND_S)
+            self._wait(lambda: self.stopped or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
 
     def _offer(self, fragment: int) -> None:
-        self._sent[fragment] = _Sent(
-            self.inner_steps,
-            time.monotonic(),
-            points_passed(fragment, self._count, self.position),
-            self.tokens,
-        )
-        weight = max(1, self.tokens - self._contributed_tokens[fragment]) + DISTINCT * random.random()
-        is_last = self._is_flushing
+        weight = self._account.send(
+            fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
+            now=time.monotonic(), chance=random.random(),
+        )  # fmt: skip
+        is_last = self._is_flushing or self._account.is_over(self.position)
 
         def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
             base, payload = offer.base_version, offer.payload
@@ -215,7 +175,7 @@ class Synchroniser:
                 relative_error=offer.relative_error,
             )
 
-        snapshot, taken = self.live.snapshot(fragment), self._taken[fragment]
+        snapshot, taken = self.live.snapshot(fragment), self._account.taken[fragment]
         self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded)
 
     # ---- outcomes
@@ -275,7 +235,7 @@ class Synchroniser:
         if self._first_step_at is not None:
             self._first_step_at += rested_s
         self.position, self.phase = self._advance(time.monotonic()), Status.TRAINING
-        self._missed = [0] * self._count
+        self._account.forget_missed()
         self._report(ev.Resumed, paused_s=rested_s)
         self.report()
 
@@ -285,7 +245,7 @@ class Synchroniser:
             raise failure
 
     def _hold_or_apply(self, outcome: Outcome) -> None:
-        sent = self._sent.get(outcome.fragment)
+        sent = self._account.in_flight.get(outcome.fragment)
         delay = self._run.outer.sync_delay_steps
         if sent is not None and outcome.report is not None and self.inner_steps < sent.inner_steps + delay:
             self._held.append((sent.inner_steps + delay, outcome))
@@ -294,7 +254,7 @@ class Synchroniser:
 
     def _apply(self, outcome: Outcome) -> None:
         fragment = outcome.fragment
-        self._taken[fragment] += 1
+        sent = self._account.meet(fragment, outcome.version, outcome.ends_offer)
         if outcome.merge is not None:
             if outcome.merge.keep == 0.0:
                 self.live.load_(fragment, outcome.merge.addend)
@@ -302,28 +262,20 @@ class Synchroniser:
                     self.on_reset(fragment)
             else:
                 self.live.merge_(fragment, outcome.merge)
-        self.versions[fragment] = max(self.versions[fragment], outcome.version)
-        sent = self._sent.pop(fragment, None) if outcome.ends_offer else self._sent.get(fragment)
         if outcome.trouble:
             self._report(ev.Warned, text=f"fragment {fragment}: {outcome.trouble}")
         if outcome.report is None:
             return
-        if outcome.share > 0 and sent is not None:
-            known = self._contributed_tokens[fragment]
-            self._contributed_tokens[fragment] = known + outcome.share * (sent.tokens - known)
-            self._counted_tokens[fragment] = sent.tokens
-        now = time.monotonic()
-        if sent is not None:
-            self._delays_s.append(now - sent.at)
-        passed = points_passed(fragment, self._count, self.position)
+        lag = self._account.step(
+            fragment, sent, outcome.share,
+            position=self.position, inner_steps=self.inner_steps, now=time.monotonic(),
+        )  # fmt: skip
         self._report(
             ev.FragmentApplied,
             fragment=fragment,
             version=outcome.version,
             contributed=outcome.contributed,
-            staleness=0 if sent is None else max(0, passed - sent.points),
-            sync_delay_steps=0 if sent is None else self.inner_steps - sent.inner_steps,
-            sync_delay_s=0.0 if sent is None else now - sent.at,
+            **asdict(lag),
             gap=outcome.report.gap,
             gradient_norm=outcome.report.gradient_norm,
             momentum_norm=outcome.report.momentum_norm,
@@ -356,9 +308,9 @@ class Synchroniser:
         entered_at = time.monotonic()
         self.release_held()
         if not finished:
-            self._wait(lambda: not self._sent, LEAVE_BOUND_S)
+            self._wait(lambda: not self._account.in_flight, LEAVE_BOUND_S)
         else:
-            bound_s = flush_bound_s(self._count, self._delays_s)
+            bound_s = self._account.flush_bound_s
             self._is_flushing = True
             self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
@@ -377,29 +329,24 @@ class Synchroniser:
 
     def _offer_the_rest(self, bound_s: float) -> None:
         """Offer what this peer learned since its last contributions until it is counted, or time is up."""
-        entered_at, offers = time.monotonic(), LastOffers(self._count)
-        while (left_s := entered_at + bound_s - time.monotonic()) > 0 and not self.stopped:
-            uncounted = [f for f in self._uncounted() if f not in self._wire.over()]
+        ending, open_ = Ending(self._count, time.monotonic(), bound_s), self._account.in_flight
+        while not self.stopped:
+            uncounted = [f for f in self._account.uncounted(self.tokens) if f not in self._wire.over()]
             self._show()
-            if not uncounted:
+            todo = ending.next(uncounted, open_.keys(), time.monotonic())
+            if todo is None:
                 return
-            in_a_hurry = left_s <= bound_s / 2
-            for fragment in offers.next(uncounted, self._sent.keys(), in_a_hurry):
+            for fragment in todo[0]:
                 self._offer(fragment)
-            in_flight = len(self._sent)
-            wait_s = left_s if in_a_hurry else left_s - bound_s / 2
-            self._wait(lambda: self.stopped or len(self._sent) < in_flight, wait_s)  # noqa: B023
-
-    def _uncounted(self) -> list[int]:
-        """Fragments with work of this peer that is in no mean yet."""
-        return [f for f in range(self._count) if self._contributed_tokens[f] < self.tokens]
+            in_flight = len(open_)
+            self._wait(lambda: self.stopped or len(open_) < in_flight, todo[1])  # noqa: B023
 
     def _finished(self) -> frozenset[int]:
         """Once the run is over: fragments for which this peer has nothing more to offer."""
         if not self._is_flushing:
             return frozenset()
-        open_ = self._sent.keys() | set(self._uncounted() if self.phase == Status.TRAINING else ())
-        return frozenset(range(self._count)) - open_
+        offers_on = self.phase == Status.TRAINING
+        return self._account.finished(self._account.uncounted(self.tokens) if offers_on else ())
 
     # ---- figures
 

@@ -1,0 +1,46 @@
+"""When fragments are sent and what of their work counts: schedule points on the swarm's position, the clock
+that says the position, the account of offers, and the end of a run.
+
+Law: nothing here reads a clock, a socket or a tensor.
+"""
+
+from p2p_co2.schedule.account import (
+    DISTINCT,
+    FIRST_ROUND_BOUND_S,
+    OVERDUE_POINTS,
+    Lag,
+    Sent,
+    WorkAccount,
+)
+from p2p_co2.schedule.clock import SwarmClock
+from p2p_co2.schedule.ending import (
+    COUNCIL_SETTLE_S,
+    FLUSH_CAP_S,
+    FLUSH_FLOOR_S,
+    SETTLE_S,
+    Ending,
+    LastOffers,
+    flush_bound_s,
+    settle_bound_s,
+)
+from p2p_co2.schedule.points import due, points_passed
+
+__all__ = [
+    "COUNCIL_SETTLE_S",
+    "DISTINCT",
+    "FIRST_ROUND_BOUND_S",
+    "FLUSH_CAP_S",
+    "FLUSH_FLOOR_S",
+    "OVERDUE_POINTS",
+    "SETTLE_S",
+    "Ending",
+    "Lag",
+    "LastOffers",
+    "Sent",
+    "SwarmClock",
+    "WorkAccount",
+    "due",
+    "flush_bound_s",
+    "points_passed",
+    "settle_bound_s",
+]

@@ -1,0 +1,77 @@
+"""The end of a run: peers offer the rest of their work, then wait until all agree, both bounded.
+
+Training has ended then, so this is the one time at which everybody waits for the network. It lasts as long as
+the rounds that are in flight and one more of each fragment, two at a time; a line that is slow for the run's
+round makes it long, a peer that is gone makes it end at its bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from statistics import median
+
+FLUSH_FLOOR_S, FLUSH_CAP_S = 30.0, 600.0
+"""The final flush of a run that is over takes so long at most; or, where that is more, as long as one round
+of every fragment would take one after the other (two are under way at once), but never longer than the
+cap."""
+SETTLE_S = 25.0
+"""Until all live peers agree: longer than a flush by so much, since theirs may begin with our end."""
+COUNCIL_SETTLE_S = 60.0
+"""The same on top over several cells: a last round gathers twice there, and then states travel."""
+
+
+def flush_bound_s(count: int, delays_s: Collection[float]) -> float:
+    """How long a peer tries to have the rest of its work counted, in ``count`` fragments. ``delays_s``: what
+    its last rounds took, from the offer to the mean."""
+    sweep_s = count * median(delays_s) if delays_s else 0.0
+    return min(FLUSH_CAP_S, max(FLUSH_FLOOR_S, sweep_s))
+
+
+def settle_bound_s(flush_s: float, cells: int) -> float:
+    """How long a peer that has nothing more to offer waits until all agree, if its flush took ``flush_s`` at
+    most."""
+    return flush_s + SETTLE_S + (COUNCIL_SETTLE_S if cells > 1 else 0.0)
+
+
+class LastOffers:
+    """The order in which a peer offers the rest of its work when a run is over: the same on all peers, so
+    that they meet in the same rounds.
+
+    Few at once: each holds a snapshot until its round ends, and here no training lies between one and the
+    next; the lines are busy with two. When time runs short all at once, for peers that wait for each other
+    with different ones. Law: every fragment's turn comes; one that failed is tried again after the others.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._few = max(2, -(-count // 2))
+        self._tries = [0] * count
+
+    def next(self, uncounted: Collection[int], in_flight: Collection[int], in_a_hurry: bool) -> list[int]:
+        """Fragments to offer now: of those with work that is not counted (``uncounted``), and not
+        ``in_flight``."""
+        room = len(self._tries) if in_a_hurry else max(0, self._few - len(in_flight))
+        waiting = [fragment for fragment in uncounted if fragment not in in_flight]
+        chosen = sorted(waiting, key=lambda fragment: (self._tries[fragment], fragment))[:room]
+        for fragment in chosen:
+            self._tries[fragment] += 1
+        return chosen
+
+
+class Ending:
+    """What a peer does from the last step on, until its work is counted or its time is up. ``bound_s`` from
+    ``began_at`` on, by the caller's clock: in its first half few offers at once, then all."""
+
+    def __init__(self, count: int, began_at: float, bound_s: float) -> None:
+        self._offers, self._ends_at, self._bound_s = LastOffers(count), began_at + bound_s, bound_s
+
+    def next(
+        self, uncounted: Collection[int], in_flight: Collection[int], now: float
+    ) -> tuple[list[int], float] | None:
+        """Fragments to offer now, and how long to wait then until fewer are in flight; None when nothing is
+        left to do."""
+        left_s, half_s = self._ends_at - now, self._bound_s / 2
+        if not uncounted or left_s <= 0:
+            return None
+        in_a_hurry = left_s <= half_s
+        offers = self._offers.next(uncounted, in_flight, in_a_hurry)
+        return offers, left_s if in_a_hurry else left_s - half_s
