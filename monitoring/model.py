@@ -58,6 +58,8 @@ class Model:
         self.now = 0.0
         self.trouble_with_history = history.trouble
         self._sighted_at: dict[str, float] = {}
+        self._received_at: dict[str, float] = {}
+        """When events of a peer last came, however old: who still reads a past is not told of silence."""
         self._paces: dict[str, Pace] = {}
         self._labels: dict[str, str] = {}
         self._tokens: int | None = None
@@ -91,7 +93,7 @@ class Model:
     def _known(self) -> Known:
         return Known(
             self.view, self.sightings, self._paces, self._labels, self.run, self.state, self.feed.place,
-            self.now, self._predicted,
+            self.now, self._received_at, self._predicted,
         )  # fmt: skip
 
     def step(self, now: float) -> None:
@@ -107,6 +109,8 @@ class Model:
         else:
             for event in news.events:
                 self._add(event)
+        if not self.feed.is_whole:
+            self._received_at.update(dict.fromkeys((event.peer for event in news.events), now))
         self._forget()
         self.now = max(now, self.now) if self.state.phase != "ended" else (self.view.last_at or now)
         self._settle()
@@ -121,7 +125,7 @@ class Model:
             gone += [peer for peer in listed if self._heard_at(peer) < since]
         for peer in gone:
             self.view.forget(peer)
-            for table in (self.sightings, self._sighted_at, self._paces):
+            for table in (self.sightings, self._sighted_at, self._received_at, self._paces):
                 table.pop(peer, None)
 
     def _heard_at(self, peer: str) -> float:

@@ -19,12 +19,13 @@ LEFT_PREFIX = "left: "
 
 
 def peer_state(
-    peer: PeerView, sighting: Sighting | None, now: float, answer_every_s: float
+    peer: PeerView, sighting: Sighting | None, now: float, answer_every_s: float, received_at: float = 0.0
 ) -> tuple[str, str]:
-    """(state, reason) of a peer at ``now`` (unix seconds); ``answer_every_s``: how often it is asked."""
+    """(state, reason) of a peer at ``now`` (unix seconds); ``answer_every_s``: how often it is asked;
+    ``received_at``: when words of its last came, which may be old ones."""
     if peer.finished or peer.last_seen_at is None:
         return ("finished", peer.finish_reason) if peer.finished else _unheard(peer, sighting)
-    silent_s = now - peer.last_seen_at
+    silent_s = now - max(peer.last_seen_at, received_at)
     said = peer.left_reason
     patience_s = answer_every_s - 1.0
     if said and silent_s > GONE_AFTER_S + patience_s:

@@ -37,23 +37,28 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in ``folder``. Raises ``ConfigError`` if tensorboardX is not installed."""
+    """Event files in ``folder``, made with the first figures. Raises ``ConfigError`` if tensorboardX is not
+    installed."""
 
     def __init__(self, folder: Path) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            import tensorboardX
         except ImportError:
             raise ConfigError(
                 "command line", "--tensorboard", "needs tensorboardX: pip install 'p2p-co2[tensorboard]'"
             ) from None
-        self._writer: Any = SummaryWriter(logdir=str(folder))
+        self._make: Callable[[], Any] = lambda: tensorboardX.SummaryWriter(logdir=str(folder))
+        self._writer: Any = None
 
     def write(self, figures: dict[str, float], step: int) -> None:
+        if self._writer is None:
+            self._writer = self._make()
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbSink:
@@ -118,10 +123,14 @@ def export_feed(
     and sinks."""
     model = Model(feed, History(None))
 
+    wrote_any = False
+
     def write() -> None:
+        nonlocal wrote_any
         facts = model.facts()
         for sink in sinks if facts.peers_known else ():
             sink.write(figures_of(facts), facts.tokens)
+            wrote_any = True
 
     model.retold = write
     stop = StopSignals(lambda: None)
@@ -146,4 +155,6 @@ def export_feed(
         model.history.close()
         for sink in sinks:
             sink.close()
+    if not wrote_any:
+        say("nothing was written: there were no figures")
     return 0

@@ -70,6 +70,8 @@ class Known:
     state: FeedState
     place: str
     now: float
+    received_at: Mapping[str, float]
+    """When events of a peer last came from it, unix seconds; by the reader's clock."""
     predicted: float | None = None
     """Utilisation, as ``predicted`` makes it."""
 
@@ -155,7 +157,8 @@ def _listed(known: Known) -> Iterable[PeerView]:
 def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
     sighting = known.sightings.get(peer.peer)
     answer_every_s = max(1.0, len(known.sightings) / ASKS_PER_S)
-    state, reason = peer_state(peer, sighting, known.now, answer_every_s)
+    received_at = known.received_at.get(peer.peer, 0.0)
+    state, reason = peer_state(peer, sighting, known.now, answer_every_s, received_at)
     over = state in OVER or state == "gone"
     up, down = known.paces[peer.peer].rates(known.now) if peer.peer in known.paces else (None, None)
     totals, fragments = peer.totals, known.fragments

@@ -196,6 +196,19 @@ def test_a_peer_that_is_gone_has_no_open_links() -> None:
     model.history.close()
 
 
+def test_who_still_reads_a_peers_past_does_not_call_it_silent() -> None:
+    """An observer that comes late gets the last minutes piece by piece."""
+    feed = MadeFeed(MadeSwarm(2, start_at=START))
+    feed.advance(30)
+    feed.is_whole = False
+    model = Model(feed, History(None))
+    model.step(START + 200)
+    assert [peer.state for peer in model.facts().peers] == ["training", "training"]
+    model.step(START + 215)
+    assert [(peer.state, peer.reason) for peer in model.facts().peers] == [("silent", "no word for 15 s")] * 2
+    model.history.close()
+
+
 def test_out_of_reach_is_said_once_and_not_of_every_peer() -> None:
     feed = MadeFeed(MadeSwarm(3, start_at=START))
     feed.advance(30)

@@ -117,6 +117,14 @@ def test_tensorboard_gets_what_the_swarm_did(tmp_path: Path) -> None:
     assert rounds[0] < rounds[-1] / 2
 
 
+def test_an_export_without_figures_leaves_nothing_and_says_so(tmp_path: Path) -> None:
+    feed = MadeFeed(MadeSwarm(0, start_at=START), FeedState("ended", "over"))
+    said: list[str] = []
+    assert export_feed(feed, [TensorBoardSink(tmp_path / "tb")], say=said.append) == 0
+    assert said[-1] == "nothing was written: there were no figures"
+    assert not (tmp_path / "tb").exists()
+
+
 def records(data: bytes) -> Iterator[bytes]:
     """TFRecord: length (8 bytes, little-endian), its checksum (4), the bytes, their checksum (4)."""
     while data:

@@ -214,6 +214,7 @@ def test_without_namespaces_the_carriers_are_slow_and_the_user_is_told(
     output, summary = rehearsals["carriers"].finished()
     assert "carriers slowed down on loopback" in output
     assert "slowed down" in summary["emulation"]
+    assert summary["lines"]["peer-1"]["nat"] == "open"  # no router is played on loopback
     assert summary["rounds"]["duration_s"]["mean"] > 0.16, "four ways of 40 ms from READY to COMMIT at least"
     assert summary["exchanges"]["line_share"]["median"] is None
 
