@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, Distrusted, Rounds
+from p2p_co2.rounds import Aborted, Distrusted, PeerView, Rounds
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.rounds.repute import FIRST_S, LONGEST_S, Repute
 from p2p_co2.wire import messages_pb2 as wire
@@ -164,14 +164,35 @@ def test_who_sent_us_after_what_nobody_has_is_not_believed_for_a_while() -> None
     assert len(_tell(machine, liar, 3, [liar], 2.0 + FIRST_S)) == 1
 
 
-def test_a_peer_that_decided_for_the_smaller_side_of_a_split_does_not_blame_itself() -> None:
-    machine = one_machine(1, 2)
+def test_who_decided_for_the_smaller_side_of_a_split_is_blamed_the_second_time_and_never_by_itself() -> None:
+    machine, other = one_machine(1, 2), make_identity(1).peer_id
     fragment, key = machine._fragments[0], wire.RoundKey(round=1, attempt=bytes(16))
-    for signer, blamed in ((machine._swarm.me, []), (make_identity(1).peer_id, [make_identity(1).peer_id])):
+    for signer, at, blamed in (
+        (machine._swarm.me, 1.0, []), (machine._swarm.me, 2.0, []), (other, 3.0, []), (other, 4.0, [other]),
+        (other, 5.0 + LONGEST_S, []),
+    ):  # fmt: skip
         fragment.verdicts.keep(wire.Decision(), wire.Outcome(key=key, committed=True, decided_by=signer))
-        fragment.judging.moved((1, DIGEST), 1, bytes(32), 1.0)  # most others hold something else
+        fragment.judging.moved((1, DIGEST), 1, bytes(32), at)  # most others hold something else
         assert fragment.verdicts.commit(1) is None
         assert [event.peer for event in drain(machine) if isinstance(event, Distrusted)] == blamed
+
+
+def test_who_is_gone_or_the_only_other_one_is_not_blamed_for_bytes_that_it_alone_had() -> None:
+    """The line of one of two peers was cut when it had decided: once that named the other a liar."""
+    for others, leaves, blamed in (((1,), False, False), ((1, 2), True, False), ((1, 2), False, True)):
+        machine, signer = one_machine(*others), make_identity(1)
+        assert len(_tell(machine, signer, 1, [signer, make_identity(0)], 1.0)) == 1
+        if leaves:
+            live = [machine._swarm.me, *(make_identity(one).peer_id for one in others[1:])]
+            machine.set_peers({peer: PeerView() for peer in live}, 1.5)
+        machine.forget_outcome(0, 1)
+        assert [type(event) for event in drain(machine)] == [Distrusted] * blamed
+        machine.set_peers({peer: PeerView() for peer in (signer.peer_id, *map(_id, range(4)))}, 2.0)
+        assert bool(_tell(machine, signer, 1, [signer, make_identity(0)], 3.0)) != blamed
+
+
+def _id(number: int) -> PeerId:
+    return make_identity(number).peer_id
 
 
 def test_each_blame_lasts_twice_as_long_and_a_commit_clears_a_coordinator() -> None:

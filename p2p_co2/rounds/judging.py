@@ -1,9 +1,12 @@
 """What became of commits that were told about one fragment, and whose word counts less for it.
 
 Laws: who signed a commit is judged by what this peer finds itself: it holds what the commit made, or nobody
-has its bytes, or most others hold something else. Two words about one attempt are judged at once. Price: all
-who held a commit's bytes may have died, and its signer is then not believed for a minute, although it is
-honest; heartbeats tell what it would have told, three seconds later.
+has its bytes, or most others hold something else. Two words about one attempt are judged at once. What a
+split or a death explains as well names nobody the first time: who decided for the smaller side of a split did
+so in good faith, of two peers nobody can say whose line it was, and one that is gone cannot give what it has.
+Price: a liar that looks like bad luck has one more lie in an hour; and where all others who held a commit's
+bytes have died, its signer is not believed for a minute, although it is honest. Heartbeats tell what it would
+have told, three seconds later.
 """
 
 from __future__ import annotations
@@ -27,20 +30,25 @@ class Judging:
         if known is not None and before[0] == version - 1:
             self._swarm.repute.committed(PeerId(known[1].decided_by))
         elif known is not None and before[0] == version and before[1] != digest:
-            self._forget(version, f"most others hold something else than its round {version} made", now)
+            why = f"most others hold something else than its round {version} made"
+            self._forget(version, why, now, is_proved=False)
 
     def came_to_nothing(self, round_: int, now: float) -> None:
         """Nobody holds what we were told of ``round_``: go on as if it had not been."""
         why = f"nobody holds what it told of round {round_} of fragment {self._fragment}"
         told = self._ahead.came_to_nothing(round_)
         if told is not None:
-            self._swarm.repute.lied(told, why, now)
+            self._blame(told, why, now)
         self._forget(round_, why, now)
 
-    def _forget(self, round_: int, why: str, now: float) -> None:
+    def _forget(self, round_: int, why: str, now: float, *, is_proved: bool = True) -> None:
         for signer in self._verdicts.forget(round_):
             if signer != self._swarm.me:  # we may have decided for the smaller side of a split
-                self._swarm.repute.lied(signer, why, now)
+                self._blame(signer, why, now, is_proved=is_proved)
+
+    def _blame(self, signer: PeerId, why: str, now: float, *, is_proved: bool = True) -> None:
+        could_tell = self._swarm.is_live(signer) and len(self._swarm.live) > 2
+        self._swarm.repute.lied(signer, why, now, is_proved=is_proved and could_tell)
 
     def heard(self, outcome: Outcome, now: float) -> None:
         """A decision came: has its signer told something else of the same attempt? Over several cells it may

@@ -41,6 +41,8 @@ class _Record:
     """It has signed two things about one attempt: its commits make nothing good any more."""
     lies: int = 0
     unbelieved_until: float = -1.0
+    excused_until: float = -1.0
+    """Until when another thing that an honest peer's bad luck explains is a lie."""
 
 
 class Repute:
@@ -74,9 +76,13 @@ class Repute:
         self._known(coordinator).is_proved = True
         self.spoilt(coordinator, why, now, rounds=SPOILT_IN_A_ROW, cost_s=0.0)
 
-    def lied(self, signer: PeerId, why: str, now: float) -> None:
-        """What ``signer`` signed about a round was not so."""
+    def lied(self, signer: PeerId, why: str, now: float, *, is_proved: bool = True) -> None:
+        """What ``signer`` signed about a round was not so. If bad luck of an honest peer explains it as well
+        (not ``is_proved``), only the second time in ``LONGEST_S`` counts."""
         record = self._known(signer)
+        if not is_proved and now >= record.excused_until:
+            record.excused_until = now + LONGEST_S
+            return
         if now >= record.unbelieved_until:
             lasts_s = _doubled(record.lies)
             record.lies, record.unbelieved_until = record.lies + 1, now + lasts_s
