@@ -62,6 +62,7 @@ class Model:
         """When events of a peer last came, however old: who still reads a past is not told of silence."""
         self._paces: dict[str, Pace] = {}
         self._labels: dict[str, str] = {}
+        self._replaying = False
         self._tokens: int | None = None
         """Of the whole swarm since the last ``_settle``; None until they are asked for."""
         self._said_at: dict[str, float] = {}
@@ -93,7 +94,7 @@ class Model:
     def _known(self) -> Known:
         return Known(
             self.view, self.sightings, self._paces, self._labels, self.run, self.state, self.feed.place,
-            self.now, self._received_at, self._predicted,
+            self.now, self._received_at, self.state.phase == "ended" and not self._replaying, self._predicted,
         )  # fmt: skip
 
     def step(self, now: float) -> None:
@@ -105,7 +106,9 @@ class Model:
             self._sighted_at[sighting.peer] = now
         self._labels = self.view.labels()
         if self.feed.is_whole and _span_s(news.events) > REPLAY_FROM_S:
+            self._replaying = True
             self._replay(news.events)
+            self._replaying = False
         else:
             for event in news.events:
                 self._add(event)

@@ -72,6 +72,8 @@ class Known:
     now: float
     received_at: Mapping[str, float]
     """When events of a peer last came from it, unix seconds; by the reader's clock."""
+    is_over: bool = False
+    """Whether nobody is left who could write more."""
     predicted: float | None = None
     """Utilisation, as ``predicted`` makes it."""
 
@@ -159,6 +161,8 @@ def _peer_facts(known: Known, peer: PeerView, label: str | None) -> PeerFacts:
     answer_every_s = max(1.0, len(known.sightings) / ASKS_PER_S)
     received_at = known.received_at.get(peer.peer, 0.0)
     state, reason = peer_state(peer, sighting, known.now, answer_every_s, received_at)
+    if known.is_over and state in ONLINE:
+        state, reason = "gone", "it ended without a word"
     over = state in OVER or state == "gone"
     up, down = known.paces[peer.peer].rates(known.now) if peer.peer in known.paces else (None, None)
     totals, fragments = peer.totals, known.fragments

@@ -83,7 +83,12 @@ def test_a_run_whose_last_process_was_killed_is_over_without_its_last_word(tmp_p
     assert alive.state.phase == "connected"
     lock.release()  # as the kernel does for whoever is killed
     dead = JournalFeed(tmp_path)
-    dead.take()
+    model = Model(dead, History(None))
+    model.step(time.time())
+    assert [(peer.state, peer.reason) for peer in model.facts().peers] == [
+        ("gone", "it ended without a word")
+    ]
+    model.history.close()
     assert dead.state == FeedState(
         "ended", "the run is over: of those who wrote it no process lives any more"
     )

@@ -108,7 +108,8 @@ def test_tensorboard_gets_what_the_swarm_did(tmp_path: Path) -> None:
     for record in records(path.read_bytes()):
         for value in TensorBoardEvent.FromString(record).summary.value:
             told.setdefault(value.tag, []).append(value.simple_value)
-    assert told["swarm/peers_online"][-1] == 3.0
+    online = told["swarm/peers_online"]
+    assert (max(online), online[-1]) == (3.0, 0.0)  # nobody is, once the run is over
     assert told["swarm/loss_training"][-1] > 0
     assert told["peer/peer-1/tokens_per_s"][-1] == pytest.approx(1440.0)
     rounds = told["swarm/rounds_committed"]  # the past of a run, not its end alone
