@@ -4,14 +4,17 @@ Laws: one council commits one round once; a round begins with more than half of 
 before (of all, for the first one; half is enough with the lowest of them), so that two halves of a split
 swarm cannot both go on; it commits only if every cell that began holds the same means, and else nothing
 changes anywhere; a cell that does not come in time is left out and catches up. Nobody waits for a cell that
-is done, and one that was seen to train is waited for as long as cells take as a rule.
+is done, and one that was seen to train is waited for as long as cells take as a rule. How a cell voted is
+taken from who spoke for it, or from an owner that this one named and that may have succeeded it.
 
-Price: one cell that fails in the middle costs all of them the round.
+Price: one cell that fails in the middle costs all of them the round. A successor that owns nothing is not
+heard, and its cell's vote is lost.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from p2p_co2.errors import RemoteProtocolError
@@ -21,7 +24,9 @@ from p2p_co2.rounds.cells import assign_roots, check_cell_ready, slot_ranges
 from p2p_co2.rounds.deadline import Cadence, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
 from p2p_co2.rounds.gathering import attempt_nonce
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
+from p2p_co2.rounds.repute import NOT_BEGUN, SPOILT_IN_A_ROW
+from p2p_co2.rounds.speakers import SPEAKERS_KEPT, Speakers
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import (
@@ -40,18 +45,16 @@ from p2p_co2.wire.messages_pb2 import (
 Place = tuple[int, int]
 SEEN_LATE_BY = 2
 """Rounds that a cell may have made since it was seen: one that is further behind is not waited for."""
-STALE_S = 12.0
-"""A cell that did not repeat its CELL_READY for so long may speak through anybody again: its coordinator is
-gone, or has given up. Longer than it ever waits before it does (``delegate.AGAIN_CAP_S``)."""
+FORMING_KEPT = 3
+"""Rounds of one fragment that gather cells: anybody may name one."""
 TOLD_OF_LEFT_OUT = 2
 """Peers of a cell that was left out who are told of a commit: the others see it in their heartbeats."""
 
 
 @dataclass
 class _Forming:
-    """The CELL_READYs of one round: by cell, with who sent it. ``before``: the cells that made the round
-    before, as far as this peer knows; ``awake``: those that were seen to train of late; ``heard_at``: when
-    each was heard last."""
+    """The CELL_READYs of one round. ``before``: the cells that made the round before, as far as this peer
+    knows; ``awake``: those that were seen to train of late."""
 
     fragment: int
     swarm: Swarm
@@ -59,33 +62,34 @@ class _Forming:
     awake: frozenset[int]
     close_at: float
     give_up_at: float
-    readies: dict[int, tuple[CellReady, PeerId]] = field(default_factory=dict)
-    heard_at: dict[int, float] = field(default_factory=dict)
+    speakers: Speakers = field(init=False)
 
-    def take(self, message: CellReady, sender: PeerId, now: float) -> None:
-        """Where two coordinate one cell, because their views differ, the one with more members counts."""
-        known, heard_at = self.readies.get(message.cell), self.heard_at.get(message.cell, now)
-        if known is None or known[1] == sender or message.members >= known[0].members or (
-            now - heard_at > STALE_S
-        ):  # fmt: skip
-            self.readies[message.cell], self.heard_at[message.cell] = (message, sender), now
+    def __post_init__(self) -> None:
+        self.speakers = Speakers(self.swarm, f"{self.swarm.me}/{self.give_up_at!r}")
+
+    @property
+    def readies(self) -> dict[int, tuple[CellReady, PeerId]]:
+        return self.speakers.readies
 
     def camp(self) -> tuple[bytes, list[int]]:
-        """The state that most peers start from, and its cells."""
+        """The state that most cells start from, and these. Of as many, those with more peers, as they say
+        themselves."""
         camps: dict[bytes, list[int]] = {}
         for cell, (ready, _) in sorted(self.readies.items()):
             camps.setdefault(ready.state_digest, []).append(cell)
 
-        def strength(digest: bytes) -> tuple[int, bytes]:
-            return sum(self.readies[cell][0].members for cell in camps[digest]), digest
+        def strength(digest: bytes) -> tuple[int, int, bytes]:
+            cells = camps[digest]
+            return len(cells), sum(self.readies[cell][0].members for cell in cells), digest
 
         best = max(camps, key=strength)
         return best, camps[best]
 
     def expected(self) -> frozenset[int]:
-        """The cells of the round before: this peer's word of them, or that of the first who knows."""
-        told = (frozenset(self.readies[cell][0].before) for cell in self.camp()[1])
-        return self.before or next((cells for cells in told if cells), frozenset(range(self.swarm.cells)))
+        """The cells of the round before: this peer's word of them, or all that any of the others names, since
+        with fewer a round would begin sooner."""
+        told = frozenset(cell for own in self.camp()[1] for cell in self.readies[own][0].before)
+        return self.before or told or frozenset(range(self.swarm.cells))
 
     def done(self) -> frozenset[int]:
         """Those of them that are done with the fragment, and will not come."""
@@ -99,13 +103,16 @@ class _Forming:
             return min(expected) in came and not self.done()
         return 2 * len(came) > len(expected)
 
-    def is_complete(self) -> bool:
-        return (self.expected() | self.awake) - self.done() <= self.readies.keys()
+    def begins_at(self) -> float:
+        """When to begin, if it may: once all cells are there, or at the deadline."""
+        waited = (self.expected() | self.awake) - self.done()
+        since = max((self.speakers.counts_from.get(cell, math.inf) for cell in waited), default=0.0)
+        return min(self.close_at, since)
 
     def due_at(self) -> float:
         if self.is_too_late():
             return 0.0
-        return self.close_at if self.may_begin() else self.give_up_at
+        return self.begins_at() if self.may_begin() else self.give_up_at
 
     def is_too_late(self) -> bool:
         """Whether too many cells are done for another round."""
@@ -120,12 +127,20 @@ class _Sitting:
     council: Council
     readies: dict[int, tuple[CellReady, PeerId]]
     decide_at: float
+    began_at: float
     left_out: list[int]
     """Cells that are not in it."""
-    results: dict[int, CellResult] = field(default_factory=dict)
-    senders: set[PeerId] = field(default_factory=set)
+    results: dict[int, tuple[CellResult, PeerId]] = field(default_factory=dict)
+    """With who said so."""
+    contested: set[int] = field(default_factory=set)
+    """Cells for which others spoke as well."""
     decision: Decision | None = None
     has_failed: bool = False
+
+    def may_vote(self, cell: int, sender: PeerId) -> bool:
+        """Whether ``sender`` spoke for ``cell``, or may have succeeded who did."""
+        ready, speaker = self.readies[cell]
+        return sender == speaker or sender in ready.owners
 
 
 class Councils:
@@ -151,8 +166,12 @@ class Councils:
         our cell's part in it. Raises ``RemoteProtocolError``."""
         fragment, round_, _ = read_key(message.key, self._swarm.shape)
         check_cell_ready(message, sender, self._swarm.cells, self._swarm.shape)
+        if self._swarm.is_near(sender) and not self._swarm.is_live(sender):
+            raise RemoteProtocolError("unknown peer", "CELL_READY")
         place, (version, digest) = (fragment, round_), mine
         answer = CellWaiting(fragment=fragment, round=round_)
+        for at in [at for at in self._forming if at[0] == fragment and at[1] <= (version or 0)]:
+            del self._forming[at]
         if version is not None and version >= round_:
             answer.version, answer.state_digest = version, digest
             answer.donors.extend([self._swarm.me, *self._neighbours()][:MAX_MEMBERS])
@@ -166,17 +185,18 @@ class Councils:
             training = self._swarm.training()
             answer.ask = coordination_order(training or [self._swarm.me], fragment, round_)[0]
         else:
-            forming = self._forming.get(place) or self._form(place, verdicts, now)
+            forming = self._forming.get(place) or self._form(place, verdicts, (version or 0) + 1, now)
             if message.cell not in forming.readies:
                 self._history[fragment].arrived(round_, now)
-            forming.take(message, sender, now)
+            forming.speakers.take(message, sender, now)
             answer.begins_within_s = max(0.0, forming.give_up_at - now)
         self._outlet.send(sender, answer)
 
     def _neighbours(self) -> list[PeerId]:
         return [peer for peer in self._swarm.live if peer != self._swarm.me]
 
-    def _form(self, place: Place, verdicts: Verdicts, now: float) -> _Forming:
+    def _form(self, place: Place, verdicts: Verdicts, next_: int, now: float) -> _Forming:
+        """``next_``: the round that this peer needs itself."""
         fragment, round_ = place
         before = frozenset(cells_before(verdicts, round_))
         history, cadence = self._history[fragment], self._cadences[fragment]
@@ -196,7 +216,9 @@ class Councils:
             and versions[fragment] >= round_ - 1 - SEEN_LATE_BY
         )
         forming = _Forming(fragment, self._swarm, before, awake, now + wait_s, give_up_at)
-        self._forming = {at: known for at, known in self._forming.items() if at[0] != fragment}
+        same = [at for at in self._forming if at[0] == fragment]
+        if len(same) >= FORMING_KEPT:
+            del self._forming[min(same, key=lambda at: (at[1] == next_, len(self._forming[at].readies)))]
         self._forming[place] = forming
         return forming
 
@@ -213,6 +235,13 @@ class Councils:
         if known is not None and known[0].key.attempt == message.key.attempt:
             self._outlet.send(sender, CellBegin(council=sitting.council, attempt=message.key.attempt))
             return
+        if known is not None and sender != known[1] and message.cell not in sitting.results:
+            sitting.contested.add(message.cell)
+            if self._swarm.is_vouched(sender) and not self._swarm.is_vouched(known[1]):
+                why = f"{short(sender)} spoke for cell {message.cell}, too, and is known"
+                self._blame(known[1], why, SPOILT_IN_A_ROW, now, sitting)
+                self._abort(sitting, f"a stranger spoke for cell {message.cell}")
+                return
         within_s = max(0.0, sitting.decide_at - now)
         key = message.key
         self._outlet.send(
@@ -222,8 +251,7 @@ class Councils:
     def close_complete(self, now: float) -> bool:
         """Begin or give up what need not or may not wait longer; True if there was one."""
         for place, forming in list(self._forming.items()):
-            due = forming.is_complete() or now >= forming.close_at
-            if due and forming.may_begin():
+            if forming.may_begin() and now >= forming.begins_at():
                 del self._forming[place]
                 self._begin(place, forming, now)
                 return True
@@ -234,8 +262,10 @@ class Councils:
                 if done := len(forming.done()):
                     why += f", {done} have nothing more to offer"
                 refusal = CellWaiting(fragment=place[0], round=place[1], refusal=why)
-                for _, sender in forming.readies.values():
+                for cell, (_, sender) in forming.readies.items():
                     self._outlet.send(sender, refusal)
+                    if forming.speakers.are_several(cell):
+                        self._blame(sender, "the round for which it spoke for its cell did not begin", 1, now)
                 return True
         return False
 
@@ -255,7 +285,7 @@ class Councils:
         )
         decide_at = now + min(result_within_s(parts_s, sums_s) + 2 * bounds.GRACE_S, bounds.ROUND_CAP_S)
         left_out = [cell for cell in range(self._swarm.cells) if cell not in readies]
-        self._sittings[attempt] = _Sitting(council, readies, decide_at, left_out)
+        self._sittings[attempt] = _Sitting(council, readies, decide_at, now, left_out)
         while len(self._sittings) > bounds.KEEP_ATTEMPTS:
             self._sittings.popitem(last=False)
         for ready, sender in readies.values():
@@ -273,46 +303,69 @@ class Councils:
     def on_result(self, message: CellResult, sender: PeerId, now: float) -> None:
         """How a cell voted. Raises ``RemoteProtocolError``."""
         read_key(message.key, self._swarm.shape)
+        if self._swarm.cell_of(sender) != message.cell:
+            raise RemoteProtocolError("wrong cell", f"{message.cell}")
         sitting = self._sittings.get(message.key.attempt)
         if sitting is None:
-            key = message.key  # this peer was restarted, and with it went the round
+            key = message.key  # this peer was restarted, and with it went the round: nobody's fault
             why = "its council does not know of it"
             self._outlet.send(sender, CellWaiting(fragment=key.fragment, round=key.round, refusal=why))
-            raise RemoteProtocolError("unknown round", "CELL_RESULT")
-        if message.cell not in sitting.readies or self._swarm.cell_of(sender) != message.cell:
+            return
+        if message.cell not in sitting.readies:
             raise RemoteProtocolError("wrong cell", f"{message.cell}")
+        is_speaker = sender == sitting.readies[message.cell][1]
+        if not sitting.may_vote(message.cell, sender):
+            return
         if sitting.decision is not None:
             self._tell(sitting, {sender})
             return
+        if not is_speaker and self._swarm.repute.is_passed_over(sender, now):
+            return
         if not message.failure:
-            slots = slot_ranges(self._swarm.shape.blocks[message.key.fragment])
-            check_digest(message.roster_digest)
-            if len(message.digests) != len(slots):
-                raise RemoteProtocolError("wrong parts", f"{len(message.digests)} digests")
-            for one in message.digests:
-                check_digest(one)
-        sitting.senders.add(sender)
-        sitting.results.setdefault(message.cell, message)
+            self._check_result(message)
+        if is_speaker or message.cell not in sitting.results:
+            sitting.results[message.cell] = message, sender
         if message.failure:
+            self._blame(sender, "its cell failed", 1, now, sitting)
             self._abort(sitting, f"cell {message.cell}: {message.failure}")
         elif len(sitting.results) == len(sitting.readies):
-            self._conclude(sitting)
+            self._conclude(sitting, now)
 
-    def _conclude(self, sitting: _Sitting) -> None:
-        contents = {tuple(result.digests) for result in sitting.results.values()}
-        if len(contents) > 1:
+    def _check_result(self, message: CellResult) -> None:
+        slots = slot_ranges(self._swarm.shape.blocks[message.key.fragment])
+        check_digest(message.roster_digest)
+        if len(message.digests) != len(slots):
+            raise RemoteProtocolError("wrong parts", f"{len(message.digests)} digests")
+        for one in message.digests:
+            check_digest(one)
+
+    def _blame(
+        self, peer: PeerId, why: str, rounds: float, now: float, sitting: _Sitting | None = None
+    ) -> None:
+        """A round came to nothing by the word of ``peer``: it counts less for its cell, for a while."""
+        cost_s = now - sitting.began_at if sitting is not None else 0.0
+        self._swarm.spoilt(peer, why, now, rounds=rounds, cost_s=cost_s)
+
+    def _conclude(self, sitting: _Sitting, now: float) -> None:
+        told = Counter(tuple(result.digests) for result, _ in sitting.results.values())
+        most, count = told.most_common(1)[0]
+        if len(told) > 1:
+            for result, sender in sitting.results.values():
+                if tuple(result.digests) != most and 2 * count > len(sitting.results):
+                    self._blame(sender, "it told another mean than most cells hold", 1, now, sitting)
             self._abort(sitting, "the cells hold different means")
             return
         outcome = self._outcome(sitting)
         outcome.committed = True
         fragment = sitting.council.key.fragment
         slots = slot_ranges(self._swarm.shape.blocks[fragment])
-        for (start, stop), one in zip(slots, contents.pop(), strict=True):
+        for (start, stop), one in zip(slots, most, strict=True):
             outcome.parts.add(start_block=start, stop_block=stop, digest=one)
         outcome.base_version = min(ready.base_version for ready, _ in sitting.readies.values())
         for cell, (_, sender) in sorted(sitting.readies.items()):
-            share = sitting.results[cell]
+            share = sitting.results[cell][0]
             outcome.cells.add(cell=cell, roster_digest=share.roster_digest, coordinator=sender)
+            self._swarm.repute.committed(sender)
         self._decide(sitting, outcome)
 
     def _abort(self, sitting: _Sitting, reason: str) -> None:
@@ -327,7 +380,7 @@ class Councils:
 
     def _decide(self, sitting: _Sitting, outcome: Outcome) -> None:
         sitting.decision = sign_outcome(self._identity, outcome)
-        audience = sitting.senders | {sender for _, sender in sitting.readies.values()}
+        audience = {sender for _, sender in [*sitting.readies.values(), *sitting.results.values()]}
         for cell in sitting.left_out if outcome.committed else ():
             peers = [self._swarm.me] if cell == self._swarm.cell else self._swarm.others.get(cell, [])
             audience.update(peers[:TOLD_OF_LEFT_OUT])
@@ -355,12 +408,20 @@ class Councils:
         for sitting in list(self._sittings.values()):
             if sitting.decision is None and now >= sitting.decide_at:
                 silent = sorted(sitting.readies.keys() - sitting.results.keys())
+                for cell in silent:  # they may all wait for the sums of one of them
+                    why = "the cell that it spoke for did not vote"
+                    rounds = SPOILT_IN_A_ROW if cell in sitting.contested else NOT_BEGUN
+                    self._blame(sitting.readies[cell][1], why, rounds, now, sitting)
                 self._abort(sitting, f"no result of cells {', '.join(map(str, silent[:8]))}")
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""
         return {
-            "COUNCILS forming": (len(self._forming), len(self._cadences)),
+            "FORMING_KEPT": (len(self._forming), FORMING_KEPT * len(self._cadences)),
+            "SPEAKERS_KEPT": (
+                max((f.speakers.most() for f in self._forming.values()), default=0),
+                SPEAKERS_KEPT,
+            ),
             "COUNCILS": (len(self._sittings), bounds.KEEP_ATTEMPTS),
         }
 

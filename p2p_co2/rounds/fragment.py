@@ -374,6 +374,9 @@ class FragmentRounds:
         member.check_outcome(outcome)
         member.note_duration(now, committed=True)
         self._cadence.committed(outcome.key.round, now)
+        if (council := member.attempt.council) is not None:
+            self._swarm.vouch({share.coordinator for share in outcome.cells})
+            self._swarm.vouch({peer for slot in council.roots for peer in slot.peers})
         self.verdicts.keep(decision, outcome)
         self._completing = Completing(member, decision, outcome, self._swarm, now)
         self._complete(now)

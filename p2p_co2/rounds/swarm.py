@@ -72,6 +72,10 @@ class Swarm:
         """Per fragment, rounds over several cells from BEGIN to their end."""
         self.repute = Repute()
         self._met: OrderedDict[PeerId, None] = OrderedDict()
+        self._vouched: OrderedDict[PeerId, None] = OrderedDict()
+        """Peers of other cells who coordinated or summed in commits that this peer was in."""
+        self.known_cells: set[int] = set()
+        """Theirs."""
         self.last_readies = Punctuality()
         """The same at the end of a run, where everybody is waited for longer."""
 
@@ -158,6 +162,20 @@ class Swarm:
                 known = self.others.get(share.cell, [])
                 first = PeerId(share.coordinator)
                 self.others[share.cell] = [first, *(peer for peer in known if peer != first)][:OTHERS_KEPT]
+
+    def vouch(self, peers: Iterable[str]) -> None:
+        """These worked in a commit that this peer was in."""
+        for peer in map(PeerId, peers):
+            if len(peer) <= MAX_PEER_ID and not self.is_near(peer):
+                self._vouched[peer] = None
+                self._vouched.move_to_end(peer)
+                self.known_cells.add(self.cell_of(peer))
+        while len(self._vouched) > MAX_PEERS:
+            self._vouched.popitem(last=False)
+
+    def is_vouched(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is more than an id: live in our cell, or known to have worked in another."""
+        return self.is_live(peer) if self.is_near(peer) else peer in self._vouched
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live

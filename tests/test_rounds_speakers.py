@@ -1,0 +1,213 @@
+"""Who speaks for a cell, since ids are free; and when too few are left for another round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from google.protobuf.message import Message
+
+from p2p_co2.rounds import Aborted, PayloadShape, PeerView
+from p2p_co2.rounds.council import FORMING_KEPT
+from p2p_co2.rounds.speakers import SPEAKERS_KEPT, STALE_S, Speakers
+from p2p_co2.rounds.swarm import Swarm, coordination_order
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
+from tests.round_network import Network, make_identity
+
+SHAPE = PayloadShape(8, (24,), 8)
+CELLS = 3
+CALM, PLAYED_S = 10, 120.0
+"""Rounds that 15 honest peers in three cells make at least in the time that is played here."""
+
+
+def network(seed: int = 1) -> Network:
+    net = Network(15, seed, shape=SHAPE, cells=CELLS)
+    net.notices = True
+    return net
+
+
+def stranger(cell: int, number: int = 0) -> PeerId:
+    """An id of ``cell`` that nobody there knows."""
+    ids = (peer_id_of(i.to_bytes(32, "big")) for i in range(1000))
+    return [peer for peer in ids if cell_of(peer, CELLS) == cell][number]
+
+
+def cell_ready(speaker: PeerId, round_: int, digest: bytes, members: int = 64) -> wire.CellReady:
+    key = wire.RoundKey(fragment=0, round=round_, attempt=bytes(16))
+    return wire.CellReady(
+        key=key, cell=cell_of(speaker, CELLS), state_digest=digest, members=members, parts_within_s=1.0,
+        owners=24 * [speaker],
+    )  # fmt: skip
+
+
+def keep_telling(net: Network, tell: Callable[[PeerId], list[tuple[PeerId, Message]]]) -> None:
+    """Every two seconds everybody is told something."""
+    for name in net.names:
+        for source, message in tell(name):
+            net.deliver(source, name, message)
+    net.at(net.now + 2.0, lambda: keep_telling(net, tell))
+
+
+def check(net: Network) -> None:
+    versions = [peer.version for peer in net.peers.values()]
+    reasons = [event.reason for _, event in net.events if isinstance(event, Aborted)]
+    assert min(versions) >= CALM, (versions, reasons[-5:])
+    assert max(versions) - min(versions) <= 1
+    for peer in net.peers.values():
+        assert all(held <= bound for held, bound in peer.machine.held().values())
+
+
+# ---- by hand
+
+
+def test_a_known_speaker_counts_before_a_stranger_and_a_blamed_one_after_all() -> None:
+    me = make_identity(0).peer_id
+    cell = (cell_of(me, CELLS) + 1) % CELLS
+    known, other, third = (stranger(cell, number) for number in range(3))
+    swarm = Swarm(me, SHAPE, 64, CELLS)
+    speakers = Speakers(swarm, "0")
+
+    def speaks(peer: PeerId, members: int, now: float) -> PeerId:
+        speakers.take(cell_ready(peer, 1, bytes(32), members), peer, now)
+        return speakers.readies[cell][1]
+
+    first = set()
+    for lot in range(20):  # among strangers it is not the claim that counts
+        speakers = Speakers(swarm, str(lot))
+        speaks(known, 5, 0.0)
+        first.add(speaks(other, 64, 0.0))
+    assert first == {known, other}
+    swarm.vouch([known])
+    assert speaks(known, 5, 1.0) == known
+    assert speaks(other, 64, 1.0) == known
+    swarm.spoilt(known, "its cell failed", 1.0, rounds=2)
+    assert speaks(other, 64, 2.0) == other
+    assert speaks(third, 3, 2.0 + STALE_S + 1) == third  # the others are gone
+    for number in range(3, 20):
+        speaks(stranger(cell, number), 1, 20.0)
+    assert speakers.most() == SPEAKERS_KEPT
+
+
+def test_a_council_that_was_restarted_blames_nobody_for_its_round() -> None:
+    net = network()
+    name = net.names[0]
+    speaker = next(peer for peer in net.names if cell_of(peer, CELLS) != cell_of(name, CELLS))
+    key = wire.RoundKey(fragment=0, round=1, attempt=bytes(16))
+    net.deliver(speaker, name, wire.CellResult(key=key, cell=cell_of(speaker, CELLS), failure="so"))
+    assert not net.refused
+    told = [message for _, to, message in net.sent if to == speaker and isinstance(message, wire.CellWaiting)]
+    assert [message.refusal for message in told] == ["its council does not know of it"]
+    wrong = wire.CellResult(key=key, cell=cell_of(name, CELLS), failure="so")
+    net.deliver(speaker, name, wrong)
+    assert [error.reason for _, _, error in net.refused] == ["wrong cell"]
+
+
+# ---- liars
+
+
+@pytest.mark.parametrize("camp", [False, True])
+def test_a_stranger_that_speaks_for_a_cell_costs_a_few_rounds(camp: bool) -> None:
+    """With more members than there are, on the others' state or on one of its own."""
+    net = network()
+    liar = stranger(2)
+
+    def tell(to: PeerId) -> list[tuple[PeerId, Message]]:
+        version, digest = net.peers[to].states[0]
+        return [(liar, cell_ready(liar, version + 1, bytes(32) if camp else digest))]
+
+    net.keep_offering(period_s=5.0)
+    net.at(net.now + 1.0, lambda: keep_telling(net, tell))
+    net.run(PLAYED_S)
+    check(net)
+
+
+def test_nobody_but_who_spoke_for_a_cell_or_owns_there_votes_for_it() -> None:
+    net = network()
+    strangers = {cell: [stranger(cell, number) for number in range(8)] for cell in range(CELLS)}
+
+    def lie(source: PeerId, to: PeerId, message: Message) -> bool:
+        if isinstance(message, wire.CellBegin):  # nobody else is told of the attempt: this liar has heard it
+            key, digests = message.council.key, 24 * [bytes(32)]
+            for liar in strangers[cell_of(to, CELLS)]:
+                failed = wire.CellResult(key=key, cell=cell_of(to, CELLS), failure="a lie")
+                other = wire.CellResult(
+                    key=key, cell=cell_of(to, CELLS), roster_digest=bytes(32), digests=digests
+                )
+                for lies in (failed, other):
+                    net.at(net.now + 0.2, lambda liar=liar, lies=lies: net.deliver(liar, source, lies))  # type: ignore[misc]
+        return True
+
+    net.on_send = lie
+    net.offer_all()
+    net.run_until_settled()
+    assert len(net.committed()) == 15
+    assert not any(
+        message
+        for _, to, message in net.sent
+        if isinstance(message, wire.CellDecision) and to not in net.peers
+    )
+
+
+def test_rounds_that_nobody_makes_do_not_keep_a_council_from_its_own() -> None:
+    net = network()
+    liar, counter = stranger(2), iter(range(10**6))
+
+    def tell(to: PeerId) -> list[tuple[PeerId, Message]]:
+        version, digest = net.peers[to].states[0]
+        rounds = [version + 2 + next(counter) % 50 for _ in range(6)]
+        return [(liar, cell_ready(liar, round_, digest)) for round_ in rounds]
+
+    net.keep_offering(period_s=5.0)
+    net.at(net.now + 1.0, lambda: keep_telling(net, tell))
+    net.run(PLAYED_S)
+    check(net)
+    assert max(peer.machine.held()["FORMING_KEPT"][0] for peer in net.peers.values()) <= FORMING_KEPT
+
+
+# ---- the end of a run
+
+
+def test_a_cell_closes_when_half_of_it_is_done_and_a_run_when_half_of_the_cells_have() -> None:
+    ids = [peer for i in range(60) if cell_of(peer := make_identity(i).peer_id, CELLS) == 0][:6]
+    works, done = PeerView(), PeerView(training=False, finished=frozenset({0}))
+    for cells, closes in ((CELLS, True), (1, False)):
+        swarm = Swarm(ids[0], SHAPE, 64, cells)
+        for finished in range(7):
+            swarm.set_live({peer: done if i >= 6 - finished else works for i, peer in enumerate(ids)})
+            assert swarm.has_closed(0) == (finished >= (3 if closes else 6))
+            assert swarm.is_over(0) == (closes and finished >= 3)
+        swarm.set_live(dict.fromkeys(ids, works))
+        for far, over in (((), False), ((1,), False), ((1, 2), closes)):
+            swarm.finished_in = {cell: frozenset({0} if cell in far else ()) for cell in (1, 2)}
+            assert swarm.is_over(0) == over
+
+
+def test_one_cell_makes_no_last_round_that_the_others_would_have_to_load() -> None:
+    net = network()
+    for name in net.names:
+        others = {cell: frozenset({0}) for cell in range(CELLS) if cell != cell_of(name, CELLS)}
+        net.peers[name].machine.set_other_cells({}, others)
+    late = [name for name in net.names if cell_of(name, CELLS) == 1]
+    for name in late:
+        net.offer(name)
+    net.run_until_settled()
+    reasons = {event.reason for _, event in net.events if isinstance(event, Aborted)}
+    assert reasons == {"only 1 of 3 cells were ready with equal states, 2 have nothing more to offer"}
+    assert net.now < 1000.0 + 25.0  # told at once, once its own are there
+    assert not net.committed()
+
+
+def test_few_of_a_cell_make_no_last_round() -> None:
+    net = network()
+    mine = [name for name in net.names if cell_of(name, CELLS) == 0]
+    done = PeerView(training=False, versions=(0,), finished=frozenset({0}))
+    first = coordination_order(mine, 0, 1)[0]
+    views = {name: net._view(name) if name == first else done for name in mine}
+    assert len(views) == 4
+    for name in mine:
+        net.peers[name].machine.set_peers(views, net.now)
+    net.offer(first)
+    net.run(1.0)
+    reasons = [event.reason for _, event in net.events if isinstance(event, Aborted)]
+    assert reasons == ["most peers of this cell have nothing more to offer"]
