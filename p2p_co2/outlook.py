@@ -34,7 +34,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_PEER_ID, MAX_VERSION
 from p2p_co2.wire.messages_pb2 import CellLook, CellSight
-from p2p_co2.wire.status import PeerStatus
+from p2p_co2.wire.status import PeerStatus, Sight, read_sight
 
 WATCHERS = 3
 """Peers of one cell that watch another."""
@@ -101,6 +101,8 @@ class _Watch:
     is_found: bool = False
     """Whether the DHT has answered."""
     sight: CellSight | None = None
+    read: Sight | None = None
+    """The same."""
     seen_at: float = 0.0
 
 
@@ -146,7 +148,7 @@ class Outlook:
         watch.unanswered = 0
         if message.versions or watch.sight is None:
             self.has_seen_news |= watch.sight is None or _told(watch.sight) != _told(message)
-            watch.sight, watch.seen_at = message, now
+            watch.sight, watch.read, watch.seen_at = message, read_sight(message), now
             self.seen += 1
         if not message.versions:
             self._ask_another(watch)  # it has not joined yet, and knows nothing
@@ -243,24 +245,25 @@ class Outlook:
             return False
         if self._near is None or near.keys() != self._near:
             self._set_watched(frozenset(near), now)
-        seen: dict[int, list[tuple[float, PeerId, CellSight]]] = {}
+        seen: dict[int, list[tuple[float, PeerId, Sight]]] = {}
         for cell, watch in self._watched.items():
-            if watch.sight is not None:
-                seen.setdefault(cell, []).append((watch.seen_at, self.me, watch.sight))
+            if watch.read is not None:
+                seen.setdefault(cell, []).append((watch.seen_at, self.me, watch.read))
         for peer, info in near.items():
             for sight in info.status.sights:
                 seen.setdefault(sight.cell, []).append((info.status_at - sight.age_s, peer, sight))
-        old, self.words = self.words, dict(self.words)
+        has_news = False
+        self.words = dict(self.words)
+        fresh_s = max(FRESH_S, QUIET_FRESH * self.quiet_s)
         for cell, told in seen.items():
             entitled = self._first(cell)
             sights = [one for one in told if one[1] in entitled and one[2].versions]
             if sights and cell != self.cell:
-                fresh_s = max(FRESH_S, QUIET_FRESH * self.quiet_s)
                 word = _combined(cell, sights, rounds_per_s, fresh_s)
                 known = self.words.get(cell)
                 if known is None or word.seen_at >= known.seen_at:
                     self.words[cell] = word
-        has_news = {c: _news(w) for c, w in old.items()} != {c: _news(w) for c, w in self.words.items()}
+                    has_news = has_news or known is None or _news(known) != _news(word)
         self.revision += has_news
         return has_news
 
@@ -349,19 +352,25 @@ def _rank(name: str, cell: int) -> bytes:
 
 
 def _combined(
-    cell: int, sights: Sequence[tuple[float, PeerId, CellSight]], rounds_per_s: float, fresh_s: float
+    cell: int, sights: Sequence[tuple[float, PeerId, Sight]], rounds_per_s: float, fresh_s: float
 ) -> CellWord:
     newest_at, _, newest = max(sights, key=lambda one: one[:2])
     fresh = [one for one in sights if newest_at - one[0] <= fresh_s]
     alike = [sight for _, _, sight in fresh if len(sight.versions) == len(newest.versions)]
-    if all(_told(sight)[2:] == _told(newest)[2:] for sight in alike):
-        alike = [newest]  # mostly
-    versions = tuple(_lower_median(held) for held in zip(*(sight.versions for sight in alike), strict=True))
-    digests = tuple(
-        next((s.digests[f] for s in (newest, *alike) if s.versions[f] == version), b"")
-        for f, version in enumerate(versions)
+    said = _said(newest)
+    if all(sight is newest or _said(sight) == said for sight in alike):  # mostly
+        alike, (versions, digests, _) = [newest], said
+    else:
+        of_fragments = zip(*(sight.versions for sight in alike), strict=True)
+        versions = tuple(_lower_median(held) for held in of_fragments)
+        digests = tuple(
+            next((s.digests[f] for s in (newest, *alike) if s.versions[f] == version), b"")
+            for f, version in enumerate(versions)
+        )
+    over = [_bits(sight.finished, len(versions)) for sight in alike if sight.finished]
+    finished = (
+        {f for f in range(len(versions)) if 2 * sum(f in one for one in over) > len(alike)} if over else ()
     )
-    over = [_bits(sight.finished, len(versions)) for sight in alike]
     positions = [
         sight.position + (newest_at - seen_at) * (rounds_per_s if sight.trains else 0.0)
         for seen_at, _, sight in fresh
@@ -373,7 +382,7 @@ def _combined(
         position=_lower_median(positions),
         versions=versions,
         digests=digests,
-        finished=frozenset(f for f in range(len(versions)) if 2 * sum(f in one for one in over) > len(over)),
+        finished=frozenset(finished),
         peers=tuple(dict.fromkeys(PeerId(sight.peer) for _, _, sight in fresh)),
         seen_at=newest_at,
     )
@@ -388,6 +397,10 @@ def _told(sight: CellSight) -> tuple[object, ...]:
     return sight.trains, sight.settled, tuple(sight.versions), tuple(sight.digests), sight.finished
 
 
+def _said(sight: Sight) -> tuple[tuple[int, ...], tuple[bytes, ...], bytes]:
+    return sight.versions, sight.digests, sight.finished
+
+
 def _news(word: CellWord) -> tuple[object, ...]:
     return word.trains, word.settled, word.versions, word.digests, word.finished
 
@@ -397,7 +410,7 @@ def _bits(data: bytes, count: int) -> frozenset[int]:
     return frozenset(index for index in range(count) if number >> index & 1)
 
 
-def check_sight(sight: CellSight, cells: int) -> None:
+def check_sight(sight: CellSight | Sight, cells: int) -> None:
     """Raise ``RemoteProtocolError`` for a sight that cannot be true."""
     wrong = len(sight.peer) > MAX_PEER_ID or (sight.peer and cell_of(sight.peer, cells) != sight.cell)
     if sight.cell >= cells or wrong:
@@ -412,7 +425,7 @@ def check_sight(sight: CellSight, cells: int) -> None:
         raise RemoteProtocolError("bad sight", "a version or a digest that cannot be")
 
 
-def check_sights(sights: Sequence[CellSight], cells: int) -> None:
+def check_sights(sights: Sequence[CellSight | Sight], cells: int) -> None:
     """The same for all that a heartbeat passes on."""
     if len(sights) > MAX_WATCHED:
         raise RemoteProtocolError("bad status", f"{len(sights)} sights of other cells")

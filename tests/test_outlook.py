@@ -18,6 +18,7 @@ from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.messages_pb2 import CellLook, CellSight, Status
+from p2p_co2.wire.status import read_status
 
 STATE = bytes(32)
 
@@ -33,7 +34,7 @@ def seen(peer: str, cell: int, version: int = 3, position: float = 3.0, **more: 
 
 
 def told(*sights: CellSight, at: float = 0.0) -> Any:
-    return SimpleNamespace(status=Status(sights=sights), status_at=at)
+    return SimpleNamespace(status=read_status(Status(sights=sights)), status_at=at)
 
 
 def test_every_cell_is_watched_by_a_few_and_nobody_watches_many() -> None:

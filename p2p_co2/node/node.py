@@ -42,7 +42,7 @@ QUICK_FINDS = 10
 ALONE_BEFORE_REBOOTSTRAP_S = 20.0
 GREET_SEEDS_S = 20.0
 """How often the ticket's seeds are looked for again, whether we miss them or not."""
-QUIET_IDLE = 1 / 6
+QUIET_IDLE = 0.5
 """Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
 NEWS_UNDER_WAY_S = 0.002
 CROWD_S = 0.05
@@ -423,14 +423,14 @@ class Node:
                 self.report(ev.Warned, text=f"peer discovery: {error}")
             self.pump()
             finds += 1
-            if self.now() - self._seeds_greeted_at > GREET_SEEDS_S:
+            greet_s = max(GREET_SEEDS_S, self.membership.quiet_s if self.progress.rests else 0.0)
+            if self.now() - self._seeds_greeted_at > greet_s:
                 await self._greet_seeds()
             await asyncio.sleep(FIND_PEERS_QUICKLY_S if finds < QUICK_FINDS else self._find_peers_s())
 
     def _find_peers_s(self) -> float:
         """In the quiet of a long round newcomers find us; a record must be renewed all the same."""
-        quiet_s = QUIET_IDLE * self.membership.quiet_s if self.progress.rests else 0.0
-        return min(2 * FIND_PEERS_S, FIND_PEERS_S + quiet_s)
+        return 2 * FIND_PEERS_S if self.progress.rests and self.membership.quiet_s else FIND_PEERS_S
 
     async def _watch_daemon(self) -> None:
         words = await self._network.daemon_ended()

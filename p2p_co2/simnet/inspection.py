@@ -1,4 +1,4 @@
-"""Looks over a simulated swarm once a second: forks, open offers, what machines hold; and keeps its figures.
+"""Looks over a simulated swarm now and then: forks, open offers, what machines hold; and keeps its figures.
 
 What happens at a step is checked there (``laws``); what is a state of things is checked here.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from p2p_co2.membership import quiet_beat_s
 from p2p_co2.rounds import bounds
 
 if TYPE_CHECKING:
     from p2p_co2.simnet.process import Process
     from p2p_co2.simnet.swarm import Result, Swarm
 
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S, LOOKS_IN_A_QUIET_BEAT = 1.0, 6.0
+"""Once a second; in rounds of minutes, where less happens, so often in one of their slow heartbeats."""
 OVERDUE_S = 1.5
 """A timer that is later than this is one that nobody heeds (a process looks at its timers at least every
 second)."""
@@ -26,6 +28,9 @@ HEAL_AFTER_S = 40.0
 class Inspector:
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
+        clock = swarm.run_config.clock
+        quiet_s = quiet_beat_s(clock.round_s) if clock.mode == "time" else 0.0
+        self._look_every_s = max(LOOK_EVERY_S, quiet_s / LOOKS_IN_A_QUIET_BEAT)
         self._forked_since: dict[tuple[int, int], float] = {}
         self.forks = 0
         self.longest_fork_s = self.longest_offer_s = 0.0
@@ -37,7 +42,7 @@ class Inspector:
         self._recovered: set[int] = set()
 
     def begin(self) -> None:
-        self._swarm.world.call_at(LOOK_EVERY_S, self._look)
+        self._swarm.world.call_at(self._look_every_s, self._look)
 
     def _look(self) -> None:
         swarm = self._swarm
@@ -45,7 +50,7 @@ class Inspector:
             if process.node is not None and process.stalled_until < swarm.world.now - OVERDUE_S:
                 self._look_at(process)
         self._look_for_forks()
-        swarm.world.call_at(swarm.world.now + LOOK_EVERY_S, self._look)
+        swarm.world.call_at(swarm.world.now + self._look_every_s, self._look)
 
     # ---- one process
 

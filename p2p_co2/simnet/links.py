@@ -45,6 +45,8 @@ class VirtualLinks:
         self._internet, self._me, self._observer = internet, me, observer
         self._world = internet.world
         self._lanes: dict[PeerId, _Lane] = {}
+        self._opening: dict[PeerId, _Lane] = {}
+        """Those of them in which anything may wait."""
         self._used: dict[str, str] = {}
         self._queued_bytes = 0
         self._going_up: deque[tuple[float, _Lane, int]] = deque()
@@ -69,7 +71,7 @@ class VirtualLinks:
     @property
     def queued_control(self) -> int:
         """Control messages that wait for the peer that has most of them."""
-        return max((len(lane.control) for lane in self._lanes.values()), default=0)
+        return max((len(lane.control) for lane in self._opening.values()), default=0)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""
@@ -126,6 +128,7 @@ class VirtualLinks:
         if lane.is_opening:
             return
         lane.is_opening = True
+        self._opening[peer] = lane
         after_s, outcome = self._dial(peer)
         self._me.loop.call_later(after_s, self._opened, peer, lane, outcome)
 
@@ -144,6 +147,8 @@ class VirtualLinks:
 
     def _opened(self, peer: PeerId, lane: _Lane, outcome: Path | str) -> None:
         lane.is_opening = False
+        if self._opening.get(peer) is lane:
+            del self._opening[peer]
         receiver = self._internet.endpoints.get(peer)
         if isinstance(outcome, Path) and (receiver is None or not receiver.is_up):
             outcome = f"{outcome.carrier}: connection reset"
@@ -177,6 +182,7 @@ class VirtualLinks:
 
     def _forget(self, peer: PeerId) -> None:
         lane = self._lanes.pop(peer)
+        self._opening.pop(peer, None)
         self._queued_bytes -= lane.bulk_bytes
         lane.bulk_bytes = 0
         lane.control.clear()

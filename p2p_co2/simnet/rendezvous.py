@@ -9,6 +9,7 @@ record, and lookups that fail half-way, are not played.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class Rendezvous:
     _entries: dict[PeerId, _Entry] = field(default_factory=dict)
     _inside: dict[PeerId, Endpoint] = field(default_factory=dict)
     _listed: list[PeerRecord] | None = None
+    _by_cell: dict[int, dict[int, list[PeerRecord]]] = field(default_factory=dict)
+    """The same by cell, for each number of cells that was asked for."""
     _listed_until: float = 0.0
     _cut_since: float | None = None
 
@@ -100,10 +103,21 @@ class Rendezvous:
         if self._listed is None or now >= self._listed_until:
             alive = {peer: e for peer, e in self._entries.items() if e.expires_at > now}
             self._entries = alive
-            self._listed = [alive[peer].record for peer in sorted(alive)]
-            # An entry that is renewed in time stays; what else expires is noticed within one second.
-            self._listed_until = now + 1.0
+            self._listed, self._by_cell = [alive[peer].record for peer in sorted(alive)], {}
+            # Entries are only ever renewed: none expires before the first of them would.
+            self._listed_until = min((e.expires_at for e in alive.values()), default=math.inf)
         return self._listed
+
+    def records_of(self, peer: PeerId, cell: int, cells: int) -> list[PeerRecord]:
+        """Of those, the records of one cell."""
+        records = self.records(peer)
+        if records is not self._listed:
+            return [record for record in records if cell_of(record.peer, cells) == cell]
+        if cells not in self._by_cell:
+            sorted_out = self._by_cell[cells] = {number: [] for number in range(cells)}
+            for record in records:
+                sorted_out[cell_of(record.peer, cells)].append(record)
+        return self._by_cell[cells][cell]
 
 
 class Doorway:
@@ -144,11 +158,9 @@ class Doorway:
 
     async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
         await self._lookup(self._rendezvous.answers, "the DHT did not answer")
-        me, cells = self.identity.peer_id, self.run.cells
-        records = [record for record in self._rendezvous.records(me) if record.peer != me]
-        if cell is None or cells == 1:
-            return records
-        return [record for record in records if cell_of(record.peer, cells) == cell]
+        me, cells, net = self.identity.peer_id, self.run.cells, self._rendezvous
+        records = net.records(me) if cell is None or cells == 1 else net.records_of(me, cell, cells)
+        return [record for record in records if record.peer != me]
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         records = self._rendezvous.records(self.identity.peer_id)

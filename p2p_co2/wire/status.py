@@ -13,6 +13,20 @@ from p2p_co2.wire.messages_pb2 import CellSight, Status
 _DIGEST_LENGTHS = frozenset({32})
 
 
+class Sight(NamedTuple):
+    """A ``CellSight``, field by field."""
+
+    cell: int
+    peer: str
+    position: float
+    age_s: float
+    trains: bool
+    settled: bool
+    versions: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    finished: bytes
+
+
 class PeerStatus(NamedTuple):
     """The fields of ``Status`` that peers go by; what comes after ``settled`` changes all the time and is no
     news."""
@@ -25,19 +39,27 @@ class PeerStatus(NamedTuple):
     finished: bytes = b""
     settled: bool = False
     position: float = 0.0
-    sights: Sequence[CellSight] = ()
+    sights: Sequence[Sight] = ()
     heartbeat_s: float = 0.0
 
     def is_news_after(self, known: PeerStatus) -> bool:
         return self[:7] != known[:7]
 
 
+def read_sight(sight: CellSight) -> Sight:
+    """Checked elsewhere (``outlook.check_sight``)."""
+    return Sight(
+        sight.cell, sight.peer, sight.position, sight.age_s, sight.trains, sight.settled,
+        tuple(sight.versions), tuple(sight.digests), sight.finished,
+    )  # fmt: skip
+
+
 def read_status(status: Status) -> PeerStatus:
     """Raises ``RemoteProtocolError`` for a status that cannot be true."""
     read = PeerStatus(
         status.phase, tuple(status.versions), tuple(status.digests), status.upload_bytes_per_s,
-        status.download_bytes_per_s, status.finished, status.settled, status.position, status.sights,
-        status.heartbeat_s,
+        status.download_bytes_per_s, status.finished, status.settled, status.position,
+        tuple(map(read_sight, status.sights)), status.heartbeat_s,
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
