@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -86,6 +87,9 @@ def run_simulation(options: SimulationOptions) -> int:
     began_at = time.monotonic()
     try:
         result = Swarm(settings, log).run()
+    except KeyboardInterrupt:
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a coroutine that was made and never begun
+        raise
     finally:
         log.close()
     wall_s = time.monotonic() - began_at

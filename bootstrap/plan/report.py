@@ -24,7 +24,7 @@ WHY = {
     "processor": "the exchange's own arithmetic has to fit into half of a core",
     "inner step": "each fragment needs an inner step of its own",
     "copies": "copying fragments out of the model and merging them in stops training for a moment",
-    "first and last rounds": "training waits for the first round of each fragment and for the end of the run",
+    "first and last rounds": "training waits for a run's last rounds, and for as many first ones as it sets",
 }
 _PLAIN_WIDTH = 110
 
@@ -75,7 +75,7 @@ def _advised_line(plan: Plan) -> str:
     return (
         f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
         f'fragments = {len(setting.fragments)}, codec.name = "{setting.codec}", '
-        f"outer.sync_delay_steps = 0 (an answer comes after {advice.forecast.delay_steps} inner steps)"
+        f"outer.sync_delay_steps = 0 (an answer comes after {_steps(advice.forecast.delay_steps)})"
     )
 
 
@@ -119,17 +119,21 @@ def size(value: float) -> str:
     raise AssertionError("the last unit takes every value")
 
 
+def _steps(count: int) -> str:
+    return f"{count} inner step{'' if count == 1 else 's'}"
+
+
 def _floor(setting: Setting, shown: Forecast) -> str:
     return f"{seconds(shown.floor_s)}, {shown.floor_s / setting.round_s:.0%} of the round"
 
 
 _ROWS: tuple[Row, ...] = (
-    ("round", lambda s, f: f"{seconds(s.round_s)}, {s.round_s / s.step_s:.0f} inner steps"),
+    ("round", lambda s, f: f"{seconds(s.round_s)}, {_steps(round(s.round_s / s.step_s))}"),
     ("fragments, codec", lambda s, f: f"{len(s.fragments)}, {s.codec} ({f.bits_per_value:g} bits per value)"),
     ("a peer sends per round", lambda s, f: size(f.up_bytes_per_round)),
     ("least time that takes (floor)", _floor),
     ("round of one fragment", lambda s, f: seconds(f.largest.slowest_member_s)),
-    ("answer applied after", lambda s, f: f"{seconds(f.flow.to_apply_s)}, {f.delay_steps} inner steps"),
+    ("answer applied after", lambda s, f: f"{seconds(f.flow.to_apply_s)}, {_steps(f.delay_steps)}"),
     ("staleness, outer steps", lambda s, f: f"{f.flow.staleness:.2f}"),
     ("sends left out", lambda s, f: f"{1 - f.flow.sent_share:.0%}"),
     ("exchange hidden, per round", lambda s, f: seconds(f.hidden_s)),
