@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import PayloadShape, PeerView
 from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
+from p2p_co2.rounds.assembly import PIECE_S, PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
 from p2p_co2.rounds.attempt import Attempt, Share, read_senders, write_senders
 from p2p_co2.rounds.deadline import (
     GATHER_LEAST_CAP_S,
@@ -355,6 +355,7 @@ def test_pieces_come_together_in_any_order(seed: int, size: int, doublings: int)
 )
 def test_pieces_are_as_small_as_the_slowest_link_needs(rates: list[float], size: int) -> None:
     assert piece_bytes(rates) == size
+    assert piece_bytes([5 * rate for rate in rates], PIECE_S / 5) == size
 
 
 def test_impossible_pieces_are_refused_and_change_nothing() -> None:

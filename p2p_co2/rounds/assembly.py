@@ -17,16 +17,17 @@ from p2p_co2.memory import large_buffer
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 
 PIECE_UNIT_BYTES = 16 << 10
-PIECE_S = 0.25
-"""A piece should not keep a link busy for longer."""
+PIECE_S, LAST_PIECE_S = 0.25, 0.05
+"""A piece should not keep a link busy for longer; the second where others wait for the last of them, which a
+connection that stands still must not hold while the one beside it has nothing left to carry."""
 
 
-def piece_bytes(rates_bytes_per_s: Iterable[float]) -> int:
-    """How large pieces may be on links of these rates (0: unknown): a power of two from ``PIECE_UNIT_BYTES``
-    to ``MAX_DATA_BYTES``."""
+def piece_bytes(rates_bytes_per_s: Iterable[float], within_s: float = PIECE_S) -> int:
+    """How large pieces may be on links of these rates (0: unknown) to be gone ``within_s``: a power of two
+    from ``PIECE_UNIT_BYTES`` to ``MAX_DATA_BYTES``."""
     slowest = min((rate for rate in rates_bytes_per_s if rate > 0), default=float("inf"))
     size = MAX_DATA_BYTES
-    while size > PIECE_UNIT_BYTES and size > PIECE_S * slowest:
+    while size > PIECE_UNIT_BYTES and size > within_s * slowest:
         size //= 2
     return size
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
-from p2p_co2.rounds.assembly import Assembly, pieces
+from p2p_co2.rounds.assembly import LAST_PIECE_S, Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt
 from p2p_co2.rounds.cells import write_who
 from p2p_co2.rounds.deadline import Durations
@@ -220,7 +220,7 @@ def send_mean(
     """The encoded mean of a part, in pieces, to all other members."""
     listed, who = list_contributors(attempt, contributors)
     others = [peer for peer in attempt.shares if peer != outlet.me]
-    for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others)):
+    for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others, LAST_PIECE_S)):
         message = Mean(
             key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean), data=data,
             contributors=[] if offset else listed, who=b"" if offset else who,

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
-from p2p_co2.rounds.assembly import piece_bytes
+from p2p_co2.rounds.assembly import PIECE_S, piece_bytes
 from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.deadline import Durations, Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
@@ -198,11 +198,13 @@ class Swarm:
         view = self.live.get(peer)
         return view.versions[fragment] if view is not None and fragment < len(view.versions) else None
 
-    def piece_bytes(self, receivers: Collection[PeerId]) -> int:
-        """How large the pieces of what goes to all ``receivers`` at once may be."""
+    def piece_bytes(self, receivers: Collection[PeerId], within_s: float = PIECE_S) -> int:
+        """How large the pieces of what goes to all ``receivers`` at once may be, each to be gone
+        ``within_s``."""
         upload = self.my_upload_bytes_per_s() or ASSUMED_UPLOAD_BYTES_PER_S
         views = [self.live[peer] for peer in receivers if peer in self.live and peer != self.me]
-        return piece_bytes([upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)])
+        rates = [upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)]
+        return piece_bytes(rates, within_s)
 
     def my_download_bytes_per_s(self) -> float:
         """This peer's own cap; 0 for none."""

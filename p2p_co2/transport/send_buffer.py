@@ -5,7 +5,8 @@ to take hundreds of megabytes per second, the division of a round by upload rate
 vote waits behind seconds of payload. ``TCP_NOTSENT_LOWAT`` (Linux, tcp(7)) bounds what the buffer holds
 beyond what is under way, so that handing over takes as long as sending. gRPC has no option for it, hence the
 search through this process's own sockets. A fast line would stand idle whenever this process is busy for
-longer than so little lasts, so a connection that turns out to be fast may hold more (``SendBuffer``).
+longer than so little lasts, so a connection that turns out to be fast may hold more (``SendBuffer``), and
+keeps that when another to the same place is bounded.
 
 Law: a connection that is not found changes nothing but the figures; one to a near machine, which drains any
 buffer in milliseconds, is left alone, since a short buffer has to be filled more often. Price: one look at
@@ -23,10 +24,11 @@ from pathlib import Path
 
 UNSENT_BYTES = 32 << 10
 """Of one connection; one of three on a slow home link needs a twentieth of a second for as much."""
-UNSENT_S, MOST_UNSENT_BYTES = 0.05, 1 << 20
-"""A faster connection may hold what it carries in so long, at most so much."""
+SLOW_BYTES_PER_S, UNSENT_S, MOST_UNSENT_BYTES = 0.6e6, 0.2, 1 << 20
+"""A faster connection may hold what it carries beyond the first in so long, at most so much: this process and
+those beside it keep a core busy for a tenth of a second now and then."""
 IDLE_S, STRETCH_S = 0.05, 1.0
-"""A pause this long empties the buffer; how fast a connection is, is measured over so long without one."""
+"""A pause this long empties the buffer; how fast a connection is, is measured over so long beside pauses."""
 NEAR_S = 0.002
 """Round trips below this are of this machine or its network."""
 _ROUND_TRIP = struct.Struct("68xI")
@@ -41,23 +43,22 @@ class SendBuffer:
         self._host, self._port = host, port
         self.is_far = keep_little_unsent(host, port) > 0
         self._bound_bytes = UNSENT_BYTES if self.is_far else MOST_UNSENT_BYTES
-        self._since = self._last_at = -1e9
-        self._taken_bytes = 0
+        self._last_at = -1e9
+        self._taken_bytes, self._taken_s = 0, 0.0
 
     def took(self, size_bytes: int, started_at: float, now: float) -> None:
         """The connection took a message from ``started_at`` to ``now``. What comes first after a pause fills
         the buffer and is not counted."""
-        if started_at - self._last_at > IDLE_S:
-            self._since, self._taken_bytes = now, 0
-        else:
+        if started_at - self._last_at <= IDLE_S:
             self._taken_bytes += size_bytes
+            self._taken_s += now - self._last_at
         self._last_at = now
-        if now - self._since >= STRETCH_S:
-            self._make_room(self._taken_bytes / (now - self._since))
-            self._since, self._taken_bytes = now, 0
+        if self._taken_s >= STRETCH_S:
+            self._make_room(self._taken_bytes / self._taken_s)
+            self._taken_bytes, self._taken_s = 0, 0.0
 
     def _make_room(self, bytes_per_s: float) -> None:
-        wanted = min(int(UNSENT_S * bytes_per_s), MOST_UNSENT_BYTES)
+        wanted = min(int(UNSENT_S * (bytes_per_s - SLOW_BYTES_PER_S)), MOST_UNSENT_BYTES)
         if wanted >= 1.5 * self._bound_bytes:
             self._bound_bytes = wanted
             keep_little_unsent(self._host, self._port, wanted)
@@ -65,7 +66,7 @@ class SendBuffer:
 
 def keep_little_unsent(host: str, port: int, size_bytes: int = UNSENT_BYTES) -> int:
     """Bound the send buffers of this process's connections to ``host:port`` (``host`` an address) to
-    ``size_bytes``, unless that is near; returns how many were bounded."""
+    ``size_bytes``, or what they may hold already, unless that is near; returns how many are bounded."""
     return sum(_bound(connection, host, size_bytes) for connection in _connections(port))
 
 
@@ -75,7 +76,8 @@ def _bound(connection: socket.socket, host: str, size_bytes: int) -> bool:
         peer = connection.getpeername()[0].removeprefix("::ffff:")
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
         if peer == host and _ROUND_TRIP.unpack(info)[0] / 1e6 >= NEAR_S:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size_bytes)
+            before = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)  # 0: unbounded
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(before, size_bytes))
             return True
     return False
 
