@@ -87,16 +87,18 @@ class Prober:
         return answer.reached
 
     async def download(self, size_bytes: int) -> Passed:
-        """From there to here, up to ``size_bytes``; the last question of a stream."""
-        await self._ask(Probe(send_bytes=size_bytes))
+        """From there to here, up to ``size_bytes``; the last question of a stream. No faster than it went by
+        our own clock from the question on: if we are busy, we read at once what came over a while."""
+        asked_at, round_trip_s = await self._ask_for_bulk(Probe(send_bytes=size_bytes))
         with _gone(self.peer):
-            return _passed(*(await take_bulk(self._reader, size_bytes))[:2])
+            taken, duration_s, _ = await take_bulk(self._reader, size_bytes)
+        here_s = time.monotonic() - asked_at - round_trip_s
+        return _at_our_pace(_passed(taken, duration_s), here_s, size_bytes)
 
     async def upload(self, size_bytes: int) -> Passed:
         """From here to there, up to ``size_bytes``; the last question of a stream. No faster than it went by
         our own clock: a prober that is busy reads at once what came over a while."""
-        asked_at = time.monotonic()
-        await self._ask(Probe(take_bytes=size_bytes))
+        _, round_trip_s = await self._ask_for_bulk(Probe(take_bytes=size_bytes))
         began_at = time.monotonic()
         with _gone(self.peer):
             answering = asyncio.create_task(self._last_answer(), name="answer to an upload")
@@ -107,11 +109,16 @@ class Prober:
             finally:
                 answering.cancel()
                 await asyncio.gather(answering, return_exceptions=True)
-        there = _passed(answer.bytes, answer.duration_s)
-        round_trip_s, first_bytes = began_at - asked_at, min(FRAME_BYTES, size_bytes)
         here_s = answered_at - began_at - round_trip_s
-        without_first = there.size_bytes / (there.size_bytes + first_bytes)
-        return Passed(there.size_bytes, max(there.duration_s, here_s * without_first))
+        return _at_our_pace(_passed(answer.bytes, answer.duration_s), here_s, size_bytes)
+
+    async def _ask_for_bulk(self, probe: Probe) -> tuple[float, float]:
+        """(when it was asked, round trip) by our monotonic clock. Of two round trips the shorter one: one end
+        may be busy in either."""
+        round_trip_s = (await self.look()).round_trip_s
+        asked_at = time.monotonic()
+        await self._ask(probe)
+        return asked_at, min(round_trip_s, time.monotonic() - asked_at)
 
     async def _last_answer(self) -> tuple[ProbeAnswer, float]:
         answer = await self._read(2 * BULK_S + ANSWER_S)
@@ -169,6 +176,12 @@ def _gone(peer: PeerId) -> Iterator[None]:
         raise TransportError(f"{peer} hung up") from None
     except RemoteProtocolError as error:
         raise TransportError(f"{peer} answers nonsense: {error}") from None
+
+
+def _at_our_pace(passed: Passed, here_s: float, asked_bytes: int) -> Passed:
+    """``passed``, but no faster than all of it, the first frame too, in ``here_s`` by our clock."""
+    without_first = passed.size_bytes / (passed.size_bytes + min(FRAME_BYTES, asked_bytes))
+    return Passed(passed.size_bytes, max(passed.duration_s, here_s * without_first))
 
 
 def _passed(size_bytes: int, duration_s: float) -> Passed:
