@@ -14,7 +14,9 @@ the others run once. ``copies`` is the strict reading: the process alone has our
 about a copy, which is credited to nobody in ``copies``.
 
 ``held`` is the table of what is held, by room, in the same unit, at the largest resident set that was seen
-when the training thread came by; the rest of the peak is temporary. ``caught_up`` counts fragments that a
+when the training thread came by; the rest of the peak is temporary, or kept by the allocator, of which about
+half a copy here does not grow with the model (``p2p_co2.memory.KEPT_BYTES``). The table of all cases goes to
+standard error as well, for people. ``caught_up`` counts fragments that a
 peer took over from the other as a state: a peer that gives one holds its bytes for a while, so a run in which
 a peer fell behind for a round (a busy machine) peaks higher.
 
@@ -47,8 +49,7 @@ from json_workers import answer_of, say, spawn
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.memory import return_large_blocks
 from p2p_co2.trainer import Peer, connect
-from p2p_co2.trainer.fragment_ledger import Kept
-from p2p_co2.trainer.scaled_fp16 import ScaledFp16
+from p2p_co2.trainer.offered import Kept
 
 PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
 TINY_WIDTH = 16
@@ -92,6 +93,7 @@ def main() -> None:
         runs = [_run_swarm(case, options.width) for _ in range(repeats)]
         measured[case] = _row(runs, options.width, tiny_bytes, alone)
         print(case, json.dumps(measured[case]), file=sys.stderr)
+    _print_table(measured)
     machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
     job = {
         "parameters": LAYERS * options.width**2,
@@ -100,6 +102,24 @@ def main() -> None:
         "bar_copies": BAR_COPIES,
     }
     print(json.dumps({"at": time.strftime("%F %R"), **machine, **job, "cases": measured}, indent=2))
+
+
+def _print_table(measured: Mapping[str, Mapping[str, Any]]) -> None:
+    """What is held by room, in copies, a column for each case."""
+    rooms = list(dict.fromkeys(room for row in measured.values() for room in row["held"]))
+    wide = max(map(len, rooms)) + 2
+    print(" " * wide + "".join(f"{case:>14}" for case in measured), file=sys.stderr)
+    for room in rooms:
+        cells = "".join(f"{row['held'][room]:14.2f}" for row in measured.values())
+        print(f"{room:{wide}}{cells}", file=sys.stderr)
+    for name, values in (
+        (
+            "temporary, and kept by the allocator",
+            [r["copies"] - sum(r["held"].values()) for r in measured.values()],
+        ),
+        (f"copies (bar {BAR_COPIES:.0f})", [row["copies"] for row in measured.values()]),
+    ):
+        print(f"{name:{wide}}" + "".join(f"{value:14.2f}" for value in values), file=sys.stderr)
 
 
 def _row(
@@ -228,13 +248,9 @@ def _held(peer: Peer) -> dict[str, int]:
     return {
         "outer: outer_params": sum(_size(one.state.params) for one in fragments),
         "outer: outer_momentum": sum(_size(one.state.momentum) for one in fragments),
-        "outer: older params (co2, eager)": sum(
-            _size(one._measured_from.params)
-            for one in fragments
-            if one._measured_from.params is not one.state.params
-        ),
-        "outer: stale gradient, correction (eager)": sum(
-            _size(one._correction) + _size(one._stale[0] if one._stale else None) for one in fragments
+        "outer: moved since the last boundary (co2, eager)": sum(_size(one._offset) for one in fragments),
+        "outer: offer in the newest mean (eager)": sum(
+            _size(one._stale[0] if one._stale else None) for one in fragments
         ),
         "codec: residual": sum(_size(one.residual) for one in fragments),
         "trainer: snapshot or gradient in flight": sum(
@@ -253,7 +269,7 @@ def _held(peer: Peer) -> dict[str, int]:
 def _size(kept: Kept | None) -> int:
     if kept is None:
         return 0
-    return kept.held_bytes if isinstance(kept, ScaledFp16) else kept.numel() * kept.element_size()
+    return kept.numel() * kept.element_size() if isinstance(kept, torch.Tensor) else kept.held_bytes
 
 
 if __name__ == "__main__":

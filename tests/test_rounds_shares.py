@@ -232,11 +232,11 @@ class Books:
         for fragment, ledger in enumerate(self._fragments):
             waiting = ledger.state.params.double() - self._start[fragment]
             if ledger.residual is not None:
-                waiting += ledger.residual.double()
+                waiting += ledger.residual[:].double()
             torch.testing.assert_close(
                 self.counted[fragment] + waiting,
                 -self.learned[fragment],
-                atol=1e-3 if ledger.residual is not None else 1e-4,  # a residual in flight has half precision
+                atol=1e-3 if ledger.residual is not None else 1e-4,  # a residual has half precision
                 rtol=0.0,
             )
 

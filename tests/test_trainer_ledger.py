@@ -188,10 +188,11 @@ def test_residuals_advance_only_where_the_offer_was_counted() -> None:
     assert residual is not None
     assert residual[:BLOCK].abs().sum() > 0
     assert residual[BLOCK:].abs().sum() == 0
-    before = residual.clone()
+    before = residual[:]
     peer.offer()
     peer.ledger.abort(2)
-    assert torch.equal(peer.ledger.residual, before)  # type: ignore[arg-type]
+    assert peer.ledger.residual is residual
+    assert torch.equal(residual[:], before)
 
 
 THERE = outer.init(torch.full((2 * BLOCK,), 100.0))._replace(version=7)

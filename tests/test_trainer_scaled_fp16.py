@@ -1,8 +1,9 @@
-"""What was offered, kept at half its size: by hand, against the whole, and who may write to whose memory."""
+"""What is kept at half its size or not at all: by hand, against the whole, and whose memory is whose."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from p2p_co2 import outer
 from p2p_co2.averaging import mean_of_parts
-from p2p_co2.checkpoint import state_bytes
+from p2p_co2.checkpoint import Checkpoint, load, save, state_bytes
+from p2p_co2.codec import encode_with_residual, get_codec
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
-from p2p_co2.trainer import offer_encoding
+from p2p_co2.trainer import pieces
 from p2p_co2.trainer.fragment_ledger import Loan
+from p2p_co2.trainer.offer_encoding import OfferEncoding
+from p2p_co2.trainer.offered import FromPayload
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from tests.test_trainer_ledger import BLOCK, Simulated, run_config
 
@@ -64,7 +68,7 @@ class Pair:
         self.half, self.whole = (Simulated("a", run_config(config, "int4"), start) for _ in range(2))
         self.whole.ledger._halves = False
         self.half.ledger._is_lent = False
-        monkeypatch.setattr(offer_encoding, "CHUNK_BLOCKS", 2)
+        monkeypatch.setattr(pieces, "CHUNK_BLOCKS", 2)
 
     def __iter__(self) -> object:
         return iter((self.half, self.whole))
@@ -120,24 +124,94 @@ def offer_of(pair: Pair, seed: int) -> bytes:
     return pair.half.codec.encode(values).numpy().tobytes()
 
 
-def test_residuals_of_both_kinds_advance_where_the_offer_was_counted() -> None:
+@pytest.mark.parametrize("codec", ["int4", "int8", "fp16"])
+def test_a_residual_is_what_the_codec_lost_where_the_offer_was_counted(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against ``encode_with_residual``, over rounds that some blocks miss."""
+    monkeypatch.setattr(pieces, "CHUNK_BLOCKS", 2)
     torch.manual_seed(4)
-    ledgers = []
-    for is_halved in (True, False):
-        peer = Simulated("a", run_config(codec="int4", feedback=True), torch.zeros(BLOCK * BLOCKS))
-        peer.ledger._halves = is_halved
-        peer.ledger._is_lent = False
-        ledgers.append(peer)
-    step = torch.randn(BLOCK * BLOCKS) * 0.01
-    for peer in ledgers:
-        peer.live = peer.live + step
-        peer.commit(peer.offer(), parts_with([True, False, True, True, False]))
-    first, second = (peer.ledger.residual for peer in ledgers)
-    assert first is not None
-    assert second is not None
-    torch.testing.assert_close(first, second, rtol=2**-10, atol=1e-9)
-    assert bool((first[BLOCK : 2 * BLOCK] == 0).all())
-    assert bool((first[:BLOCK] != 0).any())
+    run = run_config(codec=codec, feedback=True)
+    peer = Simulated("a", run, torch.zeros(BLOCK * BLOCKS))
+    expected = torch.zeros(BLOCK * BLOCKS)
+    for inside in ([True, False, True, True, False], [False, True, True, True, True], [True] * BLOCKS):
+        peer.live = peer.live + torch.randn(BLOCK * BLOCKS) * 0.01
+        gradient = outer.outer_gradient(peer.ledger.state, peer.live)
+        payload, lost = encode_with_residual(peer.codec, gradient, expected, run.codec.error_feedback_decay)
+        assert bytes(peer.offer()) == payload.numpy().tobytes()
+        peer.commit(payload.numpy().tobytes(), parts_with(inside))
+        counted = torch.tensor(inside).repeat_interleave(BLOCK)
+        residual = peer.ledger.residual
+        assert residual is not None
+        torch.testing.assert_close(residual[:], torch.where(counted, lost, expected), rtol=2**-10, atol=1e-9)
+        expected = residual[:]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "int8", "int4", "e3m0"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_gradient_is_read_from_its_payload_and_residuals(
+    codec: str, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "CHUNK_BLOCKS", 2)
+    torch.manual_seed(6)
+    size, coder = BLOCK * BLOCKS - 5, get_codec(codec)  # type: ignore[arg-type]
+    piece = pieces.piece_values(coder)
+    gradient, lost = torch.empty(size), ScaledFp16(size, piece)
+    carried = None if is_first else ScaledFp16(size, piece)
+    for at in pieces.pieces(coder, size) if carried is not None else ():
+        carried.set(at, torch.randn(at.stop - at.start) * 1e-3)
+    base, snapshot = outer.init(torch.randn(size)), torch.randn(size)
+    payload, _ = OfferEncoding(coder, base, None, snapshot, carried, 0.95, gradient, lost).encode()
+    assert torch.equal(gradient, base.params - snapshot)
+    read = FromPayload(coder, payload, lost, carried, 0.95)
+    bound = 2**-10 * lost[:].abs() + 2**-22 * (gradient.abs() + 1.0)
+    assert bool(((read[:] - gradient).abs() <= bound).all())
+    for start, stop in ((0, 0), (3, 130), (127, 129), (size - 1, size), (200, size)):
+        assert torch.equal(read[start:stop], read[:][start:stop])
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_work_is_measured_from_where_it_set_out_however_often_the_state_moved(rule: str, codec: str) -> None:
+    """The others commit two rounds without this peer between two of its boundaries."""
+    config = OuterConfig.model_validate({"rule": rule, "lr": 1.0, "momentum": 0.0, "gap_penalty": False})
+    peer = Simulated("a", run_config(config, codec), torch.zeros(BLOCK))
+    for theirs in (7.0, 14.0):  # exact in int4, too
+        mean = peer.codec.encode(torch.full((BLOCK,), theirs))
+        peer.commit(mean.numpy().tobytes(), [PartWeights(0, 1, {"b": 1.0})])
+    assert float(peer.ledger.state.params.mean()) == -21.0
+    peer.live = peer.live + 35.0
+    loan = Loan()
+    peer.ledger.lend(loan)
+    rebase = peer.ledger.rebase()
+    assert rebase is not None
+    saved = rebase.addend(slice(0, BLOCK))
+    torch.testing.assert_close(saved, torch.full((BLOCK,), -21.0), rtol=2**-11, atol=0.0)
+    payload = bytes(peer.offer())
+    offered = peer.codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    torch.testing.assert_close(offered, torch.full((BLOCK,), -35.0), rtol=2**-11, atol=0.0)
+    torch.testing.assert_close(peer.live, peer.ledger.state.params, rtol=2**-11, atol=0.0)
+    peer.commit(payload, [PartWeights(0, 1, {"a": peer.weight})])
+    assert torch.equal(
+        rebase.addend(slice(0, BLOCK)), saved
+    )  # a checkpoint under way reads what it was given
+
+
+def test_a_residual_comes_back_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    peer = Simulated("a", run_config(codec="int4", feedback=True), torch.zeros(BLOCK))
+    peer.live = peer.live + torch.randn(BLOCK)
+    peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
+    residual = peer.ledger.residual
+    assert residual is not None
+    checkpoint = Checkpoint(
+        run_config_json="{}", plan_digest=bytes(32), states=[peer.ledger.state], params={}, buffers={},
+        optimizer={}, position=1.0, inner_steps=1, tokens=1, residuals={0: residual},
+    )  # fmt: skip
+    save(tmp_path, checkpoint)
+    peer.ledger.set_residual(load(tmp_path).residuals[0])
+    assert peer.ledger.residual is not residual
+    assert torch.equal(peer.ledger.residual[:], residual[:])
 
 
 # ---- whose memory
@@ -182,15 +256,12 @@ def test_a_lent_residual_stays_although_a_round_without_us_moved_the_state() -> 
     peer.ledger.lend(loan)
     held = peer.ledger.residual
     assert held is not None
-    before = held.clone()
+    before = held[:]
     peer.commit(peer.codec.encode(torch.randn(BLOCK)), [PartWeights(0, 1, {"b": 1.0})])
     peer.live = peer.live + torch.randn(BLOCK)
     peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
-    assert torch.equal(held, before)
-    loan.has_ended = True
-    last = peer.ledger.residual
-    peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
-    assert peer.ledger.residual is last
+    assert torch.equal(held[:], before)
+    assert peer.ledger.residual is not held
 
 
 def test_a_merge_that_is_the_agreed_parameters_stays_what_it_was() -> None:

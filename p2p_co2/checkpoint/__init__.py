@@ -9,13 +9,14 @@ from p2p_co2.checkpoint.agreed import (
     state_view,
     swarm_digest,
 )
-from p2p_co2.checkpoint.folder import Agreed, Checkpoint, Saving, load, load_agreed, save
+from p2p_co2.checkpoint.folder import Agreed, Checkpoint, Saving, Values, load, load_agreed, save
 from p2p_co2.checkpoint.tensorfile import reserve
 
 __all__ = [
     "Agreed",
     "Checkpoint",
     "Saving",
+    "Values",
     "load",
     "load_agreed",
     "reserve",

@@ -16,8 +16,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from p2p_co2.checkpoint import tensorfile, tree
@@ -28,7 +29,16 @@ from p2p_co2.outer import OuterState
 
 _FORMAT = "p2p-co2 checkpoint 1"
 _KEPT = 2
+_PIECE = 1 << 18
+"""Values that are read at once of what is not a tensor."""
 _Loaded = TypeVar("_Loaded")
+
+
+class Values(Protocol):
+    """fp32 [n], read by slices: a tensor, or what makes one piece after the other."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: slice, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Checkpoint:
     ``run_config_json``: ``RunConfig.canonical_bytes`` as text. ``plan_digest``: of the ``FragmentPlan``, 32
     bytes. ``states``: the agreed state per fragment. ``params``, ``buffers``: the live module's, by name.
     ``optimizer``: the inner optimizer's ``state_dict()``. ``position`` in rounds. ``residuals``: error
-    feedback per fragment, fp32. ``passed_over``, set by ``load``: newer files that were damaged, and how.
+    feedback per fragment. ``passed_over``, set by ``load``: newer files that were damaged, and how.
 
     Tensors are held, not copied. A list of ``states`` is emptied by ``Saving``, which lets each one go when
     it is written: the swarm may replace them meanwhile.
@@ -53,7 +63,7 @@ class Checkpoint:
     position: float
     inner_steps: int
     tokens: int
-    residuals: Mapping[int, Tensor] = field(default_factory=dict)
+    residuals: Mapping[int, Values] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
 
 
@@ -93,7 +103,7 @@ class Saving:
             for index, state in enumerate(checkpoint.states)
             for what, values in (("params", state.params), ("momentum", state.momentum))
         }
-        self._agreed |= {f"residual.{index}": value for index, value in checkpoint.residuals.items()}
+        self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
         optimizer_tensors: list[Tensor] = []
         optimizer = tree.flatten(checkpoint.optimizer, optimizer_tensors)
         changing = {f"live.{name}": value for name, value in checkpoint.params.items()}
@@ -111,7 +121,8 @@ class Saving:
         }
         if isinstance(checkpoint.states, list):
             checkpoint.states.clear()
-        self._writing = tensorfile.Writing(self._path, self._agreed | changing, metadata)
+        shapes = {name: torch.empty(len(values), device="meta") for name, values in self._residuals.items()}
+        self._writing = tensorfile.Writing(self._path, self._agreed | shapes | changing, metadata)
         self._writing.put(changing)
 
     def add(self, name: str, start: int, values: Tensor) -> None:
@@ -123,6 +134,10 @@ class Saving:
         """Write the agreed states and the residuals, and let each go: nobody's memory is needed after it."""
         for name in list(self._agreed):
             self._writing.put({name: self._agreed.pop(name)})
+        for name in list(self._residuals):
+            values = self._residuals.pop(name)
+            for start in range(0, len(values), _PIECE):
+                self._writing.put_piece(name, start, values[start : start + _PIECE])
 
     def finish(self, keep_spare: bool = False) -> Path:
         """Write the rest; returns the file. Then the newest two are kept, and with ``keep_spare`` the one
@@ -138,6 +153,7 @@ class Saving:
     def give_up(self) -> None:
         """Leave nothing of it behind."""
         self._agreed.clear()
+        self._residuals.clear()
         self._writing.give_up()
 
 

@@ -78,8 +78,8 @@ class _Entry(NamedTuple):
 
 
 class Writing:
-    """A file on its way to ``path``: every tensor once by ``put``, then ``finish``; or ``give_up``. One
-    thread at a time.
+    """A file on its way to ``path``: every tensor once by ``put`` or ``put_piece``, then ``finish``; or
+    ``give_up``. One thread at a time.
 
     ``tensors`` (any device, layout) gives dtypes and shapes; it is not kept. What is left under the temporary
     name is written over, page by page: pages that are there already cost a tenth of fresh ones.
@@ -128,6 +128,12 @@ class Writing:
                         run, begins = [], start
                 assert start == stop
             _write_at(self._file, run, begins)
+
+    def put_piece(self, name: str, start: int, values: Tensor) -> None:
+        """Some values of a tensor (host memory, of its dtype), from its element ``start`` on."""
+        with self._faults():
+            at = self._places[name][0] + start * values.element_size()
+            _write_at(self._file, list(_pieces(values)), at)
 
     def change(self, name: str, start: int, stop: int, new: Callable[[Tensor], Tensor]) -> None:
         """Replace the values [start, stop) of a floating-point tensor that was ``put``: ``new`` maps fp32

@@ -10,10 +10,11 @@ that did not reach the mean, wholly or in some parts, goes back into this peer's
 there, so that its work is offered again (ALGORITHMS.md, laws 2 and 5). Residuals of error feedback advance
 only where the offer was counted.
 
-Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight 1, half with a codec of 8
-bits or less; residual 1 if error feedback is on, and as much as in flight for the next one; under "co2" and
-"eager" the older params until the next boundary 1, and under "eager" its last offer and the correction,
-each as much as in flight. A step takes the memory of the old state, unless somebody else holds it (``lend``).
+Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight ``kept``, which is 1, or a
+half with a codec of 8 bits or less; with error feedback a half for the residual, and in flight a half for
+the next one and nothing else (``offered``). Under "co2", from the commit to the next boundary, ``kept`` for
+how far the params have moved; under "eager" that in flight, too, and the last offer beside it after the
+commit. A step takes the memory of the old state, unless somebody else holds it (``lend``).
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import torch
 from torch import Tensor
 
 from p2p_co2 import outer
+from p2p_co2.checkpoint import Values
 from p2p_co2.codec import Codec
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
-from p2p_co2.trainer.offer_encoding import Kept, OfferEncoding, piece_values, pieces, set_piece
+from p2p_co2.trainer.offer_encoding import OfferEncoding
+from p2p_co2.trainer.offered import FromPayload, Kept, Offered, set_piece
+from p2p_co2.trainer.pieces import piece_values, pieces, within
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 
 HALVED_FROM_BITS = 9
@@ -73,31 +77,22 @@ class Applied:
 
 @dataclass(frozen=True)
 class Rebase:
-    """How live parameters that set out from ``origin`` are measured from ``params`` instead. fp32 [n] each,
-    never changed: held, not copied."""
+    """How live parameters that set out ``offset`` away from ``old`` are measured from ``new`` instead. fp32
+    [n] each, never changed: held, not copied."""
 
-    origin: Tensor
-    params: Tensor
+    old: Tensor
+    new: Tensor
+    offset: Kept | None
     gradient: Kept | None
-    correction: Kept | None
+    """The work that was taken out of them, and is in flight."""
 
     def addend(self, at: slice) -> Tensor:
         """What the live parameters gain there; a new tensor."""
-        addend = self.params[at] - self.origin[at]
-        if self.gradient is not None:
-            addend.sub_(self.gradient[at])
-        return addend if self.correction is None else addend.add_(self.correction[at])
-
-
-@dataclass
-class _InFlight:
-    round: int
-    weight: float
-    base_version: int
-    snapshot: Tensor | None
-    gradient: Kept | None
-    """Instead of the snapshot: under "co2" and "eager", and where it is kept at half its size."""
-    residual: Kept | None
+        addend = self.new[at] - self.old[at]
+        for gone in (self.offset, self.gradient):
+            if gone is not None:
+                addend.sub_(gone[at])
+        return addend
 
 
 class FragmentLedger:
@@ -110,25 +105,25 @@ class FragmentLedger:
         self._halves = 8 * codec.block_bytes < HALVED_FROM_BITS * codec.block_values
         self.state = state
         self._is_lent, self._loans = False, list[Loan]()
-        self.residual: Tensor | None = None
-        if run.codec.error_feedback:
-            self.residual = torch.zeros_like(state.params)
-        self._in_flight: _InFlight | None = None
-        self._withdrawn: _InFlight | None = None
+        self.residual: ScaledFp16 | None = None
+        """Of error feedback, once an offer was counted."""
+        self._in_flight: Offered | None = None
+        self._withdrawn: Offered | None = None
         """The last offer for the next version that was given up: a commit may still turn out to hold it."""
         self.is_resumed = False
         """Whether live parameters hold work that an earlier process may have offered."""
         self.in_doubt = False
         """Whether they hold work that may be counted in another history than ``state``'s."""
-        self._measured_from = state
-        """Rules "co2" and "eager": the state from which the live parameters set out at the last boundary."""
-        self._correction: Kept | None = None
+        self._origin_version = state.version
+        self._offset: Tensor | ScaledFp16 | None = None
+        """Rules "co2" and "eager": the version from which the live parameters set out at the last boundary,
+        and how far from the params of now that was, with what was corrected there."""
         self._stale: tuple[Kept, float, float] | None = None
         """Rule "eager": this peer's gradient in the newest mean, with the gap and its share there."""
 
     def lend(self, loan: Loan | None = None) -> OuterState:
-        """The state (and the residual), for somebody who holds it while the swarm goes on: its memory is not
-        written to until ``loan`` has ended; without one, never."""
+        """The state, for somebody who holds it while the swarm goes on: its memory is not written to until
+        ``loan`` has ended; without one, never."""
         if loan is None:
             self._is_lent = True
         else:
@@ -139,47 +134,58 @@ class FragmentLedger:
     def _is_held(self) -> bool:
         return self._is_lent or not all(loan.has_ended for loan in self._loans)
 
+    def set_residual(self, values: Values) -> None:
+        """Go on from what a checkpoint holds."""
+        self.residual = ScaledFp16(len(values), piece_values(self._codec))
+        for at in self._pieces():
+            self.residual.set(at, values[at])
+
     def offer(self, snapshot: Tensor, weight: float) -> EncodedOffer:
         """Encode what this peer learned. ``snapshot``: fp32 [n], live parameters at the schedule point; owned
         from now on. ``weight``: the offer's, which tells it from other attempts at the same round. Raises
         ``ValueError`` if a value is not finite."""
         if self._in_flight is not None:
             raise LocalProtocolError(f"round {self._in_flight.round} is still in flight")
-        base = self._measured_from if self._delayed else self.state
-        gradient = self._room() if self._delayed or self._halves else None
-        residual = self._room() if self.residual is not None else None
+        base_version = self._origin_version if self._delayed else self.state.version
+        feedback, room = self._run.codec, None
+        residual = self._half_room() if feedback.error_feedback else None
+        if residual is None and (self._delayed or self._halves):
+            room = self._room()
         payload, error = OfferEncoding(
-            self._codec, base, snapshot, self._correction, self.residual,
-            self._run.codec.error_feedback_decay, gradient, residual,
+            self._codec, self.state, self._offset, snapshot, self.residual, feedback.error_feedback_decay,
+            room, residual,
         ).encode()  # fmt: skip
-        merge: Merge | None = None
-        if self._delayed:
-            assert gradient is not None
-            correction = None
-            if self._run.outer.rule == "eager" and self._stale is not None:
-                stale, gap, share = self._stale
-                correction = self._room()
-                for at in self._pieces():
-                    fresh = outer.eager_correction(self._run.outer, gap, share, gradient[at], stale[at])
-                    set_piece(correction, at, fresh)
-            merge = outer.boundary_merge(self._run.outer, self.state, snapshot, None, None, out=snapshot)
-            if correction is not None:
-                for at in self._pieces():
-                    merge.addend[at].sub_(correction[at])
-            self._correction, self._stale, self._measured_from = (
-                correction,
-                None,
-                _without_momentum(self.state),
+        gradient: Kept | None = room
+        if residual is not None:
+            gradient = FromPayload(
+                self._codec, payload, residual, self.residual, feedback.error_feedback_decay
             )
-        self._in_flight = _InFlight(
+        self._in_flight = Offered(
             round=self.state.version + 1,
             weight=weight,
-            base_version=base.version,
+            base_version=base_version,
             snapshot=None if gradient is not None else snapshot,
             gradient=gradient,
             residual=residual,
         )
-        return EncodedOffer(self._in_flight.round, base.version, payload, error, merge)
+        merge = self._boundary_merge(snapshot, gradient) if self._delayed else None
+        return EncodedOffer(self._in_flight.round, base_version, payload.numpy().data, error, merge)
+
+    def _boundary_merge(self, snapshot: Tensor, fresh: Kept | None) -> Merge:
+        """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is
+        used up; ``fresh``: the gradient that is offered."""
+        assert fresh is not None
+        stale = self._stale
+        self._set_out(self.state.version)  # lets go of what is not needed any more before more is made
+        merge = outer.boundary_merge(self._run.outer, self.state, snapshot, None, None, out=snapshot)
+        if stale is not None:
+            was, gap, share = stale
+            self._offset = self._room()
+            for at in self._pieces():
+                correction = outer.eager_correction(self._run.outer, gap, share, fresh[at], was[at])
+                set_piece(self._offset, at, correction.neg_())
+                merge.addend[at].add_(self._offset[at])  # as it is kept, so that nothing is rounded away
+        return merge
 
     def commit(self, round_: int, base_version: int, mean: Tensor, parts: Sequence[PartWeights]) -> Applied:
         """Take the outer step of an agreed mean. ``mean``: fp32 [n], decoded, owned from now on;
@@ -189,7 +195,7 @@ class FragmentLedger:
         """
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
-        old, refused, residual = self.state, "", self.residual
+        old, refused = self.state, ""
         try:
             new, report = outer.step(
                 self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_held
@@ -199,6 +205,8 @@ class FragmentLedger:
             refused = str(error)
             new, report = old._replace(version=round_), StepReport(1.0, float("inf"), 0.0, 0.0)
         mine, missed = self._mine(round_, parts), self._missed(parts, refused)
+        if self._delayed and not refused:
+            self._offset = self._moved_offset(old.params, new.params)
         merge = self._merge_after(old, new, mine, missed, parts)
         if mine is not None:
             self._advance_residual(mine, missed)
@@ -210,11 +218,7 @@ class FragmentLedger:
         self.state = new
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
         self._is_lent = bool(refused) or (merge is not None and merge.addend is new.params)
-        # A residual that did not advance is still with those who hold it.
-        has_stayed = residual is not None and self.residual is residual
-        self._loans = [loan for loan in self._loans if has_stayed and not loan.has_ended]
-        if not self._delayed:
-            self._measured_from = new
+        self._loans = []  # of the old state
         lost = sum(part.stop - part.start for part in missed) / self.state.params.numel()
         share = 0.0 if mine is None else 1.0 - lost
         return Applied(merge, report, mine is not None and not missed, share, refused)
@@ -233,7 +237,10 @@ class FragmentLedger:
         self._in_flight, self._withdrawn = None, mine
         if not self._delayed or mine.gradient is None:
             return True, None
-        return True, Merge(1.0, mine.gradient[:].neg())
+        addend = torch.empty_like(self.state.params)
+        for at in self._pieces():
+            torch.neg(mine.gradient[at], out=addend[at])
+        return True, Merge(1.0, addend)
 
     def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Merge:
         """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
@@ -256,15 +263,15 @@ class FragmentLedger:
                 self._give_counted_work_(merge.addend, mine, missed)
                 self._advance_residual(mine, missed)
         self._in_flight = self._withdrawn = None
-        self._correction, self._stale = None, None
-        self.state = self._measured_from = state
+        self.state = state
+        self._set_out(state.version)
         self._is_lent = True  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
     def reset(self) -> Merge:
         """Start again from the agreed state; what this peer learned since is dropped."""
         self._in_flight = self._withdrawn = None
-        self._correction, self._stale, self._measured_from = None, None, self.state
+        self._set_out(self.state.version)
         return Merge(0.0, self.lend().params)
 
     def rebase(self) -> Rebase | None:
@@ -277,28 +284,42 @@ class FragmentLedger:
     def _pieces(self) -> Iterator[slice]:
         return pieces(self._codec, self.state.params.numel())
 
-    def _room(self) -> Kept:
+    def _half_room(self) -> ScaledFp16:
         """For as many values as the fragment has."""
-        size = self.state.params.numel()
-        return ScaledFp16(size, piece_values(self._codec)) if self._halves else torch.empty(size)
+        return ScaledFp16(self.state.params.numel(), piece_values(self._codec))
+
+    def _room(self) -> Tensor | ScaledFp16:
+        """As ``_half_room``, or of full size with a codec that is finer than that."""
+        return self._half_room() if self._halves else torch.empty_like(self.state.params)
+
+    def _set_out(self, version: int) -> None:
+        """The live parameters set out from the agreed ones of ``version``, the newest."""
+        self._offset, self._stale, self._origin_version = None, None, version
+
+    def _moved_offset(self, old: Tensor, new: Tensor) -> Tensor | ScaledFp16:
+        """The offset once the agreed parameters have moved on; in the old ones' memory if that is free."""
+        room = old if not (self._halves or self._is_held) else self._room()
+        for at in self._pieces():
+            moved = old[at] - new[at]
+            set_piece(room, at, moved if self._offset is None else moved.add_(self._offset[at]))
+        return room
 
     def _rebase_on(self, state: OuterState) -> Rebase:
         """Added to live parameters, keeps all work of this peer and measures it from ``state``."""
-        origin = self._measured_from if self._delayed else self.state
         mine = self._in_flight
         gradient = mine.gradient if self._delayed and mine is not None else None
-        return Rebase(origin.params, state.params, gradient, self._correction)
+        return Rebase(self.state.params, state.params, self._offset, gradient)
 
-    def _rebased_on(self, state: OuterState, mine: _InFlight | None) -> Tensor:
+    def _rebased_on(self, state: OuterState, mine: Offered | None) -> Tensor:
         """The whole of ``_rebase_on``, in the old parameters' memory if nothing needs them any more."""
-        needed = self._is_held or self._delayed or (mine is not None and mine.gradient is None)
+        needed = self._is_held or (mine is not None and mine.gradient is None)
         addend = torch.empty_like(state.params) if needed else self.state.params
         rebase = self._rebase_on(state)
         for at in self._pieces():
             addend[at] = rebase.addend(at)
         return addend
 
-    def _mine(self, round_: int, parts: Sequence[PartWeights]) -> _InFlight | None:
+    def _mine(self, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
         """Which of this peer's offers the mean is about."""
         mine = [offer for offer in (self._in_flight, self._withdrawn) if offer and offer.round == round_]
         weights = {part.weights[self._peer] for part in parts if self._peer in part.weights}
@@ -306,7 +327,7 @@ class FragmentLedger:
             return mine[0] if mine and mine[0] is self._in_flight else None
         return next((offer for offer in mine if weights == {offer.weight}), None)
 
-    def _fate(self, parts: Sequence[PartWeights] | None) -> tuple[_InFlight | None, list[slice], bool]:
+    def _fate(self, parts: Sequence[PartWeights] | None) -> tuple[Offered | None, list[slice], bool]:
         """Of the round after our state: our offer that was counted or may have been, where it was missed, and
         whether one was counted that we do not know."""
         if parts is None:
@@ -316,7 +337,7 @@ class FragmentLedger:
         mine = self._mine(self.state.version + 1, parts)
         return mine, self._missed(parts, ""), mine is None
 
-    def _give_counted_work_(self, addend: Tensor, mine: _InFlight, missed: list[slice]) -> None:
+    def _give_counted_work_(self, addend: Tensor, mine: Offered, missed: list[slice]) -> None:
         """Add what an offer took out of the live parameters, as an outer gradient; 0 where it was missed."""
         for at in self._pieces():
             if mine.gradient is not None:
@@ -324,7 +345,7 @@ class FragmentLedger:
             else:
                 assert mine.snapshot is not None
                 counted = self.state.params[at] - mine.snapshot[at]
-            lost = outer.lost_work_of(counted, [_within(part, at) for part in missed])
+            lost = outer.lost_work_of(counted, [within(part, at) for part in missed])
             addend[at].add_(counted if lost is None else counted - lost)
 
     def _missed(self, parts: Sequence[PartWeights], refused: str) -> list[slice]:
@@ -342,14 +363,14 @@ class FragmentLedger:
         self,
         old: OuterState,
         new: OuterState,
-        mine: _InFlight | None,
+        mine: Offered | None,
         missed: list[slice],
         parts: Sequence[PartWeights],
     ) -> Merge | None:
         if mine is None and any(self._peer in part.weights for part in parts):
             # An offer that we no longer know (made before a restart) is in the mean. Keeping our work would
             # count it twice; dropping it loses at most what came after that offer.
-            self._correction, self._stale, self._measured_from = None, None, new
+            self._set_out(new.version)
             return Merge(0.0, new.params)
         if self._delayed:
             return self._work_returned(mine, missed)
@@ -359,7 +380,7 @@ class FragmentLedger:
         snapshot = None if mine is None else mine.snapshot
         return outer.merge(self._run.outer, old, new, snapshot, missed, out=snapshot)
 
-    def _work_returned(self, mine: _InFlight | None, missed: list[slice]) -> Merge | None:
+    def _work_returned(self, mine: Offered | None, missed: list[slice]) -> Merge | None:
         """Rules "co2" and "eager": put back what was offered and not counted."""
         if mine is None or mine.gradient is None:
             return None
@@ -376,37 +397,15 @@ class FragmentLedger:
             addend = addend - self._in_flight.gradient[:]
         return Merge(1.0, addend)
 
-    def _advance_residual(self, mine: _InFlight, missed: list[slice]) -> None:
-        if self.residual is None or mine.residual is None:
-            return
-        old, new = self.residual, mine.residual
-        if not isinstance(new, ScaledFp16):
-            for part in missed:
-                new[part] = old[part]
-            self.residual = new
-            return
-        self.residual = torch.empty_like(old) if self._is_held else old
-        for at in self._pieces():
-            values = new[at]
-            for part in missed:
-                values[_within(part, at)] = old[at][_within(part, at)]
-            self.residual[at] = values
+    def _advance_residual(self, mine: Offered, missed: list[slice]) -> None:
+        if mine.residual is not None:
+            self.residual = mine.residual.with_values_of(self.residual, missed)
 
     def _remember_stale(
-        self, mine: _InFlight, report: StepReport, parts: Sequence[PartWeights], missed: list[slice]
+        self, mine: Offered, report: StepReport, parts: Sequence[PartWeights], missed: list[slice]
     ) -> None:
         if self._run.outer.rule != "eager" or missed or mine.gradient is None:
             return
         weights = parts[0].weights
         share = weights[self._peer] / sum(weights.values())
         self._stale = (mine.gradient, report.gap, share)
-
-
-def _within(part: slice, at: slice) -> slice:
-    """Where ``part`` lies in the piece ``at``, counted from that one's start."""
-    size = at.stop - at.start
-    return slice(min(size, max(0, part.start - at.start)), min(size, max(0, part.stop - at.start)))
-
-
-def _without_momentum(state: OuterState) -> OuterState:
-    return state._replace(momentum=state.momentum[:0].clone())

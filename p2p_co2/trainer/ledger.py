@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from p2p_co2.averaging import HostileSlice, admit, mean_of_parts
-from p2p_co2.checkpoint import state_digest, state_from_bytes, state_view
+from p2p_co2.checkpoint import Values, state_digest, state_from_bytes, state_view
 from p2p_co2.codec import Codec, get_codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
@@ -59,7 +59,7 @@ class Moment:
     """
 
     states: list[OuterState]
-    residuals: dict[int, Tensor]
+    residuals: dict[int, Values]
     rebases: dict[int, Rebase]
     loan: Loan
 
@@ -94,11 +94,11 @@ class TensorLedger:
         """The agreed states, consistent with each other. Any thread; waits for the worker."""
         return self._worker.submit(lambda: [fragment.lend() for fragment in self._fragments]).result()
 
-    def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
+    def set_residuals(self, residuals: Mapping[int, Values]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
         had offered is in doubt from now on."""
         for fragment, residual in residuals.items():
-            self._fragments[fragment].residual = residual
+            self._fragments[fragment].set_residual(residual)
         for ledger in self._fragments:
             ledger.is_resumed = True
 
@@ -107,7 +107,9 @@ class TensorLedger:
 
         def tell() -> None:
             rebases = {f: way for f, one in enumerate(self._fragments) if (way := one.rebase()) is not None}
-            residuals = {f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None}
+            residuals: dict[int, Values] = {
+                f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None
+            }
             loan = Loan()
             self.outcomes.put(Moment([one.lend(loan) for one in self._fragments], residuals, rebases, loan))
 

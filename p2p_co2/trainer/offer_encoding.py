@@ -1,14 +1,13 @@
 """A peer's outer gradient as the payload of its offer, piece by piece: nothing of the fragment's size is made
 that is not kept.
 
-Law: the payload is the codec's of ``base.params - snapshot``, less the correction, plus the decayed residual,
-whichever way a piece takes. Price: with a correction or a residual some ten passes over a piece that fits the
-cache; else one, where the codec has it (``codec.passes``).
+Law: the payload is the codec's of ``base.params + offset - snapshot``, plus the decayed residual, whichever
+way a piece takes. Price: with a residual some ten passes over a piece that fits the cache; else one, where
+the codec has it (``codec.passes``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,50 +15,31 @@ from torch import Tensor
 
 from p2p_co2 import outer
 from p2p_co2.codec import Codec
-from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.codec.feedback import error_energy, error_ratio
-from p2p_co2.memory import Buffer
 from p2p_co2.outer import OuterState
+from p2p_co2.trainer.offered import set_piece
+from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
-
-Kept = Tensor | ScaledFp16
-"""fp32 [n], read by slices, never changed once it is whole."""
-
-
-def piece_values(codec: Codec) -> int:
-    """How many values are worked on at once."""
-    return CHUNK_BLOCKS * codec.block_values
-
-
-def pieces(codec: Codec, size: int) -> Iterator[slice]:
-    """The pieces of ``size`` values."""
-    width = piece_values(codec)
-    return (slice(start, min(start + width, size)) for start in range(0, size, width))
-
-
-def set_piece(room: Kept, at: slice, values: Tensor) -> None:
-    if isinstance(room, ScaledFp16):
-        room.set(at, values)
-    else:
-        room[at] = values
 
 
 @dataclass(frozen=True)
 class OfferEncoding:
-    """What one offer is made of, and what is kept of it; fp32 [n] each. ``residual`` and ``decay``: of error
-    feedback, what is left of the offers before. ``gradient`` and ``next_residual`` are filled."""
+    """What one offer is made of, and what is kept of it; fp32 [n] each. ``offset``: from ``base.params`` to
+    where the live parameters set out. ``residual`` and ``decay``: of error feedback, what is left of the
+    offers before. ``gradient`` and ``next_residual`` are filled."""
 
     codec: Codec
     base: OuterState
+    offset: Tensor | ScaledFp16 | None
     snapshot: Tensor
-    correction: Kept | None
-    residual: Tensor | None
+    residual: ScaledFp16 | None
     decay: float
-    gradient: Kept | None
-    next_residual: Kept | None
+    gradient: Tensor | ScaledFp16 | None
+    next_residual: ScaledFp16 | None
 
-    def encode(self) -> tuple[Buffer, float]:
-        """The payload and its relative error. Raises ``ValueError`` if a value is not finite."""
+    def encode(self) -> tuple[Tensor, float]:
+        """The payload (uint8 [blocks * block_bytes]) and its relative error. Raises ``ValueError`` if a value
+        is not finite."""
         size, codec = self.snapshot.numel(), self.codec
         payload = torch.empty(codec.payload_bytes(size), dtype=torch.uint8)
         scratch = torch.empty(codec.blocks(min(piece_values(codec), size)) * codec.block_values)
@@ -70,22 +50,24 @@ class OfferEncoding:
             values = scratch[: blocks * codec.block_values]
             piece = self._encode_at_once(at, rows, values) or self._encode_piece(at, rows, values)
             lost, energy = lost + piece[0], energy + piece[1]
-        return payload.numpy().data, error_ratio(lost, energy)
+        return payload, error_ratio(lost, energy)
+
+    def _origin(self, at: slice) -> Tensor:
+        params = self.base.params[at]
+        return params if self.offset is None else params + self.offset[at]
 
     def _encode_at_once(self, at: slice, rows: Tensor, scratch: Tensor) -> tuple[float, float] | None:
         """A plain difference in one pass, if the codec has it: what was lost, and the energy."""
-        if self.correction is not None or self.residual is not None:
+        if self.next_residual is not None or self.codec.in_passes is None:
             return None
         wanted = scratch[: at.stop - at.start] if self.gradient is not None else None
-        piece = self.codec.encode_difference(self.base.params[at], self.snapshot[at], rows, wanted)
+        piece = self.codec.encode_difference(self._origin(at), self.snapshot[at], rows, wanted)
         if piece is not None and self.gradient is not None and wanted is not None:
             set_piece(self.gradient, at, wanted)
         return piece
 
     def _encode_piece(self, at: slice, rows: Tensor, scratch: Tensor) -> tuple[float, float]:
-        correction = None if self.correction is None else self.correction[at]
-        base = self.base._replace(params=self.base.params[at])
-        wanted = outer.outer_gradient(base, self.snapshot[at], correction)
+        wanted = outer.outer_gradient(self.base._replace(params=self._origin(at)), self.snapshot[at])
         if self.gradient is not None:
             set_piece(self.gradient, at, wanted)
         if self.residual is not None:
