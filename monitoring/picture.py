@@ -156,7 +156,9 @@ def _draw_histogram(axes: Any, histogram: Counter[int], title: str, unit: str, c
     shares = 100 * shares / shares.sum()
     axes.bar(edges[:-1] + width / 2, shares, width=0.82 * width, color=colour)
     axes.axvline(mean, color=INK, linewidth=1.5, linestyle="--")
-    beside = mean < (edges[0] + edges[-1]) / 2
+    # One lonely value would fill the whole width: leave room for its neighbours.
+    axes.set_xlim(edges[0] - 0.25 * width, max(edges[-1] + 0.25 * width, low + 3.75))
+    beside = mean < sum(axes.get_xlim()) / 2  # the words stand on the side that the line leaves free
     axes.annotate(
         f"mean {mean:.2f}, max {high}",
         (0.97 if beside else 0.03, 0.98),
@@ -165,8 +167,6 @@ def _draw_histogram(axes: Any, histogram: Counter[int], title: str, unit: str, c
         ha="right" if beside else "left",
         va="top",
     )
-    # One lonely value would fill the whole width: leave room for its neighbours.
-    axes.set_xlim(edges[0] - 0.25 * width, max(edges[-1] + 0.25 * width, low + 3.75))
     axes.set_ylim(0, 1.3 * shares.max())  # the words stand above the highest bar
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
 
