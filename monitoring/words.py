@@ -29,6 +29,7 @@ from p2p_co2.telemetry.events import (
     RoundAborted,
     RoundCommitted,
     SendSkipped,
+    TrainingEnded,
     Warned,
 )
 from p2p_co2.telemetry.view import SwarmView
@@ -170,6 +171,9 @@ def _words_of_itself(event: Event, me: str) -> str:
             words = f"rests: {event.reason}"
         case Resumed():
             words = f"goes on after {clock(event.paused_s)}"
+        case TrainingEnded():
+            most_s = event.offers_within_s + event.settles_within_s
+            words = f"trained to the end of the run; waits until all agree, at most {clock(most_s)}"
         case Warned():
             words = f"warns: {event.text}"
         case PeerFinished():

@@ -29,6 +29,7 @@ from p2p_co2.telemetry.events import (
     RoundAborted,
     RoundBegan,
     RoundCommitted,
+    TrainingEnded,
     Warned,
 )
 
@@ -111,6 +112,13 @@ class StatusLines:
                 text = f"pausing: {event.reason}; the others go on (SIGUSR1 ends it)"
             case Resumed():
                 text = f"going on after {event.paused_s:.0f} s"
+            case TrainingEnded():
+                text = (
+                    "the run is over: waiting for the last rounds, so that no work is lost: "
+                    f"{len(event.fragments)} fragments with work of this peer in at most "
+                    f"{event.offers_within_s:.0f} s, then until all peers agree in at most "
+                    f"{event.settles_within_s:.0f} s more"
+                )
             case Warned():
                 text = f"warning: {event.text}"
             case PeerFinished():
@@ -119,7 +127,7 @@ class StatusLines:
 
     def _status(self, now: Progress) -> str:
         used = list(self._carriers.values())
-        carriers = ", ".join(f"{used.count(name)} {name}" for name in sorted(set(used))) or "none yet"
+        carriers = ", ".join(f"{used.count(name)} {name}" for name in sorted(set(used))) or "none"
         figures = (
             f"{now.phase}",
             f"round {now.position:.2f}",

@@ -24,7 +24,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.peer_options import peer_config
 from p2p_co2.process import FolderLock
 from p2p_co2.recipes import check_data
-from p2p_co2.telemetry.events import Progress
+from p2p_co2.telemetry.events import Progress, TrainingEnded
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, peer_id_of
 from peers import daemon
@@ -50,6 +50,17 @@ def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:
     lines.see(progress(2.5))
     assert "loss - |" in said[0]
     assert "loss 2.500 |" in said[1]
+
+
+def test_the_wait_at_the_end_of_a_run_is_explained_with_its_bounds() -> None:
+    said: list[str] = []
+    ended = TrainingEnded(
+        at=1.0, peer="12D3", fragments=(0, 2), offers_within_s=30.0, settles_within_s=55.0
+    )  # fmt: skip
+    StatusLines(said.append).see(ended)
+    assert "the run is over: waiting for the last rounds" in said[0]
+    assert "2 fragments with work of this peer in at most 30 s, then until all peers agree" in said[0]
+    assert "in at most 55 s more" in said[0]
 
 
 def test_a_log_on_a_full_disk_does_not_end_the_peer() -> None:

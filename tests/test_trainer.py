@@ -305,6 +305,14 @@ def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.Monk
     made.step(1)
     made.sync.flush(finished=True)  # nobody answers
     assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
+    (ended,) = made.wire.seen(ev.TrainingEnded)
+    assert ended == {
+        "fragments": (0, 1), "offers_within_s": FLUSH_FLOOR_S, "settles_within_s": FLUSH_FLOOR_S + SETTLE_S,
+    }  # fmt: skip
+    told = [(said["phase"], said["exposed_s"]) for said in made.wire.seen(ev.Progress)]
+    assert {phase for phase, _ in told} == {"draining"}
+    assert [exposed_s for _, exposed_s in told] == sorted(exposed_s for _, exposed_s in told)
+    assert len(told) > FLUSH_FLOOR_S  # once a second, though nothing happens
     made.ledger.states()
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
     assert made.wire.shown[-1].phase == made.sync.phase

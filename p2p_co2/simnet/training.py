@@ -268,11 +268,18 @@ class Training:
             await self._wait(lambda: not self._account.in_flight, LEAVE_BOUND_S)
         else:
             bound_s = self._account.flush_bound_s
+            settle_s = settle_bound_s(bound_s, self._run.cells)
             self._is_flushing = True
+            self._node.report(
+                ev.TrainingEnded,
+                fragments=tuple(self._account.uncounted(self.tokens)),
+                offers_within_s=bound_s,
+                settles_within_s=settle_s,
+            )
             await self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            await self._wait(self._settled, settle_bound_s(bound_s, self._run.cells), SETTLE_LOOK_EVERY_S)
+            await self._wait(self._settled, settle_s, SETTLE_LOOK_EVERY_S)
         self.exposed_s += self._now() - entered_at
         self.report()
 
@@ -313,7 +320,7 @@ class Training:
         self._show()
         up_bytes, down_bytes = self._traffic()
         fields: dict[str, Any] = {
-            "phase": Status.Phase.Name(self.phase).lower(),
+            "phase": Status.Phase.Name(Status.DRAINING if self._is_flushing else self.phase).lower(),
             "position": self.position,
             "inner_steps": self.inner_steps,
             "tokens": self.tokens,

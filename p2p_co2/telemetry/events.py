@@ -309,6 +309,18 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingEnded(Event):
+    """The run has had its last round: this peer trains no more, and waits until its work in ``fragments`` is
+    counted, at most ``offers_within_s`` seconds, and then until all peers agree, at most ``settles_within_s``
+    more."""
+
+    kind: ClassVar[str] = "training_ended"
+    fragments: tuple[int, ...]
+    offers_within_s: float
+    settles_within_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerFinished(Event):
     """The last event of a process. ``digest`` covers the whole agreed state, hex."""
 
@@ -369,6 +381,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     for kind in (
         PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, LinkMeasured, Progress, FragmentSent,
         SendSkipped, RoundBegan, RoundCommitted, RoundCounted, RoundAborted, FragmentApplied, AgreedMeasured,
-        CaughtUp, MessageRefused, CheckpointSaved, Paused, Resumed, Warned, PeerFinished, Recalled,
+        CaughtUp, MessageRefused, CheckpointSaved, Paused, Resumed, TrainingEnded, Warned, PeerFinished,
+        Recalled,
     )
 }  # fmt: skip

@@ -288,6 +288,9 @@ class Synchroniser:
         while not done():
             left_s = ends_at - time.monotonic()
             self._check()
+            if self._is_flushing and time.monotonic() - self._reported_at >= REPORT_EVERY_S:
+                self._stood_still()
+                self.report()
             if left_s <= 0:
                 return False
             try:
@@ -305,21 +308,33 @@ class Synchroniser:
     def flush(self, finished: bool) -> None:
         """Await what is in flight; if the run is over, offer the rest of this peer's work and wait until all
         agree."""
-        entered_at = time.monotonic()
+        self._returned_at = time.monotonic()
         self.release_held()
         if not finished:
             self._wait(lambda: not self._account.in_flight, LEAVE_BOUND_S)
         else:
             bound_s = self._account.flush_bound_s
+            settle_s = settle_bound_s(bound_s, self._run.cells)
             self._is_flushing = True
+            self._report(
+                ev.TrainingEnded,
+                fragments=tuple(self._account.uncounted(self.tokens)),
+                offers_within_s=bound_s,
+                settles_within_s=settle_s,
+            )
             self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            settle_s = settle_bound_s(bound_s, self._run.cells)
             self._wait(lambda: self.stopped or self._has_settled(), settle_s)
             self.release_held()
-        self.exposed_s += time.monotonic() - entered_at
+        self._stood_still()
         self.report()
+
+    def _stood_still(self) -> None:
+        """Count the time since the last step, or since this was asked last."""
+        now = time.monotonic()
+        self.exposed_s += now - self._returned_at
+        self._returned_at = now
 
     def _has_settled(self) -> bool:
         """Whether all agree. What is in flight no more is told: until then others wait for our part in it."""
@@ -354,7 +369,7 @@ class Synchroniser:
         """Show where this peer is: to the others, and as an event."""
         now = time.monotonic()
         elapsed_s = now - self._reported_at
-        if elapsed_s > 0:
+        if elapsed_s > 0 and not self._is_flushing:  # the rate of its training stays
             rate = (self.tokens - self._reported_tokens) / elapsed_s
             known = self._tokens_per_s
             self._tokens_per_s = RATE_DECAY * known + (1 - RATE_DECAY) * rate if known else rate
@@ -366,7 +381,7 @@ class Synchroniser:
         up_bytes, down_bytes = self._wire.traffic_bytes()
         self._report(
             ev.Progress,
-            phase=Status.Phase.Name(self.phase).lower(),
+            phase=Status.Phase.Name(Status.DRAINING if self._is_flushing else self.phase).lower(),
             position=self.position,
             inner_steps=self.inner_steps,
             tokens=self.tokens,
