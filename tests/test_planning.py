@@ -25,7 +25,7 @@ from p2p_co2.planning import (
     traffic,
 )
 from p2p_co2.planning.advice import bounds_of
-from p2p_co2.planning.forecast import COPY_BYTES_PER_S, NETWORK_BYTES, STEP_OVERHEAD_S
+from p2p_co2.planning.forecast import COPY_BYTES_PER_S, NETWORK_BYTES, STEP_OVERHEAD_S, exposed_ends_s
 from p2p_co2.profiles import PROFILES, profile_of
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.wire.messages_pb2 import Envelope
@@ -185,6 +185,26 @@ def test_twice_the_load_of_the_link_halves_what_is_sent() -> None:
     assert shown.staleness >= 1
 
 
+def test_what_is_open_when_a_round_is_full_by_hand() -> None:
+    assert flow([plain_time(0.6)], round_s=1.0).left_s == 0.0
+    # Sent at half a round, 0.75 of one on the line: 0.25 are left when it is full.
+    assert flow([plain_time(0.0), plain_time(0.75)], round_s=1.0).left_s == pytest.approx(0.25)
+
+
+def test_who_ends_in_the_midst_of_rounds_waits_for_them_too() -> None:
+    slow = setting(links=(Link(up_bytes_per_s=2e5, down_bytes_per_s=1e9),) * 4, round_s=4.0, rounds=20)
+    shown = forecast(slow)
+    assert shown.flow.left_s > 0
+    first_s, last_s = exposed_ends_s(slow, [round_time_of(slow)] * 4, shown.flow)
+    assert first_s == 0.0
+    assert last_s > shown.flow.left_s + 4 * round_time_of(slow).transfer_s
+
+
+def round_time_of(given: Setting) -> RoundTime:
+    """Of a quarter of the parameters."""
+    return round_time(traffic.payload_bytes("int4", 250_000), 250_000, given.step_s, given.links)
+
+
 # ---- a run
 
 
@@ -200,11 +220,11 @@ def test_a_runs_figures_by_hand() -> None:
     )
     # Every fragment has one round in each of 20, and but for the first to be sent one more at the end.
     assert shown.run_up_bytes == pytest.approx(shown.up_bytes_per_round * (20 + 3 / 4))
-    first_s = 4 * time.to_apply_s
     steady_s = 20 * (8e6 / COPY_BYTES_PER_S + 20 * STEP_OVERHEAD_S)
-    last_s = 4 * time.transfer_s + time.latency_s + time.compute_s + 0.1
-    assert shown.utilisation == pytest.approx(1 - (first_s + steady_s + last_s) / (200 + last_s))
-    assert shown.run_tokens == pytest.approx(4 * 100 * (200 - first_s - steady_s - last_s) / 0.5)
+    assert shown.flow.left_s == 0.0
+    last_s = 4 * time.transfer_s + time.spread_s + time.latency_s + time.compute_s + 0.1
+    assert shown.utilisation == pytest.approx(1 - (steady_s + last_s) / (200 + last_s))
+    assert shown.run_tokens == pytest.approx(4 * 100 * (200 - steady_s - last_s) / 0.5)
     assert (shown.run_s, shown.endless, shown.delay_steps) == (200, False, 1)
     assert shown.memory_bytes == pytest.approx(NETWORK_BYTES + 4e6 * shown.exchange_copies)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from p2p_co2.config import CodecName
 from p2p_co2.planning.exchange import RoundTime, round_time
+from p2p_co2.planning.flow import flow
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
     STEP_OVERHEAD_S,
@@ -97,7 +98,9 @@ def bounds_of(setting: Setting, target: float) -> Bounds:
         "copies": 8 * setting.parameters / COPY_BYTES_PER_S / spare,
     }
     if setting.rounds:
-        bounds["first and last rounds"] = math.fsum(exposed_ends_s(setting, times)) / setting.rounds / spare
+        bounds["first and last rounds"] = (
+            math.fsum(exposed_ends_s(setting, times, flow(times, setting.round_s))) / setting.rounds / spare
+        )
     return bounds
 
 

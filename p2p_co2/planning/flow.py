@@ -26,13 +26,15 @@ _UNCOUNTED = 0.25
 class Flow:
     """``to_apply_s``: mean from send until the merge is ready; ``slowest_s``: the longest. ``staleness``:
     mean number of the fragment's schedule points in between. ``sent_share``: sends made of those due.
-    ``busy_share``: of the time, the links move payloads."""
+    ``busy_share``: of the time, the links move payloads. ``left_s``: seconds of transfers that are still open
+    when a round is full and the run may end, on average."""
 
     to_apply_s: float
     slowest_s: float
     staleness: float
     sent_share: float
     busy_share: float
+    left_s: float
 
 
 @dataclass
@@ -53,6 +55,7 @@ def flow(times: Sequence[RoundTime], round_s: float) -> Flow:
     rest_s = [time.to_apply_s - time.transfer_s for time in times]
     open_: list[_Open] = []
     delays: list[float] = []
+    left: list[float] = []
     sent = skipped = 0
     now = busy_s = 0.0
     for point in range(rounds * count):
@@ -61,6 +64,8 @@ def flow(times: Sequence[RoundTime], round_s: float) -> Flow:
         now = due_at
         delays += [r.ready_at - r.sent_at for r in open_ if r.ready_at <= now and r.sent_at >= counted_from]
         open_ = [r for r in open_ if r.ready_at > now]
+        if fragment == 0 and now >= counted_from:
+            left.append(math.fsum(r.left_s for r in open_))
         is_busy = any(r.fragment == fragment for r in open_)
         sent += now >= counted_from and not is_busy
         skipped += now >= counted_from and is_busy
@@ -76,6 +81,7 @@ def flow(times: Sequence[RoundTime], round_s: float) -> Flow:
         staleness=sum(math.floor(delay / round_s) for delay in delays) / len(delays),
         sent_share=sent / (sent + skipped),
         busy_share=busy_s / now if now else 0.0,
+        left_s=math.fsum(left) / len(left),
     )
 
 

@@ -1,9 +1,9 @@
 """What a run will be like on given links: bytes, delay, staleness, utilisation, memory, the whole run's time.
 
 Two utilisations, because they answer two questions. ``utilisation`` is what the program's summary will say:
-training waits only for the first rounds and the last ones, and for copies. ``utilisation_if_waiting`` is that
-of peers that stood still whenever an answer is more than one round late, CO2's bound of one step of
-staleness: it says whether the links are enough.
+training waits only for the last rounds, for the first ones if the run says so, and for copies.
+``utilisation_if_waiting`` is that of peers that stood still whenever an answer is more than one round late,
+CO2's bound of one step of staleness: it says whether the links are enough.
 
 Sources: ALGORITHMS.md section 5; ``exchange`` and ``flow``. Laws: pure; numbers that nobody measured have a
 name and a source above. Price: one step time for all peers, steady links, no churn.
@@ -59,7 +59,7 @@ class Setting:
     step_s: float
     links: tuple[Link, ...]
     tokens_per_step: int = 0
-    blocking_rounds: int = 1
+    blocking_rounds: int = 0
     sync_delay_steps: int = 0
     error_feedback: bool = False
     train_bytes: float = 0.0
@@ -146,7 +146,7 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
     endless = setting.rounds == 0
     run_s = horizon_s if endless else setting.rounds * setting.round_s
     sweeps = run_s / setting.round_s
-    first_s, last_s = exposed_ends_s(setting, times)
+    first_s, last_s = exposed_ends_s(setting, times, rounds)
     step_overhead_s = setting.round_s / setting.step_s * STEP_OVERHEAD_S
     copies_s = rounds.sent_share * 8 * setting.parameters / COPY_BYTES_PER_S  # out and in, 4 bytes each
     exposed_run_s = first_s + last_s + sweeps * (copies_s + step_overhead_s)
@@ -183,16 +183,17 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
     )
 
 
-def exposed_ends_s(setting: Setting, times: Sequence[RoundTime]) -> tuple[float, float]:
-    """Seconds that training stands still for the first rounds of all fragments, and at the end of the run."""
+def exposed_ends_s(setting: Setting, times: Sequence[RoundTime], rounds: Flow) -> tuple[float, float]:
+    """Seconds that training stands still for the first rounds of all fragments, if the run waits for them,
+    and at the end of the run: the last steps end one after the other, what is open then is finished, and
+    every fragment has one more round."""
     if len(setting.links) < 2:
         return 0.0, 0.0
     first_s = setting.blocking_rounds * math.fsum(min(FIRST_ROUND_BOUND_S, time.to_apply_s) for time in times)
     if not setting.rounds:
         return first_s, 0.0
-    together_s = math.fsum(time.transfer_s for time in times) + max(
-        time.latency_s + time.compute_s for time in times
-    )
+    together_s = rounds.left_s + math.fsum(time.transfer_s for time in times)
+    together_s += max(time.spread_s + time.latency_s + time.compute_s for time in times)
     return first_s, min(2 * FLUSH_CAP_S, together_s + SETTLE_S)
 
 
