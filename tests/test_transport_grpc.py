@@ -19,7 +19,7 @@ from p2p_co2.node.links import BESIDE_BYTES, LinkObserver, Links
 from p2p_co2.transport import send_buffer
 from p2p_co2.transport.admission import Admission
 from p2p_co2.transport.base import Link
-from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
+from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier, how_it_ended
 from p2p_co2.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendBuffer
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.wire.identity import Identity, PeerId
@@ -236,3 +236,16 @@ def unsent_bound(descriptor: int, port: int) -> int | None:
         except OSError:
             return None
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "words"),
+    [
+        (grpc.StatusCode.OK, "", "the peer closed the link"),
+        (grpc.StatusCode.UNAVAILABLE, "Cancelling all calls", "the peer closed the link"),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "the link broke (unavailable: Socket closed)"),
+        (grpc.StatusCode.PERMISSION_DENIED, "said by us", "the peer refused us: said by us"),
+    ],
+)
+def test_how_a_link_ended_is_said_in_words(code: grpc.StatusCode, details: str, words: str) -> None:
+    assert how_it_ended(code, details) == words

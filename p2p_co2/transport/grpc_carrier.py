@@ -93,6 +93,10 @@ _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
+_SERVER_STOPS = "Cancelling all calls"
+"""What gRPC says to the links of a server that is being stopped: a peer that leaves, and no fault."""
+
+
 class GrpcCarrier:
     """Listens on ``host:port`` (0 picks a free one, see ``port`` after ``start``); ``run`` is the digest of
     the run."""
@@ -313,11 +317,16 @@ class GrpcLink:
         code, details = self._status or (code, details)
         if self._closing:
             return self._closing
-        if code is grpc.StatusCode.PERMISSION_DENIED:
-            return f"the peer refused us: {details}"
-        if code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
-            return "the peer closed the link"
-        return f"the link broke ({code.name.lower()}: {details})"
+        return how_it_ended(code, details)
+
+
+def how_it_ended(code: grpc.StatusCode, details: str | None) -> str:
+    """gRPC's status of a link that is gone, in words."""
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return f"the peer refused us: {details}"
+    if code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED) or details == _SERVER_STOPS:
+        return "the peer closed the link"
+    return f"the link broke ({code.name.lower()}: {details})"
 
 
 def _at_once(answer: Coroutine[Any, Any, _T]) -> _T:
