@@ -149,6 +149,29 @@ def test_nobody_but_who_spoke_for_a_cell_or_owns_there_votes_for_it() -> None:
     )
 
 
+def test_a_member_that_votes_in_place_of_its_coordinator_delays_nothing_for_long() -> None:
+    """It owns a slot, so it may be a successor: it says that its cell failed, or holds another mean."""
+    net = network()
+    voted = 0
+
+    def lie(source: PeerId, to: PeerId, message: Message) -> bool:
+        nonlocal voted
+        if isinstance(message, wire.CellBegin):
+            cell, key = cell_of(to, CELLS), message.council.key
+            liar = next(name for name in net.names if cell_of(name, CELLS) == cell and name != to)
+            failed = wire.CellResult(key=key, cell=cell, failure="a lie")
+            other = wire.CellResult(key=key, cell=cell, roster_digest=bytes(32), digests=24 * [bytes(32)])
+            net.at(net.now + 0.1, lambda: net.deliver(liar, source, failed if voted % 2 else other))
+            voted += 1
+        return True
+
+    net.on_send = lie
+    net.keep_offering(period_s=5.0)
+    net.run(PLAYED_S)
+    assert voted > CALM
+    check(net)
+
+
 def test_rounds_that_nobody_makes_do_not_keep_a_council_from_its_own() -> None:
     net = network()
     liar, counter = stranger(2), iter(range(10**6))

@@ -5,7 +5,8 @@ before (of all, for the first one; half is enough with the lowest of them), so t
 swarm cannot both go on; it commits only if every cell that began holds the same means, and else nothing
 changes anywhere; a cell that does not come in time is left out and catches up. Nobody waits for a cell that
 is done, and one that was seen to train is waited for as long as cells take as a rule. How a cell voted is
-taken from who spoke for it, or from an owner that this one named and that may have succeeded it.
+taken from who spoke for it, or, some seconds later, from an owner that this one named and that may have
+succeeded it.
 
 Price: one cell that fails in the middle costs all of them the round. A successor that owns nothing is not
 heard, and its cell's vote is lost.
@@ -13,7 +14,6 @@ heard, and its cell's vote is lost.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
@@ -23,9 +23,10 @@ from p2p_co2.rounds.attempt import check_digest, read_key
 from p2p_co2.rounds.cells import assign_roots, check_cell_ready, slot_ranges
 from p2p_co2.rounds.deadline import Cadence, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.rounds.forming import Forming
 from p2p_co2.rounds.gathering import attempt_nonce
 from p2p_co2.rounds.repute import NOT_BEGUN, SPOILT_IN_A_ROW
-from p2p_co2.rounds.speakers import SPEAKERS_KEPT, Speakers
+from p2p_co2.rounds.speakers import SPEAKERS_KEPT
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, short
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
@@ -47,77 +48,10 @@ SEEN_LATE_BY = 2
 """Rounds that a cell may have made since it was seen: one that is further behind is not waited for."""
 FORMING_KEPT = 3
 """Rounds of one fragment that gather cells: anybody may name one."""
+SUCCESSOR_S = 5.0
+"""Who spoke for a cell may contradict for so long what another votes for it."""
 TOLD_OF_LEFT_OUT = 2
 """Peers of a cell that was left out who are told of a commit: the others see it in their heartbeats."""
-
-
-@dataclass
-class _Forming:
-    """The CELL_READYs of one round. ``before``: the cells that made the round before, as far as this peer
-    knows; ``awake``: those that were seen to train of late."""
-
-    fragment: int
-    swarm: Swarm
-    before: frozenset[int]
-    awake: frozenset[int]
-    close_at: float
-    give_up_at: float
-    speakers: Speakers = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.speakers = Speakers(self.swarm, f"{self.swarm.me}/{self.give_up_at!r}")
-
-    @property
-    def readies(self) -> dict[int, tuple[CellReady, PeerId]]:
-        return self.speakers.readies
-
-    def camp(self) -> tuple[bytes, list[int]]:
-        """The state that most cells start from, and these. Of as many, those with more peers, as they say
-        themselves."""
-        camps: dict[bytes, list[int]] = {}
-        for cell, (ready, _) in sorted(self.readies.items()):
-            camps.setdefault(ready.state_digest, []).append(cell)
-
-        def strength(digest: bytes) -> tuple[int, int, bytes]:
-            cells = camps[digest]
-            return len(cells), sum(self.readies[cell][0].members for cell in cells), digest
-
-        best = max(camps, key=strength)
-        return best, camps[best]
-
-    def expected(self) -> frozenset[int]:
-        """The cells of the round before: this peer's word of them, or all that any of the others names, since
-        with fewer a round would begin sooner."""
-        told = frozenset(cell for own in self.camp()[1] for cell in self.readies[own][0].before)
-        return self.before or told or frozenset(range(self.swarm.cells))
-
-    def done(self) -> frozenset[int]:
-        """Those of them that are done with the fragment, and will not come."""
-        return self.expected() & self.swarm.finished(self.fragment) - self.readies.keys()
-
-    def may_begin(self) -> bool:
-        """Cells that are done count: few others would make a version that all these had to load."""
-        expected = self.expected()
-        came = expected & set(self.camp()[1])
-        if 2 * len(came) == len(expected):
-            return min(expected) in came and not self.done()
-        return 2 * len(came) > len(expected)
-
-    def begins_at(self) -> float:
-        """When to begin, if it may: once all cells are there, or at the deadline."""
-        waited = (self.expected() | self.awake) - self.done()
-        since = max((self.speakers.counts_from.get(cell, math.inf) for cell in waited), default=0.0)
-        return min(self.close_at, since)
-
-    def due_at(self) -> float:
-        if self.is_too_late():
-            return 0.0
-        return self.begins_at() if self.may_begin() else self.give_up_at
-
-    def is_too_late(self) -> bool:
-        """Whether too many cells are done for another round."""
-        done, expected = self.done(), self.expected()
-        return bool(done) and 2 * (len(expected) - len(done)) <= len(expected)
 
 
 @dataclass
@@ -137,6 +71,13 @@ class _Sitting:
     decision: Decision | None = None
     has_failed: bool = False
 
+    def is_complete(self) -> bool:
+        return len(self.results) == len(self.readies)
+
+    def is_certain(self, cell: int) -> bool:
+        """Whether the vote of ``cell`` is by who spoke for it."""
+        return self.results[cell][1] == self.readies[cell][1]
+
     def may_vote(self, cell: int, sender: PeerId) -> bool:
         """Whether ``sender`` spoke for ``cell``, or may have succeeded who did."""
         ready, speaker = self.readies[cell]
@@ -152,7 +93,7 @@ class Councils:
         self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
         self._cadences = cadences
         self._history = [ReadyHistory() for _ in cadences]
-        self._forming: dict[Place, _Forming] = {}
+        self._forming: dict[Place, Forming] = {}
         self._sittings: OrderedDict[bytes, _Sitting] = OrderedDict()
         self._counter = 0
 
@@ -195,7 +136,7 @@ class Councils:
     def _neighbours(self) -> list[PeerId]:
         return [peer for peer in self._swarm.live if peer != self._swarm.me]
 
-    def _form(self, place: Place, verdicts: Verdicts, next_: int, now: float) -> _Forming:
+    def _form(self, place: Place, verdicts: Verdicts, next_: int, now: float) -> Forming:
         """``next_``: the round that this peer needs itself."""
         fragment, round_ = place
         before = frozenset(cells_before(verdicts, round_))
@@ -215,7 +156,7 @@ class Councils:
             and fragment < len(versions)
             and versions[fragment] >= round_ - 1 - SEEN_LATE_BY
         )
-        forming = _Forming(fragment, self._swarm, before, awake, now + wait_s, give_up_at)
+        forming = Forming(fragment, self._swarm, before, awake, now + wait_s, give_up_at)
         same = [at for at in self._forming if at[0] == fragment]
         if len(same) >= FORMING_KEPT:
             del self._forming[min(same, key=lambda at: (at[1] == next_, len(self._forming[at].readies)))]
@@ -269,7 +210,7 @@ class Councils:
                 return True
         return False
 
-    def _begin(self, place: Place, forming: _Forming, now: float) -> None:
+    def _begin(self, place: Place, forming: Forming, now: float) -> None:
         self._counter += 1
         digest, cells = forming.camp()
         readies = {cell: forming.readies[cell] for cell in cells}
@@ -323,13 +264,18 @@ class Councils:
             return
         if not message.failure:
             self._check_result(message)
-        if is_speaker or message.cell not in sitting.results:
-            sitting.results[message.cell] = message, sender
-        if message.failure:
+            if is_speaker or message.cell not in sitting.results:
+                sitting.results[message.cell] = message, sender
+        elif is_speaker:
             self._blame(sender, "its cell failed", 1, now, sitting)
             self._abort(sitting, f"cell {message.cell}: {message.failure}")
-        elif len(sitting.results) == len(sitting.readies):
+            return
+        else:
+            self._blame(sender, "it said for its cell's coordinator that the cell failed", 2, now, sitting)
+        if sitting.is_complete() and all(map(sitting.is_certain, sitting.readies)):
             self._conclude(sitting, now)
+        elif message.failure or sitting.is_complete():
+            sitting.decide_at = min(sitting.decide_at, now + SUCCESSOR_S)
 
     def _check_result(self, message: CellResult) -> None:
         slots = slot_ranges(self._swarm.shape.blocks[message.key.fragment])
@@ -406,7 +352,9 @@ class Councils:
 
     def handle_timer(self, now: float) -> None:
         for sitting in list(self._sittings.values()):
-            if sitting.decision is None and now >= sitting.decide_at:
+            if sitting.decision is None and now >= sitting.decide_at and sitting.is_complete():
+                self._conclude(sitting, now)
+            elif sitting.decision is None and now >= sitting.decide_at:
                 silent = sorted(sitting.readies.keys() - sitting.results.keys())
                 for cell in silent:  # they may all wait for the sums of one of them
                     why = "the cell that it spoke for did not vote"

@@ -1,0 +1,85 @@
+"""A council before CELL_BEGIN: which cells are ready for one round, and whether it may begin.
+
+Laws: a round needs more than half of the cells that made the round before (of all, for the first one), or
+half of them with the lowest; a cell that is done counts and does not come, so at the end of a run few make no
+version that all others would have to load.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from p2p_co2.rounds.speakers import Speakers
+from p2p_co2.rounds.swarm import Swarm
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import CellReady
+
+
+@dataclass
+class Forming:
+    """The CELL_READYs of one round. ``before``: the cells that made the round before, as far as this peer
+    knows; ``awake``: those that were seen to train of late."""
+
+    fragment: int
+    swarm: Swarm
+    before: frozenset[int]
+    awake: frozenset[int]
+    close_at: float
+    give_up_at: float
+    speakers: Speakers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.speakers = Speakers(self.swarm, f"{self.swarm.me}/{self.give_up_at!r}")
+
+    @property
+    def readies(self) -> dict[int, tuple[CellReady, PeerId]]:
+        return self.speakers.readies
+
+    def camp(self) -> tuple[bytes, list[int]]:
+        """The state that most cells start from, and these. Of as many, those with more peers, as they say
+        themselves."""
+        camps: dict[bytes, list[int]] = {}
+        for cell, (ready, _) in sorted(self.readies.items()):
+            camps.setdefault(ready.state_digest, []).append(cell)
+
+        def strength(digest: bytes) -> tuple[int, int, bytes]:
+            cells = camps[digest]
+            return len(cells), sum(self.readies[cell][0].members for cell in cells), digest
+
+        best = max(camps, key=strength)
+        return best, camps[best]
+
+    def expected(self) -> frozenset[int]:
+        """The cells of the round before: this peer's word of them, or all that any of the others names, since
+        with fewer a round would begin sooner."""
+        told = frozenset(cell for own in self.camp()[1] for cell in self.readies[own][0].before)
+        return self.before or told or frozenset(range(self.swarm.cells))
+
+    def done(self) -> frozenset[int]:
+        """Those of them that are done with the fragment, and will not come."""
+        return self.expected() & self.swarm.finished(self.fragment) - self.readies.keys()
+
+    def may_begin(self) -> bool:
+        """Cells that are done count: few others would make a version that all these had to load."""
+        expected = self.expected()
+        came = expected & set(self.camp()[1])
+        if 2 * len(came) == len(expected):
+            return min(expected) in came and not self.done()
+        return 2 * len(came) > len(expected)
+
+    def begins_at(self) -> float:
+        """When to begin, if it may: once all cells are there, or at the deadline."""
+        waited = (self.expected() | self.awake) - self.done()
+        since = max((self.speakers.counts_from.get(cell, math.inf) for cell in waited), default=0.0)
+        return min(self.close_at, since)
+
+    def due_at(self) -> float:
+        if self.is_too_late():
+            return 0.0
+        return self.begins_at() if self.may_begin() else self.give_up_at
+
+    def is_too_late(self) -> bool:
+        """Whether too many cells are done for another round."""
+        done, expected = self.done(), self.expected()
+        return bool(done) and 2 * (len(expected) - len(done)) <= len(expected)
