@@ -49,7 +49,7 @@ class Doom:
 
     def install(self) -> None:
         def doomed(message: Message, head: bytes) -> bytes:
-            if self.commits >= self.after and type(message).__name__.lower() == self.kind:
+            if self.commits >= self.after and message.__class__.__name__.lower() == self.kind:
                 os.kill(os.getpid(), signal.SIGKILL)
             return enveloped(message, head)
 

@@ -68,7 +68,7 @@ def test_a_healthy_round_sends_each_slice_and_each_mean_once() -> None:
     net = Network(5)
     net.offer_all()
     net.run_until_settled()
-    kinds = Counter(type(message).__name__ for _, _, message in net.sent)
+    kinds = Counter(message.__class__.__name__ for _, _, message in net.sent)
     assert kinds == {"Ready": 4, "Waiting": 4, "Begin": 4, "Part": 20, "Mean": 20, "Result": 4, "Decision": 4}
 
 

@@ -1,7 +1,8 @@
 """Messages as bytes: each in an envelope that names the protocol and the run.
 
-Laws: what is sent is what ``Envelope(version, run, body=message)`` would be, byte for byte; nothing is taken
-out of what comes in before its size, version and run are checked.
+Laws: what is sent is what ``Envelope(version, run, body=message)`` would be, byte for byte, but that data
+comes last in its body (``wire.bulk``); nothing is taken out of what comes in before its size, version and run
+are checked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.wire import bulk
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
 from p2p_co2.wire.status import PeerStatus, read_status
@@ -21,9 +23,10 @@ class Opened:
     """A message that came in: ``kind``, the name of the envelope's field (empty if this version knows none),
     and ``body``. Never written to: in a simulation all who receive the same bytes share it."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: Envelope, data: memoryview | None = None) -> None:
+        """``data``: the body's, if it lies beside it."""
         self.kind: str = envelope.WhichOneof("body") or ""
-        self.body: Any = getattr(envelope, self.kind) if self.kind else None
+        self.body: Any = bulk.body_of(envelope, self.kind, data) if self.kind else None
 
     @cached_property
     def status(self) -> PeerStatus:
@@ -35,9 +38,8 @@ def opened(data: bytes, run: bytes) -> Opened:
     """A message of this version and run. Raises ``RemoteProtocolError``."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError("too large", f"{len(data)} bytes")
-    envelope = Envelope()
     try:
-        envelope.ParseFromString(data)
+        envelope, beside = bulk.parse(data)
     except DecodeError:
         raise RemoteProtocolError("unreadable", "not an Envelope") from None
     if envelope.version != PROTOCOL_VERSION:
@@ -46,33 +48,24 @@ def opened(data: bytes, run: bytes) -> Opened:
         )
     if envelope.run != run:
         raise RemoteProtocolError("another run", envelope.run.hex()[:16])
-    return Opened(envelope)
+    return Opened(envelope, beside)
 
 
 def kind_of(message: Message) -> str:
     """The name of the envelope's field that a message goes into."""
-    return _FIELD_OF_TYPE[type(message)][0]
+    return _FIELD_OF_TYPE[message.__class__][0]
 
 
 def enveloped(message: Message, head: bytes) -> bytes:
     """The bytes of an envelope, joined by hand to its ``head`` (version and run, serialised): setting a field
     of a message copies what is set, and bodies are large."""
-    body = message.SerializeToString()
-    return b"".join((head, _FIELD_OF_TYPE[type(message)][1], _varint(len(body)), body))
-
-
-def _varint(number: int) -> bytes:
-    """Protobuf's variable-length integer."""
-    result = bytearray()
-    while number > 0x7F:
-        result.append(number & 0x7F | 0x80)
-        number >>= 7
-    result.append(number)
-    return bytes(result)
+    body = bulk.serialised(message)
+    size = sum(map(len, body))
+    return b"".join((head, _FIELD_OF_TYPE[message.__class__][1], bulk.varint(size), *body))
 
 
 _FIELD_OF_TYPE = {
-    type(getattr(Envelope(), field.name)): (field.name, _varint(field.number << 3 | 2))
+    type(getattr(Envelope(), field.name)): (field.name, bulk.varint(field.number << 3 | 2))
     for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields
 }
 """Name and key of the envelope's field; 2 is protobuf's wire type of an embedded message."""

@@ -21,6 +21,7 @@ from p2p_co2.rounds.cells import read_who, sub_slots
 from p2p_co2.rounds.events import ReduceJob, ReduceWanted, Slice
 from p2p_co2.rounds.parts import BlockRange
 from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.wire.bulk import with_data
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import CellMean, CellPart
@@ -92,11 +93,11 @@ class Exchange:
             edges.append((first * width, last * width))
             part = view[first * sum_width : last * sum_width]
             for offset, data in pieces(part, self._swarm.piece_bytes([PeerId(roots[sub_slot])])):
-                message = CellPart(
+                head = CellPart(
                     key=self.council.key, slot=slot, sub_slot=sub_slot, cell=self._swarm.cell, weight=weight,
-                    who=who, offset=offset, total=len(part), data=data,
+                    who=who, offset=offset, total=len(part),
                 )  # fmt: skip
-                self._outlet.send(PeerId(roots[sub_slot]), message)
+                self._outlet.send(PeerId(roots[sub_slot]), with_data(head, data))
         self._slots[slot] = _Slot(large_buffer(edges[-1][1]), edges)
 
     def cell_mean(self, message: CellMean, sender: PeerId) -> tuple[memoryview, tuple[PeerId, ...]] | None:
@@ -199,11 +200,11 @@ class Exchange:
         who = root.taken.get(cell, root.sums[cell].nobody)
         view = memoryview(root.mean)
         for offset, data in pieces(view, self._swarm.piece_bytes([giver])):
-            message = CellMean(
+            head = CellMean(
                 key=self.council.key, slot=root.slot, sub_slot=root.sub_slot, who=who,
-                offset=offset, total=len(view), data=data,
+                offset=offset, total=len(view),
             )  # fmt: skip
-            self._outlet.send(giver, message)
+            self._outlet.send(giver, with_data(head, data))
 
     # ---- time
 

@@ -240,7 +240,7 @@ class FragmentRounds:
             return False
         if member is not None and member.attempt.id == message.key.attempt:
             if sender not in member.attempt.shares and sender not in member.coordinators:
-                raise RemoteProtocolError("not a member", type(message).__name__)
+                raise RemoteProtocolError("not a member", message.__class__.__name__)
             if isinstance(message, Reassign) or not member.is_early(message.part, message.generation):
                 return self._take(member, message, sender, now)
         elif self.asking is not None and self.asking.offer.round == round_:

@@ -228,7 +228,7 @@ class Rounds:
                     self._dispatch(message, self._me, now)
                 except RemoteProtocolError as error:
                     raise LocalProtocolError(
-                        f"we refuse our own {type(message).__name__}: {error}"
+                        f"we refuse our own {message.__class__.__name__}: {error}"
                     ) from error
             elif not any(fragment.settle(now) for fragment in self._fragments) and (
                 not self._coordination.close_complete(now)
@@ -273,7 +273,7 @@ class Rounds:
             ):
                 self._for_cells(message, sender, now)
             case _:
-                raise LocalProtocolError(f"{type(message).__name__} is not for the rounds machine")
+                raise LocalProtocolError(f"{message.__class__.__name__} is not for the rounds machine")
         return True
 
     def _for_cells(self, message: Message, sender: PeerId, now: float) -> None:

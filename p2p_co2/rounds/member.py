@@ -21,6 +21,7 @@ from p2p_co2.rounds.events import Offer, ReduceJob
 from p2p_co2.rounds.exchange import Exchange
 from p2p_co2.rounds.owner import Arrivals, Contributors, PartJob, Room, list_contributors, send_mean
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
+from p2p_co2.wire.bulk import with_data
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import (
     AskOutcome,
@@ -128,10 +129,9 @@ class Member:
         state = self._parts[part]
         view = self._slice(part, self._payload)
         for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares)):
-            yield state.owner, Part(
-                key=self.attempt.key(), part=part, generation=state.generation,
-                offset=offset, total=len(view), data=data,
-            )  # fmt: skip
+            key, generation = self.attempt.key(), state.generation
+            head = Part(key=key, part=part, generation=generation, offset=offset, total=len(view))
+            yield state.owner, with_data(head, data)
 
     def _send_next(self, stream: Iterator[tuple[PeerId, Part]]) -> bool:
         item = next(stream, None)

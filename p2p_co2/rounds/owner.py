@@ -18,6 +18,7 @@ from p2p_co2.rounds.cells import write_who
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import ReduceJob, ReduceWanted, Slice
 from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.wire.bulk import with_data
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Contributor, Mean, Part
 
@@ -221,9 +222,10 @@ def send_mean(
     listed, who = list_contributors(attempt, contributors)
     others = [peer for peer in attempt.shares if peer != outlet.me]
     for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others, LAST_PIECE_S)):
-        message = Mean(
-            key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean), data=data,
+        head = Mean(
+            key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean),
             contributors=[] if offset else listed, who=b"" if offset else who,
         )  # fmt: skip
+        message = with_data(head, data)
         for peer in others:
             outlet.send(peer, message)

@@ -311,5 +311,6 @@ class Together:
 
 
 def envelope(message: Message) -> bytes:
-    name = _FIELDS[type(message)]
-    return Envelope(version=PROTOCOL_VERSION, run=RUN, **{name: message}).SerializeToString()  # type: ignore[arg-type]
+    kind = message.__class__
+    body = {_FIELDS[kind]: kind.FromString(message.SerializeToString())}  # its data may lie beside it
+    return Envelope(version=PROTOCOL_VERSION, run=RUN, **body).SerializeToString()  # type: ignore[arg-type]
