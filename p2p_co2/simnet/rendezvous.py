@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -87,10 +88,18 @@ class Rendezvous:
     def publish(self, record: PeerRecord, lifetime_s: float) -> None:
         peer, now = PeerId(record.peer), self.internet.world.now
         known = self._entries.get(peer)
-        if known is None or known.expires_at <= now or not self.internet.is_whole:
+        if known is None and self._listed is not None and self.internet.is_whole:
+            self._list(self._listed, record)  # thousands who come in one second are sorted once
+        elif known is None or known.expires_at <= now or not self.internet.is_whole:
             self._listed = None
         side = self.internet.side_of(peer)
         self._entries[peer] = _Entry(record, now + lifetime_s, side, now)
+
+    def _list(self, listed: list[PeerRecord], record: PeerRecord) -> None:
+        """Enter a newcomer's record where it belongs."""
+        of_its_cell = [cells[cell_of(record.peer, count)] for count, cells in self._by_cell.items()]
+        for some in (listed, *of_its_cell):
+            insort(some, record, key=lambda one: one.peer)
 
     def records(self, peer: PeerId) -> list[PeerRecord]:
         """The records that ``peer`` finds now, of all peers, sorted by peer."""
