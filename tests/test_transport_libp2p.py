@@ -18,7 +18,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.transport import libp2p_carrier, libp2p_daemon, libp2p_revival
 from p2p_co2.transport.admission import Admission
 from p2p_co2.transport.base import Link
-from p2p_co2.transport.hivemind_quiet import P2PDaemonError
+from p2p_co2.transport.hivemind_quiet import P2PDaemonError, quiet_stream_ends
 from p2p_co2.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
 from p2p_co2.transport.libp2p_control import answers, hang_up, open_stream, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
@@ -62,7 +62,7 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
             assert b.reasons[-1] == reason
         assert not b.received
         assert {sender for sender, _ in b.refused} == {a.identity.peer_id}
-        await until(lambda: not b.carrier._inbound)  # type: ignore[attr-defined]
+        await until(lambda: not b.carrier._streams)  # type: ignore[attr-defined]
 
 
 async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +132,24 @@ def test_finding_peers_takes_no_torch_and_the_rest_of_hivemind_is_there_for_who_
 
 
 # ---- the daemon
+
+
+def test_a_search_that_is_broken_off_by_leaving_prints_no_traceback() -> None:
+    async def traverse_dht() -> None:
+        raise AssertionError  # hivemind's, when its workers found the daemon gone
+
+    async def anything_else() -> None:
+        raise AssertionError
+
+    loop = asyncio.new_event_loop()
+    printed: list[object] = []
+    loop.default_exception_handler = printed.append  # type: ignore[method-assign,assignment]
+    for search in (traverse_dht, anything_else):
+        task = loop.create_task(search())
+        loop.run_until_complete(asyncio.wait([task]))
+        quiet_stream_ends(loop, {"exception": task.exception(), "future": task, "message": search.__name__})
+    loop.close()
+    assert [context["message"] for context in printed] == ["anything_else"]  # type: ignore[index]
 
 
 async def test_daemon_port_in_use(tmp_path: Path, own_tmp: Path) -> None:

@@ -99,15 +99,25 @@ logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "ERRO
 
 
 def quiet_stream_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A loop's exception handler: a daemon's stream that ends before its header is no news.
+    """A loop's exception handler: a daemon's stream that ends before its header is no news, nor is a search
+    of the DHT that was going on when the daemon ended (a Ctrl-C).
 
-    hivemind's own handler lets that ``IncompleteReadError`` out, and asyncio would print a traceback.
+    hivemind lets the ``IncompleteReadError`` of the first out, and an ``AssertionError`` of the second;
+    asyncio would print their tracebacks.
     """
     error = context.get("exception")
+    task = context.get("future")
+    if isinstance(error, AssertionError) and isinstance(task, asyncio.Task) and _is_search(task):
+        logging.getLogger(__name__).debug("a search of the DHT was broken off")
+        return
     if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
         logging.getLogger(__name__).debug("a stream of the daemon ended early: %r", error)
         return
     loop.default_exception_handler(context)
+
+
+def _is_search(task: asyncio.Task[Any]) -> bool:
+    return getattr(task.get_coro(), "__name__", "") == "traverse_dht"
 
 
 __all__ = [
