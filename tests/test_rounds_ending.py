@@ -106,6 +106,23 @@ def test_nobody_is_waited_for_beyond_the_last_rounds_deadline() -> None:
     assert groups(machine) == [tuple(sorted((ME, OTHER)))]
 
 
+def test_in_the_last_round_who_is_behind_is_waited_for() -> None:
+    """It fetches the round before, and then has work for this one: alone it would make one more."""
+    behind, abreast = PeerView(1e6, versions=(1,)), PeerView(1e6, versions=(2,))
+    for last, waits in ((False, False), (True, True)):
+        machine = machine_with({ME: abreast, OTHER: abreast, THIRD: behind})
+        machine.set_state(0, 2, DIGEST)
+        third = wire.Ready(
+            fragment=0, round=3, base_version=2, state_digest=DIGEST, weight=2.0, last=last
+        )  # fmt: skip
+        for peer in (ME, OTHER):
+            machine.receive(third, peer, 100.0)
+        assert bool(groups(machine)) is not waits
+        if waits:
+            machine.receive(third, THIRD, 101.0)
+            assert groups(machine) == [tuple(sorted((ME, OTHER, THIRD)))]
+
+
 def test_one_peers_word_that_it_is_the_last_round_makes_nobody_wait() -> None:
     machine = seasoned()
     machine.receive(ready(last=True), OTHER, 100.0)

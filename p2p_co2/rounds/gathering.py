@@ -127,7 +127,10 @@ class Gathering:
 
     def _may_come(self, peer: PeerId, moved: frozenset[PeerId]) -> bool:
         version = self._swarm.version_of(peer, self.fragment)
-        return version is None or version == self.round - 1 or (peer in moved and version < self.round)
+        if version is None or version == self.round - 1:
+            return True
+        # In the last rounds who is behind comes, too: else it makes one more alone, which all have to fetch.
+        return version < self.round and (self.is_last or peer in moved)
 
     def agreeing(self) -> tuple[bytes, list[PeerId]]:
         """The state digest that most READYs start from, and its peers, sorted. Of equal camps the one that
