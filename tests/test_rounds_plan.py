@@ -26,7 +26,7 @@ from p2p_co2.rounds.deadline import (
     parts_deadline_s,
     votes_deadline_s,
 )
-from p2p_co2.rounds.owner import Arrivals
+from p2p_co2.rounds.owner import Arrivals, send_mean
 from p2p_co2.rounds.parts import (
     FINEST_BYTES,
     PIPELINED_BYTES,
@@ -38,7 +38,7 @@ from p2p_co2.rounds.parts import (
     parts_each,
     split_blocks,
 )
-from p2p_co2.rounds.swarm import Swarm, coordination_order, named
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
@@ -418,3 +418,20 @@ def test_who_owes_several_slices_is_in_time_with_all_of_them_or_late() -> None:
     arrivals.closed(1, 4.0)
     assert swarm.slices.is_awaited(other)
     assert observed.deadline_s(9.0, 0.0, 99.0) == pytest.approx(5.0)  # the longest wait and a quarter
+
+
+def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
+    """One of two connections to a peer stood still with an eighth of a megabyte that all waited for."""
+    me, other = PeerId("p0"), PeerId("p1")
+    attempt = Attempt(
+        0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 16),), (me,),
+        (frozenset((me, other)),), DIGEST, me, 5.0, 12.0,
+    )  # fmt: skip
+    swarm, outlet = Swarm(me, PayloadShape(8, (16,)), 32), Outlet(me)
+    swarm.set_live({me: PeerView(upload_bytes_per_s=1e6), other: PeerView()})
+    mean = random.Random(0).randbytes(256 << 10)
+    send_mean(attempt, 0, 0, mean, (), swarm=swarm, outlet=outlet)
+    sent = [wire.Mean.FromString(message.SerializeToString()) for _, message in outlet.messages]
+    assert [message.offset for message in sent] == list(range(0, len(mean), 32 << 10))
+    assert b"".join(message.data for message in sent) == mean
+    assert swarm.piece_bytes(attempt.shares) == 128 << 10
