@@ -86,10 +86,11 @@ class RunConfig(_Frozen):
     ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
     keyword arguments; ``recipe_digest`` is filled in when the run is published (sha256, hex) and checked by
     every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` bounds one
-    round's group. ``cells``: a swarm of more than one group is cut into so many, of some fifty peers each;
-    the groups' means are averaged in turn (choose ``group_size`` 64 with it). Tried with thousands of
-    simulated peers, and with four real ones in two cells. ``seed`` makes every peer start
-    from the same parameters.
+    round's group. ``cells``: a swarm of more than one group is cut into so many, whose means are averaged in
+    turn (choose ``group_size`` 64 with it). They stay as many for the whole run: a cell for every 51 peers
+    that you expect at the most (``p2p-co2 plan --peers`` says it); with few in a cell each sends more. Tried
+    with simulated peers, 1,024 and more, and with four real ones in two cells. ``seed`` makes every peer
+    start from the same parameters.
     """
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from monitoring.summary import RunFacts, summarise
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.planning.cell_count import cells_for
 from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.profiles import profile_of
 from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
@@ -39,8 +40,6 @@ FP32_BYTES = 4
 STATE_BYTES_PER_VALUE = 8
 """Agreed parameters and momentum, fp32."""
 MAX_SIMULATED_PEERS = 4096
-CELL_PEERS = 51
-"""Peers of a cell where we choose: hardly any has more than ``MAX_MEMBERS`` of them by chance then."""
 CALM_SHARE = 0.9
 """Peers come and go during this share of the run, so that its end can be judged."""
 
@@ -137,7 +136,7 @@ def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:
     if not 1 <= cells <= MAX_CELLS:
         raise ConfigError("command line", "--cells", f"1 to {MAX_CELLS}, or 0 to choose (got {cells})")
     if not options.cells and cells == 1 and options.peers > MAX_MEMBERS:
-        cells = round(options.peers / CELL_PEERS)
+        cells = cells_for(options.peers)
     if cells == run.cells:
         return run
     if cells > 1:

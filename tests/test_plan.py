@@ -18,6 +18,7 @@ from bootstrap.plan.links import GivenLink, read_links
 from bootstrap.plan.picture import jobs_of
 from bootstrap.plan.report import WHY, print_plan, seconds, size
 from p2p_co2.errors import ConfigError
+from p2p_co2.planning.cell_count import advice_on_cells, cells_for
 from p2p_co2.planning.simulator import utilisation
 from p2p_co2.recipes import load_recipe
 
@@ -106,6 +107,20 @@ def test_of_more_peers_than_a_round_has_the_plan_says_which_it_is_of(run_file: P
     print_plan(make_plan(options(run_file, peers=40)), Console(file=text, width=200))
     assert "32 peers in a round" in text.getvalue()
     assert "of 40 peers the 32 slowest uploads make the round" in text.getvalue()
+
+
+def test_a_plan_for_a_large_swarm_says_into_how_many_cells_it_should_be_cut(run_file: Path) -> None:
+    for peers, wanted in ((1, 1), (64, 1), (65, 2), (1024, 20), (4096, 80), (10**6, 256)):
+        assert cells_for(peers) == wanted
+        assert advice_on_cells(peers, wanted) == ("" if peers < 10**6 else advice_on_cells(10**6, 256))
+    assert advice_on_cells(200, 4) == advice_on_cells(256, 4) == advice_on_cells(64, 4) == ""
+    assert "4 cells are few: set cells = 5 and group_size = 64" in advice_on_cells(257, 4)
+    assert "4 cells are many: set cells = 1 before" in advice_on_cells(63, 4)
+    text = StringIO()
+    print_plan(make_plan(options(run_file, peers=1024)), Console(file=text, width=400))
+    assert "for 1024 peers 1 cell is few: set cells = 20 and group_size = 64" in " ".join(
+        text.getvalue().split()
+    )
 
 
 @pytest.mark.parametrize("mode", ["time", "steps"])
