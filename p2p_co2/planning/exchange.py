@@ -23,8 +23,10 @@ from p2p_co2.profiles import LinkProfile
 SEGMENT_BYTES = 1448
 FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
 _MATHIS = 1.22
-LINK_EFFICIENCY = 0.95
-"""Share of a link's rate that bulk transfers of several connections reach."""
+LINK_EFFICIENCY = 0.85
+"""Share of a link's rate that bulk transfers of several connections reach over a whole exchange, whose lanes
+do not all begin and end together (``docs/LOG.md``: payload is 0.75 of a dsl line from BEGIN until all have
+the means; the messages' own ways and ``LINK_OVERHEAD`` come on top of this)."""
 ONE_WAY_MESSAGES = 6
 """READY, BEGIN, slice, mean, RESULT, COMMIT."""
 TENSOR_BYTES_PER_S = 270e6
