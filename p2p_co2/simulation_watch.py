@@ -35,7 +35,8 @@ from p2p_co2.wire.limits import MAX_CELLS, MAX_MEMBERS
 BLOCKS = 16
 """Simulated blocks per fragment; each stands for its share of the real bytes."""
 BLOCKS_IN_CELLS = 64
-"""As many as there are slots."""
+"""At most, one for each peer of a cell: a real fragment in cells has up to so many slots, each with as many
+messages, so in small cells ours are fewer and larger."""
 FP32_BYTES = 4
 STATE_BYTES_PER_VALUE = 8
 """Agreed parameters and momentum, fp32."""
@@ -126,7 +127,7 @@ def settings_of(options: SimulationOptions) -> Settings:
         faults=Churn(options.churn_per_h, CALM_SHARE * seconds) if options.churn_per_h else None,
         parameters=options.parameters,
         step_s=options.step_s,
-        **_sizes(run, options.parameters),
+        **_sizes(run, options.parameters, options.peers),
     )
 
 
@@ -149,10 +150,11 @@ def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:
         raise ConfigError("command line", "--cells", f"this run cannot have {cells} cells: {why}") from None
 
 
-def _sizes(run: RunConfig, parameters: int) -> dict[str, Any]:
+def _sizes(run: RunConfig, parameters: int, peers: int) -> dict[str, Any]:
     values = max(1, parameters // run.fragments)
     encoded = payload_bytes(run.codec.name, values)
-    blocks = BLOCKS if run.cells == 1 else BLOCKS_IN_CELLS
+    in_a_cell = min(BLOCKS_IN_CELLS, math.ceil(peers / run.cells))
+    blocks = BLOCKS if run.cells == 1 else max(BLOCKS, in_a_cell)
     return {
         "blocks": (blocks,) * run.fragments,
         "real_bytes_per_block": max(1.0, encoded / blocks),

@@ -237,7 +237,10 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape, cells: int =
         raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
     if not shares.keys() >= set(owners):
         raise RemoteProtocolError("wrong owner", "an owner is no member")
-    senders = tuple(read_senders(part.senders, tuple(shares)) for part in message.parts)
+    members, everybody = tuple(shares), frozenset(shares)
+    senders = tuple(
+        read_senders(part.senders, members) if part.senders else everybody for part in message.parts
+    )
     if any(owner not in sending for owner, sending in zip(owners, senders, strict=True)):
         raise RemoteProtocolError("wrong owner", "an owner does not send its own slice")
     if any(part.generation for part in message.parts):

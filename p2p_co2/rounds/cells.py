@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -67,6 +68,7 @@ def sub_slots(slot: BlockRange, roots: int) -> tuple[BlockRange, ...]:
     return _equal(slot, roots)
 
 
+@lru_cache(1 << 12)
 def _equal(whole: BlockRange, count: int) -> tuple[BlockRange, ...]:
     size = whole.stop - whole.start
     edges = [whole.start + size * index // count for index in range(count + 1)]

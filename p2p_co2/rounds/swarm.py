@@ -72,6 +72,8 @@ class Swarm:
         """Per fragment, rounds over several cells from BEGIN to their end."""
         self.repute = Repute()
         self._met: OrderedDict[PeerId, None] = OrderedDict()
+        self._pieces_of: tuple[object, object, float, float, int] = (None, None, 0.0, 0.0, 0)
+        """What ``piece_bytes`` was asked last (receivers, ``live``, upload, time), and said."""
         self._vouched: OrderedDict[PeerId, None] = OrderedDict()
         """Peers of other cells who coordinated or summed in commits that this peer was in."""
         self.known_cells: set[int] = set()
@@ -202,9 +204,14 @@ class Swarm:
         """How large the pieces of what goes to all ``receivers`` at once may be, each to be gone
         ``within_s``."""
         upload = self.my_upload_bytes_per_s() or ASSUMED_UPLOAD_BYTES_PER_S
+        known = self._pieces_of
+        if known[0] is receivers and known[1] is self.live and known[2:4] == (upload, within_s):
+            return known[4]  # asked for each part of a round
         views = [self.live[peer] for peer in receivers if peer in self.live and peer != self.me]
         rates = [upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)]
-        return piece_bytes(rates, within_s)
+        size = piece_bytes(rates, within_s)
+        self._pieces_of = receivers, self.live, upload, within_s, size
+        return size
 
     def my_download_bytes_per_s(self) -> float:
         """This peer's own cap; 0 for none."""

@@ -36,8 +36,9 @@ from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, Work
 from p2p_co2.wire.identity import Identity, PeerId
 
-SHARED_MESSAGES = 1024
-"""What goes to many at once is read once for all of them; so many messages on their way are remembered."""
+SHARED_MESSAGES = 32
+"""What goes to many at once is read once for all of them; so many messages on their way are remembered for
+each peer."""
 OUTLAST_S = 240.0
 """A run that is over is given this long for its last flushes."""
 MAX_STATE_FACTOR = 64
@@ -125,7 +126,7 @@ class Swarm:
     ) -> None:
         self.settings, self.log, self.seed = settings, log, settings.seed
         self.make_node, self.make_ledger = make_node, make_ledger
-        self.open_message = lru_cache(SHARED_MESSAGES)(opened)
+        self.open_message = lru_cache(SHARED_MESSAGES * max(32, settings.peers))(opened)
         self.run_config, self.min_peers = settings.run, settings.min_peers
         self.checkpoint_every_s, self.parameters = settings.checkpoint_every_s, settings.parameters
         self.software = f"p2p-co2 {__version__}"
