@@ -98,7 +98,11 @@ class NetworkThread:
     def _see(self, event: ev.Event) -> None:
         if self._reporting is not None:
             self._reporting.see(event)
-        self._tell(event)
+        try:
+            self._tell(event)
+        except BaseException as error:
+            self._failure = self._failure or error  # on the loop nobody hears it: the training thread does
+            raise
 
     def start_node(self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger) -> Node:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
@@ -211,7 +215,8 @@ class NetworkThread:
         """Tell the others, and observers with ``last`` (fields of ``PeerFinished``): this peer leaves."""
         if self._reporting is not None:
             me = self.network.identity.peer_id
-            self._reporting.see(ev.PeerFinished(at=time.time(), peer=me, reason=reason, **last))
+            end = ev.PeerFinished(at=time.time(), peer=me, reason=reason, **last)
+            self._loop.call_soon_threadsafe(self._reporting.see, end)  # behind what was told before it
         self._loop.call_soon_threadsafe(self.node.say_goodbye, reason)
 
     def carriers_used(self) -> dict[str, str]:
