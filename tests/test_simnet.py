@@ -8,6 +8,7 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.envelope import Opened, enveloped
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
+from p2p_co2.telemetry.events import Event, PeerLeft
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
 
@@ -52,6 +53,26 @@ def test_messages_that_many_receive_are_read_once_and_never_written_to() -> None
     again = {data: enveloped(message.body, head) for data, message in read.items()}
     assert all(Envelope.FromString(made) == Envelope.FromString(data) for data, made in again.items())
     assert once.cache_info().hits > len(read)
+
+
+def test_the_goodbye_of_a_peer_that_leaves_is_on_the_wire_before_it_is_gone() -> None:
+    swarm = Swarm(Settings(run=run_of(3), peers=6, seed=1, profile="fibre"), EventLog())
+    leaver = swarm.volunteers[0].identity.peer_id
+    seen: list[tuple[str, str]] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, PeerLeft) and event.other == leaver and swarm.world.now < 10:
+            seen.append((event.peer, event.reason))
+
+    swarm.log.readers.append(look)
+    swarm.world.call_at(6.0, _ask_the_first_to_leave, swarm)
+    swarm.run()
+    assert {peer for peer, _ in seen} == set(swarm.peer_ids()) - {leaver}
+    assert {reason for _, reason in seen} == {"left: stopped"}
+
+
+def _ask_the_first_to_leave(swarm: Swarm) -> None:
+    swarm.processes[0].ask_to_leave()
 
 
 def test_a_storm_calls_nobody_back_before_it_sends_them_away() -> None:

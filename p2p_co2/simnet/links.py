@@ -20,6 +20,7 @@ from p2p_co2.wire.messages_pb2 import Envelope
 
 MEASURED_AFTER_BYTES = 256 << 10
 """Real bytes of bulk after which a peer knows what its uplink carries (``node.meter``)."""
+DRAIN_LOOK_S, JUST_AFTER_S = 0.05, 1e-6
 LOOK_UP_S = 0.3
 """To find the record of a peer that is not known yet."""
 
@@ -54,6 +55,8 @@ class VirtualLinks:
         self._measured_bytes = 0.0
         self._sized: tuple[bytes, float] = b"", 0.0
         self._is_closed = False
+        self._control_gone_at = 0.0
+        """When the last control message so far has left the uplink."""
         self.up_bytes = 0
         self._uplink_bytes_per_s = me.profile.up_bits_per_s / 8
         self._up_bytes_per_s = self._uplink_bytes_per_s / internet.scale
@@ -110,12 +113,15 @@ class VirtualLinks:
         return dict(self._used)
 
     async def drain(self, timeout_s: float) -> None:
+        """As ``Links.drain``: what a process says last is on the wire before the process is gone."""
         ends_at = self._world.now + timeout_s
         while self._world.now < ends_at:
             self._count_gone()
-            if not any(lane.control or lane.bulk_bytes for lane in self._lanes.values()):
+            waits = any(lane.control or lane.bulk_bytes for lane in self._lanes.values())
+            left_s = self._control_gone_at - self._world.now
+            if not waits and left_s < 0:
                 return
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(DRAIN_LOOK_S if waits else min(left_s + JUST_AFTER_S, timeout_s))
 
     async def close(self) -> None:
         self._is_closed = True
@@ -231,6 +237,7 @@ class VirtualLinks:
         uplink = self._uplink_bytes_per_s
         if not bulk:
             departs_at = world.now + size / uplink
+            self._control_gone_at = max(self._control_gone_at, departs_at)
             arrives_at = departs_at + internet.travel_s(path, size)
             arrives_at = lane.last_control_at = max(arrives_at, lane.last_control_at)
         else:
