@@ -28,7 +28,7 @@ one for every ``CELLS_PER_ROOT`` cells. The number of cells is the run's, and do
 size. The death of a root or of the council's coordinator costs the round; a cell that was left out of one
 loads whole states. Links to other cells stay open once they were used. Any id of a cell can speak for it, as
 ids are free: that can cost a round, not bytes (``speakers``). At the end of a run there is no last round of
-few: what less than half of the peers or cells still have to offer stays uncounted, where one group counts all.
+few: what less than half of the peers or cells still have to offer stays uncounted; one group counts all.
 """
 
 from __future__ import annotations
