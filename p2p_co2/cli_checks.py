@@ -104,7 +104,10 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of everything that happens by chance.")] = 0,
     folder: Annotated[Path | None, typer.Option(help="Where events and summary are written.")] = None,
     parameters: Annotated[int, typer.Option(help="Size of the model.")] = 1_300_000,
-    step_s: Annotated[float, typer.Option(help="Seconds of a typical peer's inner step.")] = 0.5,
+    step_s: Annotated[
+        float,
+        typer.Option(help="Seconds of a typical peer's inner step; 0: as the length of a round suggests."),
+    ] = 0.0,
     storm: Annotated[bool, typer.Option("--storm", help="A short run with every fault at once.")] = False,
     cells: Annotated[
         int, typer.Option(help="Cells of the swarm; 0: as the run says, and of some 50 peers above 64.")

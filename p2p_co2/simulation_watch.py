@@ -41,6 +41,8 @@ FP32_BYTES = 4
 STATE_BYTES_PER_VALUE = 8
 """Agreed parameters and momentum, fp32."""
 MAX_SIMULATED_PEERS = 4096
+STEP_S, STEPS_IN_A_LONG_ROUND = 0.5, 120
+"""A typical peer's inner step where nobody says: models whose rounds take minutes have slower ones."""
 CALM_SHARE = 0.9
 """Peers come and go during this share of the run, so that its end can be judged."""
 
@@ -49,7 +51,7 @@ CALM_SHARE = 0.9
 class SimulationOptions:
     """As ``p2p-co2 simulate`` takes them. ``churn_per_h``: times an hour that each peer goes. ``storm``: the
     campaign's run instead of ``run_file``'s. ``cells`` 0: what the run says, or as many as so many peers
-    need."""
+    need. ``step_s`` 0: ``STEP_S``, or more in rounds of minutes."""
 
     run_file: Path | None
     peers: int
@@ -95,7 +97,7 @@ def run_simulation(options: SimulationOptions) -> int:
     wall_s = time.monotonic() - began_at
     facts = RunFacts(config=settings.run, expected_peers=options.peers)
     summary = summarise(view, facts)
-    summary["simulation"] = figures(result, options, wall_s)
+    summary["simulation"] = figures(result, replace(options, step_s=settings.step_s), wall_s)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print("\n".join(lines_of(summary, result)))
     print(f"written to {folder}")
@@ -111,12 +113,14 @@ def settings_of(options: SimulationOptions) -> Settings:
         return replace(settings, run=_in_cells(settings.run, options))
     if options.run_file is None:
         raise ConfigError("command line", "RUN.toml", "name a run file, or ask for --storm")
-    if not 0 < options.hours < 1e5 or options.step_s <= 0 or options.parameters < 1:
-        raise ConfigError("command line", "", "--hours, --step-s and --parameters must be above 0")
+    if not 0 < options.hours < 1e5 or options.step_s < 0 or options.parameters < 1:
+        raise ConfigError("command line", "", "--hours and --parameters must be above 0, --step-s not below")
     profile_of(options.profile, options.seed, 0)
     run = _in_cells(read_run_config(options.run_file), options)
-    clock, seconds = run.clock, 3600 * options.hours
-    round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * options.step_s
+    clock, seconds, step_s = run.clock, 3600 * options.hours, options.step_s or STEP_S
+    if clock.mode == "time" and not options.step_s:
+        step_s = max(STEP_S, clock.round_s / STEPS_IN_A_LONG_ROUND)
+    round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * step_s
     rounds = max(1, math.ceil(seconds / round_s))
     run = run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
     return Settings(
@@ -126,7 +130,7 @@ def settings_of(options: SimulationOptions) -> Settings:
         profile=options.profile,
         faults=Churn(options.churn_per_h, CALM_SHARE * seconds) if options.churn_per_h else None,
         parameters=options.parameters,
-        step_s=options.step_s,
+        step_s=step_s,
         **_sizes(run, options.parameters, options.peers),
     )
 

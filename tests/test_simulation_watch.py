@@ -76,3 +76,19 @@ def test_figures_by_hand() -> None:
     assert quantiles([]) == {"count": 0, "median": None, "p90": None, "max": None}
     assert quantiles([3.0, 1.0, 2.0]) == {"count": 3, "median": 2.0, "p90": 3.0, "max": 3.0}
     assert replay_command(9, 32) == "p2p-co2 simulate --storm --peers 32 --seed 9"
+
+
+def test_steps_that_nobody_names_are_slower_in_long_rounds(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    for clock, chosen_s in (
+        ('mode = "time"\nround_s = 600', 5.0),
+        ('mode = "time"\nround_s = 10', 0.5),
+        ('mode = "steps"\ninner_steps_per_round = 30', 0.5),
+    ):
+        path.write_text(f'name = "r"\n[clock]\n{clock}\n', encoding="utf-8")
+        for asked_s, step_s in ((0.0, chosen_s), (2.0, 2.0)):
+            options = SimulationOptions(
+                run_file=path, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
+                parameters=1000, step_s=asked_s, storm=False,
+            )  # fmt: skip
+            assert settings_of(options).step_s == step_s
