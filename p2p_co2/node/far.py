@@ -75,7 +75,7 @@ class Far:
         self.outlook.rests = self._node.progress.rests
         every_s = CONCLUDED_QUICKLY_EVERY_S if self.outlook.hurry else CONCLUDED_EVERY_S
         if self.outlook.rests:
-            every_s = max(every_s, self._node.membership.quiet_s / 2)
+            every_s = max(every_s, self._node.membership.quiet_s)
         if now - self._concluded_at < every_s:
             return
         self._concluded_at = now

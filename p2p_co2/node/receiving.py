@@ -159,7 +159,7 @@ class Receiving:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
             outlook = node.far.outlook
-            outlook.mine = node.far.sight()
+            outlook.mine = node.far.sight() if kind == "cell_look" else outlook.mine
             outlook.receive(message, sender, now)
         elif kind in _ROUNDS:
             node.know_all()

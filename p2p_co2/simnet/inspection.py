@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from p2p_co2.simnet.process import Process
     from p2p_co2.simnet.swarm import Result, Swarm
 
-LOOK_EVERY_S, LOOKS_IN_A_QUIET_BEAT = 1.0, 6.0
+LOOK_EVERY_S, LOOKS_IN_A_QUIET_BEAT = 1.0, 2.0
 """Once a second; in rounds of minutes, where less happens, so often in one of their slow heartbeats."""
 OVERDUE_S = 1.5
 """A timer that is later than this is one that nobody heeds (a process looks at its timers at least every
