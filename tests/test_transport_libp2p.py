@@ -62,7 +62,7 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
             assert b.reasons[-1] == reason
         assert not b.received
         assert {sender for sender, _ in b.refused} == {a.identity.peer_id}
-        await until(lambda: not b.carrier._streams)  # type: ignore[attr-defined]
+        await until(lambda: not b.carrier._inbound)  # type: ignore[attr-defined]
 
 
 async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
