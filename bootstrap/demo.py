@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from pydantic import ValidationError
 
+from bootstrap.exit_status import exit_status_of
 from bootstrap.local_swarm import (
     Child,
     LocalSwarm,
@@ -120,34 +119,26 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
     if trained_s != options.seconds:
         rounds = f"{config.clock.rounds} rounds of {options.round_s:g} s"
         print(f"--seconds {options.seconds:g} is made whole: {rounds}, {trained_s:g} s", flush=True)
-    before = signal.signal(signal.SIGTERM, _interrupted)
+    return exit_status_of(lambda: _demonstrate(options, config, watch_with), STOPPED)
+
+
+def _demonstrate(
+    options: DemoOptions, config: RunConfig, watch_with: Callable[[RunConfig, Path], Watch]
+) -> list[str]:
+    folder = new_run_folder(options.folder, "demo")
     try:
-        folder = new_run_folder(options.folder, "demo")
+        config, loss_start = _prepared(options, config, folder)
+    except BaseException:
+        remove_empty_run_folder(folder)
+        raise
+    with LocalSwarm(folder / "logs") as swarm:
+        demo = _Demo(options, config, folder, swarm)
+        watch = watch_with(config, folder)
         try:
-            config, loss_start = _prepared(options, config, folder)
-        except BaseException:
-            remove_empty_run_folder(folder)
-            raise
-        with LocalSwarm(folder / "logs") as swarm:
-            demo = _Demo(options, config, folder, swarm)
-            watch = watch_with(config, folder)
-            try:
-                demo.run(watch)
-                reasons = watch.finish(demo.end(loss_start))
-            finally:
-                watch.close()
-    except KeyboardInterrupt:
-        print(STOPPED, file=sys.stderr)
-        return 128 + signal.SIGINT
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    for reason in reasons:
-        print(f"error: {reason}", file=sys.stderr)
-    return 1 if reasons else 0
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+            demo.run(watch)
+            return watch.finish(demo.end(loss_start))
+        finally:
+            watch.close()
 
 
 def run_config(options: DemoOptions, recipe_digest: str = "") -> RunConfig:

@@ -12,16 +12,14 @@ machine's cores, so the lines are real and the speed of the training is not.
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from bootstrap.demo import software_versions
+from bootstrap.exit_status import exit_status_of
 from bootstrap.lines import Line, LineChanges, lines_of
 from bootstrap.local_swarm import new_run_folder, remove_empty_run_folder
 from bootstrap.rehearsal_swarm import RehearsalSwarm, Traffic
@@ -97,17 +95,7 @@ def run_rehearsal(options: RehearsalOptions, watch_with: Callable[[RunConfig, Pa
         raise ConfigError("command line", "--carrier", f"auto, grpc or libp2p (got {options.carrier!r})")
     config = run_config(options)
     lines = lines_of(options.peers, options.profile, options.line, config.seed)
-    before = signal.signal(signal.SIGTERM, _interrupted)
-    try:
-        reasons = _rehearse(options, config, lines, watch_with)
-    except KeyboardInterrupt:
-        print(STOPPED, file=sys.stderr)
-        return 128 + signal.SIGINT
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    for reason in reasons:
-        print(f"error: {reason}", file=sys.stderr)
-    return 1 if reasons else 0
+    return exit_status_of(lambda: _rehearse(options, config, lines, watch_with), STOPPED)
 
 
 def _rehearse(
@@ -144,10 +132,6 @@ def _rehearse(
             forwarded=swarm.forwarded,
         )
         return watch.finish(end)
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def run_config(options: RehearsalOptions) -> RunConfig:
