@@ -238,8 +238,11 @@ def test_memory_grows_with_what_the_rule_and_error_feedback_keep() -> None:
 
 def test_a_run_that_cannot_commit_is_said_to_be_one() -> None:
     satellite = (link_of(PROFILES["satellite"]),) * 4
-    huge = forecast(setting(fragments=even_fragments(7_000_000_000, 1), round_s=36_000.0, links=satellite))
+    seven_billion = even_fragments(7_000_000_000, 1)
+    huge = forecast(setting(fragments=seven_billion, round_s=600.0, links=satellite))
     assert "no round would commit" in huge.troubles[0]
+    patient = forecast(setting(fragments=seven_billion, round_s=36_000.0, links=satellite))
+    assert not any("no round would commit" in trouble for trouble in patient.troubles)  # it waits as long
     assert "peers wait 30 s" in forecast(setting(step_s=45.0, round_s=600.0)).troubles[0]
     assert "less than one inner step" in forecast(setting(round_s=1.0)).troubles[-1]
 

@@ -394,18 +394,19 @@ def test_wrong_messages_between_cells_are_refused_and_raise_nothing_else(insider
 
 
 def test_a_council_names_few_roots_and_only_ids() -> None:
-    slots, cells = len(slot_ranges(6400)), 16
+    shape, cells = PayloadShape(8, (6400,), 8), 16
+    slots = len(slot_ranges(6400))
     peers = [make_identity(i).peer_id for i in range(3)]
     council = wire.Council(coordinator=peers[0], cells=range(cells), sums_within_s=1.0)
     council.roots.extend(wire.SlotRoots(peers=peers[:2]) for _ in range(slots))
-    check_council(council, cells, 6400)
+    check_council(council, cells, shape)
     council.roots[5].peers.append(peers[2])  # 100 blocks in a slot: a root for each was let in
     with pytest.raises(RemoteProtocolError, match="3 roots"):
-        check_council(council, cells, 6400)
+        check_council(council, cells, shape)
     del council.roots[5].peers[1:]
     council.roots[5].peers[0] += "x" * 1000
     with pytest.raises(RemoteProtocolError, match="wrong cell"):
-        check_council(council, cells, 6400)
+        check_council(council, cells, shape)
 
 
 def test_what_is_no_id_names_no_owner_and_stays_nowhere() -> None:

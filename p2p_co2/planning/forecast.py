@@ -27,7 +27,7 @@ from p2p_co2.planning.traffic import (
     sent_and_received,
     shares_of,
 )
-from p2p_co2.rounds.bounds import GATHER_CAP_S, PARTS_CAP_S, ROUND_CAP_S
+from p2p_co2.rounds.bounds import GATHER_CAP_S, parts_cap_s, round_cap_s
 from p2p_co2.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S
 
 COPY_BYTES_PER_S = 3e9
@@ -242,10 +242,12 @@ def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> fl
 
 def _troubles(setting: Setting, slowest: RoundTime, rounds: Flow) -> list[str]:
     troubles = []
-    if slowest.transfer_s / 2 > PARTS_CAP_S or slowest.slowest_member_s > ROUND_CAP_S:
+    round_s = 0.0 if setting.in_steps else setting.round_s
+    parts_s, whole_s = parts_cap_s(round_s), round_cap_s(round_s)
+    if slowest.transfer_s / 2 > parts_s or slowest.slowest_member_s > whole_s:
         troubles.append(
             f"a fragment's round takes {slowest.slowest_member_s:,.0f} s; peers give up after "
-            f"{PARTS_CAP_S:.0f} s for its slices or {ROUND_CAP_S:,.0f} s in all, so no round would commit: "
+            f"{parts_s:,.0f} s for its slices or {whole_s:,.0f} s in all, so no round would commit: "
             "use more fragments or a codec with fewer bits"
         )
     if setting.step_s > GATHER_CAP_S:

@@ -227,8 +227,8 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape, cells: int =
     fragment, round_, attempt = read_key(message.key, shape)
     shares = read_members(message.members, round_)
     check_digest(message.state_digest)
-    check_duration(message.parts_within_s, bounds.PARTS_CAP_S)
-    check_duration(message.result_within_s, bounds.ROUND_CAP_S)
+    check_duration(message.parts_within_s, shape.parts_cap_s)
+    check_duration(message.result_within_s, shape.round_cap_s)
     if not 1 <= len(message.parts) <= bounds.MAX_PARTS:
         raise RemoteProtocolError("wrong parts", f"{len(message.parts)} parts for {len(shares)} members")
     ranges = tuple(BlockRange(part.start_block, part.stop_block) for part in message.parts)
@@ -262,5 +262,5 @@ def _read_council(message: Begin, ranges: Sequence[BlockRange], shape: PayloadSh
         raise RemoteProtocolError("wrong cell", "a council of another round")
     if tuple(ranges) != slot_ranges(shape.blocks[key.fragment]):
         raise RemoteProtocolError("wrong parts", "other blocks than the slots")
-    check_council(council, cells, shape.blocks[key.fragment])
+    check_council(council, cells, shape)
     return council

@@ -51,7 +51,7 @@ LAST_GATHER_S = 10.0
 RECEIPT_FLOOR_S, RECEIPT_CAP_S = 1.0, 10.0
 """From READY to its receipt."""
 PARTS_FLOOR_S, PARTS_CAP_S = 2.0, 300.0
-"""From BEGIN to the end of an owner's wait for slices."""
+"""From BEGIN to the end of an owner's wait for slices; the cap is ``parts_cap_s`` where rounds are longer."""
 CHEAP_S, CHEAP_SHARE = 0.25, 1 / 8
 """A round that takes no longer than this, or than this share of the time between two rounds of a fragment, is
 short enough for everybody."""
@@ -68,4 +68,16 @@ GRACE_S = 2.0
 READY_CAP_S = 150.0
 """An offer that has not begun by then is given up, whatever the coordinators promise."""
 ROUND_CAP_S = 1800.0
-"""An attempt that is not decided by then is given up."""
+"""An attempt that is not decided by then is given up, or by ``round_cap_s`` where rounds are longer."""
+
+
+def parts_cap_s(round_s: float) -> float:
+    """How long owners may wait for slices at most in a run with rounds of ``round_s`` (0: unknown). As long
+    as a round, where that is more than ``PARTS_CAP_S``: an exchange that takes two rounds' time makes answers
+    staler, and still commits."""
+    return max(PARTS_CAP_S, round_s)
+
+
+def round_cap_s(round_s: float) -> float:
+    """The same for a whole attempt, in the same proportion."""
+    return ROUND_CAP_S / PARTS_CAP_S * parts_cap_s(round_s)

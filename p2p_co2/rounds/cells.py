@@ -121,7 +121,7 @@ def check_cell_ready(message: CellReady, sender: PeerId, cells: int, shape: Payl
         raise RemoteProtocolError("wrong parts", f"{len(message.owners)} owners")
     if any(not _is_of(owner, cells, (message.cell,)) for owner in set(message.owners)):
         raise RemoteProtocolError("wrong owner", "an owner of another cell")
-    if not 0 <= message.parts_within_s <= bounds.PARTS_CAP_S or message.base_version >= message.key.round:
+    if not 0 <= message.parts_within_s <= shape.parts_cap_s or message.base_version >= message.key.round:
         raise RemoteProtocolError("impossible duration", "or version")
     if len(message.before) > cells or any(cell >= cells for cell in message.before):
         raise RemoteProtocolError("wrong cell", "of the round before")
@@ -129,14 +129,14 @@ def check_cell_ready(message: CellReady, sender: PeerId, cells: int, shape: Payl
         raise RemoteProtocolError("wrong group", f"{message.members} members")
 
 
-def check_council(message: Council, cells: int, blocks: int) -> None:
+def check_council(message: Council, cells: int, shape: PayloadShape) -> None:
     """Raise ``RemoteProtocolError`` for a council that no honest coordinator writes."""
     taking_part = list(message.cells)
     if not taking_part or len(taking_part) > MAX_CELLS or taking_part != sorted(set(taking_part)):
         raise RemoteProtocolError("wrong cell", "cells must be ascending")
     if taking_part[-1] >= cells or len(message.coordinator) > bounds.MAX_PEER_ID:
         raise RemoteProtocolError("wrong cell", str(taking_part[-1]))
-    slots = slot_ranges(blocks)
+    slots = slot_ranges(shape.blocks[message.key.fragment])
     if len(message.roots) != len(slots):
         raise RemoteProtocolError("wrong parts", f"roots of {len(message.roots)} slots")
     most = -(-len(taking_part) // CELLS_PER_ROOT)
@@ -145,5 +145,5 @@ def check_council(message: Council, cells: int, blocks: int) -> None:
             raise RemoteProtocolError("wrong parts", f"{len(roots.peers)} roots of a slot")
         if any(not _is_of(peer, cells, taking_part) for peer in roots.peers):
             raise RemoteProtocolError("wrong cell", "a root that does not take part")
-    if not 0 <= message.sums_within_s <= 2 * bounds.PARTS_CAP_S + bounds.GRACE_S:
+    if not 0 <= message.sums_within_s <= 2 * shape.parts_cap_s + bounds.GRACE_S:
         raise RemoteProtocolError("impossible duration", f"{message.sums_within_s} s")

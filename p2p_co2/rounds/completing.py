@@ -27,7 +27,7 @@ class Completing:
         self._member, self._swarm = member, swarm
         self._patience_s = max(bounds.GRACE_S, member.attempt.parts_within_s)
         patience_s = max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * member.attempt.parts_within_s)
-        self._give_up_at = now + min(patience_s, bounds.ROUND_CAP_S)
+        self._give_up_at = now + min(patience_s, swarm.shape.round_cap_s)
         self.came(now)
 
     def committed(self, offered_at: float, now: float) -> Committed | None:

@@ -144,8 +144,9 @@ class Councils:
         history.forget(round_)
         if round_ == 1:
             wait_s = bounds.GATHER_CAP_S
-        elif cadence.period_s:
-            wait_s = cadence.gather_cap_s  # a cell that is left out costs its peers a round and a state each
+        elif cadence.period_s or self._swarm.shape.round_s:
+            # A cell that is left out costs its peers a round and a state each.
+            wait_s = cadence.gather_cap_s
         else:
             wait_s = history.deadline_s(round_)
         give_up_at = now + max(wait_s, bounds.GATHER_CAP_S)
@@ -215,7 +216,7 @@ class Councils:
         digest, cells = forming.camp()
         readies = {cell: forming.readies[cell] for cell in cells}
         parts_s = max(ready.parts_within_s for ready, _ in readies.values())
-        sums_s = min(2 * parts_s, 2 * bounds.PARTS_CAP_S)
+        sums_s = 2 * parts_s
         attempt = attempt_nonce(self._swarm.me, *place, -self._counter, now)
         council = Council(
             key=RoundKey(fragment=place[0], round=place[1], attempt=attempt),
@@ -224,7 +225,8 @@ class Councils:
             roots=assign_roots({c: r.owners for c, (r, _) in readies.items()}, place, self._swarm.shape),
             sums_within_s=sums_s,
         )
-        decide_at = now + min(result_within_s(parts_s, sums_s) + 2 * bounds.GRACE_S, bounds.ROUND_CAP_S)
+        whole_s = result_within_s(parts_s, sums_s) + 2 * bounds.GRACE_S
+        decide_at = now + min(whole_s, self._swarm.shape.round_cap_s)
         left_out = [cell for cell in range(self._swarm.cells) if cell not in readies]
         self._sittings[attempt] = _Sitting(council, readies, decide_at, now, left_out)
         while len(self._sittings) > bounds.KEEP_ATTEMPTS:

@@ -145,12 +145,12 @@ class Punctuality:
             self._missed = {peer: missed for peer, missed in self._missed.items() if peer in live}
 
 
-def parts_deadline_s(transfer_s: float, observed: Durations) -> float:
+def parts_deadline_s(transfer_s: float, observed: Durations, cap_s: float = bounds.PARTS_CAP_S) -> float:
     """How long owners wait for slices: the time that the links need with a safety factor, or what past rounds
     took if that is more, up to ``SAFETY`` times as much, so that a member whose slices never come does not
-    slow the others down for ever."""
-    floor_s = min(max(SAFETY * transfer_s, bounds.PARTS_FLOOR_S), bounds.PARTS_CAP_S)
-    return observed.deadline_s(floor_s, floor_s, min(SAFETY * floor_s, bounds.PARTS_CAP_S))
+    slow the others down for ever; at most ``cap_s``."""
+    floor_s = min(max(SAFETY * transfer_s, bounds.PARTS_FLOOR_S), cap_s)
+    return observed.deadline_s(floor_s, floor_s, min(SAFETY * floor_s, cap_s))
 
 
 def votes_deadline_s(elapsed_s: float, observed: Durations) -> float:

@@ -90,7 +90,7 @@ class Delegate:
         """The answer of the peer that is asked. Raises ``RemoteProtocolError``."""
         if sender != self._asked:
             return
-        if not 0 <= message.begins_within_s <= bounds.ROUND_CAP_S:
+        if not 0 <= message.begins_within_s <= self._swarm.shape.round_cap_s:
             raise RemoteProtocolError("impossible duration", f"{message.begins_within_s} s")
         if message.version:
             check_behind(message)

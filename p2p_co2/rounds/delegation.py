@@ -129,16 +129,19 @@ class Delegation:
             members=len(begin.members),
             base_version=min(member.base_version for member in begin.members),
             owners=[part.owner for part in begin.parts],
-            parts_within_s=self._parts_within_s(begin),
+            parts_within_s=self._parts_within_s(begin, gathering.sums_s),
             before=gathering.cells_before,
         )
         return _Proposal(begin, dict(gathering.readies), told)
 
-    def _parts_within_s(self, begin: Begin) -> float:
-        """What the council should allow for: slow ways between cells show only in how long whole rounds take
+    def _parts_within_s(self, begin: Begin, sums_s: float) -> float:
+        """What the council should allow for: it gives the exchange of sums twice as long (``sums_s``: what
+        our owners need for it), and slow ways between cells show only in how long whole rounds take
         (``result_within_s`` is six times this, and more)."""
-        whole_s = self._swarm.over_cells[begin.key.fragment].deadline_s(0.0, 0.0, bounds.ROUND_CAP_S)
-        return min(bounds.PARTS_CAP_S, max(begin.parts_within_s, whole_s / 3))
+        whole_s = self._swarm.over_cells[begin.key.fragment].deadline_s(
+            0.0, 0.0, self._swarm.shape.round_cap_s
+        )
+        return min(self._swarm.shape.parts_cap_s, max(begin.parts_within_s, sums_s / 2, whole_s / 3))
 
     def _ready(self, place: Place, pending: _Pending, now: float) -> CellReady | None:
         """What our cell is ready with now; None if too few are left."""
@@ -223,7 +226,7 @@ class Delegation:
             return  # doubled
         if sender != council.coordinator or self._swarm.cell not in council.cells:
             raise RemoteProtocolError("wrong sender", "CELL_BEGIN")
-        check_council(council, self._swarm.cells, self._swarm.shape.blocks[place[0]])
+        check_council(council, self._swarm.cells, self._swarm.shape)
         if len(council.key.attempt) != bounds.ATTEMPT_BYTES:
             raise RemoteProtocolError("wrong attempt length", f"{len(council.key.attempt)} bytes")
         pending = self._pending.get(place)
@@ -239,7 +242,7 @@ class Delegation:
         begin = agreed.begin
         begin.council.CopyFrom(council)
         within_s = result_within_s(begin.parts_within_s, council.sums_within_s)
-        begin.result_within_s = min(within_s, bounds.ROUND_CAP_S)
+        begin.result_within_s = min(within_s, self._swarm.shape.round_cap_s)
         seal_begin(begin, self._swarm.me)
         self._start(place, pending.gathering, begin, late, now)
 
@@ -272,7 +275,7 @@ class Delegation:
         council = attempt.council
         if council.key.attempt not in self._votes:
             whole_s = result_within_s(attempt.parts_within_s, council.sums_within_s)
-            until = now + min(2 * whole_s + 2 * bounds.GRACE_S, bounds.ROUND_CAP_S)
+            until = now + min(2 * whole_s + 2 * bounds.GRACE_S, self._swarm.shape.round_cap_s)
             roots = frozenset(peer for slot in council.roots for peer in slot.peers)
             self._votes[council.key.attempt] = _Vote(attempt, until, roots & attempt.shares.keys())
             while len(self._votes) > bounds.KEEP_ATTEMPTS:

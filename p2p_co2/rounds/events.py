@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.memory import Buffer
+from p2p_co2.rounds import bounds
 from p2p_co2.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
 from p2p_co2.wire.identity import PeerId
 
@@ -19,12 +20,17 @@ Step = Literal["mean", "sum", "join"]
 
 @dataclass(frozen=True)
 class PayloadShape:
-    """The encoded size of every fragment, the same on all peers: ``blocks[f]`` blocks of ``block_bytes``
-    bytes, ``sum_block_bytes`` as fp32 (only where there are several cells)."""
+    """What travels, and how often; the same on all peers. Every fragment's encoded size: ``blocks[f]`` blocks
+    of ``block_bytes`` bytes, ``sum_block_bytes`` as fp32 (only where there are several cells). ``round_s``:
+    the run's time between two rounds of a fragment, 0 where it counts inner steps.
+    ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; a simulation whose bytes
+    stand for more of them counts it in its own."""
 
     block_bytes: int
     blocks: tuple[int, ...]
     sum_block_bytes: int = 0
+    round_s: float = 0.0
+    assumed_upload_bytes_per_s: float = bounds.ASSUMED_UPLOAD_BYTES_PER_S
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:
@@ -32,6 +38,16 @@ class PayloadShape:
 
     def payload_bytes(self, fragment: int) -> int:
         return self.block_bytes * self.blocks[fragment]
+
+    @property
+    def parts_cap_s(self) -> float:
+        """How long owners wait for slices at most."""
+        return bounds.parts_cap_s(self.round_s)
+
+    @property
+    def round_cap_s(self) -> float:
+        """How long an attempt lasts at most."""
+        return bounds.round_cap_s(self.round_s)
 
 
 @dataclass(frozen=True)

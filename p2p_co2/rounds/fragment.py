@@ -9,7 +9,6 @@ until ours has failed, because ours may still be decided; what was held for an o
 from __future__ import annotations
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.rounds import bounds
 from p2p_co2.rounds.ahead import Ahead, farthest_version
 from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import Attempt, check_behind, check_duration, read_begin
@@ -179,7 +178,7 @@ class FragmentRounds:
     # ---- the road into a round
 
     def on_waiting(self, message: Waiting, sender: PeerId, now: float) -> None:
-        check_duration(message.begins_within_s, bounds.ROUND_CAP_S)
+        check_duration(message.begins_within_s, self._swarm.shape.round_cap_s)
         if self.asking is not None and self.asking.offer.round == message.round:
             self.asking.waiting(message, sender, now)
 

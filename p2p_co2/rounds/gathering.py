@@ -16,7 +16,14 @@ from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import seal_begin, write_senders
 from p2p_co2.rounds.bounds import DIGEST_BYTES
 from p2p_co2.rounds.cells import slot_ranges
-from p2p_co2.rounds.deadline import Cadence, Durations, Punctuality, ReadyHistory, parts_deadline_s
+from p2p_co2.rounds.deadline import (
+    SAFETY,
+    Cadence,
+    Durations,
+    Punctuality,
+    ReadyHistory,
+    parts_deadline_s,
+)
 from p2p_co2.rounds.parts import Rates, divide, divide_slots
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import PeerId
@@ -36,6 +43,8 @@ class Gathering:
         self.readies: dict[PeerId, Ready] = {}
         self.cells_before: list[int] = []
         """Those that made the round before, where there are several and it is known."""
+        self.sums_s = 0.0
+        """What the owners of the last BEGIN are given for the exchange among cells."""
         self.first_at = now
         self._adaptive_s = history.deadline_s(round_, cadence.gather_cap_s)
         self.in_time_until = now + cadence.gather_cap_s
@@ -182,17 +191,19 @@ class Gathering:
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}
-        own_upload = self._swarm.my_upload_bytes_per_s()
+        own_upload, assumed = self._swarm.my_upload_bytes_per_s(), shape.assumed_upload_bytes_per_s
         if self._swarm.cells == 1:
             division = divide(
-                shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s, own_upload
-            )
+                shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s, own_upload,
+                assumed,
+            )  # fmt: skip
         else:
             division = divide_slots(
-                slot_ranges(shape.blocks[self.fragment]), shape.block_bytes, rates, place, self._cheap_s,
-                own_upload,
+                slot_ranges(shape.blocks[self.fragment]), shape.block_bytes, shape.sum_block_bytes, rates,
+                place, self._cheap_s, own_upload, assumed,
             )  # fmt: skip
-        parts_s = parts_deadline_s(division.transfer_s, observed)
+        parts_s = parts_deadline_s(division.transfer_s, observed, shape.parts_cap_s)
+        self.sums_s = SAFETY * division.sums_s
         begin = Begin(
             key=RoundKey(fragment=self.fragment, round=self.round),
             members=[self._member(peer) for peer in group],

@@ -83,7 +83,7 @@ class Member:
         mine = [part for part, owner in enumerate(attempt.owners) if owner == swarm.me]
         self._arrivals = Arrivals(attempt, swarm, observed, mine)
         self._payload = memoryview(offer.payload)
-        self._give_up_at = now + bounds.ROUND_CAP_S
+        self._give_up_at = now + swarm.shape.round_cap_s
         self._decide_by_at = now + attempt.result_within_s + bounds.GRACE_S
         self._resend_at: float | None = None
         self._resend_s = RESEND_S
@@ -260,7 +260,7 @@ class Member:
             )
         if message.generation > bounds.MAX_GENERATION:
             raise RemoteProtocolError("wrong generation", str(message.generation))
-        check_duration(message.parts_within_s, bounds.PARTS_CAP_S)
+        check_duration(message.parts_within_s, self._swarm.shape.parts_cap_s)
         if sender == self.coordinators[-1] and message.generation > self._parts[message.part].generation:
             old = self._jobs.pop(message.part, None)
             if old is not None:
@@ -396,7 +396,7 @@ class Member:
 
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
-            self.failure = f"not decided within {bounds.ROUND_CAP_S:.0f} s"
+            self.failure = f"not decided within {self._swarm.shape.round_cap_s:.0f} s"
             return
         for job in list(self._jobs.values()):
             job.check(now)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,24 +78,26 @@ class Rates(NamedTuple):
 class Division:
     """Part ``i`` is ``ranges[i]``, averaged by ``owners[i]``, from the slices of ``senders[i]`` (the owner is
     among them). ``transfer_s``: how long the slowest link needs for what others wait for: slices and
-    averaging."""
+    averaging. ``sums_s``: how long the slowest owner needs to give on its sums and to have the mean over all
+    cells, where there are several."""
 
     ranges: tuple[BlockRange, ...]
     owners: tuple[PeerId, ...]
     senders: tuple[frozenset[PeerId], ...]
     transfer_s: float
+    sums_s: float = 0.0
 
 
 def divide(
     blocks: int, block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int], cheap_s: float,
-    own_upload: float = 0.0,
+    own_upload: float = 0.0, assumed: float = ASSUMED_UPLOAD_BYTES_PER_S,
 ) -> Division:  # fmt: skip
     """Divide a round at ``place`` (fragment, round) among the members of ``rates``. ``cheap_s``: a round of
     this length costs nobody anything. ``own_upload``: what who divides has measured of itself, 0 if
-    nothing."""
+    nothing; ``assumed``: what an unknown line carries where nobody's is known; bytes per second."""
     members = sorted(rates)
     payload_bytes = blocks * block_bytes
-    credible = _credible([rates[peer].upload for peer in members], own_upload)
+    credible = _credible([rates[peer].upload for peer in members], own_upload, assumed)
     uploads = [rate / payload_bytes for rate in credible]
     links = [_link(rates[peer], upload, payload_bytes) for peer, upload in zip(members, uploads, strict=True)]
     time_s = max(PATIENCE * _shortest_s(links), cheap_s)
@@ -121,18 +124,29 @@ def divide(
 
 
 def divide_slots(
-    slots: Sequence[BlockRange], block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int],
-    cheap_s: float, own_upload: float = 0.0,
+    slots: Sequence[BlockRange], block_bytes: int, sum_block_bytes: int, rates: dict[PeerId, Rates],
+    place: tuple[int, int], cheap_s: float, own_upload: float = 0.0,
+    assumed: float = ASSUMED_UPLOAD_BYTES_PER_S,
 ) -> Division:  # fmt: skip
-    """As ``divide``, where the cuts are fixed and each slot is a part of its own."""
+    """As ``divide``, where the cuts are fixed and each slot is a part of its own, whose owner gives on a sum
+    of ``sum_block_bytes`` for each block."""
     slot_bytes = -(-slots[-1].stop * block_bytes // len(slots))
-    division = divide(len(slots), slot_bytes, rates, place, cheap_s, own_upload)
+    division = divide(len(slots), slot_bytes, rates, place, cheap_s, own_upload, assumed)
     owners: list[PeerId] = []
     senders: list[frozenset[PeerId]] = []
     for (start, stop), owner, sending in zip(division.ranges, division.owners, division.senders, strict=True):
         owners += [owner] * (stop - start)
         senders += [sending] * (stop - start)
-    return Division(tuple(slots), tuple(owners), tuple(senders), division.transfer_s)
+    members = sorted(rates)
+    uploads = _credible([rates[peer].upload for peer in members], own_upload, assumed)
+    width = block_bytes + sum_block_bytes
+    loads = Counter[PeerId]()
+    for owner, (start, stop) in zip(owners, slots, strict=True):
+        loads[owner] += (stop - start) * width
+    # Up go its sums and, as a root of some slots, their means; down as much, where roots are shared evenly.
+    links = [_link(rates[peer], upload, 1) for peer, upload in zip(members, uploads, strict=True)]
+    sums_s = max(loads[peer] / link for peer, link in zip(members, links, strict=True))
+    return Division(tuple(slots), tuple(owners), tuple(senders), division.transfer_s, sums_s)
 
 
 def _link(rates: Rates, upload: float, payload_bytes: int) -> float:
@@ -165,16 +179,18 @@ def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
     return reached == blocks
 
 
-def _credible(uploads_bytes_per_s: Sequence[float], own: float = 0.0) -> list[float]:
+def _credible(
+    uploads_bytes_per_s: Sequence[float], own: float = 0.0, assumed: float = ASSUMED_UPLOAD_BYTES_PER_S
+) -> list[float]:
     """Rates above 0: boasts cut down, unknown ones like the mean of the others, those near the median as
     it. The median that a boast is measured by counts unknown rates as home links: where one peer alone names
     a rate, its word sets none. Of two the slower one alone would set it: there nobody boasts with what who
     divides has measured of its ``own`` line, or it would wait for lines as slow as the other likes."""
     rates = [min(max(rate, 1.0), MAX_UPLOAD_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
-    middle = median_low([rate or ASSUMED_UPLOAD_BYTES_PER_S for rate in rates])
+    middle = median_low([rate or assumed for rate in rates])
     ceiling = max(FASTEST_SHARE * middle, own if len(rates) == 2 else 0.0)
     known = [min(rate, ceiling) for rate in rates if rate > 0]
-    typical = sum(known) / len(known) if known else ASSUMED_UPLOAD_BYTES_PER_S
+    typical = sum(known) / len(known) if known else assumed
     credible = [min(rate, ceiling) or typical for rate in rates]
     middle = median(credible)
     return [middle if middle / ALIKE <= rate <= middle * ALIKE else rate for rate in credible]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from google.protobuf.message import Message
 
 from p2p_co2.rounds.assembly import PIECE_S, piece_bytes
-from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.rounds.bounds import MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.deadline import Durations, Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.rounds.lateness import Lateness
@@ -203,7 +203,7 @@ class Swarm:
     def piece_bytes(self, receivers: Collection[PeerId], within_s: float = PIECE_S) -> int:
         """How large the pieces of what goes to all ``receivers`` at once may be, each to be gone
         ``within_s``."""
-        upload = self.my_upload_bytes_per_s() or ASSUMED_UPLOAD_BYTES_PER_S
+        upload = self.my_upload_bytes_per_s() or self.shape.assumed_upload_bytes_per_s
         known = self._pieces_of
         if known[0] is receivers and known[1] is self.live and known[2:4] == (upload, within_s):
             return known[4]  # asked for each part of a round

@@ -156,7 +156,7 @@ class Tally:
                 return
         else:
             self._quorum_at = None
-        timed_out = now - self._began_at >= bounds.ROUND_CAP_S
+        timed_out = now - self._began_at >= self._swarm.shape.round_cap_s
         if not timed_out and self._reassign_lost(now, heard_all=final or not waiting):
             return
         if final or timed_out or (not waiting and not self._may_still_hear()):

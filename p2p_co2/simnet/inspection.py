@@ -61,7 +61,7 @@ class Inspector:
         for open_offer in node.rounds.open_offers():
             waited_s = now - open_offer.offered_at
             self.longest_offer_s = max(self.longest_offer_s, waited_s)
-            if waited_s > bounds.READY_CAP_S + bounds.ROUND_CAP_S:
+            if waited_s > bounds.READY_CAP_S + self._swarm.shape.round_cap_s:
                 books.broken(process.peer, "deadlines", f"an offer is open for {waited_s:.0f} s")
             if now - open_offer.timer_at > OVERDUE_S:
                 late_s = now - open_offer.timer_at

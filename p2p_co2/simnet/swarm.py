@@ -23,6 +23,7 @@ from p2p_co2.node.envelope import opened
 from p2p_co2.node.node import Node
 from p2p_co2.profiles import profile_of
 from p2p_co2.rounds import PayloadShape
+from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.faults import Churn, Storm
 from p2p_co2.simnet.inspection import Inspector
@@ -137,7 +138,14 @@ class Swarm:
         self.rendezvous = Rendezvous(self.internet, random.Random(f"{self.seed}/dht"), seeds)
         self.internet.relays_up = self.rendezvous.seed_answers
         sum_factor = settings.sum_factor if settings.run.cells > 1 else 0
-        self.shape = PayloadShape(BLOCK_BYTES, settings.blocks, BLOCK_BYTES * sum_factor)
+        clock = settings.run.clock
+        self.shape = PayloadShape(
+            BLOCK_BYTES,
+            settings.blocks,
+            BLOCK_BYTES * sum_factor,
+            clock.round_s if clock.mode == "time" else 0.0,
+            ASSUMED_UPLOAD_BYTES_PER_S / self.internet.scale,
+        )
         factor = min(MAX_STATE_FACTOR, max(2, settings.state_factor))
         self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
         self.books = Books(settings.blocks, lambda: self.world.now)

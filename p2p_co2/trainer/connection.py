@@ -148,7 +148,10 @@ class Connection:
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
         sum_bytes = FP32_BYTES * codec.block_values if run.cells > 1 else 0
         shape = PayloadShape(
-            codec.block_bytes, tuple(codec.blocks(f.numel) for f in plan.fragments), sum_bytes
+            codec.block_bytes,
+            tuple(codec.blocks(f.numel) for f in plan.fragments),
+            sum_bytes,
+            run.clock.round_s if run.clock.mode == "time" else 0.0,
         )
         self._tell_of_damaged(saved)
         self._on_event(
