@@ -7,6 +7,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.envelope import enveloped, kind_of, opened
 from p2p_co2.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.wire import bulk
@@ -112,6 +113,29 @@ def test_a_held_piece_counts_with_its_data() -> None:
     buffer = ReorderBuffer(0)
     buffer.hold(bulk.with_data(Part(key=KEY), DATA), PeerId("a"))
     assert buffer.held()["EARLY_BYTES"][0] > len(DATA)
+
+
+PADDING = bulk.varint(99 << 3 | 2) + bulk.varint(900_000) + bytes(900_000)
+TWICE = (
+    bulk.varint(2 << 3 | 2) + bulk.varint(900_000) + bytes(900_000)
+)  # ``Envelope.run``, before the true one
+
+
+@pytest.mark.parametrize("padding", [PADDING, TWICE], ids=["unknown field", "field twice"])
+@pytest.mark.parametrize("size", [0, 100, bulk.LEAST_BYTES, 1 << 16])
+def test_a_message_that_holds_more_than_it_says_is_refused(padding: bytes, size: int) -> None:
+    """A piece that came early is counted by what it says, and keeps all of its envelope in memory."""
+    part = bulk.with_data(Part(key=KEY), bytes(size))
+    inside = enveloped(Part(key=KEY, data=bytes(size)), HEAD)
+    for data in (enveloped(part, padding + HEAD), padding + inside, enveloped(part, b"") + padding + HEAD):
+        with pytest.raises(RemoteProtocolError, match="padded"):
+            opened(data, RUN)
+
+
+def test_some_fields_of_a_later_version_are_left_out() -> None:
+    later = bulk.varint(99 << 3 | 2) + bulk.varint(3000) + bytes(3000)
+    for body in (Ping(nonce=1), bulk.with_data(Part(key=KEY), DATA)):
+        assert opened(enveloped(body, HEAD + later), RUN).kind in {"ping", "part"}
 
 
 def read(data: bytes) -> Envelope | None:

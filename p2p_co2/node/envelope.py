@@ -2,7 +2,7 @@
 
 Laws: what is sent is what ``Envelope(version, run, body=message)`` would be, byte for byte, but that data
 comes last in its body (``wire.bulk``); nothing is taken out of what comes in before its size, version and run
-are checked.
+are checked. Who keeps a message keeps little more in memory than what it says (``_check_padding``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from p2p_co2.wire import bulk
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
 from p2p_co2.wire.status import PeerStatus, read_status
+
+PADDING_BYTES = 4 << 10
+"""A message may be so much longer than twice what this version understands of it."""
 
 
 class Opened:
@@ -48,7 +51,20 @@ def opened(data: bytes, run: bytes) -> Opened:
         )
     if envelope.run != run:
         raise RemoteProtocolError("another run", envelope.run.hex()[:16])
+    _check_padding(envelope, len(data), 0 if beside is None else len(beside))
     return Opened(envelope, beside)
+
+
+def _check_padding(envelope: Envelope, size_bytes: int, beside_bytes: int) -> None:
+    """A message that is kept (a READY, a piece that came early) keeps all of its envelope: what protobuf
+    read, and the bytes behind data beside it. Unknown fields and fields that come twice are in no count of
+    it."""
+    if size_bytes - beside_bytes <= PADDING_BYTES:
+        return
+    envelope.DiscardUnknownFields()
+    said_bytes = envelope.ByteSize() + beside_bytes
+    if size_bytes > 2 * said_bytes + PADDING_BYTES:
+        raise RemoteProtocolError("padded", f"{size_bytes} bytes that say no more than {said_bytes} would")
 
 
 def kind_of(message: Message) -> str:
