@@ -43,7 +43,7 @@ def node_with(live: list[PeerId], group_size: int = 32) -> Any:
         shape=SHAPE,
         group_size=group_size,
         agreed=[AgreedVersion(4, START)],
-        membership=SimpleNamespace(live=infos),
+        membership=SimpleNamespace(live=infos, quiet_s=0.0),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
 
