@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from p2p_co2.errors import EnvironmentFault
 
 _PR_SET_PDEATHSIG = 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def require_supported_platform(system: str = sys.platform, machine: str = platform.machine()) -> None:
@@ -94,18 +95,29 @@ class StopSignals:
 
 
 def is_kept(folder: Path) -> bool | None:
-    """Whether a process has ``folder`` (``FolderLock``); None where nobody ever had, or we may not look."""
+    """Whether a process has ``folder`` (``FolderLock``); None where nobody ever had, where we may not look,
+    and where it was written elsewhere: a copy's lock is free, and so is that of another machine's folder seen
+    from here, while the process lives."""
     try:
         file = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_ours = os.pread(file, 256, 0).decode(errors="replace").splitlines()[1:] == [_place_of(file)]
     except OSError:
         return True
     finally:
         os.close(file)
-    return False
+    return False if is_ours else None
+
+
+def _place_of(file: int) -> str:
+    """Of an open file: on which machine since which start of it, and which file. A copy has another."""
+    status, boot = os.fstat(file), "unknown"
+    with suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
+    return f"{boot} {status.st_dev}:{status.st_ino}"
 
 
 @contextmanager
@@ -154,13 +166,13 @@ class FolderLock:
                 f"cannot use the folder {folder}: {error.strerror}; choose another one with --folder"
             ) from None
         if not self._taken():
-            holder = path.read_text(errors="replace").strip() or "unknown"
+            holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
             self.release()
             raise EnvironmentFault(
                 f"{folder} is in use by process {holder}; give this one another --folder"
             ) from None
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, str(os.getpid()).encode(), 0)
+        os.pwrite(self._file, f"{os.getpid()}\n{_place_of(self._file)}\n".encode(), 0)
 
     def _taken(self) -> bool:
         """Take it; twice, since ``is_kept`` may be looking."""
