@@ -139,3 +139,23 @@ def test_a_swarm_makes_its_long_rounds_and_notices_who_loses_power_and_who_hangs
     assert result.counts["round_committed"] >= 4
     assert 100.0 < gone[powerless] < 140.0  # its links break
     assert 350.0 < gone[hanging] < 350.0 + (QUIET_BEATS_MISSED + 1) * quiet_beat_s(300.0) + 10.0
+
+
+def test_a_newcomer_learns_where_the_swarm_is_not_where_it_was_a_slow_heartbeat_ago() -> None:
+    """Who finds it in the DHT speaks to it first, and once told a position that was a slow heartbeat old."""
+    swarm = Swarm(quiet_swarm(200.0), EventLog(digests=False))
+    behind_s: list[float] = []
+
+    def look(index: int) -> None:
+        nodes = {i: process.node for i, process in swarm.processes.items() if process.node is not None}
+        others = sorted(node.progress.position() for i, node in nodes.items() if i != index)
+        behind_s.append(200.0 * (others[len(others) // 2] - nodes[index].progress.position()))
+
+    for index in range(4):
+        back_at = 300.0 + 7.0 * index
+        swarm.world.call_at(50.0, swarm.kill, index, True)
+        swarm.world.call_at(back_at, swarm.start, index, False)
+        swarm.world.call_at(back_at + 6.0, look, index)
+    swarm.run()
+    assert len(behind_s) == 4
+    assert max(map(abs, behind_s)) < 1.0  # 3.6 once

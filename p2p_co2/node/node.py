@@ -418,6 +418,7 @@ class Node:
                     await self._network.rebootstrap()
                 peers = [PeerId(record.peer) for record in records]
                 self.membership.forget(peers)
+                self.membership.status = self.progress.status()  # who is found learns where we are, not were
                 self.membership.found(peers, self.now())
             except TransportError as error:
                 self.report(ev.Warned, text=f"peer discovery: {error}")
