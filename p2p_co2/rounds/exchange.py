@@ -19,6 +19,7 @@ from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt, check_weight
 from p2p_co2.rounds.cells import read_who, sub_slots
 from p2p_co2.rounds.events import ReduceJob, ReduceWanted, Slice
+from p2p_co2.rounds.owner import Contributors, list_contributors
 from p2p_co2.rounds.parts import BlockRange
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire.bulk import with_data
@@ -26,6 +27,8 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import CellMean, CellPart
 
+Joined = tuple[memoryview, tuple[PeerId, ...]]
+"""A slot's mean over all cells, and who of our cell is in it."""
 MAX_GIVERS = 4
 """Owners of one slot that a cell may have had, one after the other."""
 
@@ -82,8 +85,14 @@ class Exchange:
 
     # ---- the owner of a slot
 
-    def give(self, slot: int, mean: Buffer, who: bytes, weight: float) -> None:
-        """Our cell's mean of a slot (fp32), to its roots; theirs will come as ``cell_mean``."""
+    def give(self, slot: int, mean: Buffer, contributors: Contributors) -> Joined | None:
+        """Our cell's mean of a slot (fp32), to its roots; theirs will come as ``cell_mean``. It goes once: a
+        slot that was taken from us and comes back is summed again, perhaps of others, but a root counts what
+        it was given first, and its answer may be here."""
+        if slot in self._slots:
+            return self._joined(self._slots[slot])
+        who = list_contributors(self.attempt, contributors)[1]
+        weight = sum(weight for _, weight in contributors)
         start = self.attempt.ranges[slot].start
         width, sum_width = self._swarm.shape.block_bytes, self._swarm.shape.sum_block_bytes
         view, roots = memoryview(mean), self.council.roots[slot].peers
@@ -99,8 +108,9 @@ class Exchange:
                 )  # fmt: skip
                 self._outlet.send(PeerId(roots[sub_slot]), with_data(head, data))
         self._slots[slot] = _Slot(large_buffer(edges[-1][1]), edges)
+        return None
 
-    def cell_mean(self, message: CellMean, sender: PeerId) -> tuple[memoryview, tuple[PeerId, ...]] | None:
+    def cell_mean(self, message: CellMean, sender: PeerId) -> Joined | None:
         """A piece of the mean over all cells: the slot's mean and who of our cell is in it, once it is all
         here. Raises ``RemoteProtocolError``."""
         if message.slot >= len(self.council.roots):
@@ -114,11 +124,15 @@ class Exchange:
         read_who(message.who, self._members)
         slot.who[message.sub_slot] = message.who
         is_new = slot.transfers[message.sub_slot].add(message.offset, message.total, message.data)
-        if not is_new or any(transfer.whole is None for transfer in slot.transfers):
+        return self._joined(slot) if is_new else None
+
+    def _joined(self, slot: _Slot) -> Joined | None:
+        """The mean of a slot and who of our cell is in it, if it is all here."""
+        if any(transfer.whole is None for transfer in slot.transfers):
             return None
         if len(set(slot.who)) > 1:
             return None  # an owner died while it gave: no list of contributors fits the whole slot
-        return slot.whole, read_who(message.who, self._members)
+        return slot.whole, read_who(slot.who[0], self._members)
 
     # ---- a root
 

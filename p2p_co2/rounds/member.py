@@ -18,7 +18,7 @@ from p2p_co2.rounds.assembly import Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt, check_duration, read_who_is_in
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer, ReduceJob
-from p2p_co2.rounds.exchange import Exchange
+from p2p_co2.rounds.exchange import Exchange, Joined
 from p2p_co2.rounds.owner import Arrivals, Contributors, PartJob, Room, list_contributors, send_mean
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.bulk import with_data
@@ -176,9 +176,7 @@ class Member:
             if self.exchange is None:
                 self._averaged(job.part, mean, mine.reduced(mean), now)
                 return
-            contributors = mine.summed(mean)
-            who = list_contributors(self.attempt, contributors)[1]
-            self.exchange.give(job.part, mean, who, sum(weight for _, weight in contributors))
+            self._joined(job.part, self.exchange.give(job.part, mean, mine.summed(mean)), now)
 
     def _averaged(self, part: int, mean: Buffer, contributors: Contributors, now: float) -> None:
         """The encoded mean of our own part is made."""
@@ -197,16 +195,18 @@ class Member:
         assert self.exchange is not None
         if isinstance(message, CellPart):
             return self.exchange.cell_part(message, sender)
-        done, part = self.exchange.cell_mean(message, sender), message.slot
+        self._joined(message.slot, self.exchange.cell_mean(message, sender), now)
+        return True
+
+    def _joined(self, part: int, done: Joined | None, now: float) -> None:
+        """The mean of a part over all cells, for ours, if it is here."""
         if done is not None and part in self._jobs and self._parts[part].mean is None:
-            mean, peers = done
-            contributors = tuple((peer, self.attempt.shares[peer].weight) for peer in peers)
+            mean, contributors = done[0], tuple((one, self.attempt.shares[one].weight) for one in done[1])
             send_mean(
                 self.attempt, part, self._parts[part].generation, mean, contributors,
                 swarm=self._swarm, outlet=self._outlet,
             )  # fmt: skip
             self._averaged(part, mean, contributors, now)
-        return True
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""
