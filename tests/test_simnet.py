@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.envelope import Opened, enveloped
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
+from p2p_co2.simnet.internet import Internet
+from p2p_co2.simnet.rendezvous import Rendezvous
+from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.telemetry.events import Event, PeerLeft
+from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope
+from p2p_co2.wire.messages_pb2 import Envelope, PeerRecord
 
 ROUND_S = 4.0
 
@@ -89,3 +94,16 @@ def test_a_storm_calls_nobody_back_before_it_sends_them_away() -> None:
     leaving.plan(swarm)
     for index in range(200):
         assert [name for *_, name, called in sorted(calls) if called == index] == ["_go", "start"]
+
+
+def test_a_record_that_is_not_renewed_is_listed_no_longer_though_the_dht_was_empty_at_first() -> None:
+    world = VirtualTime()
+    net = Rendezvous(Internet(world, random.Random(1), 1.0), random.Random(2))
+    assert net.records(PeerId("a")) == []
+    seen: list[list[str]] = []
+    for peer, at in (("a", 1.0), ("b", 2.0), ("b", 50.0)):
+        world.call_at(at, net.publish, PeerRecord(peer=peer), 60.0)
+    for at in (3.0, 70.0, 120.0):
+        world.call_at(at, lambda: seen.append([record.peer for record in net.records(PeerId("c"))]))
+    world.run(121.0)
+    assert seen == [["a", "b"], ["b"], []]

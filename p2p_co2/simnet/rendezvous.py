@@ -94,6 +94,7 @@ class Rendezvous:
             self._listed = None
         side = self.internet.side_of(peer)
         self._entries[peer] = _Entry(record, now + lifetime_s, side, now)
+        self._listed_until = min(self._listed_until, now + lifetime_s)
 
     def _list(self, listed: list[PeerRecord], record: PeerRecord) -> None:
         """Enter a newcomer's record where it belongs."""
