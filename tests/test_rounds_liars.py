@@ -177,6 +177,17 @@ def test_who_decided_for_the_smaller_side_of_a_split_is_blamed_the_second_time_a
         assert [event.peer for event in drain(machine) if isinstance(event, Distrusted)] == blamed
 
 
+def test_who_signed_several_rounds_that_came_to_nothing_at_once_had_bad_luck_once() -> None:
+    machine, other = one_machine(1), make_identity(1).peer_id
+    verdicts = machine._fragments[0].verdicts
+    for round_ in (1, 2, 3):
+        key = wire.RoundKey(round=round_, attempt=bytes([round_]) * 16)
+        verdicts.keep(wire.Decision(), wire.Outcome(key=key, committed=True, decided_by=other))
+    machine.forget_outcome(0, 1)
+    assert [verdicts.commit(round_) for round_ in (1, 2, 3)] == [None, None, None]
+    assert not [event for event in drain(machine) if isinstance(event, Distrusted)]
+
+
 def test_who_is_gone_or_the_only_other_one_is_not_blamed_for_bytes_that_it_alone_had() -> None:
     """The line of one of two peers was cut when it had decided: once that named the other a liar."""
     for others, leaves, blamed in (((1,), False, False), ((1, 2), True, False), ((1, 2), False, True)):

@@ -11,6 +11,8 @@ have told, three seconds later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from p2p_co2.rounds.ahead import Ahead
 from p2p_co2.rounds.decision import Verdicts
 from p2p_co2.rounds.swarm import Swarm
@@ -37,12 +39,13 @@ class Judging:
         """Nobody holds what we were told of ``round_``: go on as if it had not been."""
         why = f"nobody holds what it told of round {round_} of fragment {self._fragment}"
         told = self._ahead.came_to_nothing(round_)
-        if told is not None:
-            self._blame(told, why, now)
-        self._forget(round_, why, now)
+        self._forget(round_, why, now, [] if told is None else [told])
 
-    def _forget(self, round_: int, why: str, now: float, *, is_proved: bool = True) -> None:
-        for signer in self._verdicts.forget(round_):
+    def _forget(
+        self, round_: int, why: str, now: float, told: Sequence[PeerId] = (), *, is_proved: bool = True
+    ) -> None:
+        # Once each: who signed several rounds of a split had bad luck once.
+        for signer in dict.fromkeys([*told, *self._verdicts.forget(round_)]):
             if signer != self._swarm.me:  # we may have decided for the smaller side of a split
                 self._blame(signer, why, now, is_proved=is_proved)
 
