@@ -41,7 +41,7 @@ SHARED_MESSAGES = 32
 """What goes to many at once is read once for all of them; so many messages on their way are remembered for
 each peer."""
 OUTLAST_S = 240.0
-"""A run that is over is given this long for its last flushes."""
+"""A run that is over is given this long for its last flushes, or as long as a round where that is more."""
 MAX_STATE_FACTOR = 64
 """Most times that a serialised state is larger than an encoded gradient."""
 
@@ -203,7 +203,7 @@ class Swarm:
         clock = self.run_config.clock
         slowest_step_s = self.settings.step_s * self.settings.speed_spread * 1.1
         round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * slowest_step_s
-        limit_s = clock.rounds * round_s + OUTLAST_S
+        limit_s = clock.rounds * round_s + max(OUTLAST_S, self.shape.round_s)
         before = gc.get_threshold()
         gc.set_threshold(200_000, 20, 50)  # tasks and futures are many and short-lived
         try:
