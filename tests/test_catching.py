@@ -152,6 +152,43 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
     assert [goal.version for goal in wanted] == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("phases", "versions", "cells", "last"),
+    [
+        ("dd", (4, 3), 1, 4),  # one has a last round that the others did not hear of
+        ("dd", (5, 3), 1, 4),  # one round at a time
+        ("dd", (3, 3), 1, 0),
+        ("dt", (4, 3), 1, 0),  # while somebody trains, one alone moves nobody
+        ("ddj", (4, 3, 3), 1, 0),
+        ("dd", (4, 3), 2, 0),  # over cells the council says what is over
+    ],
+)
+def test_a_last_round_that_few_have_is_taken_when_nobody_trains(
+    phases: str, versions: tuple[int, ...], cells: int, last: int
+) -> None:
+    named = {"d": Status.DRAINING, "t": Status.TRAINING, "j": Status.JOINING}
+    live = {
+        PeerId(str(number)): PeerInfo(
+            status=Status(phase=named[phase]),
+            heard_at=0.0,
+            status_at=0.0,
+            versions=(version,),
+            digests=(GOOD,),
+        )
+        for number, (phase, version) in enumerate(zip(phases, versions, strict=True))
+    }
+    node = SimpleNamespace(
+        membership=SimpleNamespace(live=live, revision=0),
+        agreed=[AgreedVersion(3, GOOD)],
+        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
+        far=SimpleNamespace(cells=cells),
+        catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
+    )
+    majority = Catching(node).majority  # type: ignore[arg-type]
+    assert majority.near_version(0) == 3
+    assert majority.last_version(0) == last
+
+
 def test_a_dispute_between_donors_is_told_with_their_names() -> None:
     told: list[str] = []
     node = SimpleNamespace(

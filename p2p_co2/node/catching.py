@@ -59,6 +59,8 @@ class Catching:
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
+        self._last: set[int] = set()
+        """Fragments being brought to a last round that only few have (``Majority.last_version``)."""
         node.catchup.ask_swarm(self._vouch)
 
     @property
@@ -99,8 +101,8 @@ class Catching:
             self._noticed_at.clear()
             return
         for fragment, agreed in enumerate(self._node.agreed):
-            newest = self.majority.swarm_version(fragment)
             contradicted = self.majority.digest(fragment, agreed.version) not in (None, agreed.digest)
+            newest, is_last = self._newest(fragment, contradicted)
             other = (
                 outlook.other_digest(fragment, agreed.version, agreed.digest) if not contradicted else None
             )
@@ -133,7 +135,16 @@ class Catching:
             donors = self.majority.donors(fragment, version)
             if not near:
                 donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
-            self.go_to(fragment, version, digest, donors)
+            if self.go_to(fragment, version, digest, donors) and is_last:
+                self._last.add(fragment)
+
+    def _newest(self, fragment: int, contradicted: bool) -> tuple[int, bool]:
+        """The version to go to, and whether it is a last round that only few have."""
+        newest = self.majority.swarm_version(fragment)
+        if contradicted or newest > self._node.agreed[fragment].version or not self._replayable(fragment):
+            return newest, False
+        last = self.majority.last_version(fragment)
+        return max(newest, last), last > newest
 
     def _is_with_all(self) -> bool:
         """Whether every other peer says that it is where this one is: most of the time they all are."""
@@ -188,12 +199,20 @@ class Catching:
             )
         self._node.catchup.want(goal, self._node.now())
 
+    def _fetch_whole(self, fragment: int) -> None:
+        """A round does not follow our state: the state after it instead, unless only few have that."""
+        if fragment not in self._last:
+            self._fetch_next(fragment, whole=True)
+            return
+        self._drop_target(fragment)
+        self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
+
     def _replayable(self, fragment: int) -> int:
         return min(REPLAY_AT_MOST, self._node.catchup.shape.replayable(fragment))
 
     def _failed(self, event: FetchFailed) -> None:
         fragment = event.goal.fragment
-        if event.goal.what == ROUND and fragment in self._targets and event.goal.donors:
+        if event.goal.what == ROUND and event.goal.donors and fragment in self._targets.keys() - self._last:
             self._fetch_next(fragment, whole=True)
             return
         target = self._targets.get(fragment)
@@ -213,7 +232,7 @@ class Catching:
         except RemoteProtocolError as error:
             if error.reason != OTHER_HISTORY:  # else it may be we who went astray
                 self._blame(event, error.reason, error.detail)
-            self._fetch_next(fragment, whole=True)
+            self._fetch_whole(fragment)
             return
         if mean is not None:
             await self._node.deciding.take(mean, event.decision)
@@ -245,7 +264,7 @@ class Catching:
         target = self._targets.get(fragment)
         if target is not None and agreed.version < target[0] and (how == "replay" or event.version > 0):
             if how == "replay" and agreed.version < event.version:
-                self._fetch_next(fragment, whole=True)  # the round did not follow our state
+                self._fetch_whole(fragment)  # the round did not follow our state
             else:
                 self._fetch_next(fragment)
             return
@@ -265,6 +284,7 @@ class Catching:
     def _drop_target(self, fragment: int) -> None:
         """Its fetch has ended, one way or the other."""
         self._targets.pop(fragment, None)
+        self._last.discard(fragment)
         self._noticed_at.pop(fragment, None)
         self._looks_again = True
 

@@ -57,6 +57,20 @@ class Majority:
         self._near_versions[fragment] = seen, version
         return version
 
+    def last_version(self, fragment: int) -> int:
+        """The round after this peer's version, if somebody has it and nobody of one group trains any more;
+        else 0. Whoever hears such a last round announced takes it, few as they may be who made it, so whoever
+        did not hear it must as well: with less than half on one side all would wait for each other until
+        their time is over. Only the round, which proves itself by its decision and digests, never a state."""
+        node = self._node
+        live = node.membership.live.values()
+        phases = {info.status.phase for info in live} | {node.progress.local.phase}
+        if phases != {Status.DRAINING} or node.far.cells > 1:
+            return 0
+        following = node.agreed[fragment].version + 1
+        reached = [info.versions[fragment] for info in live if fragment < len(info.versions)]
+        return following if max(reached, default=0) >= following else 0
+
     def is_joining(self) -> bool:
         return self._node.progress.local.phase == Status.JOINING
 
