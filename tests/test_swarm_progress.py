@@ -48,7 +48,8 @@ class Place:
 
     def hear(self, peer: PeerId, phase: Status.Phase, *versions: int, settled: bool = False) -> None:
         digests = [bytes([version]) * 32 for version in versions]
-        status = Status(phase=phase, versions=versions, digests=digests, settled=settled)
+        finished = bytes([(1 << len(versions)) - 1]) if phase == Status.DRAINING else b""
+        status = Status(phase=phase, versions=versions, digests=digests, settled=settled, finished=finished)
         self.node.membership.receive(Ping(nonce=1, sent_at=self.now, status=status), peer, self.now)
         self.conclude()
 
@@ -131,7 +132,7 @@ def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_
     """Two that were restarted then took each other for the whole swarm (seed 13 of the storms over cells)."""
     place = Place(0, 0)
     place.node.membership.found([OTHER, NEWCOMER], place.now)
-    place.progress.local = LocalProgress(Status.DRAINING)
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
     place.hear(NEWCOMER, Status.DRAINING, 0, 0, settled=True)
     assert not place.progress.settled
     place.hear(OTHER, Status.TRAINING, 0, 0)
@@ -143,7 +144,7 @@ def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_
 def test_one_that_is_listed_and_never_heard_holds_nobody_up_for_long() -> None:
     place = Place(0, 0)
     place.node.membership.found([OTHER, NEWCOMER], place.now)
-    place.progress.local = LocalProgress(Status.DRAINING)
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
     place.hear(NEWCOMER, Status.DRAINING, 0, 0, settled=True)
     assert not place.progress.settled
     place.now += LISTENED_S
@@ -156,7 +157,7 @@ def test_conclusions_are_drawn_sooner_among_few() -> None:
     waits_s = []
     for others in (1, 100):
         place = Place(3)
-        place.progress.local = LocalProgress(phase=Status.DRAINING, finished=frozenset({0}))
+        place.progress.local = LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1}))
         for index in range(others):
             place.hear(PeerId(f"peer {index:03}"), Status.DRAINING, 3)
         assert place.progress.conclude_at() == float("inf")  # it would say the same
@@ -170,7 +171,7 @@ def test_conclusions_are_drawn_sooner_among_few() -> None:
 def test_who_only_waits_for_time_to_pass_looks_seldom() -> None:
     """Alone beside a peer that the DHT lists, it looked a thousand times a second."""
     place = Place(3)
-    place.progress.local = LocalProgress(phase=Status.DRAINING, finished=frozenset({0}))
+    place.progress.local = LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1}))
     place.node.membership.found([OTHER], place.now)
     for _ in range(3):
         place.conclude()
@@ -178,3 +179,15 @@ def test_who_only_waits_for_time_to_pass_looks_seldom() -> None:
     place.now += LISTENED_S
     place.conclude()
     assert place.progress.conclude_at() == float("inf")
+
+
+def test_who_is_done_waits_for_the_last_offer_of_another() -> None:
+    """It may commit when all others seem to be done: who left before missed it (storm 45)."""
+    place = Place(3, 3)
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+    place.hear(PeerId("a"), Status.DRAINING, 3, 3, settled=True)
+    assert place.progress.settled
+    status = Status(phase=Status.DRAINING, versions=(3, 3), digests=[bytes([3]) * 32] * 2, finished=b"\x01")
+    place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), PeerId("a"), place.now)
+    place.conclude()
+    assert not place.progress.settled

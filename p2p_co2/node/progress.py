@@ -214,8 +214,8 @@ class SwarmProgress:
         alike = idle and all(
             info.status.phase == Status.DRAINING and (info.versions, info.digests) == here for info in done
         )
-        if far.cells > 1:  # a last offer waits for a council, and may commit when all others seem to be done
-            alike = alike and not any(view.training for view in self.views().values())
+        # A last offer may commit when all others seem to be done: who left before would miss it.
+        alike = alike and not any(view.training for view in self.views().values())
         at_rest = alike and not is_cut_off
         home = at_rest and all(info.status.settled for info in done)
         self.settled = far.together(home, alike, *here, now)

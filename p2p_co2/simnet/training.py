@@ -284,7 +284,7 @@ class Training:
         self.report()
 
     def _settled(self) -> bool:
-        if self._run.cells > 1 and self._finished() != self._node.progress.local.finished:
+        if self._finished() != self._node.progress.local.finished:
             self._show()  # what is in flight no more is told: until then others wait for our part in it
         known = [agreed.version for agreed in self._node.agreed]
         return known == self.versions and self._node.progress.settled
