@@ -2,7 +2,8 @@
 
 Stands on the floor of ``cli``, as ``demo_watch`` does: ``simnet`` plays, ``monitoring`` sums up. Law: the
 same ``events.jsonl`` and ``summary.json`` as a real run writes, so every reader of those reads these. Exit
-status 0 only if no law was broken.
+status 0 only if no law was broken. A Ctrl-C or SIGTERM ends it with what was played by then, status 130; a
+second one ends it at once.
 
 Price: a model's size counts on the links, not its values: nothing is said about its loss.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import statistics
+import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.cell_count import cells_for
 from p2p_co2.planning.traffic import payload_bytes
+from p2p_co2.process import StopSignals
 from p2p_co2.profiles import profile_of
 from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
@@ -80,7 +83,8 @@ def read_churn(text: str) -> float:
 
 
 def run_simulation(options: SimulationOptions) -> int:
-    """Play it, print its figures; 0 if every law held. Raises ``ConfigError``, ``EnvironmentFault``."""
+    """Play it, print its figures; 0 if every law held, 130 if somebody stopped it. Raises ``ConfigError``,
+    ``EnvironmentFault``."""
     settings = settings_of(options)
     folder = _new_folder(options)
     view = SwarmView()
@@ -88,19 +92,24 @@ def run_simulation(options: SimulationOptions) -> int:
     log.readers.append(view.add)
     began_at = time.monotonic()
     try:
-        result = Swarm(settings, log).run()
-    except KeyboardInterrupt:
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a coroutine that was made and never begun
-        raise
+        swarm = Swarm(settings, log)
+        with StopSignals(swarm.stop):
+            result = swarm.run()
     finally:
         log.close()
     wall_s = time.monotonic() - began_at
     facts = RunFacts(config=settings.run, expected_peers=options.peers)
     summary = summarise(view, facts)
-    summary["simulation"] = figures(result, replace(options, step_s=settings.step_s), wall_s)
+    summary["simulation"] = {
+        **figures(result, replace(options, step_s=settings.step_s), wall_s),
+        "planned_s": round(swarm.planned_s, 3),
+    }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print("\n".join(lines_of(summary, result)))
     print(f"written to {folder}")
+    if result.ended_early:
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 1 if result.violations else 0
 
 
@@ -186,6 +195,7 @@ def figures(result: Result, options: SimulationOptions, wall_s: float) -> dict[s
         **{name: value for name, value in asdict(options).items() if name not in {"run_file", "folder"}},
         "digest": result.digest,
         "virtual_s": round(result.virtual_s, 3),
+        "ended_early": round(result.virtual_s, 3) if result.ended_early else None,
         "wall_s": round(wall_s, 2),
         "turns": result.turns,
         "turns_per_s": round(result.turns / wall_s) if wall_s > 0 else None,
@@ -233,6 +243,9 @@ def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
         f"events: sha256 {result.digest}",
         f"law violations: {len(result.violations)}",
     ]
+    if result.ended_early:
+        share = f"{result.virtual_s:.0f} of {told['planned_s']:.0f} virtual s"
+        lines.insert(0, f"ended early, after {share}: how the run ends was not judged")
     if result.left_behind:
         lines.insert(-2, f"joined too late to finish: {', '.join(result.left_behind)}")
     return lines + [f"  {violation}" for violation in result.violations[:10]]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.simnet.campaign import replay_command
+from p2p_co2.simnet import EventLog, Swarm
+from p2p_co2.simnet.campaign import replay_command, storm_settings
 from p2p_co2.simulation_watch import SimulationOptions, quantiles, read_churn, settings_of
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.telemetry.view import fold
@@ -58,6 +61,44 @@ def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path) -
     expected = summary["rounds"]["committed"] * payload * 2 * (1 - 1 / 4)
     sent = list(summary["bytes"]["up_per_peer"].values())
     assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path, number: signal.Signals) -> None:
+    run_file, folder = tmp_path / "run.toml", tmp_path / "out"
+    run_file.write_text(RUN)
+    command = [
+        sys.executable,
+        "-m",
+        "p2p_co2.cli",
+        "simulate",
+        str(run_file),
+        "--peers",
+        "6",
+        "--hours",
+        "9999",
+    ]
+    started = subprocess.Popen(
+        [*command, "--folder", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    events, ends_at = folder / "events.jsonl", time.monotonic() + 120
+    while not (events.exists() and events.stat().st_size) and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    started.send_signal(number)
+    out, err = started.communicate(timeout=120)
+    assert (started.returncode, err) == (130, "stopped\n")
+    assert out.startswith("ended early, after ")
+    told = json.loads((folder / "summary.json").read_text())["simulation"]
+    assert 0 < told["ended_early"] == told["virtual_s"] < told["planned_s"]
+    assert told["digest"] == hashlib.sha256(events.read_bytes()).hexdigest()
+    assert told["violations"] == []  # that nobody finished is no fault of the swarm
+
+
+def test_one_that_is_ended_before_its_first_moment_tells_of_nothing() -> None:
+    swarm = Swarm(storm_settings(1, 4), EventLog())
+    swarm.stop()
+    result = swarm.run()
+    assert (result.ended_early, result.virtual_s, result.turns, result.violations) == (True, 0.0, 0, [])
 
 
 def test_a_mistake_is_named_with_its_option() -> None:

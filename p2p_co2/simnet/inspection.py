@@ -121,7 +121,8 @@ class Inspector:
 
         swarm = self._swarm
         books = swarm.books
-        self._judge_end()
+        if not swarm.ended_early:
+            self._judge_end()
         return Result(
             digest=swarm.log.digest(),
             virtual_s=swarm.world.now,
@@ -139,6 +140,7 @@ class Inspector:
             counts=dict(sorted(swarm.log.counts.items())),
             faults=dict(sorted(swarm.count_faults().items())),
             left_behind=sorted(swarm.left_behind),
+            ended_early=swarm.ended_early,
         )
 
     def _judge_end(self) -> None:

@@ -81,7 +81,8 @@ class Result:
     """What came of a simulation. ``digest``: sha256 of all events. ``virtual_s``: how long it was;
     ``turns``: callbacks it took; ``counts`` of events and ``faults`` that came to pass, by kind. ``digests``:
     the agreed states of the peers that finished, hex, by peer. ``left_behind``: peers that came when the
-    others had finished, or were still joining when the last of them went."""
+    others had finished, or were still joining when the last of them went. ``ended_early``: somebody stopped
+    it, and how it would have ended was not judged."""
 
     digest: str
     virtual_s: float
@@ -100,6 +101,7 @@ class Result:
     faults: dict[str, int]
     left_behind: list[str]
     versions: list[int] = field(default_factory=list)
+    ended_early: bool = False
 
 
 class _Witness(Identity):
@@ -160,6 +162,7 @@ class Swarm:
         """What went wrong, by its name."""
         self.left_behind: set[str] = set()
         """Names of volunteers whose last process found that the others had gone, or met none of them."""
+        self.ended_early = False
         self._bug: BaseException | None = None
         self._last_start_at = settings.start_spread_s
         """Nobody starts after this."""
@@ -200,10 +203,7 @@ class Swarm:
             self.settings.faults.plan(self)
             self._last_start_at = max(self._last_start_at, self.settings.faults.calm_at)
         self.inspector.begin()
-        clock = self.run_config.clock
-        slowest_step_s = self.settings.step_s * self.settings.speed_spread * 1.1
-        round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * slowest_step_s
-        limit_s = clock.rounds * round_s + max(OUTLAST_S, self.shape.round_s)
+        limit_s = self.planned_s + max(OUTLAST_S, self.shape.round_s)
         before = gc.get_threshold()
         gc.set_threshold(200_000, 20, 50)  # tasks and futures are many and short-lived
         try:
@@ -214,6 +214,19 @@ class Swarm:
         if self._bug is not None:
             raise self._bug
         return self.inspector.result()
+
+    @property
+    def planned_s(self) -> float:
+        """Virtual seconds of all rounds, without what the end of the run takes."""
+        clock = self.run_config.clock
+        slowest_step_s = self.settings.step_s * self.settings.speed_spread * 1.1
+        round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * slowest_step_s
+        return clock.rounds * round_s
+
+    def stop(self) -> None:
+        """Let ``run`` end now, with what there is by then; a signal handler may call it at any time."""
+        self.ended_early = True
+        self.world.stop()
 
     def _close(self) -> None:
         for process in list(self.processes.values()):

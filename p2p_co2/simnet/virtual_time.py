@@ -79,14 +79,13 @@ class VirtualTime:
         return self.at(when, Handle(callback, args, None))
 
     def stop(self) -> None:
-        """Let ``run`` return after the callback that is running now."""
+        """Let ``run`` return after the callback that is running now, or before its first."""
         self._stopped = True
 
     def run(self, until: float) -> None:
         """Run callbacks up to and at ``until``, or until ``stop``, or until nothing is left to do."""
         ready, heap = self._ready, self._heap
         before, current = events._get_running_loop(), None
-        self._stopped = False
         events._set_running_loop(None)
         try:
             while not self._stopped:
@@ -108,6 +107,7 @@ class VirtualTime:
             events._set_running_loop(before)
         if not self._stopped:
             self.now = max(self.now, until)
+        self._stopped = False
 
     def end(self, loop: ProcessLoop, tasks: list[asyncio.Task[Any]]) -> None:
         """A process dies now: its tasks are cancelled and unwound here and now, and nothing of it runs
