@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -209,41 +210,22 @@ async def test_rates_are_measured_both_ways_and_keep_to_a_cap(tmp_path: Path) ->
         assert not it.server._limits.bulk_running
 
 
-async def test_a_busy_prober_reads_at_once_and_makes_no_line_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("reader", "way"), [(probe, "upload"), (probing, "download")])
+async def test_a_busy_peer_reads_at_once_and_makes_no_line_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: ModuleType, way: str
 ) -> None:
     size, stood_s, take_bulk = 1 << 18, 0.5, probe.take_bulk
 
-    async def starved(reader: asyncio.StreamReader, most_bytes: int) -> tuple[int, float, bool]:
+    async def starved(stream: asyncio.StreamReader, most_bytes: int) -> tuple[int, float, bool]:
         await asyncio.sleep(stood_s)
-        taken, _, ended = await take_bulk(reader, most_bytes)
+        taken, _, ended = await take_bulk(stream, most_bytes)
         return taken, 0.001, ended
 
     async with world(tmp_path) as it:
-        monkeypatch.setattr(probe, "take_bulk", starved)
+        monkeypatch.setattr(reader, "take_bulk", starved)
         async with it.prober() as prober:
             asked_at = time.monotonic()
-            passed = await prober.upload(size)
-            most_s = time.monotonic() - asked_at
-        assert 0 < passed.size_bytes < size
-        assert size / most_s * 0.5 < passed.bytes_per_s < 2 * size / stood_s  # a round trip took time, too
-
-
-async def test_a_busy_asker_reads_at_once_and_makes_no_line_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size, stood_s, take_bulk = 1 << 18, 0.5, probe.take_bulk
-
-    async def starved(reader: asyncio.StreamReader, most_bytes: int) -> tuple[int, float, bool]:
-        await asyncio.sleep(stood_s)
-        taken, _, ended = await take_bulk(reader, most_bytes)
-        return taken, 0.001, ended
-
-    async with world(tmp_path) as it:
-        monkeypatch.setattr(probing, "take_bulk", starved)
-        async with it.prober() as prober:
-            asked_at = time.monotonic()
-            passed = await prober.download(size)
+            passed = await getattr(prober, way)(size)
             most_s = time.monotonic() - asked_at
         assert 0 < passed.size_bytes < size
         assert size / most_s * 0.5 < passed.bytes_per_s < 2 * size / stood_s  # a round trip took time, too
