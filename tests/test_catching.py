@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2p_co2.catchup import Disputed, Fetched, Goal
+from p2p_co2.catchup import ROUND, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.membership import PeerInfo
 from p2p_co2.node.catching import NOTICE_AFTER_S, Catching
 from p2p_co2.node.ledger import AgreedVersion
@@ -187,6 +187,50 @@ def test_a_last_round_that_few_have_is_taken_when_nobody_trains(
     majority = Catching(node).majority  # type: ignore[arg-type]
     assert majority.near_version(0) == 3
     assert majority.last_version(0) == last
+
+
+@pytest.mark.parametrize("says_last", [True, False])
+def test_a_last_round_that_nobody_has_costs_nobody_an_offer(says_last: bool) -> None:
+    """One that drains may say that it made a round more; only what most say ends an offer of ours."""
+    given_up: list[int] = []
+    few, most = (4, 3) if says_last else (3, 3)
+    live = {
+        PeerId(name): PeerInfo(
+            status=Status(phase=Status.DRAINING),
+            heard_at=0.0, status_at=0.0, versions=(version,), digests=(GOOD,),
+        )
+        for name, version in (("a", few), ("b", most), ("c", most))
+    }  # fmt: skip
+    node = SimpleNamespace(
+        membership=SimpleNamespace(live=live, revision=1),
+        agreed=[AgreedVersion(3, GOOD)],
+        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
+        far=SimpleNamespace(
+            cells=1,
+            is_near=lambda peer: True,
+            outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of: None),
+        ),
+        rounds=SimpleNamespace(is_completing=lambda fragment: False, forget_outcome=lambda *of: None),
+        catchup=SimpleNamespace(
+            ask_swarm=lambda vouch: None,
+            want=lambda goal, now: None,
+            shape=SimpleNamespace(replayable=lambda fragment: 8),
+        ),
+        now=lambda: 20.0,
+        report=lambda kind, **fields: None,
+        give_up_offer=given_up.append,
+    )
+    catching = Catching(node)  # type: ignore[arg-type]
+    if says_last:
+        for now in (10.0, 10.0 + NOTICE_AFTER_S):
+            catching.look_around(now)
+    else:  # what the rounds machine was told by a decision
+        catching.go_to(0, 4, b"", (PeerId("a"),))
+    assert catching.busy()
+    donors = (PeerId("a"),) if says_last else ()
+    catching.handle(FetchFailed(Goal(ROUND, 0, 4, donors), "nobody gives it", 0))
+    assert not catching.busy()
+    assert given_up == ([] if says_last else [0])
 
 
 def test_a_dispute_between_donors_is_told_with_their_names() -> None:

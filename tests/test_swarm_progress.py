@@ -191,3 +191,15 @@ def test_who_is_done_waits_for_the_last_offer_of_another() -> None:
     place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), PeerId("a"), place.now)
     place.conclude()
     assert not place.progress.settled
+
+
+def test_one_whose_own_last_offer_ends_when_it_is_alone_need_not_be_told_anything() -> None:
+    """Nobody else has news then: it stood still until its time was over."""
+    place = Place(3, 3)
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0}))
+    place.conclude()
+    assert not place.progress.settled  # it would miss what its own offer comes to
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+    assert place.progress.conclude_at() < float("inf")
+    place.conclude()
+    assert place.progress.settled

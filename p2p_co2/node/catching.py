@@ -81,6 +81,7 @@ class Catching:
         known = self._targets.get(fragment)
         if known is None or known[0] < version:
             self._targets[fragment] = (version, digest, donors)
+            self._last.discard(fragment)  # more than what few have is wanted now
         if known is None:
             self._started_from[fragment] = agreed.version
             self._fetch_next(fragment, whole=diverged)
@@ -215,14 +216,15 @@ class Catching:
         if event.goal.what == ROUND and event.goal.donors and fragment in self._targets.keys() - self._last:
             self._fetch_next(fragment, whole=True)
             return
-        target = self._targets.get(fragment)
+        target, by_few = self._targets.get(fragment), fragment in self._last
         self._drop_target(fragment)
         if target is not None:
             self._node.rounds.forget_outcome(
                 fragment, target[0]
             )  # nobody has its bytes: do not wait for them
         self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
-        self._node.give_up_offer(fragment)
+        if not by_few:  # else one peer's word would end an offer that the others are making a round of
+            self._node.give_up_offer(fragment)
         self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {event.reason}")
 
     async def _take_round(self, event: Fetched) -> None:

@@ -180,7 +180,9 @@ class SwarmProgress:
         return self._concluded_at + every_s if has_news else math.inf
 
     def _seen(self) -> tuple[object, ...]:
-        return self._node.membership.revision, tuple(self._node.agreed), self._node.catching.busy()
+        """What a conclusion rests on. An offer of ours that ends may be the last thing that happens."""
+        busy, finished = self._node.catching.busy(), self.local.finished
+        return self._node.membership.revision, tuple(self._node.agreed), busy, finished
 
     def conclude(self, now: float) -> None:
         """Compare this peer with the others; while it trains nobody asks for more than the position."""
