@@ -58,8 +58,9 @@ SILENCE_FLOOR_S = 6.0
 """A peer is never declared silent sooner: a busy laptop may starve a thread for seconds."""
 SILENCE_CAP_S = 30.0
 STOOD_STILL_S = 3.0
-"""When this process itself stood still for longer (a suspended laptop), the others' silence in that time says
-nothing: what they sent has yet to be read. Believing to be alone, it would begin a history of its own."""
+"""When this process itself stood still for longer (a suspended laptop), the others' silence until then says
+nothing: what they sent has yet to be read, or went to a link that they gave up. Believing to be alone, it would
+begin a history of its own. So all are asked at once, and their silence counts from then on."""
 GAPS_KEPT = 16
 OFFSETS_KEPT = 9
 ONE_WAY_S = 2.0
@@ -273,10 +274,10 @@ class Membership:
         if self._next_heartbeat_at is None or now < self._next_heartbeat_at:
             return
         beat_s, quick_s = self.heartbeat_s, heartbeat_among_s(len(self._live))
-        late_s = now - self._next_heartbeat_at
-        if late_s > STOOD_STILL_S:
+        has_stood_still = now - self._next_heartbeat_at > STOOD_STILL_S
+        if has_stood_still:
             for info in self._live.values():
-                info.heard_at = min(now, info.heard_at + late_s)
+                info.heard_at = now
         self._next_heartbeat_at = now + beat_s
         asked: list[PeerId] = []
         told: list[PeerId] = []
@@ -284,7 +285,7 @@ class Membership:
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):
                 self._lose(peer, f"silent for {silent_s:.0f} s", now)
-            elif now - info.answered_us_at > measure_every_s(beat_s):
+            elif has_stood_still or now - info.answered_us_at > measure_every_s(beat_s):
                 asked.append(peer)
             elif now - info.told_at > TOLD_LATELY * beat_s:
                 told.append(peer)

@@ -85,6 +85,27 @@ def test_who_announced_nothing_is_missed_as_ever_by_one_that_does_not_rest() -> 
     assert at < 12.0
 
 
+def test_who_slept_asks_all_and_counts_their_silence_from_then_on() -> None:
+    """The others took it for gone, and tell it nothing until they hear it again: it took 18 of 20 for gone, one
+    slow beat later."""
+    machine, others = Membership(ME, QUIET_S), [PeerId(f"other {number}") for number in range(20)]
+    for number, other in enumerate(others):
+        machine.receive(Ping(status=Status(heartbeat_s=QUIET_S)), other, 3.0 * number)
+    machine.set_rests(True, 60.0)
+    machine.handle_timer(60.0)
+    assert (machine.get_timer() or 0.0) == 60.0 + QUIET_S
+    machine.messages_to_send()
+    while machine.next_event() is not None:
+        pass
+    woken_at = 600.0
+    machine.handle_timer(woken_at)
+    asked = {to for to, message in machine.messages_to_send() if isinstance(message, Ping) and message.nonce}
+    assert asked == set(others)
+    at = lost_at(machine, woken_at + 1000.0)  # nobody answers
+    assert at is not None
+    assert at - woken_at >= QUIET_BEATS_MISSED * QUIET_S
+
+
 def test_what_changes_is_told_at_once_and_the_end_of_rest_brings_the_next_beat_forward() -> None:
     machine = resting()
     machine.handle_timer(machine.get_timer() or 0.0)
