@@ -59,8 +59,8 @@ SILENCE_FLOOR_S = 6.0
 SILENCE_CAP_S = 30.0
 STOOD_STILL_S = 3.0
 """When this process itself stood still for longer (a suspended laptop), the others' silence until then says
-nothing: what they sent has yet to be read, or went to a link that they gave up. Believing to be alone, it would
-begin a history of its own. So all are asked at once, and their silence counts from then on."""
+nothing: what they sent has yet to be read, or went to a link that they gave up. Believing to be alone, it
+would begin a history of its own. So all are asked at once, and their silence counts from then on."""
 GAPS_KEPT = 16
 OFFSETS_KEPT = 9
 ONE_WAY_S = 2.0

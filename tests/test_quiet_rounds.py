@@ -86,8 +86,8 @@ def test_who_announced_nothing_is_missed_as_ever_by_one_that_does_not_rest() -> 
 
 
 def test_who_slept_asks_all_and_counts_their_silence_from_then_on() -> None:
-    """The others took it for gone, and tell it nothing until they hear it again: it took 18 of 20 for gone, one
-    slow beat later."""
+    """The others took it for gone, and tell it nothing until they hear it again: one slow beat later it took
+    most of 20 for gone."""
     machine, others = Membership(ME, QUIET_S), [PeerId(f"other {number}") for number in range(20)]
     for number, other in enumerate(others):
         machine.receive(Ping(status=Status(heartbeat_s=QUIET_S)), other, 3.0 * number)
