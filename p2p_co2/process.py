@@ -122,31 +122,38 @@ def _place_of(file: int) -> str:
 
 @contextmanager
 def ctrl_c_ends(words: str = "stopped", give_back: Callable[[], None] | None = None) -> Iterator[None]:
-    """While entered, a Ctrl-C gives back what there is, says ``words`` and ends the process with status 130.
+    """While entered, a Ctrl-C gives back what there is, says ``words`` and ends the process with status 130, and
+    a SIGTERM likewise with 143.
 
     For slow imports: some swallow a ``KeyboardInterrupt``, and the program would go on as if nobody had
     pressed anything; others report it as a failure of their own; and to wait for their end takes ten seconds
-    on a busy machine. Does nothing off the main thread, nor where the program handles the signal itself.
+    on a busy machine. Does nothing off the main thread, nor where the program handles the signals itself.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for taken in before:
+            signal.signal(taken, signal.SIG_DFL)
         if give_back is not None:
             give_back()
         os.write(2, f"{words}\n".encode())
-        os._exit(128 + signal.SIGINT)
+        os._exit(128 + number)
 
+    untouched = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before: dict[signal.Signals, Any] = {}
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
         yield
         return
-    signal.signal(signal.SIGINT, end)
+    for number, handler in untouched.items():
+        if signal.getsignal(number) is handler:
+            before[number] = signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class FolderLock:

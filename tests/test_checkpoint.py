@@ -235,6 +235,17 @@ def test_training_continues_bit_for_bit(tmp_path: Path, make: Maker) -> None:
         assert getattr(read, field) == getattr(written, field)
 
 
+def test_residuals_are_saved_as_they_are_whatever_a_user_makes_by_default(tmp_path: Path) -> None:
+    model = module()
+    written = checkpoint_of(model, adamw(model.parameters()), 5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        save(tmp_path, written)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(load(tmp_path).residuals[1], written.residuals[1])
+
+
 def test_a_list_of_states_is_let_go_while_it_is_written(tmp_path: Path) -> None:
     model = module()
     written = checkpoint_of(model, adamw(model.parameters()), 5)

@@ -121,7 +121,10 @@ class Saving:
         }
         if isinstance(checkpoint.states, list):
             checkpoint.states.clear()
-        shapes = {name: torch.empty(len(values), device="meta") for name, values in self._residuals.items()}
+        shapes = {
+            name: torch.empty(len(values), dtype=torch.float32, device="meta")
+            for name, values in self._residuals.items()
+        }
         self._writing = tensorfile.Writing(self._path, self._agreed | shapes | changing, metadata)
         self._writing.put(changing)
 

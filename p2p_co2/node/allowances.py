@@ -49,7 +49,7 @@ MAX_SENDERS = MAX_PEERS
 GRAVE = frozenset({
     "unreadable", "unknown message", "another run", "too large", "wrong message size", "bad status",
     "unknown fragment", "wrong signature", "wrong digest length", "wrong attempt length", "wrong attempt",
-    "bad peer id", "impossible weight", "impossible rate", "impossible duration",
+    "bad peer id", "impossible weight", "impossible rate", "impossible duration", "padded",
 })  # fmt: skip
 """Reasons of ``RemoteProtocolError`` for which there is no innocent explanation (a race, a restart)."""
 OTHERS_FAULT = frozenset({
