@@ -122,8 +122,8 @@ def _place_of(file: int) -> str:
 
 @contextmanager
 def ctrl_c_ends(words: str = "stopped", give_back: Callable[[], None] | None = None) -> Iterator[None]:
-    """While entered, a Ctrl-C gives back what there is, says ``words`` and ends the process with status 130, and
-    a SIGTERM likewise with 143.
+    """While entered, a Ctrl-C gives back what there is, says ``words`` and ends the process with status 130,
+    and a SIGTERM likewise with 143.
 
     For slow imports: some swallow a ``KeyboardInterrupt``, and the program would go on as if nobody had
     pressed anything; others report it as a failure of their own; and to wait for their end takes ten seconds
