@@ -40,6 +40,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[dev]' \
 		| awk '/^Collecting /{print "  " $$2; fflush()} /Downloading .*(MB|GB)/{print "    " $$(NF-1), $$NF; fflush()} \
 			/^Installing collected/{print "Installing ..."; fflush()}'
+	@# Where processes may not write bytecode each would compile all again: half a second of processor time.
+	@$(BIN)/python -m compileall -q p2p_co2 peers bootstrap monitoring
 	@touch $(STAMP)
 
 demo: $(STAMP)
