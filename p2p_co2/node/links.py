@@ -15,7 +15,8 @@ and the line.
 
 TCP over a far way stands still for a third of a second now and then (a packet that is lost twice; BBR, which
 measures the way every 10 s), and a round waits for the slowest of all its lanes. So a lane with much to carry
-has two connections, and what the one cannot take the other does.
+has two connections, and what the one cannot take the other does. While the line is full, lanes that are
+ahead of others wait for them (``evenness``).
 
 Law: all that leaves this machine for a peer leaves through ``post``.
 """
@@ -31,6 +32,7 @@ from functools import partial
 from typing import NamedTuple
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.node.evenness import Evenness
 from p2p_co2.node.meter import Pace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link
@@ -52,6 +54,8 @@ BESIDE_IDLE_S = 30.0
 """A second connection that had nothing to carry for so long is closed: half of what makes it ``too slow``."""
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
+AHEAD_WAIT_S = 0.02
+"""A lane that is ahead of others looks again after so long."""
 
 
 @dataclass
@@ -104,6 +108,10 @@ class _Lane:
     """Carries bulk over a second connection."""
     wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
     beside_failed_at: float = -1e9
+    moved_at: float = -1e9
+    """When a link took bulk last, or the lane waited for others with it."""
+    fetched_at: float = -1e9
+    """When bulk was posted last that the peer had asked for."""
 
 
 class Links:
@@ -122,6 +130,7 @@ class Links:
         self._observer = observer
         self._tasks = tasks
         self._meter = UploadMeter()
+        self._evenness = Evenness()
         self._cap = Pace(upload_cap_bytes_per_s)
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, _Lane] = {}
@@ -154,6 +163,7 @@ class Links:
             lane.bulk.append(data)
             lane.bulk_bytes += len(data)
             self._queued_bytes += len(data)
+            lane.fetched_at = time.monotonic() if served else lane.fetched_at
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL:
                 return False
@@ -277,6 +287,9 @@ class Links:
             if link.acknowledged is not None and not link.acknowledged.has_room:
                 await self._wait(lane, link)
                 continue
+            if link.is_far and self._is_ahead(lane):
+                await _wait_for_news(lane, AHEAD_WAIT_S)
+                continue
             await self._send_bulk(lane, link, self._next_bulk(lane))
 
     def _next_bulk(self, lane: _Lane) -> bytes:
@@ -300,6 +313,8 @@ class Links:
                         await lane.wake_beside.wait()
                 elif (wait_s := self._wait_s(peer, lane, time.monotonic())) > 0:
                     await asyncio.sleep(wait_s)
+                elif self._is_ahead(lane):
+                    await asyncio.sleep(AHEAD_WAIT_S)
                 else:
                     data = self._next_bulk(lane)
                     await self._send_bulk(lane, link, data)
@@ -338,6 +353,10 @@ class Links:
             lane.turn_at, lane.asked_cap = self._cap.admit_at(size_bytes, now), True
         return lane.turn_at - now
 
+    def _is_ahead(self, lane: _Lane) -> bool:
+        now, line_bytes_per_s = time.monotonic(), self._meter.bytes_per_s
+        return self._evenness.is_ahead(lane, self._lanes.values(), line_bytes_per_s, now)
+
     async def _send_bulk(self, lane: _Lane, link: Link, data: bytes) -> None:
         started_at = time.monotonic()
         self._meter.started(started_at)
@@ -347,6 +366,8 @@ class Links:
             self._meter.finished(link.peer, 0, time.monotonic())
             raise
         self.up_bytes += len(data)
+        lane.moved_at = time.monotonic()
+        self._evenness.took(len(data), lane.moved_at)
         if link.acknowledged is None:
             self._arrived(link.peer, lane, len(data), started_at)
             return

@@ -14,7 +14,7 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer, large_buffer
 from p2p_co2.rounds import bounds
-from p2p_co2.rounds.assembly import Assembly, pieces
+from p2p_co2.rounds.assembly import LAST_PIECE_S, Assembly, pieces
 from p2p_co2.rounds.attempt import Attempt, check_duration, read_who_is_in
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer, ReduceJob
@@ -128,7 +128,7 @@ class Member:
     def _slice_messages(self, part: int) -> Iterator[tuple[PeerId, Part]]:
         state = self._parts[part]
         view = self._slice(part, self._payload)
-        for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares)):
+        for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares, LAST_PIECE_S)):
             key, generation = self.attempt.key(), state.generation
             head = Part(key=key, part=part, generation=generation, offset=offset, total=len(view))
             yield state.owner, with_data(head, data)
