@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from p2p_co2 import memory
+
+SIZE = 3 * memory.HUGE_PAGE_BYTES
 
 HOLD = f"""
 import sys
@@ -90,33 +96,94 @@ def test_messages_reuse_their_pages() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, memory.HUGE_PAGE_BYTES - 1, memory.HUGE_PAGE_BYTES + 1])
-def test_a_large_buffer_is_zeros_that_can_be_written(size: int) -> None:
+def test_a_large_buffer_can_be_written(size: int) -> None:
     buffer = memory.large_buffer(size)
     assert len(buffer) == size
-    assert not any(buffer[:4096])
     buffer[:] = bytes([7]) * size
     assert bytes(buffer) == bytes([7]) * size
 
 
-def test_a_large_buffer_goes_back_to_the_system() -> None:
-    def resident_kib() -> int:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * resource.getpagesize() // 1024
+def place_of(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
-    before = resident_kib()
-    buffer = memory.large_buffer(64 << 20)
-    buffer[:] = bytes(64 << 20)
-    piece = buffer[:1]
+
+def test_pages_are_used_again_once_nothing_refers_to_them() -> None:
+    pool = memory._Pool()
+    buffer = pool.take(SIZE)
+    place, piece = place_of(buffer), buffer[5:9]
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8)[9:12]
     del buffer
-    assert resident_kib() - before > 60 << 10  # a piece of it keeps all of it
+    assert place_of(second := pool.take(SIZE)) != place  # a piece of it keeps all of it
     del piece
-    gc.collect()
-    assert resident_kib() - before < 8 << 10
+    assert place_of(third := pool.take(SIZE)) != place  # so does a tensor
+    del tensor
+    assert place_of(pool.take(SIZE - 1)) == place
+    assert len(second) == len(third) == SIZE
+
+
+def test_pages_serve_what_is_not_much_smaller() -> None:
+    pool = memory._Pool()
+    kept = pool.take(SIZE)
+    place = place_of(kept)
+    del kept
+    assert place_of(pool.take(int(SIZE / memory.MOST_WASTE) - memory.HUGE_PAGE_BYTES)) != place
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(0, 30), max_size=3)), min_size=1, max_size=40)
+)
+def test_keeping_pages_raises_no_peak(turns: list[tuple[int, list[int]]]) -> None:
+    """Held is never more than the most that was in use at once, whatever is taken and given back."""
+    pool = memory._Pool()
+    used: list[memoryview] = []
+    most_bytes = 0
+    for size, dropped in turns:
+        for at in dropped:
+            if used:
+                del used[at % len(used)]
+        used.append(pool.take(size * memory.HUGE_PAGE_BYTES))
+        in_use = sum(map(len, used))
+        most_bytes = max(most_bytes, int(memory.MOST_WASTE * in_use))
+        assert in_use <= pool.held_bytes <= most_bytes
+    assert len({place_of(buffer) for buffer in used}) == len(used)
+
+
+def test_what_does_not_fit_goes_back_to_the_system() -> None:
+    pool = memory._Pool()
+    before = resident_kib()
+    buffer = pool.take(64 << 20)
+    buffer[:] = bytes(64 << 20)
+    assert resident_kib() - before > 60 << 10
+    del buffer
+    small = pool.take(8 << 20)
+    assert resident_kib() - before < 16 << 10
+    assert len(small) == 8 << 20
+
+
+def resident_kib() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() // 1024
+
+
+def test_threads_share_the_pool() -> None:
+    pool = memory._Pool()
+
+    def work(number: int) -> bool:
+        for _ in range(50):
+            buffer = pool.take(SIZE)
+            buffer[:64] = bytes([number]) * 64
+            if bytes(buffer[:64]) != bytes([number]) * 64:
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(8)))
+    assert pool.held_bytes <= 4 * SIZE
 
 
 def test_a_large_buffer_asks_for_huge_pages_where_kernels_give_them() -> None:
     """Most kernels give none to shared memory, whatever it is advised."""
-    buffer = memory.large_buffer(3 * memory.HUGE_PAGE_BYTES)
+    buffer = memory._Pool().take(SIZE)
     at = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     permissions, flags, is_here = "", set[str](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():

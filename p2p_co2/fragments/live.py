@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.errors import LocalProtocolError
+from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.fragments.plan import FragmentPlan, Slice
 from p2p_co2.outer import Merge
 
@@ -45,7 +46,7 @@ class LiveParameters:
         """
         fragment = self._plan.fragments[index]
         if out is None:
-            out = torch.empty(fragment.numel, dtype=torch.float32)
+            out = large_tensor(fragment.numel)
         self._check(index, out)
         devices = {self._parameters[part.name].device for part in fragment.slices}
         if len(devices) == 1 and next(iter(devices)).type != "cpu":
