@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from p2p_co2.averaging import HostileSlice, admit, mean_of_parts
@@ -24,6 +23,7 @@ from p2p_co2.checkpoint import Values, state_digest, state_from_bytes, state_vie
 from p2p_co2.codec import Codec, get_codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.memory import Buffer, Joined
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
@@ -264,7 +264,7 @@ class TensorLedger:
 
     def _decode(self, mean: Buffer, numel: int) -> Tensor:
         """fp32 [numel]; NaN if an owner signed a mean that is not finite, which every peer refuses alike."""
-        values, at = torch.empty(numel), 0
+        values, at = large_tensor(numel), 0
         if self._codec.decode_sound(mean, values):
             return values
         try:

@@ -16,6 +16,7 @@ from torch import Tensor
 from p2p_co2 import outer
 from p2p_co2.codec import Codec
 from p2p_co2.codec.feedback import error_energy, error_ratio
+from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.outer import OuterState
 from p2p_co2.trainer.offered import set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces
@@ -41,7 +42,7 @@ class OfferEncoding:
         """The payload (uint8 [blocks * block_bytes]) and its relative error. Raises ``ValueError`` if a value
         is not finite."""
         size, codec = self.snapshot.numel(), self.codec
-        payload = torch.empty(codec.payload_bytes(size), dtype=torch.uint8)
+        payload = large_tensor(codec.payload_bytes(size), torch.uint8)
         scratch = torch.empty(codec.blocks(min(piece_values(codec), size)) * codec.block_values)
         lost = energy = 0.0
         for at in pieces(codec, size):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from p2p_co2.codec import passes
+from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.trainer.pieces import within
 
 _BITS = 15
@@ -32,7 +33,7 @@ class ScaledFp16:
     """fp32 [numel], set piece by piece: [0, piece), [piece, 2 piece) and so on."""
 
     def __init__(self, numel: int, piece: int) -> None:
-        self._values, self._piece = torch.empty(numel, dtype=torch.float16), piece
+        self._values, self._piece = large_tensor(numel, torch.float16), piece
         self._scales = [1.0] * -(-numel // piece)
 
     def __len__(self) -> int:
