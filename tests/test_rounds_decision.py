@@ -21,7 +21,8 @@ from p2p_co2.rounds import (
     open_decision,
 )
 from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.decision import sign_outcome
+from p2p_co2.rounds.decision import keep_opened, sign_outcome
+from p2p_co2.rounds.derived import OUTCOMES_KEPT, Derived
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import verify
 from p2p_co2.wire.limits import MAX_MEMBERS
@@ -54,6 +55,42 @@ def test_an_announcement_is_a_decision_in_short() -> None:
     assert not any(part.contributors for part in said.parts)
     with pytest.raises(LocalProtocolError, match="decided by"):
         announcement(decision, make_identity(1))
+
+
+def test_what_is_derived_of_an_outcome_is_worked_out_once_and_bounded() -> None:
+    asked: list[int] = []
+
+    def round_of(outcome: wire.Outcome) -> int:
+        asked.append(outcome.key.round)
+        return outcome.key.round
+
+    derived = Derived(round_of)
+    outcomes = [wire.Outcome(key=wire.RoundKey(round=number)) for number in range(OUTCOMES_KEPT + 1)]
+    for _ in range(2):
+        assert [derived(outcome) for outcome in outcomes[:-1]] == list(range(OUTCOMES_KEPT))
+    assert asked == list(range(OUTCOMES_KEPT))
+    for outcome in (outcomes[-1], outcomes[0]):  # the oldest had to go
+        assert derived(outcome) == outcome.key.round
+    assert asked[OUTCOMES_KEPT:] == [OUTCOMES_KEPT, 0]
+
+
+def test_a_process_of_many_cells_opens_each_decision_once() -> None:
+    identity, decisions = make_identity(0), []
+    for number in range(1, OUTCOMES_KEPT + 3):
+        key = wire.RoundKey(round=number, attempt=bytes(limits.ATTEMPT_BYTES))
+        outcome = wire.Outcome(key=key, run=RUN, state_digest=DIGEST)
+        outcome.members.add(peer=identity.peer_id, weight=1.0)
+        decisions.append(sign_outcome(identity, outcome))
+
+    def are_shared() -> list[bool]:
+        first, again = ([open_decision(one, RUN, SHAPE) for one in decisions] for _ in range(2))
+        return [one is other for one, other in zip(first, again, strict=True)]
+
+    keep_opened(1)
+    assert not any(are_shared())  # bounded: of what comes in turn, each is gone when it comes again
+    keep_opened(2 * OUTCOMES_KEPT)
+    assert all(are_shared())
+    keep_opened(1)
 
 
 @pytest.mark.parametrize("committed", [True, False])

@@ -29,6 +29,7 @@ from p2p_co2.rounds import (
     counted_weights,
     open_decision,
 )
+from p2p_co2.rounds.derived import Derived
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Decision, Outcome, Status
@@ -39,6 +40,13 @@ if TYPE_CHECKING:
 
 DECISION_KEPT_S = 600.0
 """How long a signed decision stays in the DHT."""
+
+
+@Derived
+def _contributors(outcome: Outcome) -> tuple[int, int]:
+    """How many peers are in all parts of a committed mean, and how many in any."""
+    of_parts = [set(part.weights) for part in weights_of(outcome)]
+    return len(set.intersection(*of_parts)), len(set.union(*of_parts))
 
 
 class Deciding:
@@ -112,17 +120,15 @@ class Deciding:
         decision.ParseFromString(event.decision)
         outcome = open_decision(decision, self._node.run_digest, self._node.shape)
         agreed = agreed_mean(outcome, event.mean)
-        parts = agreed.parts
-        everywhere = set.intersection(*(set(part.weights) for part in parts))
-        somewhere = set.union(*(set(part.weights) for part in parts))
+        everywhere, somewhere = _contributors(outcome)
         self._node.report(
             ev.RoundCommitted,
             fragment=event.fragment,
             round=event.round,
             coordinator=event.coordinator,
             group_size=len(event.group),
-            contributors=len(everywhere),
-            partial=len(somewhere) - len(everywhere),
+            contributors=everywhere,
+            partial=somewhere - everywhere,
             duration_s=event.duration_s,
             begun_s=event.begun_s,
             parts_s=event.parts_s,

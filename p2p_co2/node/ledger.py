@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2p_co2.memory import Buffer, Joined
+from p2p_co2.rounds.derived import Derived
 from p2p_co2.rounds.events import Step
 from p2p_co2.wire.messages_pb2 import Outcome
 
@@ -33,6 +34,7 @@ class AgreedMean:
     parts: tuple[PartWeights, ...]
 
 
+@Derived
 def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
     """Who is in the mean of a checked, committed outcome, part by part."""
     return tuple(

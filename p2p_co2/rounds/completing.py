@@ -9,11 +9,20 @@ that sends its mean a drop at a time keeps nobody from the swarm's next versions
 from __future__ import annotations
 
 from p2p_co2.rounds import bounds
+from p2p_co2.rounds.derived import Derived
 from p2p_co2.rounds.events import AgreedPart, Committed
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Swarm
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Decision, Outcome
+
+
+@Derived
+def _agreed_parts(outcome: Outcome) -> tuple[AgreedPart, ...]:
+    return tuple(
+        AgreedPart(p.start_block, p.stop_block, tuple((PeerId(c.peer), c.weight) for c in p.contributors))
+        for p in outcome.parts
+    )
 
 
 class Completing:
@@ -36,10 +45,7 @@ class Completing:
         if mean is None:
             return None
         member, attempt, outcome = self._member, self._member.attempt, self.outcome
-        parts = tuple(
-            AgreedPart(p.start_block, p.stop_block, tuple((PeerId(c.peer), c.weight) for c in p.contributors))
-            for p in outcome.parts
-        )
+        parts = _agreed_parts(outcome)
         return Committed(
             fragment=attempt.fragment, round=attempt.round, decision=self.decision.SerializeToString(),
             mean=mean, parts=parts, base_version=member.offer.base_version, group=tuple(attempt.shares),

@@ -21,14 +21,13 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import check_digest, check_place, read_contributors, read_key, read_members
 from p2p_co2.rounds.cells import read_who
+from p2p_co2.rounds.derived import OUTCOMES_KEPT, Derived
 from p2p_co2.rounds.events import PayloadShape
 from p2p_co2.rounds.parts import BlockRange, covers
 from p2p_co2.wire.identity import Identity, PeerId, verify
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
-OPENED_KEPT = 16
-"""Outcomes that were opened last: at most so many ``MAX_MESSAGE_BYTES``."""
 DECISION_CONTEXT = b"p2p-co2 decision"
 ROSTER_CONTEXT = b"p2p-co2 cell roster"
 ANNOUNCEMENT_CONTEXT = b"p2p-co2 announced decision"
@@ -76,11 +75,17 @@ def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcom
     if len(decision.roster) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError("too large", f"roster of {len(decision.roster)} bytes")
     by, roster = (decision.roster_by, decision.roster_signature), decision.roster
-    return _opened(decision.outcome, decision.signature, roster, by, run, shape)
+    return _memory.open(decision.outcome, decision.signature, roster, by, run, shape)
 
 
-@lru_cache(maxsize=OPENED_KEPT)
-def _opened(
+def keep_opened(count: int) -> None:
+    """Remember so many opened outcomes, each at most ``MAX_MESSAGE_BYTES``, and what is derived of them: for
+    a process that holds the peers of many cells."""
+    Derived.kept = max(OUTCOMES_KEPT, count)
+    _memory.open = lru_cache(maxsize=Derived.kept)(_open)
+
+
+def _open(
     content: bytes, signature: bytes, roster: bytes, roster_by: tuple[str, bytes], run: bytes,
     shape: PayloadShape,
 ) -> Outcome:  # fmt: skip
@@ -89,6 +94,15 @@ def _opened(
         _enter(outcome, roster, roster_by, run)
     _check_outcome(outcome, shape)
     return outcome
+
+
+class _Memory:
+    """``_open``, with a memory that may be made larger."""
+
+    open = staticmethod(lru_cache(maxsize=OUTCOMES_KEPT)(_open))
+
+
+_memory = _Memory()
 
 
 def _signed_outcome(content: bytes, signature: bytes, run: bytes) -> Outcome:
@@ -180,6 +194,7 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
             read_contributors(part.contributors, shares)
 
 
+@Derived
 def counted_weights(outcome: Outcome) -> dict[str, float]:
     """Whose work is in a committed outcome: by peer, its weight (tokens) times the share of the fragment's
     blocks whose mean holds its slice."""
@@ -191,6 +206,12 @@ def counted_weights(outcome: Outcome) -> dict[str, float]:
             known = weights.get(contributor.peer, 0.0)
             weights[contributor.peer] = known + contributor.weight * share
     return weights
+
+
+@Derived
+def _workers(outcome: Outcome) -> frozenset[str]:
+    """Whose slices are in a committed mean."""
+    return frozenset(one.peer for part in outcome.parts for one in part.contributors)
 
 
 def content_of(outcome: Outcome) -> bytes:
@@ -226,7 +247,7 @@ class Verdicts:
             self._commits[outcome.key.round] = (decision, outcome)
             while len(self._commits) > bounds.KEEP_DECISIONS:
                 self._commits.pop(min(self._commits))
-            counted = frozenset(one.peer for part in outcome.parts for one in part.contributors)
+            counted = _workers(outcome)
             self._workers = {round_: self._workers.get(round_, counted) for round_ in self._commits}
 
     def end(self, attempt: bytes) -> None:

@@ -36,6 +36,8 @@ from p2p_co2.wire.messages_pb2 import Outcome
 
 OFFERS_KEPT = 64
 """Rounds of a fragment whose offers are kept: far more than anybody replays."""
+WHOLE_KEPT, NAMED_KEPT = 2, 128
+"""Outcomes of whole swarms, and lists of contributors, that are remembered: large, and asked for by all."""
 MAX_GUESSES = 64
 """Combinations of offers with equal names that are tried to explain one part."""
 
@@ -77,6 +79,10 @@ class Books:
         self.excused: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
         self.checked: set[tuple[bytes, bytes]] = set()
         self._signed: dict[tuple[int, int], list[Outcome]] = {}
+        self._whole: dict[int, tuple[PartWeights, ...]] = {}
+        """By the identity of a signed outcome over several cells: who is in it, of all cells."""
+        self._named: dict[int, tuple[tuple[PartWeights, ...], bytes]] = {}
+        """The digest of who is in a mean, by the identity of what names them: all members share that."""
         self._rosters: dict[bytes, Outcome] = {}
         self._blocks = tuple(blocks)
         for fragment, count in enumerate(blocks):
@@ -119,11 +125,26 @@ class Books:
     def _parts_of(self, outcome: Outcome) -> tuple[PartWeights, ...]:
         if not outcome.cells:
             return weights_of(outcome)
+        if (known := self._whole.get(id(outcome))) is not None:
+            return known  # signed outcomes are kept, so nobody else has its identity
         rosters = [self._rosters[share.roster_digest] for share in outcome.cells]
-        return tuple(
+        parts = tuple(
             PartWeights(part.start_block, part.stop_block, _in_part(rosters, number))
             for number, part in enumerate(outcome.parts)
         )
+        self._whole[id(outcome)] = parts
+        while len(self._whole) > WHOLE_KEPT:
+            del self._whole[next(iter(self._whole))]
+        return parts
+
+    def content_of(self, mean: AgreedMean, parts: tuple[PartWeights, ...]) -> bytes:
+        """A digest of a mean and of who is in it."""
+        known = self._named.get(id(parts))
+        if known is None:
+            known = self._named[id(parts)] = parts, digest(repr(parts).encode())
+            while len(self._named) > NAMED_KEPT:
+                del self._named[next(iter(self._named))]
+        return digest(mean.mean, known[1])
 
 
 class Auditor:
@@ -156,7 +177,7 @@ class Auditor:
 
     def committed(self, mean: AgreedMean, before: State, after: State) -> None:
         books = self._books
-        content = digest(mean.mean, repr(mean.parts).encode())
+        content = books.content_of(mean, mean.parts)
         if (before.digest, content) in books.checked:
             return  # the same mean upon the same state was checked before
         place = f"fragment {mean.fragment} round {mean.round}"
@@ -173,7 +194,7 @@ class Auditor:
         if any(not part.weights.items() <= whole.weights.items() for part, whole in pairs):
             self._broken("conservation", f"{place}: a cell's contributors are not those of its roster")
         books.checked.add((before.digest, content))
-        everything = digest(mean.mean, repr(parts).encode())
+        everything = books.content_of(mean, parts)
         if everything != content and (before.digest, everything) in books.checked:
             return  # another cell's peer had it checked
         content = everything

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from p2p_co2.node.links import MAX_LANES, MAX_QUEUED_BYTES, MAX_QUEUED_CONTROL, MAX_SERVED_BYTES, LinkObserver
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
+from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.virtual_time import Handle
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Envelope
@@ -54,6 +55,9 @@ class VirtualLinks:
         """Bulk on the uplink: when it will have left, whose it is, how much."""
         self._measured_bytes = 0.0
         self._sized: tuple[bytes, float] = b"", 0.0
+        self._posted = b""
+        self._parcel = Parcel()
+        """What was posted last: the same bytes go to many, one after the other."""
         self._is_closed = False
         self._control_gone_at = 0.0
         """When the last control message so far has left the uplink."""
@@ -88,6 +92,9 @@ class VirtualLinks:
         """As ``Links.set_paces``; lines here are paced by themselves."""
 
     def post(self, peer: PeerId, data: bytes, bulk: bool, served: bool = False) -> bool:
+        if data is not self._posted:
+            self._posted, self._parcel = data, Parcel(data)
+        data = self._parcel
         lane = self._lanes.get(peer)
         if lane is None:
             if len(self._lanes) >= MAX_LANES or self._is_closed:

@@ -13,23 +13,23 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2p_co2 import __version__
 from p2p_co2.config import RunConfig
-from p2p_co2.node.envelope import opened
 from p2p_co2.node.node import Node
 from p2p_co2.profiles import profile_of
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
+from p2p_co2.rounds.decision import keep_opened
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.faults import Churn, Storm
 from p2p_co2.simnet.inspection import Inspector
 from p2p_co2.simnet.internet import Internet, Noise
 from p2p_co2.simnet.laws import Books, Violation
 from p2p_co2.simnet.ledger import CountingLedger
+from p2p_co2.simnet.parcel import open_parcel
 from p2p_co2.simnet.process import Process, Volunteer
 from p2p_co2.simnet.rendezvous import Rendezvous, Seed
 from p2p_co2.simnet.training import Pace
@@ -37,9 +37,8 @@ from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, Work
 from p2p_co2.wire.identity import Identity, PeerId
 
-SHARED_MESSAGES = 32
-"""What goes to many at once is read once for all of them; so many messages on their way are remembered for
-each peer."""
+OUTCOMES_PER_CELL = 4
+"""Decisions on their way that are opened once for a whole cell: of two rounds, by two coordinators."""
 OUTLAST_S = 240.0
 """A run that is over is given this long for its last flushes, or as long as a round where that is more."""
 MAX_STATE_FACTOR = 64
@@ -129,7 +128,8 @@ class Swarm:
     ) -> None:
         self.settings, self.log, self.seed = settings, log, settings.seed
         self.make_node, self.make_ledger = make_node, make_ledger
-        self.open_message = lru_cache(SHARED_MESSAGES * max(32, settings.peers))(opened)
+        self.open_message = open_parcel
+        keep_opened(OUTCOMES_PER_CELL * settings.run.cells)
         self.run_config, self.min_peers = settings.run, settings.min_peers
         self.checkpoint_every_s, self.parameters = settings.checkpoint_every_s, settings.parameters
         self.software = f"p2p-co2 {__version__}"
