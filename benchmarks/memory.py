@@ -49,7 +49,7 @@ from json_workers import answer_of, say, spawn
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.memory import return_large_blocks
 from p2p_co2.trainer import Peer, connect
-from p2p_co2.trainer.offered import Kept
+from p2p_co2.trainer.offered import FromPayload, Kept, held_bytes
 
 PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
 TINY_WIDTH = 16
@@ -250,11 +250,13 @@ def _held(peer: Peer) -> dict[str, int]:
         "outer: outer_momentum": sum(_size(one.state.momentum) for one in fragments),
         "outer: moved since the last boundary (co2, eager)": sum(_size(one._offset) for one in fragments),
         "outer: offer in the newest mean (eager)": sum(
-            _size(one._stale[0] if one._stale else None) for one in fragments
+            _size(stale) + (stale.payload_bytes if isinstance(stale, FromPayload) else 0)
+            for one in fragments
+            if one._stale is not None and (stale := one._stale[0])
         ),
         "codec: residual": sum(_size(one.residual) for one in fragments),
-        "trainer: snapshot or gradient in flight": sum(
-            _size(one.snapshot) + _size(one.gradient) + _size(one.residual) for one in in_flight
+        "trainer: gradient in flight, or what the codec lost of it": sum(
+            _size(one.gradient) for one in in_flight
         ),
         "rounds: payloads": sum(len(offer.payload) for offer in offers),
         "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
@@ -267,9 +269,7 @@ def _held(peer: Peer) -> dict[str, int]:
 
 
 def _size(kept: Kept | None) -> int:
-    if kept is None:
-        return 0
-    return kept.numel() * kept.element_size() if isinstance(kept, torch.Tensor) else kept.held_bytes
+    return 0 if kept is None else held_bytes(kept)
 
 
 if __name__ == "__main__":

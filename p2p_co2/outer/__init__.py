@@ -32,12 +32,13 @@ from p2p_co2.outer.merging import (
     merge_offered,
     outer_gradient,
 )
-from p2p_co2.outer.norms import exact_norm
+from p2p_co2.outer.norms import PIECE, exact_norm
 from p2p_co2.outer.state import MOVED_NORMS_KEPT, Merge, OuterState, init
-from p2p_co2.outer.stepping import StepReport, stability_warning, step
+from p2p_co2.outer.stepping import StepReport, last_change, stability_warning, step
 
 __all__ = [
     "MOVED_NORMS_KEPT",
+    "PIECE",
     "Merge",
     "OuterState",
     "StepReport",
@@ -45,6 +46,7 @@ __all__ = [
     "eager_correction",
     "exact_norm",
     "init",
+    "last_change",
     "lost_work_of",
     "merge",
     "merge_offered",

@@ -158,6 +158,19 @@ def _change_of(
     return Changed(clipped, energy, largest)
 
 
+def last_change(config: OuterConfig, momentum: Tensor, mean: Tensor | None, gap: float) -> Tensor:
+    """What the parameters lost in the step that left ``momentum``: the bits that were taken from them.
+
+    ``momentum``: fp32 [n], of the new state; ``mean``: fp32 [n], which that step applied (heavy ball needs
+    none); ``gap``: from its ``StepReport``. Any range of both gives that range. A new tensor.
+    """
+    if not config.nesterov:
+        return momentum * config.lr
+    assert mean is not None
+    applied = mean if gap == 1.0 else mean * (1.0 / gap)
+    return (momentum * config.momentum).add_(applied).mul_(config.lr)
+
+
 def _take_change_(change: Tensor, largest_change: float, params: Tensor) -> tuple[float, float]:
     """Turn ``change`` into ``params - change``; the change's norm and the largest new magnitude."""
     if largest_change in {0.0, math.inf}:

@@ -10,11 +10,11 @@ that did not reach the mean, wholly or in some parts, goes back into this peer's
 there, so that its work is offered again (ALGORITHMS.md, laws 2 and 5). Residuals of error feedback advance
 only where the offer was counted.
 
-Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight ``kept``, which is 1, or a
-half with a codec of 8 bits or less; with error feedback a half for the residual, and in flight a half for
-the next one and nothing else (``offered``). Under "co2", from the commit to the next boundary, ``kept`` for
-how far the params have moved; under "eager" that in flight, too, and the last offer beside it after the
-commit. A step takes the memory of the old state, unless somebody else holds it (``lend``).
+Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight what ``offered`` says, at
+most a half; with error feedback a quarter for the residual; under "eager" a quarter for the correction at the
+last boundary, and from the commit to the next one its payload, or a quarter if that is less. How far the
+params have moved under "co2" and "eager" takes nothing, but a half (1 with fp32) where two rounds commit
+between two boundaries. A step takes the memory of the old state, unless somebody else holds it (``lend``).
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.offer_encoding import OfferEncoding
-from p2p_co2.trainer.offered import FromPayload, Kept, Offered, set_piece
+from p2p_co2.trainer.offered import FromPayload, FromStep, Kept, Offered, Sum, set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces, within
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
+from p2p_co2.trainer.scaled_int8 import ScaledInt8
 
-HALVED_FROM_BITS = 9
-"""Codecs with more bits per value give back more than half precision would."""
+COARSE_BITS = 9
+"""Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
+it."""
 
 
 @dataclass
@@ -102,10 +104,11 @@ class FragmentLedger:
     def __init__(self, run: RunConfig, codec: Codec, peer: str, state: OuterState) -> None:
         self._run, self._codec, self._peer = run, codec, peer
         self._delayed = run.outer.rule in {"co2", "eager"}
-        self._halves = 8 * codec.block_bytes < HALVED_FROM_BITS * codec.block_values
+        self._is_coarse = 8 * codec.block_bytes < COARSE_BITS * codec.block_values
+        self._is_exact = codec.name == "fp32"
         self.state = state
         self._is_lent, self._loans = False, list[Loan]()
-        self.residual: ScaledFp16 | None = None
+        self.residual: ScaledInt8 | None = None
         """Of error feedback, once an offer was counted."""
         self._in_flight: Offered | None = None
         self._withdrawn: Offered | None = None
@@ -115,11 +118,11 @@ class FragmentLedger:
         self.in_doubt = False
         """Whether they hold work that may be counted in another history than ``state``'s."""
         self._origin_version = state.version
-        self._offset: Tensor | ScaledFp16 | None = None
+        self._offset: Kept | None = None
         """Rules "co2" and "eager": the version from which the live parameters set out at the last boundary,
         and how far from the params of now that was, with what was corrected there."""
         self._stale: tuple[Kept, float, float] | None = None
-        """Rule "eager": this peer's gradient in the newest mean, with the gap and its share there."""
+        """Rule "eager": what is in the newest mean of this peer's gradient, with the gap and its share."""
 
     def lend(self, loan: Loan | None = None) -> OuterState:
         """The state, for somebody who holds it while the swarm goes on: its memory is not written to until
@@ -136,7 +139,7 @@ class FragmentLedger:
 
     def set_residual(self, values: Values) -> None:
         """Go on from what a checkpoint holds."""
-        self.residual = ScaledFp16(len(values), piece_values(self._codec))
+        self.residual = ScaledInt8(len(values))
         for at in self._pieces():
             self.residual.set(at, values[at])
 
@@ -147,55 +150,60 @@ class FragmentLedger:
         if self._in_flight is not None:
             raise LocalProtocolError(f"round {self._in_flight.round} is still in flight")
         base_version = self._origin_version if self._delayed else self.state.version
-        feedback, room = self._run.codec, None
-        residual = self._half_room() if feedback.error_feedback else None
-        if residual is None and (self._delayed or self._halves):
-            room = self._room()
+        feedback, size = self._run.codec, self.state.params.numel()
+        room = lost = None
+        if self._delayed or feedback.error_feedback:
+            lost = None if self._is_exact else ScaledInt8(size)
+        elif self._is_coarse:
+            room = ScaledFp16(size, piece_values(self._codec))
         payload, error = OfferEncoding(
             self._codec, self.state, self._offset, snapshot, self.residual, feedback.error_feedback_decay,
-            room, residual,
+            room, lost,
         ).encode()  # fmt: skip
         gradient: Kept | None = room
-        if residual is not None:
+        if gradient is None:
             gradient = FromPayload(
-                self._codec, payload, residual, self.residual, feedback.error_feedback_decay
+                self._codec, payload, size, lost, self.residual, feedback.error_feedback_decay
             )
         self._in_flight = Offered(
             round=self.state.version + 1,
             weight=weight,
             base_version=base_version,
-            snapshot=None if gradient is not None else snapshot,
             gradient=gradient,
-            residual=residual,
+            residual=lost if feedback.error_feedback else None,
         )
         merge = self._boundary_merge(snapshot, gradient) if self._delayed else None
         return EncodedOffer(self._in_flight.round, base_version, payload.numpy().data, error, merge)
 
-    def _boundary_merge(self, snapshot: Tensor, fresh: Kept | None) -> Merge:
+    def _boundary_merge(self, snapshot: Tensor, fresh: Kept) -> Merge:
         """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is
         used up; ``fresh``: the gradient that is offered."""
-        assert fresh is not None
         stale = self._stale
         self._set_out(self.state.version)  # lets go of what is not needed any more before more is made
         merge = outer.boundary_merge(self._run.outer, self.state, snapshot, None, None, out=snapshot)
         if stale is not None:
             was, gap, share = stale
-            self._offset = self._room()
+            size = self.state.params.numel()
+            self._offset = kept = torch.empty(size) if self._is_exact else ScaledInt8(size)
             for at in self._pieces():
                 correction = outer.eager_correction(self._run.outer, gap, share, fresh[at], was[at])
-                set_piece(self._offset, at, correction.neg_())
-                merge.addend[at].add_(self._offset[at])  # as it is kept, so that nothing is rounded away
+                set_piece(kept, at, correction.neg_())
+                merge.addend[at].add_(kept[at])  # as it is kept, so that nothing is rounded away
         return merge
 
-    def commit(self, round_: int, base_version: int, mean: Tensor, parts: Sequence[PartWeights]) -> Applied:
+    def commit(
+        self, round_: int, base_version: int, mean: Tensor, parts: Sequence[PartWeights], encoded: Buffer
+    ) -> Applied:
         """Take the outer step of an agreed mean. ``mean``: fp32 [n], decoded, owned from now on;
-        ``base_version`` the oldest in the group.
+        ``base_version`` the oldest in the group; ``encoded``: what ``mean`` was decoded from, which nobody
+        changes.
 
         Raises ``LocalProtocolError`` if ``round_`` is not the next version.
         """
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
         old, refused = self.state, ""
+        self._hold_offset()
         try:
             new, report = outer.step(
                 self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_held
@@ -206,7 +214,8 @@ class FragmentLedger:
             new, report = old._replace(version=round_), StepReport(1.0, float("inf"), 0.0, 0.0)
         mine, missed = self._mine(round_, parts), self._missed(parts, refused)
         if self._delayed and not refused:
-            self._offset = self._moved_offset(old.params, new.params)
+            moved = FromStep(self._run.outer, self._codec, encoded, new.momentum, report.gap)
+            self._offset = moved if self._offset is None else Sum(self._offset, moved)
         merge = self._merge_after(old, new, mine, missed, parts)
         if mine is not None:
             self._advance_residual(mine, missed)
@@ -235,7 +244,7 @@ class FragmentLedger:
         if mine is None or mine.round != round_:
             return False, None
         self._in_flight, self._withdrawn = None, mine
-        if not self._delayed or mine.gradient is None:
+        if not self._delayed:
             return True, None
         addend = torch.empty_like(self.state.params)
         for at in self._pieces():
@@ -258,7 +267,7 @@ class FragmentLedger:
             merge = Merge(0.0, state.params)  # as in ``_merge_after``
             self.is_resumed = self.in_doubt = False
         else:
-            merge = Merge(1.0, self._rebased_on(state, mine))
+            merge = Merge(1.0, self._rebased_on(state))
             if mine is not None:
                 self._give_counted_work_(merge.addend, mine, missed)
                 self._advance_residual(mine, missed)
@@ -284,25 +293,18 @@ class FragmentLedger:
     def _pieces(self) -> Iterator[slice]:
         return pieces(self._codec, self.state.params.numel())
 
-    def _half_room(self) -> ScaledFp16:
-        """For as many values as the fragment has."""
-        return ScaledFp16(self.state.params.numel(), piece_values(self._codec))
-
-    def _room(self) -> Tensor | ScaledFp16:
-        """As ``_half_room``, or of full size with a codec that is finer than that."""
-        return self._half_room() if self._halves else torch.empty_like(self.state.params)
-
     def _set_out(self, version: int) -> None:
         """The live parameters set out from the agreed ones of ``version``, the newest."""
         self._offset, self._stale, self._origin_version = None, None, version
 
-    def _moved_offset(self, old: Tensor, new: Tensor) -> Tensor | ScaledFp16:
-        """The offset once the agreed parameters have moved on; in the old ones' memory if that is free."""
-        room = old if not (self._halves or self._is_held) else self._room()
-        for at in self._pieces():
-            moved = old[at] - new[at]
-            set_piece(room, at, moved if self._offset is None else moved.add_(self._offset[at]))
-        return room
+    def _hold_offset(self) -> None:
+        """The state is about to move on, and with it what the offset may be read from."""
+        if isinstance(self._offset, FromStep | Sum):
+            size = self.state.params.numel()
+            room = torch.empty(size) if self._is_exact else ScaledFp16(size, piece_values(self._codec))
+            for at in self._pieces():
+                set_piece(room, at, self._offset[at])
+            self._offset = room
 
     def _rebase_on(self, state: OuterState) -> Rebase:
         """Added to live parameters, keeps all work of this peer and measures it from ``state``."""
@@ -310,10 +312,9 @@ class FragmentLedger:
         gradient = mine.gradient if self._delayed and mine is not None else None
         return Rebase(self.state.params, state.params, self._offset, gradient)
 
-    def _rebased_on(self, state: OuterState, mine: Offered | None) -> Tensor:
+    def _rebased_on(self, state: OuterState) -> Tensor:
         """The whole of ``_rebase_on``, in the old parameters' memory if nothing needs them any more."""
-        needed = self._is_held or (mine is not None and mine.gradient is None)
-        addend = torch.empty_like(state.params) if needed else self.state.params
+        addend = torch.empty_like(state.params) if self._is_held else self.state.params
         rebase = self._rebase_on(state)
         for at in self._pieces():
             addend[at] = rebase.addend(at)
@@ -340,11 +341,7 @@ class FragmentLedger:
     def _give_counted_work_(self, addend: Tensor, mine: Offered, missed: list[slice]) -> None:
         """Add what an offer took out of the live parameters, as an outer gradient; 0 where it was missed."""
         for at in self._pieces():
-            if mine.gradient is not None:
-                counted = mine.gradient[at]
-            else:
-                assert mine.snapshot is not None
-                counted = self.state.params[at] - mine.snapshot[at]
+            counted = mine.gradient[at]
             lost = outer.lost_work_of(counted, [within(part, at) for part in missed])
             addend[at].add_(counted if lost is None else counted - lost)
 
@@ -374,27 +371,28 @@ class FragmentLedger:
             return Merge(0.0, new.params)
         if self._delayed:
             return self._work_returned(mine, missed)
-        if mine is not None and mine.gradient is not None:
-            out = None if self._is_held or new.params is old.params else old.params
-            return outer.merge_offered(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
-        snapshot = None if mine is None else mine.snapshot
-        return outer.merge(self._run.outer, old, new, snapshot, missed, out=snapshot)
+        if mine is None:
+            return outer.merge(self._run.outer, old, new, None, missed)
+        out = None if self._is_held or new.params is old.params else old.params
+        return outer.merge_offered(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
 
     def _work_returned(self, mine: Offered | None, missed: list[slice]) -> Merge | None:
         """Rules "co2" and "eager": put back what was offered and not counted."""
-        if mine is None or mine.gradient is None:
+        if mine is None or (mine is self._in_flight and not missed):
             return None
-        if mine is self._in_flight and not missed:
-            return None
-        gradient = mine.gradient[:]
-        lost = outer.lost_work_of(gradient, missed)
-        if mine is self._in_flight:
-            return None if lost is None else Merge(1.0, lost.neg_())
-        # Given up, put back, and counted after all: take out again what counted. A later offer for the same
-        # round held that work too, and comes to nothing.
-        addend = gradient if lost is None else gradient - lost
-        if self._in_flight is not None and self._in_flight.gradient is not None:
-            addend = addend - self._in_flight.gradient[:]
+        # An offer that was given up and put back, and counts after all: what counted is taken out again. A
+        # later offer for the same round held that work too, and comes to nothing.
+        is_late = mine is not self._in_flight
+        later = self._in_flight.gradient if is_late and self._in_flight is not None else None
+        addend = torch.empty_like(self.state.params)
+        for at in self._pieces():
+            gradient = mine.gradient[at]
+            lost = outer.lost_work_of(gradient, [within(part, at) for part in missed])
+            addend[at] = torch.zeros_like(gradient) if lost is None else lost.neg_()
+            if is_late:
+                addend[at].add_(gradient)
+            if later is not None:
+                addend[at].sub_(later[at])
         return Merge(1.0, addend)
 
     def _advance_residual(self, mine: Offered, missed: list[slice]) -> None:
@@ -404,8 +402,9 @@ class FragmentLedger:
     def _remember_stale(
         self, mine: Offered, report: StepReport, parts: Sequence[PartWeights], missed: list[slice]
     ) -> None:
-        if self._run.outer.rule != "eager" or missed or mine.gradient is None:
+        if self._run.outer.rule != "eager" or missed:
             return
         weights = parts[0].weights
         share = weights[self._peer] / sum(weights.values())
-        self._stale = (mine.gradient, report.gap, share)
+        assert isinstance(mine.gradient, FromPayload)
+        self._stale = (mine.gradient.counted(), report.gap, share)

@@ -184,7 +184,7 @@ class TensorLedger:
                 return AgreedVersion(ledger.state.version, self._digests[mean.fragment])
             ended = ledger.has_offered
             decoded = self._decode(mean.mean, ledger.state.params.numel())
-            applied = ledger.commit(mean.round, mean.base_version, decoded, mean.parts)
+            applied = ledger.commit(mean.round, mean.base_version, decoded, mean.parts, mean.mean)
             return self._moved(
                 mean.fragment,
                 lambda: Outcome(

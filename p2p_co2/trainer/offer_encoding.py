@@ -18,25 +18,26 @@ from p2p_co2.codec import Codec
 from p2p_co2.codec.feedback import error_energy, error_ratio
 from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.outer import OuterState
-from p2p_co2.trainer.offered import set_piece
+from p2p_co2.trainer.offered import Kept, set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
+from p2p_co2.trainer.scaled_int8 import ScaledInt8
 
 
 @dataclass(frozen=True)
 class OfferEncoding:
     """What one offer is made of, and what is kept of it; fp32 [n] each. ``offset``: from ``base.params`` to
     where the live parameters set out. ``residual`` and ``decay``: of error feedback, what is left of the
-    offers before. ``gradient`` and ``next_residual`` are filled."""
+    offers before. ``gradient`` and ``lost``, what the codec loses of it and the residual, are filled."""
 
     codec: Codec
     base: OuterState
-    offset: Tensor | ScaledFp16 | None
+    offset: Kept | None
     snapshot: Tensor
-    residual: ScaledFp16 | None
+    residual: ScaledInt8 | None
     decay: float
     gradient: Tensor | ScaledFp16 | None
-    next_residual: ScaledFp16 | None
+    lost: ScaledInt8 | None
 
     def encode(self) -> tuple[Tensor, float]:
         """The payload (uint8 [blocks * block_bytes]) and its relative error. Raises ``ValueError`` if a value
@@ -59,12 +60,16 @@ class OfferEncoding:
 
     def _encode_at_once(self, at: slice, rows: Tensor, scratch: Tensor) -> tuple[float, float] | None:
         """A plain difference in one pass, if the codec has it: what was lost, and the energy."""
-        if self.next_residual is not None or self.codec.in_passes is None:
+        if self.residual is not None or self.codec.in_passes is None:
             return None
-        wanted = scratch[: at.stop - at.start] if self.gradient is not None else None
+        is_wanted = self.gradient is not None or self.lost is not None
+        wanted = scratch[: at.stop - at.start] if is_wanted else None
         piece = self.codec.encode_difference(self._origin(at), self.snapshot[at], rows, wanted)
-        if piece is not None and self.gradient is not None and wanted is not None:
-            set_piece(self.gradient, at, wanted)
+        if piece is not None and wanted is not None:
+            if self.gradient is not None:
+                set_piece(self.gradient, at, wanted)
+            if self.lost is not None:
+                self.lost.set(at, wanted.sub_(self.codec.decode(rows)[: len(wanted)]))
         return piece
 
     def _encode_piece(self, at: slice, rows: Tensor, scratch: Tensor) -> tuple[float, float]:
@@ -75,6 +80,6 @@ class OfferEncoding:
             wanted += self.residual[at] * self.decay
         self.codec.encode(wanted, rows)
         decoded = self.codec.decode(rows, scratch)[: len(wanted)]
-        if self.next_residual is not None:
-            set_piece(self.next_residual, at, wanted - decoded)
+        if self.lost is not None:
+            self.lost.set(at, wanted - decoded)
         return error_energy(wanted, decoded)

@@ -1,12 +1,17 @@
 """What a peer keeps of an offer until its round has ended, and how it reads its outer gradient from it.
 
-Three ways, by what they cost in copies of the fragment in fp32:
+Almost nothing is kept for that alone. The payload is in the round anyway, and holds the gradient but for what
+the codec lost (``FromPayload``). In copies of the fragment in fp32:
 
-- the snapshot itself (1), where the codec is fine and nothing else is kept: the merge rounds once;
-- the gradient at half precision (1/2), with a codec of 8 bits or less;
-- with error feedback nothing of its own. The payload is in the round anyway, and what the codec lost is the
-  next residual: the gradient is what the one says, plus the other, less what was carried over
-  (``FromPayload``).
+- "co2" and "eager", and error feedback under any rule: what was lost, at a quarter of its size (1/4); with
+  error feedback that is the next residual;
+- "keep" and "blend" without it, with a codec of 8 bits or less: the gradient itself at half precision (1/2),
+  because the live parameters are to keep nothing of what such a codec loses;
+- "keep" and "blend" without it and with a finer one: nothing. What fp16 lost stays in the live parameters, so
+  it is in the next offer.
+
+How far a step took the agreed parameters is not kept either: it is computed again from the momentum that the
+step left and the mean that it applied, which donors keep (``FromStep``).
 
 Law: nothing here changes once it is whole, so whoever holds it (a checkpoint, the next offer) reads the same
 values. Price: a decode for each piece that is read.
@@ -16,50 +21,110 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from p2p_co2 import outer
 from p2p_co2.codec import Codec
+from p2p_co2.config import OuterConfig
+from p2p_co2.memory import Buffer
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
+from p2p_co2.trainer.scaled_int8 import ScaledInt8
 
 
 class FromPayload:
-    """The outer gradient behind ``payload`` (uint8 [blocks * block_bytes]): fp32 [n], read by slices.
+    """The outer gradient behind ``payload`` (uint8 [blocks * block_bytes]): fp32 [numel], read by slices.
 
     ``lost``: what the codec lost of it, with ``decay`` times ``carried`` added before (``codec.feedback``);
-    None where nothing was. Exact but for the half precision of ``lost``.
+    None where that does not matter or was nothing. Exact but for the precision of ``lost``.
     """
 
     def __init__(
-        self, codec: Codec, payload: Tensor, lost: ScaledFp16, carried: ScaledFp16 | None, decay: float
-    ) -> None:
-        self._codec, self._payload, self._lost = codec, payload, lost
-        self._carried, self._decay = carried, decay
+        self, codec: Codec, payload: Tensor, numel: int, lost: ScaledInt8 | None = None,
+        carried: ScaledInt8 | None = None, decay: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._codec, self._payload, self._numel = codec, payload, numel
+        self._lost, self._carried, self._decay = lost, carried, decay
+
+    @property
+    def payload_bytes(self) -> int:
+        """Held here and, as long as the round is open, by the round."""
+        return self._payload.numel()
 
     @property
     def held_bytes(self) -> int:
-        """Beyond the payload and the residuals, which somebody else needs."""
-        return 0
+        """Beyond the payload and what was carried on, which somebody else needs."""
+        return 0 if self._lost is None else self._lost.held_bytes
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
-        start, stop, _ = at.indices(len(self._lost))
-        width, size = self._codec.block_values, self._codec.block_bytes
-        first, last = start // width, -(-max(start, stop) // width)
-        values = self._codec.decode(self._payload[first * size : last * size])
-        values = values[start - first * width : max(start, stop) - first * width]
-        values.add_(self._lost[at])
+        values = _decoded(self._codec, self._payload, at, self._numel)
+        if self._lost is not None:
+            values.add_(self._lost[at])
         return values if self._carried is None else values.sub_(self._carried[at].mul_(self._decay))
 
+    def counted(self) -> FromPayload | ScaledInt8:
+        """What of it is in a mean that holds the payload: that one's values, or if the codec is finer than
+        that, those to 2^-7."""
+        sent = FromPayload(self._codec, self._payload, self._numel)
+        if self._payload.numel() <= 9 * self._numel // 8:
+            return sent
+        rounded = ScaledInt8(self._numel)
+        for start in range(0, self._numel, outer.PIECE):
+            at = slice(start, min(start + outer.PIECE, self._numel))
+            rounded.set(at, sent[at])
+        return rounded
 
-Kept = Tensor | ScaledFp16 | FromPayload
+
+class FromStep:
+    """How far a step took the agreed parameters back, ``old - new`` but for one rounding: fp32 [numel], read
+    by slices. ``mean``: what the step applied, encoded; ``momentum``: what it left, fp32 [numel], which must
+    not change; ``gap``: its staleness gap penalty."""
+
+    held_bytes = 0
+    """The momentum is the state's, the mean the donor's: of each fragment it keeps the newest."""
+
+    def __init__(self, config: OuterConfig, codec: Codec, mean: Buffer, momentum: Tensor, gap: float) -> None:
+        self._config, self._codec, self._momentum, self._gap = config, codec, momentum, gap
+        self._mean = memoryview(mean) if config.nesterov else None
+
+    def __getitem__(self, at: slice) -> Tensor:
+        """fp32, a new tensor."""
+        momentum, applied = self._momentum[at], None
+        if self._mean is not None:
+            applied = _decoded(self._codec, self._mean, at, self._momentum.numel())
+        return outer.last_change(self._config, momentum, applied, self._gap)
+
+
+class Sum:
+    """Of what is kept in two places."""
+
+    def __init__(self, first: Kept, second: Kept) -> None:
+        self._first, self._second = first, second
+
+    @property
+    def held_bytes(self) -> int:
+        return held_bytes(self._first) + held_bytes(self._second)
+
+    def __getitem__(self, at: slice) -> Tensor:
+        """fp32, a new tensor."""
+        return self._first[at] + self._second[at]
+
+
+Kept = Tensor | ScaledFp16 | ScaledInt8 | FromPayload | FromStep | Sum
 """fp32 [n], read by slices, never changed once it is whole."""
 
 
-def set_piece(room: Tensor | ScaledFp16, at: slice, values: Tensor) -> None:
-    if isinstance(room, ScaledFp16):
-        room.set(at, values)
-    else:
+def held_bytes(kept: Kept) -> int:
+    """What it takes that nobody else needs."""
+    return kept.numel() * kept.element_size() if isinstance(kept, Tensor) else kept.held_bytes
+
+
+def set_piece(room: Tensor | ScaledFp16 | ScaledInt8, at: slice, values: Tensor) -> None:
+    if isinstance(room, Tensor):
         room[at] = values
+    else:
+        room.set(at, values)
 
 
 @dataclass
@@ -69,8 +134,20 @@ class Offered:
     round: int
     weight: float
     base_version: int
-    snapshot: Tensor | None
-    gradient: Kept | None
-    """Instead of the snapshot."""
-    residual: ScaledFp16 | None
+    gradient: Kept
+    residual: ScaledInt8 | None
     """Of error feedback, if this one is counted."""
+
+
+def _decoded(codec: Codec, payload: Tensor | memoryview, at: slice, numel: int) -> Tensor:
+    """The values ``at`` of ``numel`` ones that are encoded in ``payload``: fp32, a new tensor."""
+    start, stop, _ = at.indices(numel)
+    stop = max(start, stop)
+    width, size = codec.block_values, codec.block_bytes
+    first, last = start // width, -(-stop // width)
+    rows = payload[first * size : last * size]
+    if not isinstance(rows, Tensor):
+        # torch has no read-only tensors, and none of an empty buffer.
+        writable = bytearray(rows) if rows.readonly else rows
+        rows = torch.frombuffer(writable or bytearray(1), dtype=torch.uint8)[: len(rows)]
+    return codec.decode(rows)[start - first * width : stop - first * width]

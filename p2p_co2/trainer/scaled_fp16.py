@@ -1,5 +1,5 @@
-"""fp32 values kept at half their size: what a peer offered until the round has ended, what error feedback
-carries on, how far the agreed parameters moved since the live ones set out.
+"""fp32 values kept at half their size: under "keep" and "blend" what a peer offered until its round has
+ended, and under "co2" and "eager" how far the agreed parameters moved, where nothing else tells it.
 
 A peer needs its own outer gradient again when the round commits (how far its live parameters have come since)
 or is given up (its work goes back). With a codec that rounds to 8 bits or less the mean does not hold more
@@ -15,14 +15,12 @@ each way, on the worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from p2p_co2.codec import passes
 from p2p_co2.fragments.large_tensor import large_tensor
-from p2p_co2.trainer.pieces import within
 
 _BITS = 15
 """The largest value of a piece is kept as one below 2^_BITS: fp16 ends at 65504."""
@@ -54,19 +52,6 @@ class ScaledFp16:
             fast.halve(values, 1.0 / scale, self._values[at])
         else:
             self._values[at] = values * (1.0 / scale)
-
-    def with_values_of(self, before: ScaledFp16 | None, parts: Sequence[slice]) -> ScaledFp16:
-        """These values, but those of ``before`` in ``parts``; zeros without it."""
-        if not parts:
-            return self
-        mixed = ScaledFp16(len(self), self._piece)
-        for start in range(0, len(self), self._piece):
-            at = slice(start, min(start + self._piece, len(self)))
-            values = self[at]
-            for here in (within(part, at) for part in parts):
-                values[here] = 0.0 if before is None else before[at][here]
-            mixed.set(at, values)
-        return mixed
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""

@@ -1,0 +1,91 @@
+"""What is read from the payload or the last step in place of being kept: against what it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from p2p_co2 import outer
+from p2p_co2.codec import get_codec
+from p2p_co2.config import CodecName, OuterConfig
+from p2p_co2.node.ledger import PartWeights
+from p2p_co2.trainer.offered import FromPayload, FromStep, Sum, held_bytes
+from p2p_co2.trainer.scaled_int8 import ScaledInt8
+from tests.test_trainer_ledger import BLOCK, Simulated, run_config
+
+SIZE = 5 * BLOCK - 3
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("clip", ["none", "elementwise"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_the_last_change_is_the_one_that_the_step_took(
+    nesterov: bool, clip: str, codec: CodecName, kind: type[bytes] | type[bytearray]
+) -> None:
+    """The same bits: taken from the old parameters again, it gives the new ones."""
+    torch.manual_seed(2)
+    config = OuterConfig.model_validate(
+        {"rule": "co2", "nesterov": nesterov, "clip": clip, "clip_phi": 0.5, "momentum": 0.7}
+    )
+    coder, state = get_codec(codec), outer.init(torch.randn(SIZE))
+    for version in range(3):
+        encoded = kind(coder.encode(torch.randn(SIZE)).numpy().tobytes())
+        mean = coder.decode(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))[:SIZE]
+        old = state
+        state, report = outer.step(config, old, mean.clone(), max(0, version - 1))
+        moved = FromStep(config, coder, encoded, state.momentum, report.gap)
+        assert torch.equal(old.params - moved[:], state.params)
+        assert (report.gap > 1.0) is (version > 0)
+    for start, stop in ((0, 0), (3, 130), (127, 129), (SIZE - 1, SIZE), (SIZE - 1, SIZE + 9)):
+        assert torch.equal(moved[start:stop], moved[:][start:stop])
+    assert torch.equal(Sum(moved, torch.ones(SIZE))[3:200], moved[3:200] + 1.0)
+    assert (held_bytes(moved), held_bytes(Sum(moved, torch.ones(SIZE)))) == (0, 4 * SIZE)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
+def test_what_is_counted_of_a_gradient_is_what_its_payload_says(codec: CodecName) -> None:
+    torch.manual_seed(3)
+    coder = get_codec(codec)
+    payload, lost = coder.encode(torch.randn(SIZE)), ScaledInt8(SIZE)
+    lost.set(slice(0, SIZE), torch.randn(SIZE))
+    counted = FromPayload(coder, payload, SIZE, lost, lost, 0.9).counted()
+    said = coder.decode(payload)[:SIZE]
+    is_fine = codec in {"fp32", "fp16"}
+    assert bool(((counted[:] - said).abs() <= (said.abs().max() * 2**-7 if is_fine else 0.0)).all())
+    assert counted.held_bytes == (5 * BLOCK + 5 if is_fine else 0)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
+def test_what_a_fine_codec_lost_stays_in_the_live_parameters_under_keep(codec: CodecName) -> None:
+    """Laws 2 and 3 with any such codec: one peer alone trains as if there were no swarm, whatever its
+    payloads say."""
+    torch.manual_seed(4)
+    config = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
+    peer, local = Simulated("a", run_config(config, codec), torch.randn(BLOCK)), torch.zeros(BLOCK)
+    local = peer.live.clone()
+    for _ in range(20):
+        step = torch.randn(BLOCK) * 0.1
+        peer.live, local = peer.live + step, local + step
+        peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
+        torch.testing.assert_close(peer.live, local, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
+def test_between_two_boundaries_nothing_is_kept_of_how_far_the_agreed_parameters_moved(
+    rule: str, codec: CodecName
+) -> None:
+    torch.manual_seed(5)
+    size = 5 * BLOCK
+    peer = Simulated("a", run_config(OuterConfig.model_validate({"rule": rule}), codec), torch.zeros(size))
+    for _ in range(3):
+        peer.live = peer.live + torch.randn(size)
+        before, payload = peer.ledger.state.params.clone(), peer.offer()
+        peer.commit(payload, [PartWeights(0, 5, {"a": 1.0})])
+    offset = peer.ledger._offset
+    assert offset is not None
+    correction = 0 if rule == "co2" else 4 * size if codec == "fp32" else size + 5
+    assert held_bytes(offset) == correction
+    if rule == "co2":  # where the live parameters set out is where the agreed ones were
+        torch.testing.assert_close(peer.ledger.state.params + offset[:], before, rtol=0, atol=1e-6)
