@@ -234,3 +234,27 @@ def test_few_of_a_cell_make_no_last_round() -> None:
     net.run(1.0)
     reasons = [event.reason for _, event in net.events if isinstance(event, Aborted)]
     assert reasons == ["most peers of this cell have nothing more to offer"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1000])
+def test_a_cell_that_is_told_that_the_others_are_where_nobody_is_goes_on(ahead: int) -> None:
+    """Or where it is itself. One such word ended its coordinator's process, which told itself to catch up."""
+    net = network()
+    lies: list[PeerId] = []
+
+    def lie(source: PeerId, to: PeerId, message: Message) -> bool:
+        if not isinstance(message, wire.CellReady) or message.key.round < 3 or len(lies) == 3:
+            return True
+        lies.append(source)
+        told = wire.CellWaiting(
+            fragment=0, round=message.key.round, version=message.key.round - 1 + ahead,
+            state_digest=message.state_digest,
+        )  # fmt: skip
+        net.at(net.now + 0.02, lambda: net.deliver(to, source, told))
+        return False
+
+    net.on_send = lie
+    net.keep_offering(period_s=5.0)
+    net.run(PLAYED_S / 2)
+    assert min(peer.version for peer in net.peers.values()) >= CALM
+    assert {error.reason for _, _, error in net.refused} == {"impossible version"}

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
+from p2p_co2.rounds.ahead import farthest_version
 from p2p_co2.rounds.attempt import check_behind
 from p2p_co2.rounds.cells import council_order
 from p2p_co2.rounds.events import CellWanted
@@ -93,7 +94,7 @@ class Delegate:
         if not 0 <= message.begins_within_s <= self._swarm.shape.round_cap_s:
             raise RemoteProtocolError("impossible duration", f"{message.begins_within_s} s")
         if message.version:
-            check_behind(message)
+            self._check_elsewhere(message, now)
             self.elsewhere = message
         elif message.refusal:
             self.failure = message.refusal[: bounds.MAX_REASON]
@@ -104,6 +105,16 @@ class Delegate:
             self._repeats += 1
             self._tries = self._sent_on = 0
             self._timer_at = now + min(again_s, message.begins_within_s + bounds.GRACE_S)
+
+    def _check_elsewhere(self, message: CellWaiting, now: float) -> None:
+        """Our own peer is told, too, and takes what it would refuse from itself for a bug."""
+        check_behind(message)
+        ready, version = self._ready(now), message.version
+        if ready and (version, message.state_digest) == (self._place[1] - 1, ready.state_digest):
+            raise RemoteProtocolError("impossible version", f"{version}, where our cell is")
+        is_far = bool(message.donors) and not any(map(self._swarm.is_near, map(PeerId, message.donors)))
+        if not is_far and version > (most := farthest_version(self._swarm, self._place[0])):
+            raise RemoteProtocolError("impossible version", f"{version}; our cell is not beyond {most}")
 
     def _follow(self, peer: PeerId, now: float) -> None:
         """Ask the peer that we were sent to, even again: it may have come to coordinate meanwhile."""

@@ -263,9 +263,10 @@ class Delegation:
             return
         there = delegate.elsewhere
         donors = [PeerId(donor) for donor in there.donors]
-        for peer in sorted(pending.gathering.readies):
-            message = behind_message(*place, there.version, there.state_digest, donors)
-            self._outlet.send(peer, message)
+        message = behind_message(*place, there.version, there.state_digest, donors)
+        for peer, ready in sorted(pending.gathering.readies.items()):
+            if (ready.round - 1, ready.state_digest) != (there.version, there.state_digest):
+                self._outlet.send(peer, message)  # else it is there already, and asks again
 
     # ---- to the decision
 
