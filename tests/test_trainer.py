@@ -342,21 +342,33 @@ def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
     made.ledger.close()
 
 
-def test_the_final_flush_holds_half_of_the_snapshots_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = Bench(fragments=4)
     in_flight: list[int] = []
+    waiting: list[int] = []
+    snapshot = made.sync.live.snapshot
+
+    def take(fragment: int) -> torch.Tensor:
+        waiting.append(len(waiting) - len(made.wire.offers))
+        return snapshot(fragment)
 
     def answer(offer: Offer) -> None:
         in_flight.append(len(made.sync._account.in_flight))
         made.wire.offers.append(offer)
-        threading.Thread(target=made.commit, args=(offer.fragment,)).start()
+        if len(made.wire.offers) % 2 == 0:
+            for one in made.wire.offers[-2:]:
+                threading.Thread(target=made.commit, args=(one.fragment,)).start()
 
+    monkeypatch.setattr(made.sync.live, "snapshot", take)
     monkeypatch.setattr(made.wire, "offer", answer)
     made.wire.is_settled = True
     made.step(1)
     made.sync.flush(finished=True)
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
     assert max(in_flight) == 2
+    assert waiting == [0] * 4  # each is taken when the one before has been encoded
     assert made.sync.versions == [1, 1, 1, 1]
     made.ledger.close()
 

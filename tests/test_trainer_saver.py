@@ -119,6 +119,47 @@ def test_training_goes_on_while_a_checkpoint_of_one_moment_is_written(saving: Sa
     assert event["versions"] == (0, 0)
 
 
+def test_a_round_has_the_checkpoint_take_the_state_that_it_overwrites(saving: Saving) -> None:
+    """So a disk that is slow costs no second copy of what commits meanwhile."""
+    before = saving.live()
+    saving.ask()
+    old = saving.bench.ledger._fragments[0].state
+    with saving.slow_disk():
+        saving.bench.sync.take_outcomes()
+        saving.others_move(0, by=100.0)
+        new = saving.bench.ledger._fragments[0].state
+    assert new.momentum.data_ptr() == old.momentum.data_ptr()
+    saving.finish()
+    saved = load(saving.folder)
+    assert [state.version for state in saved.states] == [0, 0]
+    assert float(saved.states[0].momentum.abs().max()) == 0.0
+    for name, values in before.items():
+        assert torch.equal(saved.params[name], values), name
+    assert saving.bench.ledger.agreed()[0].version == 1
+
+
+def test_a_disk_that_refuses_a_round_that_came_by_is_told_and_the_round_commits(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving.ask()
+
+    def fail(file: int, pieces: object, at: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with saving.slow_disk():
+        saving.bench.sync.take_outcomes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", fail)
+            saving.others_move(0, by=100.0)
+        assert saving.bench.ledger.agreed()[0].version == 1
+    saving.finish()
+    (warned,) = saving.bench.wire.seen(ev.Warned)
+    assert "the disk is full" in warned["text"]
+    assert not list(saving.folder.glob("state-*"))
+    saving.saver.save()
+    assert [state.version for state in load(saving.folder).states] == [1, 0]
+
+
 def test_what_had_committed_by_then_is_in_the_checkpoint_and_in_its_live_parameters(saving: Saving) -> None:
     saving.others_move(0, by=100.0)
     saving.ask()

@@ -21,7 +21,7 @@ from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.trainer import fragment_ledger, pieces
-from p2p_co2.trainer.fragment_ledger import Loan
+from p2p_co2.trainer.loan import Loan
 from p2p_co2.trainer.offer_encoding import OfferEncoding
 from p2p_co2.trainer.offered import FromPayload
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16

@@ -103,6 +103,7 @@ class Saving:
             for index, state in enumerate(checkpoint.states)
             for what, values in (("params", state.params), ("momentum", state.momentum))
         }
+        self._fragments = len(checkpoint.states)
         self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
         optimizer_tensors: list[Tensor] = []
         optimizer = tree.flatten(checkpoint.optimizer, optimizer_tensors)
@@ -133,20 +134,24 @@ class Saving:
         saved; rounded once to its dtype."""
         self._writing.change(f"live.{name}", start, start + values.numel(), lambda saved: saved.add_(values))
 
-    def put_agreed(self) -> None:
-        """Write the agreed states and the residuals, and let each go: nobody's memory is needed after it."""
-        for name in list(self._agreed):
-            self._writing.put({name: self._agreed.pop(name)})
-        for name in list(self._residuals):
-            values = self._residuals.pop(name)
-            for start in range(0, len(values), _PIECE):
-                self._writing.put_piece(name, start, values[start : start + _PIECE])
+    def put_agreed(self, fragment: int) -> None:
+        """Write the agreed state and the residual of a fragment, and let them go: nobody's memory is needed
+        after it. One thread at a time."""
+        for name in (f"agreed.{fragment}.params", f"agreed.{fragment}.momentum"):
+            if name in self._agreed:
+                self._writing.put({name: self._agreed.pop(name)})
+        name = f"residual.{fragment}"
+        values = self._residuals.pop(name, None)
+        for start in range(0, len(values) if values is not None else 0, _PIECE):
+            assert values is not None
+            self._writing.put_piece(name, start, values[start : start + _PIECE])
 
     def finish(self, keep_spare: bool = False) -> Path:
         """Write the rest; returns the file. Then the newest two are kept, and with ``keep_spare`` the one
         before them (or as many zeros) for the next checkpoint to be written over, under its temporary
         name: its pages are in memory."""
-        self.put_agreed()
+        for fragment in range(self._fragments):
+            self.put_agreed(fragment)
         self._writing.finish()
         _prune(self._folder, self._path, keep_spare)
         if keep_spare:

@@ -33,6 +33,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
+from p2p_co2.trainer.loan import SETTLE_S, Loan
 from p2p_co2.trainer.offer_encoding import OfferEncoding
 from p2p_co2.trainer.offered import FromPayload, FromStep, Kept, Offered, Sum, set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces, within
@@ -42,13 +43,6 @@ from p2p_co2.trainer.scaled_int8 import ScaledInt8
 COARSE_BITS = 9
 """Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
 it."""
-
-
-@dataclass
-class Loan:
-    """For how long somebody holds a state. Ended by them, once, in any thread."""
-
-    has_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,8 @@ class Rebase:
 
     def addend(self, at: slice) -> Tensor:
         """What the live parameters gain there; a new tensor."""
-        addend = self.new[at] - self.old[at]
+        new = self.new[at]
+        addend = torch.zeros_like(new) if self.new is self.old else new - self.old[at]
         for gone in (self.offset, self.gradient):
             if gone is not None:
                 addend.sub_(gone[at])
@@ -132,6 +127,11 @@ class FragmentLedger:
         else:
             self._loans.append(loan)
         return self.state
+
+    def _settle_loans(self) -> None:
+        """The state is about to go: whoever holds it for a while may take what they need first."""
+        for loan in self._loans:
+            loan.settle(SETTLE_S)
 
     @property
     def _is_held(self) -> bool:
@@ -203,6 +203,7 @@ class FragmentLedger:
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
         old, refused = self.state, ""
+        self._settle_loans()
         self._hold_offset()
         try:
             new, report = outer.step(
@@ -261,6 +262,7 @@ class FragmentLedger:
         another attempt than ours (``in_doubt``), any state may be of a history in which ours did as well:
         nothing is kept.
         """
+        self._settle_loans()
         is_newer = state.version > self.state.version
         mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
         if self.in_doubt or (is_newer and (is_foreign or self.is_resumed)):

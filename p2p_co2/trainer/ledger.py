@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from p2p_co2.memory import Buffer, Joined
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.rounds.events import Step
-from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger, Loan, Rebase
+from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger, Rebase
+from p2p_co2.trainer.loan import Loan
 
 _T = TypeVar("_T")
 
@@ -51,8 +53,8 @@ class Outcome:
 @dataclass(frozen=True)
 class Moment:
     """The agreed states, in the queue of outcomes: live parameters that have met every outcome before it, and
-    none after it, fit these states. Nobody waits for anybody. Tensors are held, not copied, and do not change
-    until ``loan`` is ended.
+    none after it, fit these states. Tensors are held, not copied, and those of fragment f do not change until
+    ``loans[f]`` has ended.
 
     ``residuals`` by fragment, if the codec keeps any; ``rebases`` by fragment: what the live parameters still
     have to gain to be saved beside ``states`` (``FragmentLedger.rebase``).
@@ -61,7 +63,7 @@ class Moment:
     states: list[OuterState]
     residuals: dict[int, Values]
     rebases: dict[int, Rebase]
-    loan: Loan
+    loans: list[Loan]
 
 
 class TensorLedger:
@@ -110,8 +112,10 @@ class TensorLedger:
             residuals: dict[int, Values] = {
                 f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None
             }
-            loan = Loan()
-            self.outcomes.put(Moment([one.lend(loan) for one in self._fragments], residuals, rebases, loan))
+            busy = threading.Lock()
+            loans = [Loan(busy) for _ in self._fragments]
+            states = [one.lend(loan) for one, loan in zip(self._fragments, loans, strict=True)]
+            self.outcomes.put(Moment(states, residuals, rebases, loans))
 
         future = self._worker.submit(tell)
         future.add_done_callback(self._note_failure)

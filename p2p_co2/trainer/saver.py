@@ -3,9 +3,9 @@
 Law: what is saved is one moment. A ``Moment`` comes among the outcomes, so nobody waits for the agreed states
 that the live parameters fit; there the training thread copies what it is about to change (live parameters,
 buffers, the inner optimizer's state) into the file's pages, at the speed of memory, and goes on. The agreed
-states, which nobody changes, the digest, the disk and the renaming are for the saver's own thread, outside of
-the interpreter's lock. A checkpoint that cannot be written is told, and tried again when the next is due;
-training goes on.
+states, the digest, the disk and the renaming are for the saver's own thread, outside of the interpreter's
+lock; a round that commits before its fragment's state was taken has it taken first (``loan``). A checkpoint
+that cannot be written is told, and tried again when the next is due; training goes on.
 
 Memory: no copy in this process. The file's pages are the kernel's, which writes them out and takes them back;
 before a checkpoint those of the oldest file (at first, zeros) wait for it, since pages that are there cost a
@@ -18,8 +18,9 @@ on a busy one; up to 1 s if the kernel has no page ready, or holds back a writer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -29,11 +30,12 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import Rebase
 from p2p_co2.trainer.ledger import Moment, TensorLedger
+from p2p_co2.trainer.loan import Loan
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.synchroniser import Synchroniser
 
-_PIECE = 1 << 20
-"""Values that are changed at once."""
+_PIECE = 1 << 18
+"""Values that are changed at once: in memory they are there three times."""
 
 
 class Saver:
@@ -111,7 +113,7 @@ class Saver:
     def _take(self, moment: Moment) -> None:
         """The live parameters fit ``moment``: copy what will change."""
         if not self._asked:
-            moment.loan.has_ended = True  # two were asked for, and one has served both
+            _end(moment.loans)  # two were asked for, and one has served both
             return
         began_at = time.monotonic()
         self._asked, self._began_at, self._refused = False, began_at, None
@@ -128,25 +130,30 @@ class Saver:
             tokens=sync.tokens,
             residuals=moment.residuals,
         )
-        versions = tuple(state.version for state in moment.states)
+        versions, loans = tuple(state.version for state in moment.states), moment.loans
         try:
             saving = Saving(self._folder, checkpoint)
         except EnvironmentFault as error:
-            moment.loan.has_ended = True
+            _end(loans)
             self._under_way = Future()
             self._under_way.set_exception(error)
             return
+        moment.residuals.clear()  # it has its own
+        faults: list[EnvironmentFault] = []
+        for fragment, loan in enumerate(loans):
+            loan.offer(partial(self._put, saving, fragment, moment.rebases, faults))
         keep_spare, duration_s = not self._is_last, time.monotonic() - began_at
 
         def write() -> None:
             try:
-                self._rebase(saving, moment.rebases)
-                saving.put_agreed()
-                moment.loan.has_ended = True
+                for loan in loans:
+                    loan.settle()
+                if faults:
+                    raise faults[0]
                 path = saving.finish(keep_spare)
             finally:
+                _end(loans)
                 saving.give_up()
-                moment.loan.has_ended = True
             took_s = time.monotonic() - began_at
             fields = {"path": str(path), "versions": versions, "duration_s": duration_s, "written_s": took_s}
             self._report(ev.CheckpointSaved, fields)
@@ -161,14 +168,31 @@ class Saver:
         agreed = 8 * sum(fragment.numel for fragment in self._plan.fragments.fragments)
         return agreed + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def _rebase(self, saving: Saving, rebases: dict[int, Rebase]) -> None:
-        """What ``Moment.rebases`` says, in the file."""
-        for fragment, rebase in sorted(rebases.items()):
-            at = 0
-            for part in self._plan.fragments.fragments[fragment].slices:
-                for start in range(part.start, part.stop, _PIECE):
-                    stop = min(start + _PIECE, part.stop)
-                    first = at + start - part.start
-                    saving.add(part.name, start, rebase.addend(slice(first, first + stop - start)))
-                at += part.stop - part.start
-        rebases.clear()
+    def _put(
+        self, saving: Saving, fragment: int, rebases: dict[int, Rebase], faults: list[EnvironmentFault]
+    ) -> None:
+        """Put a fragment's agreed state, and what its live parameters still have to gain, into the file. What
+        the disk refuses is for who awaits the checkpoint, not for the round that came by."""
+        rebase = rebases.pop(fragment, None)
+        if faults:
+            return
+        try:
+            if rebase is not None:
+                self._rebase(saving, fragment, rebase)
+            saving.put_agreed(fragment)
+        except EnvironmentFault as fault:
+            faults.append(fault)
+
+    def _rebase(self, saving: Saving, fragment: int, rebase: Rebase) -> None:
+        at = 0
+        for part in self._plan.fragments.fragments[fragment].slices:
+            for start in range(part.start, part.stop, _PIECE):
+                stop = min(start + _PIECE, part.stop)
+                first = at + start - part.start
+                saving.add(part.name, start, rebase.addend(slice(first, first + stop - start)))
+            at += part.stop - part.start
+
+
+def _end(loans: Sequence[Loan]) -> None:
+    for loan in loans:
+        loan.end()

@@ -15,6 +15,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -156,7 +157,8 @@ class Synchroniser:
         if first:
             self._wait(lambda: self.stopped or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
 
-    def _offer(self, fragment: int) -> None:
+    def _offer(self, fragment: int) -> Future[None]:
+        """Done once the snapshot, which takes a fragment's size in fp32, has been encoded."""
         weight = self._account.send(
             fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
             now=time.monotonic(), chance=random.random(),
@@ -176,7 +178,7 @@ class Synchroniser:
             )
 
         snapshot, taken = self.live.snapshot(fragment), self._account.taken[fragment]
-        self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded)
+        return self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded)
 
     # ---- outcomes
 
@@ -352,7 +354,8 @@ class Synchroniser:
             if todo is None:
                 return
             for fragment in todo[0]:
-                self._offer(fragment)
+                offered = self._offer(fragment)
+                self._wait(lambda: self.stopped or offered.done(), todo[1])  # noqa: B023
             in_flight = len(open_)
             self._wait(lambda: self.stopped or len(open_) < in_flight, todo[1])  # noqa: B023
 
