@@ -1,6 +1,6 @@
 """Peak memory of a peer beyond training itself, in copies of the parameters in fp32. Prints JSON.
 
-    python benchmarks/memory.py [--width 2000] [--cases int4-keep fp16-co2-ef ...] [--repeats 3]
+    python benchmarks/memory.py [--width 2000] [--cases int4-keep fp16-co2-ef ...] [--repeats 3] [--out FILE]
 
 The same model and loop run alone, and as two peers that exchange, each in a fresh process whose largest
 resident set (VmHWM) the kernel keeps. With a tiny model the same two give what the imports, threads and
@@ -8,15 +8,16 @@ sockets cost; what is left, over the model's size in fp32, is the answer:
 
     copies = ((swarm - alone) of the model - (swarm - alone) of the tiny one) / (4 * parameters)
 
-The bar is 4, for the default settings (the first case): those run ``--repeats`` times and the median counts,
-the others run once. ``copies`` is the strict reading: the process alone has our allocator's setting too
-(``p2p_co2.memory``). ``copies_over_plain`` is against a process that never heard of us; the setting saves it
-about a copy, which is credited to nobody in ``copies``.
+The bar is 4. The default settings (the first case) run ``--repeats`` times and the median counts, the others
+run once. With ``--out`` each run is a line of that file, and what is there already is not run again: all
+cases take a quarter of an hour. ``copies`` is the strict reading: the process alone has our allocator's
+setting too (``p2p_co2.memory``). ``copies_over_plain`` is against a process that never heard of us; the
+setting saves it about a copy, which is credited to nobody in ``copies``.
 
 ``held`` is the table of what is held, by room, in the same unit, at the largest resident set that was seen
-when the training thread came by; the rest of the peak is temporary, or kept by the allocator, of which about
-half a copy here does not grow with the model (``p2p_co2.memory.KEPT_BYTES``). The table of all cases goes to
-standard error as well, for people. ``caught_up`` counts fragments that a
+when the training thread came by; the rest of the peak is temporary: snapshots, decoded means and merges on
+their way between threads, a quarter each (a fragment). The table of all cases goes to standard error as well,
+for people. ``caught_up`` counts fragments that a
 peer took over from the other as a state: a peer that gives one holds its bytes for a while, so a run in which
 a peer fell behind for a round (a busy machine) peaks higher.
 
@@ -28,6 +29,7 @@ both runs.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -35,7 +37,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,7 @@ from averaging_workers import serve_run
 from json_workers import answer_of, say, spawn
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
-from p2p_co2.memory import return_large_blocks
+from p2p_co2.memory import _pool, return_large_blocks
 from p2p_co2.trainer import Peer, connect
 from p2p_co2.trainer.offered import FromPayload, Kept, held_bytes
 
@@ -56,15 +60,17 @@ TINY_WIDTH = 16
 STEP_S = 0.02
 DEFAULT = "int4-keep"
 CASES: dict[str, dict[str, Any]] = {
-    DEFAULT: {"codec": {"name": "int4"}, "outer": {"rule": "keep"}},
-    "int4-blend": {"codec": {"name": "int4"}, "outer": {"rule": "blend"}},
-    "int4-co2": {"codec": {"name": "int4"}, "outer": {"rule": "co2"}},
-    "int4-eager": {"codec": {"name": "int4"}, "outer": {"rule": "eager"}},
-    "int4-keep-ef": {"codec": {"name": "int4", "error_feedback": True}, "outer": {"rule": "keep"}},
-    "fp16-keep": {"codec": {"name": "fp16"}, "outer": {"rule": "keep"}},
-    "fp16-co2-ef": {"codec": {"name": "fp16", "error_feedback": True}, "outer": {"rule": "co2"}},
+    f"{codec}-{rule}{'-ef' * feedback}": {
+        "codec": {"name": codec, "error_feedback": feedback},
+        "outer": {"rule": rule},
+    }
+    for codec in ("int4", "int8", "fp16")
+    for feedback in (False, True)
+    for rule in ("keep", "blend", "co2", "eager")
 }
 BAR_COPIES = 4.0
+CASES_BESIDE = 8
+"""In one table."""
 
 
 def main() -> None:
@@ -74,6 +80,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2000, help="parameters: 4 * width * width")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="keep each run in this file, and go on from it")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,17 +88,19 @@ def main() -> None:
         roles: dict[str, Callable[..., None]] = {"seed": _seed, "peer": _peer, "alone": _alone}
         roles[options.worker[0]](*options.worker[1:])
         return
+    runs = _Runs(options.out)
     alone = {
-        (width, own): int(_run_alone(width, own)["peak_bytes"])
+        (width, own): int(runs.get(f"alone {width} {own}", partial(_run_alone, width, own))["peak_bytes"])
         for width in (options.width, TINY_WIDTH)
         for own in (True, False)
     }
-    tiny_bytes = int(_run_swarm(DEFAULT, TINY_WIDTH)["peak_bytes"])
+    tiny = runs.get(f"{DEFAULT} {TINY_WIDTH}", partial(_run_swarm, DEFAULT, TINY_WIDTH))
     measured = {}
     for case in options.cases:
         repeats = options.repeats if case == DEFAULT else 1
-        runs = [_run_swarm(case, options.width) for _ in range(repeats)]
-        measured[case] = _row(runs, options.width, tiny_bytes, alone)
+        run = partial(_run_swarm, case, options.width)
+        answers = [runs.get(f"{case} {options.width} {turn}", run) for turn in range(repeats)]
+        measured[case] = _row(answers, options.width, int(tiny["peak_bytes"]), alone)
         print(case, json.dumps(measured[case]), file=sys.stderr)
     _print_table(measured)
     machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
@@ -104,22 +113,41 @@ def main() -> None:
     print(json.dumps({"at": time.strftime("%F %R"), **machine, **job, "cases": measured}, indent=2))
 
 
+class _Runs:
+    """What was measured so far, by name; a line each in ``path``, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._known: dict[str, dict[str, Any]] = {one.pop("run"): one for one in map(json.loads, lines)}
+
+    def get(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if name not in self._known:
+            self._known[name] = measure()
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps({"run": name, **self._known[name]}) + "\n")
+        return self._known[name]
+
+
 def _print_table(measured: Mapping[str, Mapping[str, Any]]) -> None:
     """What is held by room, in copies, a column for each case."""
-    rooms = list(dict.fromkeys(room for row in measured.values() for room in row["held"]))
-    wide = max(map(len, rooms)) + 2
-    print(" " * wide + "".join(f"{case:>14}" for case in measured), file=sys.stderr)
-    for room in rooms:
-        cells = "".join(f"{row['held'][room]:14.2f}" for row in measured.values())
-        print(f"{room:{wide}}{cells}", file=sys.stderr)
-    for name, values in (
-        (
-            "temporary, and kept by the allocator",
-            [r["copies"] - sum(r["held"].values()) for r in measured.values()],
-        ),
-        (f"copies (bar {BAR_COPIES:.0f})", [row["copies"] for row in measured.values()]),
-    ):
-        print(f"{name:{wide}}" + "".join(f"{value:14.2f}" for value in values), file=sys.stderr)
+    for cases in batched(measured, CASES_BESIDE):
+        rows = [measured[case] for case in cases]
+        table = {room: [row["held"][room] for row in rows] for room in rows[0]["held"]}
+        table["temporary"] = [row["copies"] - sum(row["held"].values()) for row in rows]
+        table[f"copies (bar {BAR_COPIES:.0f})"] = [row["copies"] for row in rows]
+        wide = max(map(len, table)) + 2
+        print(" " * wide + "".join(f"{case:>15}" for case in cases), file=sys.stderr)
+        for name, values in table.items():
+            print(f"{name:{wide}}" + "".join(f"{value:15.2f}" for value in values), file=sys.stderr)
+
+
+def batched(names: Iterable[str], size: int) -> Iterator[list[str]]:
+    """``itertools.batched``, which Python 3.11 does not have."""
+    left = iter(names)
+    while some := list(islice(left, size)):
+        yield some
 
 
 def _row(
@@ -265,7 +293,27 @@ def _held(peer: Peer) -> dict[str, int]:
             len(one.data) for one in list(node.catchup.donor._exports.values())
         ),
         "node: queued messages": sum(lane.bulk_bytes for lane in lanes),
+        "memory: pages kept for the next round": _pool.held_bytes - _pool._used_bytes,
+        "allocator: free in its arenas": _free_in_arenas_bytes(),
     }
+
+
+class _Arenas(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+            "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def _free_in_arenas_bytes() -> int:
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _Arenas
+    return int(ask().fordblks)
 
 
 def _size(kept: Kept | None) -> int:
