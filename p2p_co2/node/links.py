@@ -354,8 +354,7 @@ class Links:
         return lane.turn_at - now
 
     def _is_ahead(self, lane: _Lane) -> bool:
-        now, line_bytes_per_s = time.monotonic(), self._meter.bytes_per_s
-        return self._evenness.is_ahead(lane, self._lanes.values(), line_bytes_per_s, now)
+        return self._evenness.is_ahead(lane, self._lanes.values(), time.monotonic())
 
     async def _send_bulk(self, lane: _Lane, link: Link, data: bytes) -> None:
         started_at = time.monotonic()
