@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 from google.protobuf.message import Message
@@ -120,6 +121,29 @@ def test_a_stranger_that_speaks_for_a_cell_costs_a_few_rounds(camp: bool) -> Non
     net.at(net.now + 1.0, lambda: keep_telling(net, tell))
     net.run(PLAYED_S)
     check(net)
+
+
+def test_a_known_peer_that_speaks_for_its_cell_all_the_time_stops_nobody_for_good() -> None:
+    """With attempts that its cell knows nothing of. It held a swarm at version 18: whenever a round began, it
+    was the only one of its cell that had spoken, and members blamed those who passed on what came of it."""
+    net = network()
+    liar, spoken = net.names[3], count(1)
+
+    def speak() -> None:
+        for to in net.names:
+            version, digest = net.peers[to].states[0]
+            ready = cell_ready(liar, version + 1, digest)
+            ready.key.attempt = next(spoken).to_bytes(16)
+            if to != liar:
+                net.deliver(liar, to, ready)
+        net.at(net.now + 0.5, speak)
+
+    net.keep_offering(period_s=2.0)
+    net.at(net.now + 20.0, speak)
+    net.run(PLAYED_S)
+    versions = [peer.version for peer in net.peers.values()]
+    assert min(versions) >= 36  # 60 in calm
+    assert max(versions) - min(versions) <= 3  # its own cell is left out of some
 
 
 def test_nobody_but_who_spoke_for_a_cell_or_owns_there_votes_for_it() -> None:

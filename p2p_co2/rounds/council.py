@@ -228,7 +228,8 @@ class Councils:
         whole_s = result_within_s(parts_s, sums_s) + 2 * bounds.GRACE_S
         decide_at = now + min(whole_s, self._swarm.shape.round_cap_s)
         left_out = [cell for cell in range(self._swarm.cells) if cell not in readies]
-        self._sittings[attempt] = _Sitting(council, readies, decide_at, now, left_out)
+        several = {cell for cell in cells if forming.speakers.are_several(cell)}
+        self._sittings[attempt] = _Sitting(council, readies, decide_at, now, left_out, contested=several)
         while len(self._sittings) > bounds.KEEP_ATTEMPTS:
             self._sittings.popitem(last=False)
         for ready, sender in readies.values():
@@ -237,8 +238,11 @@ class Councils:
         elsewhere = CellWaiting(
             fragment=place[0], round=place[1], version=place[1] - 1, state_digest=digest, donors=donors
         )
-        for cell, (_, sender) in forming.readies.items():
-            if cell not in readies and place[1] > 1:
+        soon = CellWaiting(fragment=place[0], round=place[1], begins_within_s=max(0.0, decide_at - now))
+        for ready, sender in [spoke for cell, spoke in forming.readies.items() if cell not in readies]:
+            if ready.state_digest == digest:  # it failed lately: it is told how this ends, as who comes late
+                self._outlet.send(sender, soon)
+            elif place[1] > 1:
                 self._outlet.send(sender, elsewhere)
 
     # ---- counting
@@ -269,7 +273,8 @@ class Councils:
             if is_speaker or message.cell not in sitting.results:
                 sitting.results[message.cell] = message, sender
         elif is_speaker:
-            self._blame(sender, "its cell failed", 1, now, sitting)
+            rounds = SPOILT_IN_A_ROW if message.cell in sitting.contested else 1
+            self._blame(sender, "its cell failed", rounds, now, sitting)
             self._abort(sitting, f"cell {message.cell}: {message.failure}")
             return
         else:

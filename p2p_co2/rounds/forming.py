@@ -8,6 +8,7 @@ version that all others would have to load.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from p2p_co2.rounds.speakers import Speakers
@@ -38,22 +39,28 @@ class Forming:
 
     def camp(self) -> tuple[bytes, list[int]]:
         """The state that most cells start from, and these. Of as many, those with more peers, as they say
-        themselves."""
+        themselves. A cell for which only somebody speaks that failed lately is left out if it is not
+        needed."""
+        trusted = self._strongest(self.readies.keys() - self.speakers.failed)
+        return trusted if self._suffices(trusted[1]) else self._strongest(self.readies.keys())
+
+    def _strongest(self, cells: Collection[int]) -> tuple[bytes, list[int]]:
         camps: dict[bytes, list[int]] = {}
-        for cell, (ready, _) in sorted(self.readies.items()):
-            camps.setdefault(ready.state_digest, []).append(cell)
+        for cell in sorted(cells):
+            camps.setdefault(self.readies[cell][0].state_digest, []).append(cell)
 
         def strength(digest: bytes) -> tuple[int, int, bytes]:
             cells = camps[digest]
             return len(cells), sum(self.readies[cell][0].members for cell in cells), digest
 
-        best = max(camps, key=strength)
-        return best, camps[best]
+        best = max(camps, key=strength, default=b"")
+        return best, camps.get(best, [])
 
     def expected(self) -> frozenset[int]:
         """The cells of the round before: this peer's word of them, or all that any of the others names, since
         with fewer a round would begin sooner."""
-        told = frozenset(cell for own in self.camp()[1] for cell in self.readies[own][0].before)
+        here = self._strongest(self.readies.keys())[1]
+        told = frozenset(cell for own in here for cell in self.readies[own][0].before)
         return self.before or told or frozenset(range(self.swarm.cells))
 
     def done(self) -> frozenset[int]:
@@ -62,17 +69,23 @@ class Forming:
 
     def may_begin(self) -> bool:
         """Cells that are done count: few others would make a version that all these had to load."""
+        return self._suffices(self.camp()[1])
+
+    def _suffices(self, cells: Collection[int]) -> bool:
         expected = self.expected()
-        came = expected & set(self.camp()[1])
+        came = expected & set(cells)
         if 2 * len(came) == len(expected):
             return min(expected) in came and not self.done()
         return 2 * len(came) > len(expected)
 
     def begins_at(self) -> float:
-        """When to begin, if it may: once all cells are there, or at the deadline."""
+        """When to begin, if it may: once all cells are there, or at the deadline; with one for which somebody
+        speaks that failed lately no sooner than another may have spoken for it."""
         waited = (self.expected() | self.awake) - self.done()
-        since = max((self.speakers.counts_from.get(cell, math.inf) for cell in waited), default=0.0)
-        return min(self.close_at, since)
+        from_ = self.speakers.counts_from
+        since = max((from_.get(cell, math.inf) for cell in waited), default=0.0)
+        risky = (from_[cell] for cell in self.camp()[1] if cell in self.speakers.failed)
+        return max(min(self.close_at, since), max(risky, default=0.0))
 
     def due_at(self) -> float:
         if self.is_too_late():

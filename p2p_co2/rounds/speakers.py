@@ -36,6 +36,8 @@ class Speakers:
     def __init__(self, swarm: Swarm, lot: str) -> None:
         self.readies: dict[int, tuple[CellReady, PeerId]] = {}
         self.counts_from: dict[int, float] = {}
+        self.failed: set[int] = set()
+        """Cells for which nobody speaks whose word came to something lately."""
         self._swarm, self._lot = swarm, lot
         self._heard: dict[int, dict[PeerId, tuple[CellReady, float, float]]] = {}
         """With when it was heard last and first."""
@@ -58,6 +60,7 @@ class Speakers:
         is_good, is_known, _, _ = counts(best)
         is_doubtful = not is_good or (not is_known and message.cell in self._swarm.known_cells)
         self.counts_from[message.cell] = heard[best][2] + STRANGER_S if is_doubtful else now
+        (self.failed.discard if is_good else self.failed.add)(message.cell)
 
     def are_several(self, cell: int) -> bool:
         """Whether more than one speaks for ``cell``."""
