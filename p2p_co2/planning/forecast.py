@@ -38,8 +38,10 @@ SETTLE_S = 0.1
 """From the last commit until everybody has heard that everybody agrees."""
 NETWORK_BYTES = 150e6
 """The network libraries, their threads and buffers, beside a process that trains alone."""
-TEMPORARY_FRAGMENTS = 2
-"""Copies of a fragment that an outer step, or a state for a late peer, makes for a moment."""
+COARSE_BITS = 9
+"""Codecs with fewer bits per value need more of an offer to be kept under "keep" and "blend"."""
+TEMPORARY_FRAGMENTS = 3
+"""Copies of a fragment on their way between threads: a snapshot, a decoded mean, a merge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,14 +232,20 @@ def _bytes_per_round(setting: Setting, sizes: Sequence[int], sent_share: float) 
 
 def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> float:
     """Memory of the exchange in copies of the parameters (fp32), at its largest moment: agreed parameters
-    and momentum, snapshots in flight (all of them at the end of a run), what the rule and error feedback
-    keep, and three payloads for each open round: our own, the slices of our part, the mean."""
+    and momentum; what the rule and error feedback keep, of each open offer (half of all fragments at the end
+    of a run) and beside it (``trainer.offered``); the newest means, for late peers; and three payloads for
+    each open round: our own, the slices of our part, the mean."""
     count = len(sizes)
     at_once = min(1.0, max(1.0, rounds.slowest_s / setting.round_s * count) / count)
-    in_flight = 1.0 if setting.rounds else at_once
-    kept = 2.0 + (setting.rule in {"co2", "eager"}) + 2 * setting.error_feedback
-    payloads = 3 * in_flight * sum(sizes) / (4 * setting.parameters)
-    return kept + in_flight + payloads + TEMPORARY_FRAGMENTS * max(setting.fragments) / setting.parameters
+    in_flight = max(0.5, at_once) if setting.rounds else at_once
+    payload = sum(sizes) / (4 * setting.parameters)
+    if setting.rule in {"co2", "eager"} or setting.error_feedback:
+        offer = 0.25
+    else:
+        offer = 0.5 if payload < COARSE_BITS / 32 else 0.0
+    kept = 2.0 + 0.25 * (setting.rule == "eager") + 0.25 * setting.error_feedback + payload
+    temporary = TEMPORARY_FRAGMENTS * max(setting.fragments) / setting.parameters
+    return kept + in_flight * (offer + 3 * payload) + temporary
 
 
 def _troubles(setting: Setting, slowest: RoundTime, rounds: Flow) -> list[str]:
