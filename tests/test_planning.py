@@ -27,7 +27,13 @@ from p2p_co2.planning import (
     traffic,
 )
 from p2p_co2.planning.advice import bounds_of
-from p2p_co2.planning.forecast import COPY_BYTES_PER_S, NETWORK_BYTES, STEP_OVERHEAD_S, exposed_ends_s
+from p2p_co2.planning.forecast import (
+    COPY_BYTES_PER_S,
+    NETWORK_BYTES,
+    SETTLE_S,
+    STEP_OVERHEAD_S,
+    exposed_ends_s,
+)
 from p2p_co2.profiles import PROFILES, profile_of
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.wire.messages_pb2 import Envelope
@@ -219,7 +225,7 @@ def test_a_runs_figures_by_hand() -> None:
     assert shown.run_up_bytes == pytest.approx(shown.up_bytes_per_round * (20 + 3 / 4))
     steady_s = 20 * (8e6 / COPY_BYTES_PER_S + 20 * STEP_OVERHEAD_S)
     assert shown.flow.left_s == 0.0
-    last_s = 4 * time.transfer_s + time.spread_s + time.latency_s + time.compute_s + 0.1
+    last_s = 4 * time.transfer_s + time.spread_s + 2 * (time.latency_s + time.compute_s) + SETTLE_S
     assert shown.utilisation == pytest.approx(1 - (steady_s + last_s) / (200 + last_s))
     assert shown.run_tokens == pytest.approx(4 * 100 * (200 - steady_s - last_s) / 0.5)
     assert (shown.run_s, shown.endless, shown.delay_steps) == (200, False, 1)

@@ -20,6 +20,7 @@ from p2p_co2.schedule.ending import (
     SETTLE_S,
     Ending,
     LastOffers,
+    few_at_once,
     flush_bound_s,
     settle_bound_s,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "SwarmClock",
     "WorkAccount",
     "due",
+    "few_at_once",
     "flush_bound_s",
     "points_passed",
     "settle_bound_s",

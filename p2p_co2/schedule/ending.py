@@ -33,6 +33,11 @@ def settle_bound_s(flush_s: float, cells: int) -> float:
     return flush_s + SETTLE_S + (COUNCIL_SETTLE_S if cells > 1 else 0.0)
 
 
+def few_at_once(count: int) -> int:
+    """Of ``count`` fragments, how many a peer offers at once when a run is over."""
+    return max(2, -(-count // 2))
+
+
 class LastOffers:
     """The order in which a peer offers the rest of its work when a run is over: the same on all peers, so
     that they meet in the same rounds.
@@ -43,7 +48,7 @@ class LastOffers:
     """
 
     def __init__(self, count: int) -> None:
-        self._few = max(2, -(-count // 2))
+        self._few = few_at_once(count)
         self._tries = [0] * count
 
     def next(self, uncounted: Collection[int], in_flight: Collection[int], in_a_hurry: bool) -> list[int]:
