@@ -120,6 +120,23 @@ def tally_of(owners: Sequence[PeerId], lost: int) -> list[PeerId]:
     return [message.owner for _, message in outlet.messages if isinstance(message, wire.Reassign)]
 
 
+@pytest.mark.parametrize(("sums_within_s", "decides_at"), [(None, 1.0 + 5.0 + 2.0), (30.0, 1.0 + 65.0 + 2.0)])
+def test_a_successor_over_cells_waits_for_the_sums_too(
+    sums_within_s: float | None, decides_at: float
+) -> None:
+    """It gave the round of all cells up when the slices were there, long before their sums could be."""
+    swarm = Swarm(NAMES[0], PayloadShape(1, (1,)), 32)
+    swarm.set_live({name: PeerView(1e6) for name in NAMES})
+    council = None if sums_within_s is None else wire.Council(sums_within_s=sums_within_s)
+    attempt = Attempt(
+        0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)), (BlockRange(0, 1),), (NAMES[0],),
+        (frozenset(NAMES),), DIGEST, NAMES[1], 5.0, 150.0, council,
+    )  # fmt: skip
+    tally = Tally(attempt, swarm, Outlet(NAMES[0]), lambda outcome: None, observed=Durations(), now=0.0)
+    tally.take_over([NAMES[0]], [0], 1, 1.0)
+    assert tally.get_timer() == decides_at
+
+
 def test_a_lost_part_goes_to_a_link_that_could_carry_one() -> None:
     """Those who own nothing were found too slow to own: they must not inherit because they have room."""
     fast = (NAMES[0], NAMES[1], NAMES[1], NAMES[2])

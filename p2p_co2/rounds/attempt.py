@@ -59,6 +59,11 @@ class Attempt:
     council: Council | None = None
     """Of a round over several cells, as the council's coordinator fixed it."""
 
+    @property
+    def succession_s(self) -> float:
+        """What a successor of the coordinator may need: slices again, and over cells the sums of all."""
+        return self.parts_within_s + (2 * self.council.sums_within_s if self.council is not None else 0.0)
+
     def key(self) -> RoundKey:
         return RoundKey(fragment=self.fragment, round=self.round, attempt=self.id)
 

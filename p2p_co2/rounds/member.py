@@ -343,7 +343,7 @@ class Member:
             self.failure = f"coordinator lost, nobody decided in its place (followed {followed})"
             return
         self.coordinators.append(left[0])
-        self._decide_by_at = now + self.attempt.parts_within_s + 2 * bounds.GRACE_S
+        self._decide_by_at = now + self.attempt.succession_s + 2 * bounds.GRACE_S
         self._ask_outcome()
         self._tell(self._result([i for i, state in enumerate(self._parts) if self._is_lost(state, now)]), now)
 
