@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
+
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.envelope import Opened, enveloped
+from p2p_co2.node.links import LinkObserver
+from p2p_co2.profiles import profile_of
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
-from p2p_co2.simnet.internet import Internet
+from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
+from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
@@ -110,3 +115,37 @@ def test_a_record_that_is_not_renewed_is_listed_no_longer_though_the_dht_was_emp
         world.call_at(at, lambda: seen.append([record.peer for record in net.records(PeerId("c"))]))
     world.run(121.0)
     assert seen == [["a", "b"], ["b"], []]
+
+
+@pytest.mark.parametrize(("healed_at", "opens_at"), [(0.5, 1.0), (2.5, 3.0), (5.0, 7.0), (8.0, None)])
+def test_who_knocks_at_a_cut_line_gets_through_when_tcp_knocks_again(
+    healed_at: float, opens_at: float | None
+) -> None:
+    world = VirtualTime()
+    net = Internet(world, random.Random(1), 1.0)
+    here, there = (
+        Endpoint(PeerId(name), profile_of("fibre", 1, index), world.loop()) for index, name in enumerate("ab")
+    )
+    net.endpoints = {one.peer: one for one in (here, there)}
+    heard: list[tuple[str, float]] = []
+    links = VirtualLinks(
+        net,
+        here,
+        LinkObserver(
+            opened=lambda *_: heard.append(("opened", world.now)),
+            lost=lambda *_: heard.append(("lost", world.now)),
+            unreachable=lambda *_: heard.append(("unreachable", world.now)),
+        ),
+    )
+    world.call_at(0.0, net.cut_pair, here.peer, there.peer)
+    world.call_at(0.0, links.post, there.peer, b"hello", False)
+    world.call_at(healed_at, net.heal)
+    world.run(15.0)
+    ((what, at),) = heard
+    path = net.path(here, there)
+    assert isinstance(path, Path)
+    if opens_at is None:
+        assert (what, at) == ("unreachable", CONNECT_PATIENCE_S)
+    else:
+        assert what == "opened"
+        assert at == pytest.approx(opens_at + 4 * path.delay_s)

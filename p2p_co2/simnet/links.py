@@ -21,6 +21,8 @@ from p2p_co2.wire.messages_pb2 import Envelope
 
 MEASURED_AFTER_BYTES = 256 << 10
 """Real bytes of bulk after which a peer knows what its uplink carries (``node.meter``)."""
+SYN_AGAIN_S = (1.0, 2.0, 4.0)
+"""Who is not answered knocks again after so long each, as TCP does (RFC 6298: a second, then doubled)."""
 DRAIN_LOOK_S, JUST_AFTER_S = 0.05, 1e-6
 LOOK_UP_S = 0.3
 """To find the record of a peer that is not known yet."""
@@ -142,21 +144,29 @@ class VirtualLinks:
             return
         lane.is_opening = True
         self._opening[peer] = lane
-        after_s, outcome = self._dial(peer)
-        self._me.loop.call_later(after_s, self._opened, peer, lane, outcome)
+        self._knock(peer, lane, self._world.now, SYN_AGAIN_S)
 
-    def _dial(self, peer: PeerId) -> tuple[float, Path | str]:
+    def _knock(self, peer: PeerId, lane: _Lane, began_at: float, again_s: tuple[float, ...]) -> None:
+        after_s, outcome, is_answered = self._dial(peer)
+        if is_answered or not again_s:
+            at = self._world.now + after_s if is_answered else began_at + CONNECT_PATIENCE_S
+            self._me.loop.call_at(at, self._opened, peer, lane, outcome)
+        else:
+            self._me.loop.call_later(again_s[0], self._knock, peer, lane, began_at, again_s[1:])
+
+    def _dial(self, peer: PeerId) -> tuple[float, Path | str, bool]:
+        """What comes of it, after how long, and whether anybody answers at all."""
         receiver = self._internet.endpoints.get(peer)
         if receiver is None:
-            return LOOK_UP_S, "no record of this peer is known"
+            return LOOK_UP_S, "no record of this peer is known", True
         path = self._internet.path(self._me, receiver)
         if isinstance(path, str):
-            return CONNECT_PATIENCE_S, path
+            return CONNECT_PATIENCE_S, path, False
         if self._internet.is_cut(self._me.peer, peer) or not receiver.host_up:
-            return CONNECT_PATIENCE_S, f"{path.carrier}: no answer within {CONNECT_PATIENCE_S:.0f} s"
+            return CONNECT_PATIENCE_S, f"{path.carrier}: no answer within {CONNECT_PATIENCE_S:.0f} s", False
         if not receiver.is_up:
-            return 2 * path.delay_s, f"{path.carrier}: connection refused"
-        return 4 * path.delay_s, path
+            return 2 * path.delay_s, f"{path.carrier}: connection refused", True
+        return 4 * path.delay_s, path, True
 
     def _opened(self, peer: PeerId, lane: _Lane, outcome: Path | str) -> None:
         lane.is_opening = False
