@@ -357,5 +357,34 @@ def test_turns_come_in_the_order_of_asking_and_keep_the_rate() -> None:
     assert [pace.admit_at(10, 20.5), pace.admit_at(10, 20.5)] == [20.5, 20.6]
 
 
+def test_who_asks_late_loses_nothing_up_to_a_bound() -> None:
+    pace = Pace(1000.0, late_s=0.2)
+    assert [pace.admit_at(100, 10.0) for _ in range(4)] == pytest.approx([10.0, 10.0, 10.0, 10.1])
+    assert [pace.admit_at(100, 10.35) for _ in range(3)] == pytest.approx([10.35, 10.35, 10.4])
+    assert [pace.admit_at(100, 99.0) for _ in range(4)] == pytest.approx([99.0, 99.0, 99.0, 99.1])
+
+
+async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known() -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        grpc.is_far = True
+        links._meter.bytes_per_s = 1e-3
+        for peer in (B, C):
+            for number in range(2):
+                links.post(peer, f"{peer} {number}".encode(), bulk=True)
+        await turns(100)
+        assert len(grpc.sent) == 1  # the others' turns are hours away
+        links.post(C, b"control", bulk=False)
+        await turns()
+        assert grpc.sent[1:] == [b"control"]
+        grpc.is_far = False
+    async with links_over(near := FakeCarrier("grpc"), known=(B, C)) as (links, _):
+        links._meter.bytes_per_s = 1e-3
+        for peer in (B, B, C, C):
+            links.post(peer, b"bulk", bulk=True)
+        await turns(100)
+        assert near.sent == [b"bulk"] * 4
+
+
 def test_no_rate_is_no_limit() -> None:
     assert [Pace().admit_at(1 << 30, 5.0) for _ in range(3)] == [5.0, 5.0, 5.0]

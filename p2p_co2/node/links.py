@@ -15,8 +15,10 @@ and the line.
 
 TCP over a far way stands still for a third of a second now and then (a packet that is lost twice; BBR, which
 measures the way every 10 s), and a round waits for the slowest of all its lanes. So a lane with much to carry
-has two connections, and what the one cannot take the other does. While the line is full, lanes that are
-ahead of others wait for them (``evenness``).
+has two connections, and what the one cannot take the other does. And lanes that share a line do not share it
+evenly: TCP gives some twice what others get, and the last lane of three goes on alone for half a second, at
+the rate it has learned. So bulk over far ways leaves here at little more than the line's own rate, lane after
+lane: no connection has to fight for its share, and each knows the whole line.
 
 Law: all that leaves this machine for a peer leaves through ``post``.
 """
@@ -32,7 +34,6 @@ from functools import partial
 from typing import NamedTuple
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.node.evenness import Evenness
 from p2p_co2.node.meter import Pace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link
@@ -54,8 +55,9 @@ BESIDE_IDLE_S = 30.0
 """A second connection that had nothing to carry for so long is closed: half of what makes it ``too slow``."""
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
-AHEAD_WAIT_S = 0.02
-"""A lane that is ahead of others looks again after so long."""
+LINE_TIMES, LINE_LATE_S = 1.05, 0.1
+"""Bulk over far ways leaves at this many times the upload that was measured, so that what was measured can
+grow; after a pause of this process it may catch up so much."""
 
 
 @dataclass
@@ -97,6 +99,8 @@ class _Lane:
     """When the first bulk message may go, as far as it has asked for its turns."""
     asked_cap: bool = False
     """Whether it has its turn of our own cap, after that of the receiver's rate."""
+    asked_line: bool = False
+    """Whether it has its turn on our line, after that, or needs none."""
     under_way: deque[_Message] = field(default_factory=deque)
     arrived_at: float = -1e9
     """When the last bulk message was there."""
@@ -108,10 +112,6 @@ class _Lane:
     """Carries bulk over a second connection."""
     wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
     beside_failed_at: float = -1e9
-    moved_at: float = -1e9
-    """When a link took bulk last, or the lane waited for others with it."""
-    fetched_at: float = -1e9
-    """When bulk was posted last that the peer had asked for."""
 
 
 class Links:
@@ -130,8 +130,8 @@ class Links:
         self._observer = observer
         self._tasks = tasks
         self._meter = UploadMeter()
-        self._evenness = Evenness()
         self._cap = Pace(upload_cap_bytes_per_s)
+        self._line = Pace(late_s=LINE_LATE_S)
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, _Lane] = {}
         self._used: dict[str, str] = {}
@@ -163,7 +163,6 @@ class Links:
             lane.bulk.append(data)
             lane.bulk_bytes += len(data)
             self._queued_bytes += len(data)
-            lane.fetched_at = time.monotonic() if served else lane.fetched_at
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL:
                 return False
@@ -287,9 +286,6 @@ class Links:
             if link.acknowledged is not None and not link.acknowledged.has_room:
                 await self._wait(lane, link)
                 continue
-            if link.is_far and self._is_ahead(lane):
-                await _wait_for_news(lane, AHEAD_WAIT_S)
-                continue
             await self._send_bulk(lane, link, self._next_bulk(lane))
 
     def _next_bulk(self, lane: _Lane) -> bytes:
@@ -313,8 +309,6 @@ class Links:
                         await lane.wake_beside.wait()
                 elif (wait_s := self._wait_s(peer, lane, time.monotonic())) > 0:
                     await asyncio.sleep(wait_s)
-                elif self._is_ahead(lane):
-                    await asyncio.sleep(AHEAD_WAIT_S)
                 else:
                     data = self._next_bulk(lane)
                     await self._send_bulk(lane, link, data)
@@ -344,17 +338,18 @@ class Links:
 
     def _wait_s(self, peer: PeerId, lane: _Lane, now: float) -> float:
         """How long the lane's first bulk message has to wait: first for the receiver's rate, then for our
-        own cap, or a slow receiver would hold up what goes to the others."""
+        own cap, or a slow receiver would hold up what goes to the others, at last for the line."""
         size_bytes = len(lane.bulk[0])
         if lane.turn_at is None:
             lane.pace.bytes_per_s = self._paces.get(peer, 0.0)
             lane.turn_at, lane.asked_cap = lane.pace.admit_at(size_bytes, now), False
+            lane.asked_line = lane.link is None or not lane.link.is_far
         if lane.turn_at <= now and not lane.asked_cap:
             lane.turn_at, lane.asked_cap = self._cap.admit_at(size_bytes, now), True
+        if lane.turn_at <= now and not lane.asked_line:
+            self._line.bytes_per_s = LINE_TIMES * self._meter.bytes_per_s
+            lane.turn_at, lane.asked_line = self._line.admit_at(size_bytes, now), True
         return lane.turn_at - now
-
-    def _is_ahead(self, lane: _Lane) -> bool:
-        return self._evenness.is_ahead(lane, self._lanes.values(), time.monotonic())
 
     async def _send_bulk(self, lane: _Lane, link: Link, data: bytes) -> None:
         started_at = time.monotonic()
@@ -365,8 +360,6 @@ class Links:
             self._meter.finished(link.peer, 0, time.monotonic())
             raise
         self.up_bytes += len(data)
-        lane.moved_at = time.monotonic()
-        self._evenness.took(len(data), lane.moved_at)
         if link.acknowledged is None:
             self._arrived(link.peer, lane, len(data), started_at)
             return

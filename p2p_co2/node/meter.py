@@ -11,7 +11,7 @@ A receiver that reads slowly, or says that nothing has come, or that all has, mu
 or faster than it is. So each receiver's bytes only tell a stretch of time, in which so much went to all; that
 is one opinion of the line, and of the receivers' opinions the (upper) median counts, of those of earlier
 bursts too. Laws: of three receivers one liar moves nothing; over any stretch the bytes that a ``Pace``
-admits are at most its rate times the length plus one message.
+admits are at most its rate times the length, and that of ``late_s``, plus one message.
 
 Price: bursts that buffers swallow are not measured at all: a fast link with little to send stays unknown, and
 counts like the others'. With one or two receivers a liar among them is believed, up to what was handed over:
@@ -44,10 +44,11 @@ BURSTS_KEPT = 5
 
 class Pace:
     """A rate that is not to be exceeded, in bytes per second; 0 means no limit. It may be changed at any
-    time."""
+    time. Who asks up to ``late_s`` late loses nothing by it."""
 
-    def __init__(self, bytes_per_s: float = 0.0) -> None:
+    def __init__(self, bytes_per_s: float = 0.0, late_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
+        self._late_s = late_s
         self._free_at = 0.0
 
     def admit_at(self, size_bytes: int, now: float) -> float:
@@ -55,9 +56,9 @@ class Pace:
         asking."""
         if not self.bytes_per_s:
             return now
-        at = max(now, self._free_at)
+        at = max(now - self._late_s, self._free_at)
         self._free_at = at + size_bytes / self.bytes_per_s
-        return at
+        return max(now, at)
 
 
 class UploadMeter:

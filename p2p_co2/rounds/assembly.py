@@ -19,8 +19,7 @@ from p2p_co2.wire.limits import MAX_DATA_BYTES
 PIECE_UNIT_BYTES = 16 << 10
 PIECE_S, LAST_PIECE_S = 0.25, 0.07
 """A piece should not keep a link busy for longer; the second where others wait for the last of them, which a
-connection that stands still must not hold while the one beside it has nothing left to carry, and by which
-lanes end apart at least."""
+connection that stands still must not hold while the one beside it has nothing left to carry."""
 
 
 def piece_bytes(rates_bytes_per_s: Iterable[float], within_s: float = PIECE_S) -> int:
