@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.node.links import FAST_BYTES_PER_S, MAX_QUEUED_BYTES, LinkObserver, Links
 from p2p_co2.node.meter import DRAINED_BYTES, LONGEST_BURST_S, MEASURABLE_BYTES, Pace, UploadMeter
 from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
 from p2p_co2.transport.base import OnMessage, OnRefused
@@ -377,13 +377,20 @@ async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known() -> None:
         links.post(C, b"control", bulk=False)
         await turns()
         assert grpc.sent[1:] == [b"control"]
-        grpc.is_far = False
-    async with links_over(near := FakeCarrier("grpc"), known=(B, C)) as (links, _):
-        links._meter.bytes_per_s = 1e-3
+
+
+@pytest.mark.parametrize(("is_far", "line"), [(False, 1e-3), (True, FAST_BYTES_PER_S), (True, 0.0)])
+async def test_near_ways_and_lines_that_are_fast_or_not_known_need_no_turns(
+    is_far: bool, line: float
+) -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        grpc.is_far = is_far
+        links._meter.bytes_per_s = line
         for peer in (B, B, C, C):
             links.post(peer, b"bulk", bulk=True)
         await turns(100)
-        assert near.sent == [b"bulk"] * 4
+        assert grpc.sent == [b"bulk"] * 4
 
 
 def test_no_rate_is_no_limit() -> None:

@@ -58,6 +58,8 @@ RETRY_DIRECT_S = 60.0
 LINE_TIMES, LINE_LATE_S = 1.05, 0.1
 """Bulk over far ways leaves at this many times the upload that was measured, so that what was measured can
 grow; after a pause of this process it may catch up so much."""
+FAST_BYTES_PER_S = 4e6
+"""A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
 
 
 @dataclass
@@ -347,7 +349,8 @@ class Links:
         if lane.turn_at <= now and not lane.asked_cap:
             lane.turn_at, lane.asked_cap = self._cap.admit_at(size_bytes, now), True
         if lane.turn_at <= now and not lane.asked_line:
-            self._line.bytes_per_s = LINE_TIMES * self._meter.bytes_per_s
+            line = self._meter.bytes_per_s
+            self._line.bytes_per_s = LINE_TIMES * line if line < FAST_BYTES_PER_S else 0.0
             lane.turn_at, lane.asked_line = self._line.admit_at(size_bytes, now), True
         return lane.turn_at - now
 
