@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from p2p_co2.fragments.large_tensor import large_tensor
+
 BLOCK = 128
 """Values with one scale."""
 _BITS = 7
@@ -29,7 +31,7 @@ class ScaledInt8:
     def __init__(self, numel: int) -> None:
         self._numel = numel
         blocks = -(-numel // BLOCK)
-        self._rows = torch.empty(blocks, BLOCK, dtype=torch.int8)
+        self._rows = large_tensor(blocks * BLOCK, torch.int8).view(blocks, BLOCK)
         self._shifts = torch.empty(blocks, dtype=torch.int8)
         """A value of 1 in row ``i`` stands for 2^_shifts[i]."""
 
