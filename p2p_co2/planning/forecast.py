@@ -241,11 +241,13 @@ def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> fl
     at_once = min(1.0, max(1.0, rounds.slowest_s / setting.round_s * count) / count)
     in_flight = max(0.5, at_once) if setting.rounds else at_once
     payload = sum(sizes) / (4 * setting.parameters)
-    if setting.rule in {"co2", "eager"} or setting.error_feedback:
+    if setting.rule == "eager":
+        offer = 0.0  # it is kept until the next one
+    elif setting.rule == "co2" or setting.error_feedback:
         offer = 0.25
     else:
         offer = 0.5 if payload < COARSE_BITS / 32 else 0.0
-    kept = 2.0 + 0.25 * (setting.rule == "eager") + 0.25 * setting.error_feedback + payload
+    kept = 2.0 + 0.5 * (setting.rule == "eager") + 0.25 * setting.error_feedback + payload
     temporary = TEMPORARY_FRAGMENTS * max(setting.fragments) / setting.parameters
     return kept + in_flight * (offer + 3 * payload) + temporary
 

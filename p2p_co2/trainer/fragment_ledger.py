@@ -12,9 +12,9 @@ only where the offer was counted.
 
 Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight what ``offered`` says, at
 most a half; with error feedback a quarter for the residual; under "eager" a quarter for the correction at the
-last boundary, and from the commit to the next one its payload, or a quarter if that is less. How far the
-params have moved under "co2" and "eager" takes nothing, but a half (1 with fp32) where two rounds commit
-between two boundaries. A step takes the memory of the old state, unless somebody else holds it (``lend``).
+last boundary, and from the commit to the next one a quarter for the offer. How far the params have moved
+under "co2" and "eager" takes nothing, but a half (1 with fp32) where two rounds commit between two
+boundaries. A step takes the memory of the old state, unless somebody else holds it (``lend``).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class FragmentLedger:
         """Rules "co2" and "eager": the version from which the live parameters set out at the last boundary,
         and how far from the params of now that was, with what was corrected there."""
         self._stale: tuple[Kept, float, float] | None = None
-        """Rule "eager": what is in the newest mean of this peer's gradient, with the gap and its share."""
+        """Rule "eager": this peer's gradient in the newest mean, with the gap and its share there."""
 
     def lend(self, loan: Loan | None = None) -> OuterState:
         """The state, for somebody who holds it while the swarm goes on: its memory is not written to until
@@ -409,4 +409,4 @@ class FragmentLedger:
         weights = parts[0].weights
         share = weights[self._peer] / sum(weights.values())
         assert isinstance(mine.gradient, FromPayload)
-        self._stale = (mine.gradient.counted(), report.gap, share)
+        self._stale = (mine.gradient if self._is_exact else mine.gradient.rounded(), report.gap, share)

@@ -63,17 +63,13 @@ class FromPayload:
             values.add_(self._lost[at])
         return values if self._carried is None else values.sub_(self._carried[at].mul_(self._decay))
 
-    def counted(self) -> FromPayload | ScaledInt8:
-        """What of it is in a mean that holds the payload: that one's values, or if the codec is finer than
-        that, those to 2^-7."""
-        sent = FromPayload(self._codec, self._payload, self._numel)
-        if self._payload.numel() <= 9 * self._numel // 8:
-            return sent
-        rounded = ScaledInt8(self._numel)
+    def rounded(self) -> ScaledInt8:
+        """The same without the payload, to 2^-7: for later than the round, when nobody else needs that."""
+        room = ScaledInt8(self._numel)
         for start in range(0, self._numel, outer.PIECE):
             at = slice(start, min(start + outer.PIECE, self._numel))
-            rounded.set(at, sent[at])
-        return rounded
+            room.set(at, self[at])
+        return room
 
 
 class FromStep:
