@@ -265,6 +265,18 @@ def test_messages_close_together_are_one_burst() -> None:
     assert meter.bytes_per_s == pytest.approx(2.5 * MEASURABLE_BYTES)
 
 
+def test_a_burst_that_has_ended_is_measured_without_another() -> None:
+    meter = UploadMeter()
+    burst(meter, 4 * MEASURABLE_BYTES, 1.0, 1.0)
+    assert not meter.rest(2.05)  # it may go on
+    assert meter.bytes_per_s == 0.0
+    assert meter.rest(2.2)
+    assert meter.bytes_per_s == pytest.approx(4 * MEASURABLE_BYTES)
+    burst(meter, 8 * MEASURABLE_BYTES, 50.0, 1.0)  # since its own beginning, not since it was asked
+    assert meter.rest(60.0)
+    assert meter.bytes_per_s == pytest.approx(8 * MEASURABLE_BYTES)
+
+
 def test_what_buffers_swallow_is_no_rate() -> None:
     meter = UploadMeter()
     burst(meter, DRAINED_BYTES, 1.0, 0.002)  # all of it into buffers

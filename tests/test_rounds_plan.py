@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import PayloadShape, PeerView
 from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.assembly import PIECE_S, PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
+from p2p_co2.rounds.assembly import LAST_PIECE_S, PIECE_S, PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
 from p2p_co2.rounds.attempt import Attempt, Share, read_senders, write_senders
 from p2p_co2.rounds.deadline import (
     GATHER_LEAST_CAP_S,
@@ -133,6 +133,14 @@ def test_nobody_is_left_out_of_a_round_that_is_cheap() -> None:
     rates = {PeerId("a"): Rates(1e9), PeerId("b"): Rates(1e9), PeerId("c"): Rates(1e6)}
     division = divide(1000, 100, rates, (0, 1), 0.25)
     assert all(len(peers) == 3 for peers in division.senders)
+
+
+def test_nobody_is_left_out_for_what_a_fast_line_seems_to_carry() -> None:
+    measured = [12e6, 3e9, 60e6, 1e9]  # of four equal peers on one busy machine
+    rates = {PeerId(f"p{index}"): Rates(rate) for index, rate in enumerate(measured)}
+    division = divide(1000, 16_000, rates, (0, 1), 0.25)
+    assert all(len(peers) == 4 for peers in division.senders)
+    assert {"p1", "p2", "p3"} <= set(division.owners)
 
 
 def test_who_may_not_download_much_averages_little_but_sends_all() -> None:
@@ -344,6 +352,20 @@ def test_pieces_come_together_in_any_order(seed: int, size: int, doublings: int)
     assert sum(news) == len(cut)
 
 
+def test_what_comes_in_one_piece_is_not_copied() -> None:
+    data = random.Random(0).randbytes(PIECE_UNIT_BYTES + 7)
+    assembly = Assembly(len(data))
+    assert assembly.add(0, len(data), data)
+    assert assembly.whole is not None
+    assert assembly.whole.obj is data
+    assert not assembly.add(0, len(data), bytes(data))
+    with pytest.raises(RemoteProtocolError, match="conflicting duplicate"):
+        assembly.add(0, len(data), bytes(len(data)))
+    place = memoryview(bytearray(len(data)))
+    assert Assembly(len(data), place).add(0, len(data), data)
+    assert place == data
+
+
 @pytest.mark.parametrize(
     ("rates", "size"),
     [
@@ -435,3 +457,14 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
     assert [message.offset for message in sent] == list(range(0, len(mean), 64 << 10))
     assert b"".join(message.data for message in sent) == mean
     assert swarm.piece_bytes(attempt.shares) == 128 << 10
+
+
+@pytest.mark.parametrize(
+    ("payload_mib", "size"), [(1, 16 << 10), (8, 32 << 10), (16, 64 << 10), (999, 64 << 10)]
+)
+def test_pieces_are_no_finer_than_a_round_could_notice(payload_mib: int, size: int) -> None:
+    me, other = PeerId("p0"), PeerId("p1")
+    swarm = Swarm(me, PayloadShape(1 << 20, (payload_mib,)), 32)
+    swarm.set_live({me: PeerView(upload_bytes_per_s=3e5), other: PeerView()})
+    assert swarm.piece_bytes([me, other], LAST_PIECE_S) == size
+    assert swarm.piece_bytes([me, other]) == 64 << 10

@@ -144,6 +144,7 @@ class Links:
     @property
     def upload_bytes_per_s(self) -> float:
         """What the link has shown it can carry; 0 until measured."""
+        self._meter.rest(time.monotonic())
         return self._meter.bytes_per_s
 
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:

@@ -83,12 +83,18 @@ class UploadMeter:
 
     def started(self, now: float) -> None:
         """A bulk message is handed to a link."""
-        rested = self._sending == 0 and now - self._burst_ended_at > BURST_GAP_S
-        if rested or now - self._burst_started_at > LONGEST_BURST_S:
-            self._conclude()
+        if not self.rest(now) and now - self._burst_started_at > LONGEST_BURST_S:
+            self._conclude(now)
+        if not self._all.bytes and not self._sending:
             self._burst_started_at, self._all = now, _Marks(now)
-            self._to.clear()
         self._sending += 1
+
+    def rest(self, now: float) -> bool:
+        """Whether no burst goes on. One that has ended is measured."""
+        rests = self._sending == 0 and now - self._burst_ended_at > BURST_GAP_S
+        if rests and self._all.bytes:
+            self._conclude(now)
+        return rests
 
     def finished(self, to: str, size_bytes: int, now: float) -> None:
         """The line to ``to`` has taken it, or failed to (0 bytes)."""
@@ -100,12 +106,16 @@ class UploadMeter:
         if to in self._to or len(self._to) < MAX_RECEIVERS:
             self._to.setdefault(to, _Marks(self._burst_started_at)).add(size_bytes, now)
 
-    def _conclude(self) -> None:
-        if self._all.bytes < MEASURABLE_BYTES:
+    def _conclude(self, now: float) -> None:
+        """Measure the burst so far; the next one begins."""
+        everything, each = self._all, list(self._to.items())
+        self._burst_started_at, self._all = now, _Marks(now)
+        self._to.clear()
+        if everything.bytes < MEASURABLE_BYTES:
             return
-        for to, marks in self._to.items():
+        for to, marks in each:
             middle_at, last_at = marks.later_half()
-            left, drained_s = self._all.until(last_at) - self._all.until(middle_at), last_at - middle_at
+            left, drained_s = everything.until(last_at) - everything.until(middle_at), last_at - middle_at
             if drained_s < DRAINED_S and left < DRAINED_BYTES:
                 continue
             rate = left / max(1e-6, drained_s)

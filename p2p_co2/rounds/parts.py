@@ -14,7 +14,8 @@ to the end. With one part to each owner it would stand idle between the two, for
 
 Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
 over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
-as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median. What one member says of its
+as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median, at most as
+``FASTEST_BYTES_PER_S``. What one member says of its
 link can make the others wait for a link of that kind, and no longer.
 
 Price: more parts make votes longer and messages more; ``PIPELINED_PARTS`` and ``MAX_PARTS`` bound that, and
@@ -36,12 +37,14 @@ from typing import NamedTuple
 from p2p_co2.rounds.bounds import (
     ASSUMED_UPLOAD_BYTES_PER_S,
     MAX_PARTS,
-    MAX_UPLOAD_BYTES_PER_S,
     OWNED_PAYLOADS,
 )
 from p2p_co2.wire.identity import PeerId
 
 FASTEST_SHARE = 16.0
+FASTEST_BYTES_PER_S = 25e6
+"""Faster lines count as this. What is measured of them says how much the kernel's buffers took at once and
+how busy the processors were: on one machine 30 MB/s and 3 GB/s were measured of four equal peers."""
 ALIKE = 1.25
 """Rates that differ from the median by less than this count as it: so far apart are measurements of equal
 links, and shares differ twice as much as the rates that they follow."""
@@ -186,7 +189,7 @@ def _credible(
     it. The median that a boast is measured by counts unknown rates as home links: where one peer alone names
     a rate, its word sets none. Of two the slower one alone would set it: there nobody boasts with what who
     divides has measured of its ``own`` line, or it would wait for lines as slow as the other likes."""
-    rates = [min(max(rate, 1.0), MAX_UPLOAD_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
+    rates = [min(max(rate, 1.0), FASTEST_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
     middle = median_low([rate or assumed for rate in rates])
     ceiling = max(FASTEST_SHARE * middle, own if len(rates) == 2 else 0.0)
     known = [min(rate, ceiling) for rate in rates if rate > 0]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
-from p2p_co2.rounds.assembly import PIECE_S, piece_bytes
+from p2p_co2.rounds.assembly import FINEST_PIECES, PIECE_S, piece_bytes
 from p2p_co2.rounds.bounds import MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.deadline import Durations, Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
@@ -209,7 +209,10 @@ class Swarm:
             return known[4]  # asked for each part of a round
         views = [self.live[peer] for peer in receivers if peer in self.live and peer != self.me]
         rates = [upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)]
-        size = piece_bytes(rates, within_s)
+        size, coarse = piece_bytes(rates, within_s), piece_bytes(rates)
+        payload_bytes = min(self.shape.blocks) * self.shape.block_bytes
+        while size < coarse and 2 * size * FINEST_PIECES <= payload_bytes:
+            size *= 2
         self._pieces_of = receivers, self.live, upload, within_s, size
         return size
 
