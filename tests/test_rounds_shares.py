@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from p2p_co2.config import CodecConfig, OuterConfig
+from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.rounds import PayloadShape, PeerView, ReduceWanted, bounds
 from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
@@ -215,7 +216,9 @@ class Books:
         return noting
 
     def _noting_commit(self, fragment: int, commit: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(round_: int, base_version: int, mean: torch.Tensor, parts: Sequence[PartWeights]) -> Any:
+        def noting(
+            round_: int, base_version: int, mean: torch.Tensor, parts: Sequence[PartWeights], encoded: Buffer
+        ) -> Any:
             me, values = self._trainer.me, self._codec.block_values
             for part in parts:
                 if me in part.weights:
@@ -223,7 +226,7 @@ class Books:
                     offer = self._offers[fragment, round_, part.weights[me]]
                     self.counted[fragment][place] += offer[place]
             self.partly += len({me in part.weights for part in parts}) > 1
-            return commit(round_, base_version, mean, parts)
+            return commit(round_, base_version, mean, parts, encoded)
 
         return noting
 
