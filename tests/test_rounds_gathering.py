@@ -19,6 +19,7 @@ from p2p_co2.rounds import (
     open_decision,
 )
 from p2p_co2.rounds import bounds as limits
+from p2p_co2.rounds.attempt import seal_begin
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -251,3 +252,18 @@ def test_an_equivocating_owner_commits_nothing() -> None:
     net.run_until_settled()
     assert net.committed() == {}
     assert "hold the same mean" in {e.reason[-18:] for e in net.endings().values() if isinstance(e, Aborted)}
+
+
+def test_a_round_that_we_begin_with_our_offer_before_does_not_end_the_peer() -> None:
+    """A group is frozen while the council gathers: our offer may have ended by then, and the next one may be
+    with another coordinator."""
+    machine, begin, asked, _ = begun_member()
+    me = make_identity(0).peer_id
+    assert asked != me
+    of_the_asked, mine = wire.Begin(), begin
+    of_the_asked.CopyFrom(begin)
+    seal_begin(mine, me)
+    machine.receive(mine, me, 1.0)
+    assert drain(machine) == []
+    machine.receive(of_the_asked, asked, 1.1)
+    assert any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())  # it began

@@ -193,7 +193,10 @@ class FragmentRounds:
             self.verdicts.end(attempt.id)
             return
         if sender not in self.asking.asked:
-            raise RemoteProtocolError("wrong sender", "BEGIN by a peer that was not asked")
+            if sender != self._swarm.me:
+                raise RemoteProtocolError("wrong sender", "BEGIN by a peer that was not asked")
+            self.verdicts.end(attempt.id)  # we had asked ourselves for our offer before this one
+            return
         offer = self.asking.offer
         if not attempt.repeats(offer, self._swarm.me):
             if self._withdrawn is None or not attempt.repeats(self._withdrawn, self._swarm.me):
