@@ -317,16 +317,21 @@ class Outlook:
     def _versions(self, fragment: int) -> list[int]:
         return [word.versions[fragment] for word in self.words.values() if fragment < len(word.versions)]
 
-    def other_digest(self, fragment: int, version: int, mine: bytes) -> bytes | None:
-        """The digest of ``version`` in most cells if it is not ``mine``, our cell's; of equal camps the one
-        of the lowest cell counts. Empty digests are unknown."""
+    def other_digest(self, fragment: int, version: int, mine: bytes, *, is_ours: bool) -> bytes | None:
+        """The digest of ``version`` in most cells if it is not ``mine``; ``is_ours``: whether that is our
+        cell's, which has no say if it is of two minds. Of equal camps the one of the lowest cell counts.
+        Empty digests are unknown."""
         held = {
             word.cell: word.digests[fragment]
             for word in self.words.values()
             if fragment < len(word.versions) and word.versions[fragment] == version
         }
-        held = {cell: digest for cell, digest in held.items() if digest} | {self.cell: mine}
+        held = {cell: digest for cell, digest in held.items() if digest}
+        if is_ours:
+            held[self.cell] = mine
         camps = Counter(held.values())
+        if not camps:
+            return None
         best = max(camps, key=lambda digest: (camps[digest], -min(c for c in held if held[c] == digest)))
         return best if best != mine else None
 

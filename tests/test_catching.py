@@ -128,7 +128,7 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
         far=SimpleNamespace(
             cells=1,
             is_near=lambda peer: True,
-            outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of: None),
+            outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of, is_ours: None),
         ),
         rounds=SimpleNamespace(is_completing=lambda fragment: False),
         catchup=SimpleNamespace(
@@ -208,7 +208,7 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(says_last: bool) -> 
         far=SimpleNamespace(
             cells=1,
             is_near=lambda peer: True,
-            outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of: None),
+            outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of, is_ours: None),
         ),
         rounds=SimpleNamespace(is_completing=lambda fragment: False, forget_outcome=lambda *of: None),
         catchup=SimpleNamespace(

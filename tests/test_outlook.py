@@ -118,9 +118,20 @@ def test_most_cells_say_where_the_swarm_is_and_which_state_it_has() -> None:
     outlook.conclude({other: told(*far)}, 0.0, 0.25)
     assert outlook.version(0, 6, over=False) == 6  # one cell alone moves nobody
     assert outlook.version(0, 6, over=True) == 7  # but nothing else will come
-    assert outlook.other_digest(0, 6, wrong) == STATE
-    assert outlook.other_digest(0, 6, STATE) is None
+    assert outlook.other_digest(0, 6, wrong, is_ours=True) == STATE
+    assert outlook.other_digest(0, 6, STATE, is_ours=True) is None
     assert outlook.donors(0, 7) == ("a",)
+
+
+def test_a_cell_of_two_minds_has_no_say_in_its_own_quarrel() -> None:
+    me, other = named(0, 2, 2)
+    outlook = Outlook(me, 2)
+    wrong = bytes([1]) * 32
+    assert outlook.other_digest(0, 3, wrong, is_ours=False) is None  # nobody else was seen
+    outlook.conclude({other: told(seen("a", 1))}, 0.0, 0.25)
+    assert outlook.other_digest(0, 3, wrong, is_ours=True) is None  # one cell against one, ours the lower
+    assert outlook.other_digest(0, 3, wrong, is_ours=False) == STATE
+    assert outlook.other_digest(0, 3, STATE, is_ours=False) is None
 
 
 @pytest.mark.parametrize(

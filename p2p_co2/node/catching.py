@@ -102,10 +102,13 @@ class Catching:
             self._noticed_at.clear()
             return
         for fragment, agreed in enumerate(self._node.agreed):
-            contradicted = self.majority.digest(fragment, agreed.version) not in (None, agreed.digest)
+            ours = self.majority.digest(fragment, agreed.version)
+            contradicted = ours not in (None, agreed.digest)
             newest, is_last = self._newest(fragment, contradicted)
             other = (
-                outlook.other_digest(fragment, agreed.version, agreed.digest) if not contradicted else None
+                outlook.other_digest(fragment, agreed.version, agreed.digest, is_ours=ours is not None)
+                if not contradicted
+                else None
             )
             if newest <= agreed.version and not contradicted and other is None:
                 self._noticed_at.pop(fragment, None)
