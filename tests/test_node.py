@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.node.links import FAST_BYTES_PER_S, MAX_QUEUED_BYTES, LinkObserver, Links
-from p2p_co2.node.meter import DRAINED_BYTES, LONGEST_BURST_S, MEASURABLE_BYTES, Pace, UploadMeter
+from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.node.meter import (
+    DRAINED_BYTES,
+    FAST_BYTES_PER_S,
+    LONGEST_BURST_S,
+    MEASURABLE_BYTES,
+    LinePace,
+    Pace,
+    UploadMeter,
+)
 from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
 from p2p_co2.transport.base import OnMessage, OnRefused
 from p2p_co2.wire.identity import PeerId
@@ -374,6 +382,20 @@ def test_who_asks_late_loses_nothing_up_to_a_bound() -> None:
     assert [pace.admit_at(100, 10.0) for _ in range(4)] == pytest.approx([10.0, 10.0, 10.0, 10.1])
     assert [pace.admit_at(100, 10.35) for _ in range(3)] == pytest.approx([10.35, 10.35, 10.4])
     assert [pace.admit_at(100, 99.0) for _ in range(4)] == pytest.approx([99.0, 99.0, 99.0, 99.1])
+
+
+def test_a_line_that_was_measured_low_is_found_out_in_a_few_bursts() -> None:
+    pace, line, shown, bursts = LinePace(), 2e6, 1e6, 0
+    while shown < 0.99 * line:
+        pace.follow(shown)
+        shown, bursts = min(line, pace.bytes_per_s), bursts + 1
+    assert bursts <= 4
+    pace.follow(shown * 0.99)
+    assert pace.bytes_per_s == pytest.approx(1.05 * 0.99 * line)  # full: turns bind again
+    pace.follow(0.0)
+    assert not pace.bytes_per_s
+    pace.follow(FAST_BYTES_PER_S)
+    assert not pace.bytes_per_s
 
 
 async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known() -> None:

@@ -34,7 +34,7 @@ from functools import partial
 from typing import NamedTuple
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.node.meter import Pace, UploadMeter
+from p2p_co2.node.meter import LinePace, Pace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link
 from p2p_co2.wire.identity import PeerId
@@ -55,11 +55,6 @@ BESIDE_IDLE_S = 30.0
 """A second connection that had nothing to carry for so long is closed: half of what makes it ``too slow``."""
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
-LINE_TIMES, LINE_LATE_S = 1.05, 0.1
-"""Bulk over far ways leaves at this many times the upload that was measured, so that what was measured can
-grow; after a pause of this process it may catch up so much."""
-FAST_BYTES_PER_S = 4e6
-"""A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
 
 
 @dataclass
@@ -133,7 +128,7 @@ class Links:
         self._tasks = tasks
         self._meter = UploadMeter()
         self._cap = Pace(upload_cap_bytes_per_s)
-        self._line = Pace(late_s=LINE_LATE_S)
+        self._line = LinePace()
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, _Lane] = {}
         self._used: dict[str, str] = {}
@@ -350,8 +345,7 @@ class Links:
         if lane.turn_at <= now and not lane.asked_cap:
             lane.turn_at, lane.asked_cap = self._cap.admit_at(size_bytes, now), True
         if lane.turn_at <= now and not lane.asked_line:
-            line = self._meter.bytes_per_s
-            self._line.bytes_per_s = LINE_TIMES * line if line < FAST_BYTES_PER_S else 0.0
+            self._line.follow(self._meter.bytes_per_s)
             lane.turn_at, lane.asked_line = self._line.admit_at(size_bytes, now), True
         return lane.turn_at - now
 
