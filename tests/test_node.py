@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links, _Lane
 from p2p_co2.node.meter import (
     DRAINED_BYTES,
     FAST_BYTES_PER_S,
@@ -21,9 +21,11 @@ from p2p_co2.node.meter import (
     Pace,
     UploadMeter,
 )
+from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
 from p2p_co2.transport.base import OnMessage, OnRefused
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
 B, C = PeerId("b"), PeerId("c")
@@ -398,19 +400,74 @@ def test_a_line_that_was_measured_low_is_found_out_in_a_few_bursts() -> None:
     assert not pace.bytes_per_s
 
 
-async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known() -> None:
+class Hands:
+    """A clock that stands where it is put."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_co2.node.links.time", Hands())
     grpc = FakeCarrier("grpc")
     async with links_over(grpc, known=(B, C)) as (links, _):
         grpc.is_far = True
-        links._meter.bytes_per_s = 1e-3
+        links._meter.bytes_per_s = 1e5
         for peer in (B, C):
-            for number in range(2):
-                links.post(peer, f"{peer} {number}".encode(), bulk=True)
+            for _ in range(4):
+                links.post(peer, bytes(10_000), bulk=True)
         await turns(100)
-        assert len(grpc.sent) == 1  # the others' turns are hours away
+        assert len(grpc.sent) == 2  # what may be caught up with; the others' turns are yet to come
         links.post(C, b"control", bulk=False)
         await turns()
-        assert grpc.sent[1:] == [b"control"]
+        assert grpc.sent[2:] == [b"control"]
+
+
+async def test_who_loads_a_state_over_a_far_way_takes_no_turns_from_the_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_co2.node.links.time", Hands())
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        grpc.is_far = True
+        links._meter.bytes_per_s = 1e6
+        for _ in range(4):
+            links.post(B, bytes(MAX_DATA_BYTES), bulk=True, served=True)
+        await turns(50)
+        links.post(C, bytes(PIECE_UNIT_BYTES), bulk=True)
+        await turns(50)
+        assert len(grpc.sent[-1]) == PIECE_UNIT_BYTES
+
+
+@pytest.mark.parametrize("size_bytes", [PIECE_UNIT_BYTES, MAX_DATA_BYTES // 4])
+@pytest.mark.parametrize("low", [2e4, 1e5])
+async def test_turns_never_hold_a_line_that_was_measured_low_for_long(
+    monkeypatch: pytest.MonkeyPatch, size_bytes: int, low: float
+) -> None:
+    """Fifty exchanges of 2 MB, message after message, over a line of 1 MB/s."""
+    clock, line = Hands(), 1e6
+    monkeypatch.setattr("p2p_co2.node.links.time", clock)
+    far = FakeCarrier("grpc")
+    far.is_far = True
+    async with links_over(far) as (links, _):
+        links._meter._seen[B], links._meter.bytes_per_s = ((low,), clock.now), low
+        lane = _Lane(link=FakeLink(far, B))
+        for _ in range(50):
+            for _ in range(4 * MAX_DATA_BYTES // size_bytes):
+                lane.bulk.append(bytes(size_bytes))
+                while (wait_s := links._wait_s(B, lane, clock.now)) > 0:
+                    clock.now += wait_s
+                links._next_bulk(lane)
+                links._meter.started(clock.now)
+                clock.now += size_bytes / line
+                links._meter.finished(B, size_bytes, clock.now)
+            clock.now += 20.0
+        assert links.upload_bytes_per_s == pytest.approx(line)
 
 
 @pytest.mark.parametrize(("is_far", "line"), [(False, 1e-3), (True, FAST_BYTES_PER_S), (True, 0.0)])

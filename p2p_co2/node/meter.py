@@ -47,6 +47,10 @@ GREW, GROWING_TIMES = 1.03, 1.25
 """A line that shows so much more than before was not full: it is asked for more."""
 FAST_BYTES_PER_S = 4e6
 """A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
+LONGEST_TURN_S = 0.15
+"""A message that would take the line for longer goes as it likes, by TCP's shares: turns count messages, and
+who loads a state, in half a megabyte each, would take the line from the rounds. Theirs are shorter
+(``rounds.assembly``), but on lines where the shortest is not: so such a line is not held either."""
 
 
 class Pace:
@@ -85,6 +89,12 @@ class LinePace(Pace):
             self._shown_bytes_per_s = shown_bytes_per_s
         self.bytes_per_s = self._times * shown_bytes_per_s if shown_bytes_per_s < FAST_BYTES_PER_S else 0.0
 
+    def admit_at(self, size_bytes: int, now: float) -> float:
+        """As ``Pace``, for what is no longer than ``LONGEST_TURN_S``."""
+        if size_bytes > LONGEST_TURN_S * self.bytes_per_s:
+            return now
+        return super().admit_at(size_bytes, now)
+
 
 class UploadMeter:
     """What the upload has shown it can do. One per process; ``bytes_per_s`` is 0 until something could be
@@ -121,12 +131,17 @@ class UploadMeter:
             self._conclude(now)
         return rests
 
+    def held(self, until: float) -> None:
+        """Bulk waits until then for its turn on the line: that is no pause. Else what leaves at a pace, in
+        messages that are ``BURST_GAP_S`` apart, would be bursts of one message, which show nothing."""
+        self._burst_ended_at = max(self._burst_ended_at, until)
+
     def finished(self, to: str, size_bytes: int, now: float) -> None:
         """The line to ``to`` has taken it, or failed to (0 bytes)."""
         self._sending -= 1
         if not size_bytes:
             return
-        self._burst_ended_at = now
+        self._burst_ended_at = max(self._burst_ended_at, now)
         self._all.add(size_bytes, now)
         if to in self._to or len(self._to) < MAX_RECEIVERS:
             self._to.setdefault(to, _Marks(self._burst_started_at)).add(size_bytes, now)
