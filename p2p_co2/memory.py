@@ -65,7 +65,7 @@ KEPT_BYTES = 32 << 20
 """Free bytes at the end of an arena that are not given back: the messages that are under way at once."""
 HUGE_PAGE_BYTES = 2 << 20
 MOST_WASTE = 1.25
-"""Pages are used again for a buffer that is smaller by at most this factor."""
+"""Pages are used again for a buffer that is smaller by at most this factor, or would get as many."""
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
 
@@ -104,7 +104,8 @@ class _Pool:
         """Writable memory that holds anything."""
         with self._lock:
             self._take_back()
-            fitting = [pages for pages in self._kept if size_bytes <= len(pages) <= MOST_WASTE * size_bytes]
+            largest = max(MOST_WASTE * size_bytes, _whole_bytes(size_bytes))
+            fitting = [pages for pages in self._kept if size_bytes <= len(pages) <= largest]
             if fitting:
                 pages = min(fitting, key=len)
                 self._kept.remove(pages)
@@ -133,17 +134,20 @@ class _Pool:
             kept_bytes -= len(self._kept.pop(0))
 
 
+def _whole_bytes(size_bytes: int) -> int:
+    """How much is mapped for a buffer: the kernel aligns only lengths of whole huge pages."""
+    has_huge = hasattr(mmap, "MADV_HUGEPAGE")
+    return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if has_huge else size_bytes
+
+
 def _mapped(size_bytes: int) -> mmap.mmap:
     """New pages of zeros, huge ones as far as they are used whole."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size_bytes)
-    whole, left = divmod(size_bytes, HUGE_PAGE_BYTES)
-    # The kernel aligns only lengths of whole huge pages. Private: what ``mmap`` makes by default is shared,
-    # and most kernels give shared memory no huge pages.
-    length = (whole + bool(left)) * HUGE_PAGE_BYTES
-    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Private: what ``mmap`` makes by default is shared, and most kernels give shared memory no huge pages.
+    pages = mmap.mmap(-1, _whole_bytes(size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
-        pages.madvise(mmap.MADV_HUGEPAGE, 0, whole * HUGE_PAGE_BYTES)
+        pages.madvise(mmap.MADV_HUGEPAGE, 0, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return pages
 
 

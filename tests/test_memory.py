@@ -129,6 +129,16 @@ def test_pages_serve_what_is_not_much_smaller() -> None:
     assert place_of(pool.take(int(SIZE / memory.MOST_WASTE) - memory.HUGE_PAGE_BYTES)) != place
 
 
+@pytest.mark.parametrize("more_bytes", [0, 1, memory.HUGE_PAGE_BYTES // 2, memory.HUGE_PAGE_BYTES - 1])
+@pytest.mark.parametrize("whole", [1, 2, 3])
+def test_pages_serve_a_buffer_of_the_same_size_again(whole: int, more_bytes: int) -> None:
+    pool, size = memory._Pool(), whole * memory.HUGE_PAGE_BYTES + more_bytes
+    first = pool.take(size)
+    place = place_of(first)
+    del first
+    assert place_of(pool.take(size)) == place
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(0, 30), max_size=3)), min_size=1, max_size=40)
 )
