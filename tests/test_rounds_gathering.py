@@ -267,3 +267,20 @@ def test_a_round_that_we_begin_with_our_offer_before_does_not_end_the_peer() -> 
     assert drain(machine) == []
     machine.receive(of_the_asked, asked, 1.1)
     assert any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())  # it began
+
+
+def test_nor_does_one_with_an_offer_that_ended_long_before_though_we_ask_ourselves() -> None:
+    """Two offers may end while the council gathers, or one by what another coordinator decided."""
+    machine, begin, *_ = begun_member()
+    me, now = make_identity(0).peer_id, 0.0
+    mine = machine._fragments[0]
+    while mine.asking is not None and me not in mine.asking.asked:  # nobody else answers
+        now = machine.get_timer() or 0.0
+        machine.handle_timer(now)
+    for member in begin.members:
+        if member.peer == me:
+            member.weight = 3.0
+    seal_begin(begin, me)
+    machine.receive(begin, me, now)
+    assert mine.member is None
+    assert mine.asking is not None

@@ -199,7 +199,8 @@ class FragmentRounds:
             return
         offer = self.asking.offer
         if not attempt.repeats(offer, self._swarm.me):
-            if self._withdrawn is None or not attempt.repeats(self._withdrawn, self._swarm.me):
+            is_last = self._withdrawn is not None and attempt.repeats(self._withdrawn, self._swarm.me)
+            if not is_last and sender != self._swarm.me:  # who may have one before that, as above
                 raise RemoteProtocolError("wrong group", "BEGIN does not repeat our READY")
             self.verdicts.end(attempt.id)  # it crossed the READY of our new offer
             return
