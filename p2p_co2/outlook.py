@@ -9,9 +9,9 @@ other one through several pairs of eyes, and no peer asks more of them than its 
     CELL_LOOK -> a peer of the other cell -> CELL_SIGHT -> Status.sights -> ``words`` of all in our cell
 
 Laws: a sight counts only from a peer that is among the first to watch that cell; position and versions are
-the lower medians of what the watchers saw, so of three, one liar moves nothing; which cells hold what is
-decided by the majority of cells, as ``node.catching`` does with peers. A cell that has never been seen, or
-not for ``SILENT_S`` without being done, holds nobody up.
+the lower medians of what the watchers saw, digests what most of them did, so of three, one liar moves
+nothing; which cells hold what is decided by the majority of cells, as ``node.catching`` does with peers. A
+cell that has never been seen, or not for ``SILENT_S`` without being done, holds nobody up.
 
 In the quiet of a long round, where heartbeats are rare, looks are as well (``quiet_s``, of
 ``membership.quiet_beat_s``), and what they bring stays true for longer.
@@ -359,19 +359,21 @@ def _rank(name: str, cell: int) -> bytes:
 def _combined(
     cell: int, sights: Sequence[tuple[float, PeerId, Sight]], rounds_per_s: float, fresh_s: float
 ) -> CellWord:
-    newest_at, _, newest = max(sights, key=lambda one: one[:2])
-    fresh = [one for one in sights if newest_at - one[0] <= fresh_s]
-    alike = [sight for _, _, sight in fresh if len(sight.versions) == len(newest.versions)]
+    latest_at = max(seen_at for seen_at, _, _ in sights)
+    fresh = [one for one in sights if latest_at - one[0] <= fresh_s]
+    count = Counter(len(sight.versions) for _, _, sight in fresh).most_common(1)[0][0]
+    fresh = [one for one in fresh if len(one[2].versions) == count]  # one alone has miscounted fragments
+    newest_at, _, newest = max(fresh, key=lambda one: one[:2])
+    alike = [sight for _, _, sight in fresh]
     said = _said(newest)
     if all(sight is newest or _said(sight) == said for sight in alike):  # mostly
         alike, (versions, digests, _) = [newest], said
     else:
         of_fragments = zip(*(sight.versions for sight in alike), strict=True)
         versions = tuple(_lower_median(held) for held in of_fragments)
-        digests = tuple(
-            next((s.digests[f] for s in (newest, *alike) if s.versions[f] == version), b"")
-            for f, version in enumerate(versions)
-        )
+        first = [newest, *(sight for sight in alike if sight is not newest)]  # who is, of as many
+        at = [[s.digests[f] for s in first if s.versions[f] == held] for f, held in enumerate(versions)]
+        digests = tuple(Counter(told).most_common(1)[0][0] if told else b"" for told in at)
     over = [_bits(sight.finished, len(versions)) for sight in alike if sight.finished]
     finished = (
         {f for f in range(len(versions)) if 2 * sum(f in one for one in over) > len(alike)} if over else ()
@@ -434,5 +436,7 @@ def check_sights(sights: Sequence[CellSight | Sight], cells: int) -> None:
     """The same for all that a heartbeat passes on."""
     if len(sights) > MAX_WATCHED:
         raise RemoteProtocolError("bad status", f"{len(sights)} sights of other cells")
+    if len({sight.cell for sight in sights}) < len(sights):  # each would count as a watcher's
+        raise RemoteProtocolError("bad status", "several sights of one cell")
     for sight in sights:
         check_sight(sight, cells)

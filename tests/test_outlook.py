@@ -104,6 +104,26 @@ def test_of_three_watchers_one_liar_moves_nothing() -> None:
         assert outlook.positions(0.0, 0.25) == [3.0]
 
 
+def test_nor_does_it_with_another_state_that_it_saw_last_nor_with_many_sights() -> None:
+    cells, wrong = 5, bytes([1]) * 32
+    peers = named(0, cells, 4)
+    outlook = Outlook(peers[0], cells)
+    lie, truth = CellSight(cell=2, peer="liar", versions=[3], digests=[wrong]), seen("", 2, 3, age_s=2.0)
+    for liar in peers[1:]:
+        near = {peer: told(lie if peer == liar else truth, at=10.0) for peer in peers[1:]}
+        outlook.words.clear()
+        outlook.conclude(near, 10.0, 0.25)
+        assert outlook.words[2].digests == (STATE,)
+        assert outlook.donors(0, 3, wrong) == ()
+        near[liar] = told(CellSight(cell=2, versions=[9, 9], digests=[wrong, wrong]), at=10.0)
+        outlook.words.clear()
+        outlook.conclude(near, 10.0, 0.25)
+        assert outlook.words[2].versions == (3,)
+    check_sights([truth, seen("", 3)], cells)
+    with pytest.raises(RemoteProtocolError, match="several sights of one cell"):
+        check_sights([truth, truth], cells)
+
+
 def test_most_cells_say_where_the_swarm_is_and_which_state_it_has() -> None:
     cells = 5
     me, other = named(3, cells, 2)
