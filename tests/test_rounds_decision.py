@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -72,6 +74,22 @@ def test_what_is_derived_of_an_outcome_is_worked_out_once_and_bounded() -> None:
     for outcome in (outcomes[-1], outcomes[0]):  # the oldest had to go
         assert derived(outcome) == outcome.key.round
     assert asked[OUTCOMES_KEPT:] == [OUTCOMES_KEPT, 0]
+
+
+def test_peers_of_one_process_may_derive_from_a_thread_each() -> None:
+    derived, often, switches_s = Derived(lambda outcome: outcome.key.round), 20_000, sys.getswitchinterval()
+
+    def ask() -> int:
+        return sum(
+            derived(wire.Outcome(key=wire.RoundKey(round=round_))) == round_ for round_ in range(often)
+        )
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert [asked.result() for asked in [threads.submit(ask) for _ in range(4)]] == [often] * 4
+    finally:
+        sys.setswitchinterval(switches_s)
 
 
 def test_a_process_of_many_cells_opens_each_decision_once() -> None:

@@ -3,11 +3,13 @@
 Who opens the same decision shares its outcome (``decision.open_decision``), and several places then ask who
 is in it: at a peer two or three, in a simulation all members of a round, and of 51 members it takes
 milliseconds. Laws: an outcome that was opened is written to no more; what was derived is kept for the last
-``OUTCOMES_KEPT`` and is shared, so nobody writes to it either.
+``OUTCOMES_KEPT`` and is shared, so nobody writes to it either. Peers of one process may ask from a thread
+each.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -28,13 +30,15 @@ class Derived(Generic[_T]):
         self._make = make
         self.__doc__ = make.__doc__
         self._known: dict[int, tuple[Outcome, _T]] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, outcome: Outcome) -> _T:
         known = self._known.get(id(outcome))
         if known is not None:
             return known[1]
         value = self._make(outcome)
-        self._known[id(outcome)] = outcome, value  # as long as it is held, nobody else has its id
-        while len(self._known) > Derived.kept:
-            del self._known[next(iter(self._known))]
+        with self._lock:
+            self._known[id(outcome)] = outcome, value  # as long as it is held, nobody else has its id
+            while len(self._known) > Derived.kept:
+                del self._known[next(iter(self._known))]
         return value
