@@ -60,7 +60,8 @@ SILENCE_CAP_S = 30.0
 STOOD_STILL_S = 3.0
 """When this process itself stood still for longer (a suspended laptop), the others' silence until then says
 nothing: what they sent has yet to be read, or went to a link that they gave up. Believing to be alone, it
-would begin a history of its own. So all are asked at once, and their silence counts from then on."""
+would begin a history of its own. So all are asked at once, and their silence counts from then on; or, where
+nobody can have given us up for it yet, as if we had not stood: who stands often misses its dead, too."""
 GAPS_KEPT = 16
 OFFSETS_KEPT = 9
 ONE_WAY_S = 2.0
@@ -275,10 +276,11 @@ class Membership:
         if self._next_heartbeat_at is None or now < self._next_heartbeat_at:
             return
         beat_s, quick_s = self.heartbeat_s, heartbeat_among_s(len(self._live))
-        has_stood_still = now - self._next_heartbeat_at > STOOD_STILL_S
+        late_s = now - self._next_heartbeat_at
+        has_stood_still = late_s > STOOD_STILL_S
         if has_stood_still:
             for info in self._live.values():
-                info.heard_at = now
+                info.heard_at = now if late_s > SILENCE_FLOOR_S else min(now, info.heard_at + late_s)
         self._next_heartbeat_at = now + beat_s
         asked: list[PeerId] = []
         told: list[PeerId] = []

@@ -14,6 +14,7 @@ from p2p_co2.membership import (
     MEASURED_BEATS,
     QUIET_BEATS_MISSED,
     SLOWEST_HEARTBEAT_S,
+    STOOD_STILL_S,
     Left,
     Membership,
     quiet_beat_s,
@@ -104,6 +105,17 @@ def test_who_slept_asks_all_and_counts_their_silence_from_then_on() -> None:
     at = lost_at(machine, woken_at + 1000.0)  # nobody answers
     assert at is not None
     assert at - woken_at >= QUIET_BEATS_MISSED * QUIET_S
+
+
+def test_who_stands_still_at_every_beat_misses_its_dead_all_the_same() -> None:
+    machine, other = Membership(ME), PeerId("other")
+    machine.receive(Ping(status=Status()), other, 0.0)
+    machine.handle_timer(0.0)
+    now = 0.0
+    while machine.live and now < 300.0:
+        now = (machine.get_timer() or 0.0) + 1.1 * STOOD_STILL_S
+        machine.handle_timer(now)
+    assert not machine.live
 
 
 def test_what_changes_is_told_at_once_and_the_end_of_rest_brings_the_next_beat_forward() -> None:
