@@ -22,6 +22,7 @@ from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import saver as saver_module
+from p2p_co2.trainer.fragment_ledger import Rebase
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.saver import Saver
 from tests.test_trainer import Bench
@@ -158,6 +159,35 @@ def test_a_disk_that_refuses_a_round_that_came_by_is_told_and_the_round_commits(
     assert not list(saving.folder.glob("state-*"))
     saving.saver.save()
     assert [state.version for state in load(saving.folder).states] == [1, 0]
+
+
+def test_a_state_that_was_taken_in_part_makes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory ends in the round that takes it: what it had begun must not be begun again, on top."""
+    made = Saving(tmp_path, "co2")
+    for _ in range(4):
+        made.bench.step()  # both fragments are offered: the saved parameters have to take that back
+    made.bench.sync.take_outcomes()
+    made.ask()
+
+    def fail(rebase: Rebase, at: slice) -> Tensor:
+        raise MemoryError
+
+    with made.slow_disk():
+        made.bench.sync.take_outcomes()
+        with monkeypatch.context() as patch:
+            patch.setattr(Rebase, "addend", fail)
+            with pytest.raises(MemoryError):
+                made.others_move(0, by=100.0)
+    made.finish()
+    assert not list(made.folder.glob("state-*"))
+    (warned,) = made.bench.wire.seen(ev.Warned)
+    assert "not taken whole" in warned["text"]
+    made.saver.save()
+    expected = [0.1 - 4.0] * 2
+    assert offered_by(made, load(made.folder)) == pytest.approx(expected, abs=1e-2)
+    made.close()
 
 
 def test_what_had_committed_by_then_is_in_the_checkpoint_and_in_its_live_parameters(saving: Saving) -> None:

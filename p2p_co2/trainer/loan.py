@@ -5,8 +5,9 @@ checkpoint that is on its way to the disk would cost a second copy of all that c
 holds a state can say how to take what they need of it at once (into the file's pages, at the speed of
 memory), and the commit has them do that first.
 
-Law: what was lent does not change before its loan has ended; what they need is taken once. Price: a commit
-may wait for the file's pages, at most ``SETTLE_S`` for another fragment's; then it takes memory after all.
+Law: what was lent does not change before its loan has ended; what they need is taken once; a taking that
+fails raises where it was asked for, and leaves the loan open. Price: a commit may wait for the file's pages,
+at most ``SETTLE_S`` for another fragment's; then it takes memory after all.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class Loan:
         if not self._busy.acquire(timeout=within_s):
             return
         try:
-            if self._take is not None and not self.has_ended:
-                self._take()
+            take = self._take
+            if take is not None and not self.has_ended:
+                self._take = None  # once, also where it fails: it cannot be begun again
+                take()
                 self._end()
         finally:
             self._busy.release()

@@ -36,6 +36,7 @@ from p2p_co2.trainer.synchroniser import Synchroniser
 
 _PIECE = 1 << 18
 """Values that are changed at once: in memory they are there three times."""
+_IN_PART = "a round failed while it took the agreed state, which is not taken whole (earlier ones are whole)"
 
 
 class Saver:
@@ -150,6 +151,8 @@ class Saver:
                     loan.settle()
                 if faults:
                     raise faults[0]
+                if not all(loan.has_ended for loan in loans):
+                    raise EnvironmentFault(_IN_PART)
                 path = saving.finish(keep_spare)
             finally:
                 _end(loans)
