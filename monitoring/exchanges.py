@@ -7,8 +7,8 @@ needs (2 (1 - 1/M) times the fragment's bytes per peer and direction) over the s
 part in which payload moves: until the last member holds all means; votes and the decision come after it.
 
 Law: a pure function of events, samples and profiles. Price: counters are read ten times a second and
-interpolated between, so an exchange of less than a second is measured coarsely; where exchanges overlap, the
-lines' bytes belong to both, and only ``while_exchanging`` is exact.
+interpolated between, so an exchange of less than a second is measured coarsely. Exchanges that overlap share
+the lines, so they are held against them as one: all that they moved, over the time in which one went on.
 """
 
 from __future__ import annotations
@@ -97,26 +97,28 @@ def exchange_figures(
 ) -> dict[str, Any]:
     """The ``exchanges`` of a rehearsal's summary, of those that began at ``since`` (unix) or later.
 
-    ``line_share``: of each exchange, the bytes on its members' lines over what the lines could carry in the
-    time, the busier direction of each, mean over the peers; None without ``traffic``. ``goodput_share``: the
-    same of the payload alone, against the mean upload rate; ``transfer_share``: the same over the exchange's
-    transfer. ``while_exchanging``: per peer, Mbit/s in the
-    time in which at least one exchange was going on, and the share of the line.
+    Exchanges that overlap count as one. ``line_share``: the bytes on its members' lines over what the lines
+    could carry in the time, the busier direction of each, mean over the peers; None without ``traffic``.
+    ``goodput_share``: the same of the payload alone, against the mean upload rate; ``transfer_share``: the
+    same over the exchange's transfer. ``while_exchanging``: per peer, Mbit/s in the time in which at least
+    one exchange was going on, and the share of the line.
     """
     found = [exchange for exchange in log.exchanges() if exchange.began_at >= since]
     counters = _Counters(traffic)
-    shares = [share for exchange in found if (share := _line_share(exchange, counters, lines)) is not None]
     upload = statistics.fmean(line.up_bits_per_s for line in lines.values()) if lines else 0.0
-    moved = [exchange for exchange in found if upload and exchange.moved_bits]
-    goodput = [exchange.moved_bits / exchange.duration_s / upload for exchange in moved]
-    moving = [each.moved_bits / each.transfer_s / upload for each in moved if each.transfer_s > 0]
+    together = _overlapping(found)
+    shares = [share for each in together if (share := _line_share(each, counters, lines)) is not None]
+    whole = [_rate(each, [(one.began_at, one.ended_at) for one in each]) for each in together]
+    moving = [
+        _rate(each, [(one.began_at, one.began_at + one.transfer_s) for one in each]) for each in together
+    ]
     busy = _union([(exchange.began_at, exchange.ended_at) for exchange in found])
     return {
         "count": len(found),
         "duration_s": _spread([exchange.duration_s for exchange in found]),
         "line_share": _spread(shares),
-        "goodput_share": _spread(goodput),
-        "transfer_share": _spread(moving),
+        "goodput_share": _spread([rate / upload for rate in whole if rate and upload]),
+        "transfer_share": _spread([rate / upload for rate in moving if rate and upload]),
         "exchanging_share": _exchanging_share(busy),
         "while_exchanging": {
             name: _while(name, line, busy, counters) for name, line in lines.items() if counters
@@ -147,13 +149,37 @@ class _Counters:
         return up_0 + part * (up_1 - up_0), down_0 + part * (down_1 - down_0)
 
 
-def _line_share(exchange: Exchange, counters: _Counters, lines: Mapping[str, LinkProfile]) -> float | None:
+def _overlapping(found: Sequence[Exchange]) -> list[list[Exchange]]:
+    """Exchanges that follow each other without a pause, together; ``found`` by their beginning."""
+    together: list[list[Exchange]] = []
+    ends_at = float("-inf")
+    for exchange in found:
+        if exchange.began_at <= ends_at:
+            together[-1].append(exchange)
+        else:
+            together.append([exchange])
+        ends_at = max(ends_at, exchange.ended_at)
+    return together
+
+
+def _rate(together: Sequence[Exchange], spans: Sequence[tuple[float, float]]) -> float:
+    """Bits per second of payload and means of each peer in the time of ``spans``; 0 where a part of it is
+    not known."""
+    if not all(each.moved_bits and end > start for each, (start, end) in zip(together, spans, strict=True)):
+        return 0.0
+    return sum(each.moved_bits for each in together) / sum(end - start for start, end in _union(spans))
+
+
+def _line_share(
+    together: Sequence[Exchange], counters: _Counters, lines: Mapping[str, LinkProfile]
+) -> float | None:
     if not counters or not lines:
         return None
+    start, end = together[0].began_at, max(exchange.ended_at for exchange in together)
     shares = []
     for name, line in lines.items():
-        up, down = counters.between(name, exchange.began_at, exchange.ended_at)
-        bits_per_s = 8 * up / exchange.duration_s, 8 * down / exchange.duration_s
+        up, down = counters.between(name, start, end)
+        bits_per_s = 8 * up / (end - start), 8 * down / (end - start)
         shares.append(max(bits_per_s[0] / line.up_bits_per_s, bits_per_s[1] / line.down_bits_per_s))
     return statistics.fmean(shares)
 

@@ -46,6 +46,21 @@ def test_an_exchange_is_held_against_its_line() -> None:
     assert figures["transfer_share"]["median"] == pytest.approx(40 / 2.5 / 20)
 
 
+def test_exchanges_that_overlap_share_the_line() -> None:
+    log = told_exchange()
+    log.add(ev.RoundBegan(at=11.5, peer="b", fragment=0, round=2, group=("a", "b"), waited_s=1, deadline_s=1))
+    log.add(ev.RoundCommitted(
+        at=15.0, peer="b", fragment=0, round=2, coordinator="b", group_size=2, contributors=2, partial=0,
+        duration_s=3.5, begun_s=0.5, parts_s=1.5, means_s=3.5,
+    ))  # fmt: skip
+    traffic = [(at, {name: (int(1.25e6 * (at - 10)), 0) for name in LINES}) for at in (10.0, 12.5, 15.0)]
+    figures = exchange_figures(log, traffic, LINES)
+    assert figures["count"] == 2
+    assert figures["line_share"]["lowest"] == figures["line_share"]["highest"] == 0.5
+    assert figures["goodput_share"]["lowest"] == pytest.approx(2 * 40 / 5.0 / 20)  # 10 to 15
+    assert figures["transfer_share"]["lowest"] == pytest.approx(2 * 40 / 4.5 / 20, abs=1e-4)  # 10 to 14.5
+
+
 def test_of_a_round_that_nobody_timed_only_the_whole_is_told() -> None:
     log = told_exchange()
     log.add(ev.RoundBegan(at=20.0, peer="a", fragment=0, round=2, group=("a", "b"), waited_s=1, deadline_s=1))
