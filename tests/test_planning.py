@@ -248,6 +248,10 @@ def test_memory_grows_with_what_the_rule_and_error_feedback_keep() -> None:
     assert copies(rule="eager") == pytest.approx(plain - 0.5 * 0.5 + 0.5)
     assert copies(error_feedback=True) == pytest.approx(plain - 0.5 * 0.25 + 0.25)
     assert copies(codec="fp16") == pytest.approx(4.0, abs=1e-3)  # but for the last blocks
+    plain = 2 + 1 + 0.5 * 3 + 3 * 0.25  # fp32 loses nothing, so nothing is kept of that
+    for changed in ({}, {"rule": "co2"}, {"error_feedback": True}):
+        assert copies(codec="fp32", **changed) == pytest.approx(plain, abs=1e-2)
+    assert copies(codec="fp32", rule="eager") == pytest.approx(plain + 2, abs=1e-2)
 
 
 def test_a_run_that_cannot_commit_is_said_to_be_one() -> None:

@@ -241,13 +241,15 @@ def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> fl
     at_once = min(1.0, max(1.0, rounds.slowest_s / setting.round_s * count) / count)
     in_flight = max(0.5, at_once) if setting.rounds else at_once
     payload = sum(sizes) / (4 * setting.parameters)
+    is_exact = payload >= 1.0  # fp32 loses nothing, and what is kept beyond the round is kept whole
+    lost, kept_whole = (0.0, 1.0) if is_exact else (0.25, 0.25)
     if setting.rule == "eager":
         offer = 0.0  # it is kept until the next one
     elif setting.rule == "co2" or setting.error_feedback:
-        offer = 0.25
+        offer = lost
     else:
         offer = 0.5 if payload < COARSE_BITS / 32 else 0.0
-    kept = 2.0 + 0.5 * (setting.rule == "eager") + 0.25 * setting.error_feedback + payload
+    kept = 2.0 + 2 * kept_whole * (setting.rule == "eager") + lost * setting.error_feedback + payload
     temporary = TEMPORARY_FRAGMENTS * max(setting.fragments) / setting.parameters
     return kept + in_flight * (offer + 3 * payload) + temporary
 
