@@ -9,7 +9,6 @@ each.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -30,15 +29,13 @@ class Derived(Generic[_T]):
         self._make = make
         self.__doc__ = make.__doc__
         self._known: dict[int, tuple[Outcome, _T]] = {}
-        self._lock = threading.Lock()
 
     def __call__(self, outcome: Outcome) -> _T:
         known = self._known.get(id(outcome))
         if known is not None:
             return known[1]
         value = self._make(outcome)
-        with self._lock:
-            self._known[id(outcome)] = outcome, value  # as long as it is held, nobody else has its id
-            while len(self._known) > Derived.kept:
-                del self._known[next(iter(self._known))]
+        self._known[id(outcome)] = outcome, value  # as long as it is held, nobody else has its id
+        for oldest in list(self._known)[: -Derived.kept]:  # another thread may do the same
+            self._known.pop(oldest, None)
         return value
