@@ -110,11 +110,13 @@ class Outlook:
     """``mine``: how our own cell stands, kept by the shell; ``hurry``: whether this peer waits for the
     others' word; ``revision`` grows with what is news of other cells, but not with positions; ``seen`` with
     each sight of this peer's own, ``has_seen_news`` says whether one differed from the last.
-    ``rests``: whether this peer only trains, as ``membership`` has it; ``ends``: whether it is done."""
+    ``rests``: whether this peer only trains, as ``membership`` has it; ``ends``: whether it is done.
+    ``secret``: what nobody else knows: ids are free, and who knew in which order each watcher asks could make
+    one that all of them ask first."""
 
-    def __init__(self, me: PeerId, cells: int, quiet_s: float = 0.0) -> None:
+    def __init__(self, me: PeerId, cells: int, quiet_s: float = 0.0, secret: str = "") -> None:
         self.me, self.cells, self.cell = me, cells, cell_of(me, cells)
-        self.quiet_s = quiet_s
+        self.quiet_s, self._secret = quiet_s, secret
         self.rests = self.ends = False
         self.mine = CellSight(cell=self.cell)
         self.hurry = True
@@ -195,12 +197,13 @@ class Outlook:
         watch.asked, watch.unanswered = None, 0
 
     def found(self, cell: int, peers: Iterable[PeerId], now: float) -> None:
-        """The DHT lists these peers of another cell. Each watcher asks in an order of its own."""
+        """The DHT lists these peers of another cell. Each watcher asks in an order that only it knows."""
         watch = self._watched.get(cell)
         if watch is not None:
             watch.is_found = True
             listed = [peer for peer in peers if cell_of(peer, self.cells) == cell]
-            watch.known = sorted(listed, key=lambda peer: _rank(self.me + peer, cell))[:KNOWN_KEPT]
+            mine = self._secret + self.me
+            watch.known = sorted(listed, key=lambda peer: _rank(mine + peer, cell))[:KNOWN_KEPT]
             if watch.asked is None and watch.known:
                 self._look(cell, watch, now)
 

@@ -73,6 +73,20 @@ def test_who_does_not_answer_is_not_asked_for_ever() -> None:
     assert outlook.wanted == [1, 1]  # all were in vain: the DHT is asked again
 
 
+def test_nobody_can_make_an_id_that_all_watchers_ask_first() -> None:
+    """Who knew in which order they ask made, in 51,246 tries, one that all three of a cell of 20 asked."""
+    me, others = named(0, 2, 1)[0], named(1, 2, 20)
+
+    def first_of(secret: str) -> PeerId:
+        outlook = Outlook(me, 2, secret=secret)
+        outlook.conclude({}, 0.0, 0.25)
+        outlook.found(1, others, 0.0)
+        return outlook.messages_to_send()[0][0]
+
+    assert len({first_of(str(secret)) for secret in range(20)}) > 5
+    assert first_of("the same") == first_of("the same")
+
+
 def test_an_answer_makes_a_word_and_its_age_counts() -> None:
     outlook, others = watcher()
     outlook.found(1, others, 0.0)

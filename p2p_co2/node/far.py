@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CONCLUDED_EVERY_S, CONCLUDED_QUICKLY_EVERY_S = 4.0, 1.0
 """How often our cell's sights are put together, as ``LOOK_EVERY_S`` and ``LOOK_QUICKLY_EVERY_S``."""
+WATCH_CONTEXT = b"p2p-co2 watch order"
 LINGER_S = 6.0
 """A peer that is done, and sees that all are, stays for so long: the other cells look at ours every few
 seconds, and have to see it too."""
@@ -35,7 +36,8 @@ class Far:
         self, node: Node, cells: int, find_peers: Callable[[int | None], Awaitable[list[PeerRecord]]]
     ) -> None:
         self.cells, self.cell = cells, cell_of(node.me, cells)
-        self.outlook = Outlook(node.me, cells, node.membership.quiet_s)
+        secret = node.identity.sign(WATCH_CONTEXT, b"").hex() if cells > 1 else ""  # it goes to nobody
+        self.outlook = Outlook(node.me, cells, node.membership.quiet_s, secret)
         self._node, self._find_peers = node, find_peers
         self._concluded_at = -math.inf
         self._together: tuple[tuple[tuple[int, ...], tuple[bytes, ...]], float] | None = None
