@@ -347,7 +347,7 @@ class Links:
         if lane.turn_at <= now and not lane.asked_line:
             self._line.follow(self._meter.bytes_per_s)
             lane.turn_at, lane.asked_line = self._line.admit_at(size_bytes, now), True
-            self._meter.held(lane.turn_at)
+            self._meter.held(now, lane.turn_at)
         return lane.turn_at - now
 
     async def _send_bulk(self, lane: _Lane, link: Link, data: bytes) -> None:

@@ -124,10 +124,11 @@ class UploadMeter:
             self._conclude(now)
         return rests
 
-    def held(self, until: float) -> None:
+    def held(self, now: float, until: float) -> None:
         """Bulk waits until then for its turn on the line: that is no pause. Else what leaves at a pace, in
         messages that are ``BURST_GAP_S`` apart, would be bursts of one message, which show nothing."""
-        self._burst_ended_at = max(self._burst_ended_at, until)
+        if until > now and not self.rest(now):
+            self._burst_ended_at = max(self._burst_ended_at, until)
 
     def finished(self, to: str, size_bytes: int, now: float) -> None:
         """The line to ``to`` has taken it, or failed to (0 bytes)."""
