@@ -20,6 +20,7 @@ from p2p_co2.rounds import (
 )
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.attempt import seal_begin
+from p2p_co2.rounds.deadline import GATHER_LEAST_CAP_S
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -193,6 +194,32 @@ def test_a_peer_known_to_be_behind_is_not_waited_for_but_counts() -> None:
     assert began[0].waited_s < 0.5  # the newcomer was not waited for
     assert set(began[0].group) == set(net.names)  # the one whose status is merely old was
     assert len(net.committed(2)) == 3
+
+
+def test_where_one_was_ready_long_before_the_others_the_last_of_these_is_waited_for() -> None:
+    net = Network(4)
+    early, *others = sorted(net.names, key=lambda name: name == coordinator_of(net), reverse=True)
+    net.offer(early)
+    net.run(limits.GATHER_DEFAULT_S + 1.0)  # the deadline is over, nobody else was ready
+    for name in others:
+        net.offer(name)
+        net.run(0.1)
+    net.run_until_settled()
+    assert len(net.committed()) == 4
+    assert all(len(part.contributors) == 4 for part in net.committed()[early].parts)
+
+
+def test_of_a_majority_that_came_late_nobody_waits_longer_than_the_grace() -> None:
+    net = Network(4)
+    early, *others, silent = sorted(net.names, key=lambda name: name == coordinator_of(net), reverse=True)
+    net.offer(early)
+    net.run(limits.GATHER_DEFAULT_S + 1.0)
+    for name in others:
+        net.offer(name)
+    net.run(GATHER_LEAST_CAP_S + 1.0)
+    (began,) = [event for _, event in net.events if isinstance(event, Began)]
+    assert silent not in began.group
+    assert len(began.group) == 3
 
 
 def test_a_late_ready_is_answered_with_the_decision() -> None:

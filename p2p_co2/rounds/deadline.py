@@ -47,6 +47,11 @@ def adaptive_deadline_s(samples: Sequence[float], default_s: float, floor_s: flo
     return min(max(middle + max(SPREADS * spread, MARGIN * middle), floor_s), cap_s)
 
 
+def gather_least_s(cap_s: float) -> float:
+    """Seconds that READYs are waited for at the least, of at most ``cap_s``."""
+    return max(bounds.GATHER_FLOOR_S, min(GATHER_LEAST * cap_s, GATHER_LEAST_CAP_S))
+
+
 class Durations:
     """The last ``WINDOW`` measured durations of one kind, in seconds."""
 
@@ -80,8 +85,7 @@ class ReadyHistory:
         """Seconds to wait from the first READY of ``round_``, measured on the other rounds, at most
         ``cap_s``."""
         past = [last - first for key, (first, last) in self._rounds.items() if key != round_ and last > first]
-        floor_s = max(bounds.GATHER_FLOOR_S, min(GATHER_LEAST * cap_s, GATHER_LEAST_CAP_S))
-        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, floor_s, cap_s)
+        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, gather_least_s(cap_s), cap_s)
 
 
 class Cadence:

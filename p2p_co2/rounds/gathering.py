@@ -22,6 +22,7 @@ from p2p_co2.rounds.deadline import (
     Durations,
     Punctuality,
     ReadyHistory,
+    gather_least_s,
     parts_deadline_s,
 )
 from p2p_co2.rounds.parts import Rates, divide, divide_slots
@@ -52,6 +53,9 @@ class Gathering:
         self._cheap_s, self._last_gather_s = cadence.cheap_s, cadence.last_gather_s
         self.give_up_at = now + max(self._adaptive_s, bounds.GATHER_CAP_S)
         self._is_overdue = False
+        self._least_s = gather_least_s(cadence.gather_cap_s)
+        self._enough_at: float | None = None
+        """Since when those who are ready may begin."""
         self._swarm, self._outlet, self._history = swarm, outlet, history
 
     def ready(self, message: Ready, sender: PeerId, now: float) -> None:
@@ -59,6 +63,8 @@ class Gathering:
         if sender not in self.readies:
             self._history.arrived(self.round, now)
         self.readies[sender] = message
+        if self._enough_at is None and not self.shortage(self.agreeing()[1], now):
+            self._enough_at = now
         within_s = max(0.0, self.get_timer() - now)
         self._outlet.send(sender, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
 
@@ -88,7 +94,16 @@ class Gathering:
 
     def get_timer(self) -> float:
         """The deadline; once that has passed without a majority, the end of all patience."""
-        return self.give_up_at if self._is_overdue else self.close_at
+        if not self._is_overdue:
+            return self.close_at
+        return self.give_up_at if self._enough_at is None else min(self._grace_until, self.give_up_at)
+
+    @property
+    def _grace_until(self) -> float:
+        """Where one READY came long before the others, the deadline is over when the second makes a majority,
+        and the third, of the same moment, is still under way: without grace it was left out of that round,
+        had to replay it while the next began, and so of every round after."""
+        return 0.0 if self._enough_at is None else self._enough_at + self._least_s
 
     def may_close(self, moved: frozenset[PeerId], now: float) -> bool:
         """Whether to begin, or to give up. A majority that is missing is waited for up to the cap: an abort
@@ -96,10 +111,15 @@ class Gathering:
         if self._is_too_late():
             return True
         self._is_overdue = now >= self.close_at
-        if self._is_overdue or self._is_complete(moved):
+        is_complete = self._is_complete(moved)
+        if self._is_overdue or is_complete:
             camp = self.agreeing()[1]
             late = self._is_late(camp, self._live(), now)  # after the abort we ask them: waiting is no help
-            return late or now >= self.give_up_at or not self.shortage(camp, now)
+            if late or now >= self.give_up_at:
+                return True
+            if not self.shortage(camp, now):
+                return is_complete or now >= self._grace_until
+            self._enough_at = None
         return False
 
     def _live(self) -> list[PeerId]:
