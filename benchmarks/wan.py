@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE = f"{ROOT}/benchmarks/wan_recipe.py:make"
 PEERS, WIDTH, PARTS, BATCH = 4, 512, 4, 512
 BITS_PER_VALUE = 4.25
-"""int4: four bits, and a scale of 32 bits for 128 values."""
+"""int4: four bits, and a scale and a bias of 16 bits each for 128 values."""
 FRAME_BYTES, FRAMED_BYTES, TLS_RECORD_BYTES, TLS_BYTES = 1514, 1448, 16 << 10, 22
 """A full packet as the line counts it, and what it carries of TCP's stream (RFC 9293 with timestamps); a
 record of TLS 1.3 (RFC 8446), and what it costs."""
