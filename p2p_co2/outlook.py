@@ -24,6 +24,7 @@ watcher is the only witness.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class Outlook:
         self._near: frozenset[PeerId] | None = None
         self._first_of: dict[int, list[PeerId]] = {}
         self._next_at: float | None = None if cells == 1 else 0.0
+        self._looked_at = -math.inf
         self._outgoing: list[tuple[PeerId, CellLook | CellSight]] = []
 
     # ---- the five verbs
@@ -158,7 +160,7 @@ class Outlook:
     def handle_timer(self, now: float) -> None:
         if self._next_at is None or now < self._next_at:
             return
-        self._next_at = now + self._look_every_s()
+        self._looked_at, self._next_at = now, now + self._look_every_s()
         for cell, watch in self._watched.items():
             self._look(cell, watch, now)
 
@@ -196,6 +198,11 @@ class Outlook:
         watch.known = [peer for peer in watch.known if peer != watch.asked]
         watch.asked, watch.unanswered = None, 0
 
+    def look_soon(self, now: float) -> None:
+        """Look at all watched cells now, or ``LOOK_QUICKLY_EVERY_S`` after the last time."""
+        if self._next_at is not None:
+            self._next_at = min(self._next_at, max(now, self._looked_at + LOOK_QUICKLY_EVERY_S))
+
     def found(self, cell: int, peers: Iterable[PeerId], now: float) -> None:
         """The DHT lists these peers of another cell. Each watcher asks in an order that only it knows."""
         watch = self._watched.get(cell)
@@ -215,8 +222,8 @@ class Outlook:
 
     def _set_watched(self, near: frozenset[PeerId], now: float) -> None:
         self._near, self._first_of = near, {}
-        mine = [cell for cell in range(self.cells) if cell != self.cell]
-        mine = [cell for cell in mine if self.me in self._first(cell)[:WATCHERS]]
+        others = (cell for cell in range(self.cells) if cell != self.cell)
+        mine = [cell for cell in others if self.me in self._first(cell)[:WATCHERS]]
         mine = sorted(mine, key=lambda cell: _rank(self.me, cell))[:MAX_WATCHED]
         if mine != list(self._watched):
             self._watched = {cell: self._watched.get(cell) or _Watch([]) for cell in mine}
@@ -309,34 +316,31 @@ class Outlook:
         """The highest version that at least half of the cells have reached, ours (``mine``) among them if it
         has one; once the run is ``over`` everywhere, that any has: no more rounds will settle it. 0 where no
         other cell was seen."""
-        held = sorted(self._versions(fragment), reverse=True)
-        if not held:
-            return 0
-        if over:
-            return held[0]
+        held = [word.versions[fragment] for word in self.words.values() if fragment < len(word.versions)]
+        if over or not held:
+            return max(held, default=0)
         held = sorted([*held, *([] if mine is None else [mine])], reverse=True)
         return held[(len(held) - 1) // 2]
 
-    def _versions(self, fragment: int) -> list[int]:
-        return [word.versions[fragment] for word in self.words.values() if fragment < len(word.versions)]
-
     def other_digest(self, fragment: int, version: int, mine: bytes, *, is_ours: bool) -> bytes | None:
         """The digest of ``version`` in most cells if it is not ``mine``; ``is_ours``: whether that is our
-        cell's, which has no say if it is of two minds. Of equal camps the one of the lowest cell counts.
-        Empty digests are unknown."""
+        cell's, which has no say if it is of two minds."""
+        best = self.digest(fragment, version, mine if is_ours else b"")
+        return best if best != mine else None
+
+    def digest(self, fragment: int, version: int, ours: bytes = b"") -> bytes | None:
+        """The digest of ``version`` in most cells, of which ``ours`` says this, if anything. Of equal camps
+        the one of the lowest cell counts. None if no cell was seen there. Empty digests are unknown."""
         held = {
             word.cell: word.digests[fragment]
             for word in self.words.values()
-            if fragment < len(word.versions) and word.versions[fragment] == version
+            if fragment < len(word.versions) and word.versions[fragment] == version and word.digests[fragment]
         }
-        held = {cell: digest for cell, digest in held.items() if digest}
-        if is_ours:
-            held[self.cell] = mine
+        if ours:
+            held[self.cell] = ours
         camps = Counter(held.values())
-        if not camps:
-            return None
-        best = max(camps, key=lambda digest: (camps[digest], -min(c for c in held if held[c] == digest)))
-        return best if best != mine else None
+        first = {digest: min(c for c in held if held[c] == digest) for digest in camps}
+        return max(camps, key=lambda digest: (camps[digest], -first[digest]), default=None)
 
     def donors(self, fragment: int, version: int, digest: bytes = b"") -> tuple[PeerId, ...]:
         """Peers of other cells that hold ``version`` or, if ``digest`` is given, just that state."""

@@ -8,13 +8,13 @@ from itertools import count
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, PayloadShape, PeerView
+from p2p_co2.rounds import Aborted, OutcomeWithoutBytes, PayloadShape, PeerView
 from p2p_co2.rounds.council import FORMING_KEPT
 from p2p_co2.rounds.speakers import SPEAKERS_KEPT, STALE_S, Speakers
 from p2p_co2.rounds.swarm import Swarm, coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
-from tests.round_network import Network, make_identity
+from tests.round_network import Network, forged_commit, make_identity
 
 SHAPE = PayloadShape(8, (24,), 8)
 CELLS = 3
@@ -282,3 +282,41 @@ def test_a_cell_that_is_told_that_the_others_are_where_nobody_is_goes_on(ahead: 
     net.run(PLAYED_S / 2)
     assert min(peer.version for peer in net.peers.values()) >= CALM
     assert {error.reason for _, _, error in net.refused} == {"impossible version"}
+
+
+def test_one_peer_that_says_that_all_others_are_elsewhere_stops_no_round_for_good() -> None:
+    """Of a round that it coordinates for all cells, too: they asked nobody else, and it was never made."""
+    net = network()
+    liar = net.names[0]
+
+    def lie(source: PeerId, to: PeerId, message: Message) -> bool:
+        if (
+            not isinstance(message, wire.CellReady)
+            or to != liar
+            or cell_of(source, CELLS) == cell_of(to, CELLS)
+        ):
+            return True
+        told = wire.CellWaiting(
+            fragment=0, round=message.key.round, version=message.key.round + 2, state_digest=bytes(32),
+            donors=[liar],
+        )  # fmt: skip
+        net.at(net.now + 0.02, lambda: net.deliver(liar, source, told))
+        return False
+
+    net.on_send = lie
+    net.keep_offering(period_s=5.0)
+    net.run(PLAYED_S / 2)
+    check(net)
+
+
+def test_only_ones_own_cell_decides_for_it_and_has_the_bytes() -> None:
+    """Peers of another cell could sign a commit of their own and give what they liked as its state."""
+    net = network()
+    me, start = net.names[0], net.peers[net.names[0]].states[0][1]
+    near, far = ([peer for peer in net.names[1:] if (cell_of(peer, CELLS) == cell_of(me, CELLS)) is same]
+                 for same in (True, False))  # fmt: skip
+    for signer, donors in ((far[0], far[:2]), (near[0], [near[0], *far[:2]])):
+        forged = forged_commit(net.peers[signer].identity, 1, start, donors, blocks=24)
+        net.deliver(signer, me, forged)
+    assert [error.detail for _, _, error in net.refused] == ["a decision with another cell's roster"]
+    assert [event.donors for _, event in net.events if isinstance(event, OutcomeWithoutBytes)] == [(near[0],)]

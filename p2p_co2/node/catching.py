@@ -45,6 +45,8 @@ NOTICE_AFTER_S = 3.0
 """A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""
 NOTICE_FAR_AFTER_S = 8.0
 """One that only other cells have: its decision goes through two coordinators."""
+HEARD_OF_S = 30.0
+"""What somebody said of other cells is looked for so long."""
 
 
 class Catching:
@@ -61,19 +63,40 @@ class Catching:
         """When a fragment that could not be brought up is tried again."""
         self._last: set[int] = set()
         """Fragments being brought to a last round that only few have (``Majority.last_version``)."""
+        self._heard_of: dict[int, tuple[int, float]] = {}
+        """By fragment, the version that only other cells are said to hold; until when it is looked for."""
         node.catchup.ask_swarm(self._vouch)
 
     @property
     def is_watching(self) -> bool:
         """Whether something was noticed that ``look_around`` has to look at again, news or not."""
-        return bool(self._noticed_at) or self._looks_again
+        return bool(self._noticed_at) or self._looks_again or self.has_heard
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether somebody said of late that other cells are where ours is not."""
+        return any(self._node.now() < until for _, until in self._heard_of.values())
 
     def busy(self) -> bool:
         return bool(self._targets)
 
     def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
         """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known.
-        False if there is nowhere to go."""
+        False if there is nowhere to go, or if only peers of other cells are said to hold it: who says so may
+        lie, or name liars, so ``look_around`` goes there as soon as our own watchers saw it."""
+        if self._is_hearsay(fragment, version, digest, donors):
+            now = self._node.now()
+            self._heard_of[fragment] = version, now + HEARD_OF_S
+            self._node.far.outlook.look_soon(now)
+            self._looks_again = True
+            return False
+        return self._go_to(fragment, version, digest, donors)
+
+    def _is_hearsay(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
+        far = any(not self._node.far.is_near(donor) for donor in donors)
+        return far and not self.majority.is_near_by(fragment, version, digest)
+
+    def _go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
         agreed = self._node.agreed[fragment]
         diverged = agreed.version == version and digest not in (b"", agreed.digest)
         if (agreed.version >= version and not diverged) or self._rests():
@@ -123,12 +146,14 @@ class Catching:
             if now < self._again_at.get(fragment, 0.0):
                 continue
             near = contradicted or self.majority.is_near_by(fragment, max(newest, agreed.version + 1), b"")
-            if now - since < (NOTICE_AFTER_S if near else NOTICE_FAR_AFTER_S) and not joining:
+            wait_s = NOTICE_AFTER_S if near else self._notice_far_s(fragment, newest)
+            if now - since < wait_s and not joining:
                 continue
             version = newest if newest > agreed.version else agreed.version
             digest = (
                 (other if newest <= agreed.version else None)
                 or self.majority.digest(fragment, version)
+                or (not near and outlook.digest(fragment, version))
                 or b""
             )
             if newest <= agreed.version:
@@ -139,8 +164,14 @@ class Catching:
             donors = self.majority.donors(fragment, version)
             if not near:
                 donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
-            if self.go_to(fragment, version, digest, donors) and is_last:
+            if self._go_to(fragment, version, digest, donors) and is_last:
                 self._last.add(fragment)
+
+    def _notice_far_s(self, fragment: int, newest: int) -> float:
+        """How long what only other cells have is waited for: not at all if somebody said before that they
+        have it, or another state of our version."""
+        heard_of, here = self._heard_of.get(fragment, (-1, 0.0))[0], self._node.agreed[fragment].version
+        return 0.0 if here <= heard_of <= max(newest, here) else NOTICE_FAR_AFTER_S
 
     def _newest(self, fragment: int, contradicted: bool) -> tuple[int, bool]:
         """The version to go to, and whether it is a last round that only few have."""
@@ -247,6 +278,10 @@ class Catching:
         fragment = event.goal.fragment
         majority = self.majority.digest(fragment, event.version)
         try:  # as when it was promised (``_vouch``), but for what was heard since
+            if not any(map(self._node.far.is_near, event.donors)):
+                seen = self._node.far.outlook.digest(fragment, event.version)
+                if seen not in (None, event.digest):
+                    raise DigestMismatch(f"the state of version {event.version} is not what other cells hold")
             if majority is not None and majority != event.digest and not self._is_told_by_far(event):
                 raise DigestMismatch(
                     f"the state of version {event.version} is not the one that most peers report"
@@ -289,6 +324,7 @@ class Catching:
     def _drop_target(self, fragment: int) -> None:
         """Its fetch has ended, one way or the other."""
         self._targets.pop(fragment, None)
+        self._heard_of.pop(fragment, None)
         self._last.discard(fragment)
         self._noticed_at.pop(fragment, None)
         self._looks_again = True
@@ -342,6 +378,9 @@ class Catching:
         have, ours knows no more than that we were sent after it."""
         if not self._node.far.is_near(donor):
             target = self._targets.get(fragment, (0, b"", ()))
+            seen = self._node.far.outlook.digest(fragment, version)
+            if seen is not None:
+                return digest == seen
             if (version, digest) == target[:2]:
                 return True
             is_beyond = version > target[0] + AHEAD_AT_MOST

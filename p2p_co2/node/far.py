@@ -72,11 +72,12 @@ class Far:
         """Put together what our cell sees of the others, now and then."""
         if self.cells == 1:
             return
-        phase = self._node.progress.local.phase
-        self.outlook.hurry, self.outlook.ends = phase != Status.TRAINING, phase == Status.DRAINING
+        phase, has_heard = self._node.progress.local.phase, self._node.catching.has_heard
+        self.outlook.hurry = phase != Status.TRAINING or has_heard
+        self.outlook.ends = phase == Status.DRAINING
         self.outlook.rests = self._node.progress.rests
         every_s = CONCLUDED_QUICKLY_EVERY_S if self.outlook.hurry else CONCLUDED_EVERY_S
-        if self.outlook.rests:
+        if self.outlook.rests and not has_heard:
             every_s = max(every_s, self._node.membership.quiet_s)
         if now - self._concluded_at < every_s:
             return
@@ -87,7 +88,7 @@ class Far:
             {word.cell: word.versions for word in words if word.trains},
             {word.cell: word.finished for word in words},
         )
-        if self.outlook.has_seen_news and self._node.progress.local.phase == Status.DRAINING:
+        if self.outlook.has_seen_news and (phase == Status.DRAINING or has_heard):
             self.outlook.has_seen_news = False
             self._node.membership.announce(now)  # the others of our cell wait for it
 

@@ -7,7 +7,9 @@ Laws: one peer is asked at a time and every wait has a timer; who answers is ask
 is ready with by then, until CELL_BEGIN comes: that message may be lost, the round that it waits for may have
 failed sooner than promised, and members come and go meanwhile; a cell takes part in one council only, the
 first that begins; how it voted is repeated until the decision comes or the time is up, and then nothing
-changes.
+changes. That the others are past the round, or have another state, is not believed of one peer alone that our
+watchers do not bear out: a second one is asked, and who is contradicted, or says so again and again, is asked
+last for a while.
 
 Price: a CELL_READY of some kilobytes from each cell every few seconds for as long as the council gathers.
 """
@@ -60,6 +62,8 @@ class Delegate:
         self._asked: PeerId | None = None
         self._tried: list[PeerId] = []
         """Of the cell that is asked: who did not answer, or sent us on."""
+        self._claim: tuple[CellWaiting, PeerId] | None = None
+        """Where the others are, by the word of one, and by whose; another is asked."""
         self._tries = self._sent_on = self._repeats = 0
         self._looked_up = False
         self._timer_at = now
@@ -74,6 +78,8 @@ class Delegate:
         elif now >= self._timer_at:
             if self._asked is not None and self._tries < TRIES:
                 self._send(now)
+            elif self._asked is not None and self._claim is not None:
+                self._believe(*self._claim, now)
             else:
                 self._next(now)
 
@@ -95,12 +101,13 @@ class Delegate:
             raise RemoteProtocolError("impossible duration", f"{message.begins_within_s} s")
         if message.version:
             self._check_elsewhere(message, now)
-            self.elsewhere = message
+            self._claimed(message, sender, now)
         elif message.refusal:
             self.failure = message.refusal[: bounds.MAX_REASON]
         elif message.ask:
             self._follow(PeerId(message.ask), now)
         else:
+            self._contradict(now)
             again_s = min(AGAIN_CAP_S, AGAIN_S * 2**self._repeats)
             self._repeats += 1
             self._tries = self._sent_on = 0
@@ -116,10 +123,48 @@ class Delegate:
         if not is_far and version > (most := farthest_version(self._swarm, self._place[0])):
             raise RemoteProtocolError("impossible version", f"{version}; our cell is not beyond {most}")
 
+    def _claimed(self, message: CellWaiting, sender: PeerId, now: float) -> None:
+        """``sender`` says that the others are elsewhere. Of two the word of the less far one counts."""
+        if self._swarm.repute.is_passed_over(sender, now):
+            self._next(now)
+        elif self._is_seen(message):
+            self.elsewhere = message
+        elif self._claim is not None and sender != self._claim[1]:
+            self._believe(*self._claim, now)
+            self._believe(min(self._claim[0], message, key=lambda claim: claim.version), sender, now)
+        else:
+            self._claim = message, sender
+            self._next(now)
+
+    def _believe(self, claim: CellWaiting, teller: PeerId, now: float) -> None:
+        """For want of a better word. If it is always the same one that says so, it holds the round up: every
+        cell asks the same peer first."""
+        self.elsewhere = claim
+        self._swarm.spoilt(teller, "nobody saw the other cells where it said that they are", now)
+
+    def _is_seen(self, message: CellWaiting) -> bool:
+        """Whether our own cell hears of the version from its peers, or its watchers saw it in most cells."""
+        if any(map(self._swarm.is_near, map(PeerId, message.donors))) or not message.donors:
+            return True
+        fragment, _ = self._place
+        held = [versions[fragment] for versions in self._swarm.awake.values() if fragment < len(versions)]
+        there = sum(version >= message.version for version in held)
+        return message.version >= self._place[1] and 2 * there > len(held)
+
+    def _contradict(self, now: float) -> None:
+        """The council gathers for the round that somebody said was over."""
+        if self._claim is not None and self._claim[1] != self._asked:
+            why = "it told that the other cells were past a round that they had not begun"
+            self._swarm.spoilt(self._claim[1], why, now)
+        self._claim = None
+
     def _follow(self, peer: PeerId, now: float) -> None:
         """Ask the peer that we were sent to, even again: it may have come to coordinate meanwhile."""
         if len(peer) > bounds.MAX_PEER_ID or self._swarm.cell_of(peer) != self._order[0]:
             raise RemoteProtocolError("wrong cell", "told to ask another cell's peer")
+        if self._claim is not None and peer == self._claim[1]:
+            self._believe(*self._claim, now)  # it is no stranger there, and coordinates
+            return
         if peer != self._asked and self._sent_on < MAX_SENT_ON:
             self._sent_on += 1
             self._ask(peer, now)
@@ -132,8 +177,12 @@ class Delegate:
             known = [self._swarm.me] if cell == self._swarm.cell else self._swarm.others.get(cell, [])
             order = coordination_order(known, *self._place)
             left = [peer for peer in order if peer not in self._tried]
+            left.sort(key=lambda peer: self._swarm.repute.is_passed_over(peer, now))
             if left and len(self._tried) < PEERS_ASKED:
                 self._ask(left[0], now)
+                return
+            if self._claim is not None and self._looked_up:
+                self._believe(*self._claim, now)  # nobody else is there to be asked
                 return
             if not self._looked_up and cell != self._swarm.cell:
                 self._looked_up = True

@@ -344,6 +344,8 @@ class FragmentRounds:
         group = {peer.peer for peer in outcome.members}
         if signer not in group and signer != coordinator and not self._swarm.is_live(signer):
             raise RemoteProtocolError("wrong signer", "a decision by a peer outside the round")
+        if not self._swarm.is_near(signer):  # its bytes would be had of strangers that it names itself
+            raise RemoteProtocolError("wrong signer", "a decision with another cell's roster")
         self._swarm.met_others(outcome.cells)
         is_ours = member is not None and member.attempt.id == outcome.key.attempt
         if self.version is None or round_ <= self.version:
@@ -407,7 +409,11 @@ class FragmentRounds:
         if ended:
             self._end()
         # Those who voted hold the bytes. The outcome does not say who did, but every member may.
-        donors = tuple(PeerId(member.peer) for member in outcome.members if member.peer != self._swarm.me)
+        donors = tuple(
+            PeerId(member.peer)
+            for member in outcome.members
+            if member.peer != self._swarm.me and self._swarm.is_near(member.peer)
+        )
         event = OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
         self._outlet.emit(event)
 

@@ -258,8 +258,10 @@ class Rounds:
             case wire.Result():
                 self._on_result(message, sender, now)
             case wire.AskOutcome():
-                delegation = self._coordination.delegation
-                if not self._answer(self._keyed(message), message, sender) and delegation is not None:
+                delegation, fragment = self._coordination.delegation, self._keyed(message)
+                # Another cell's peer needs the council's word, not our cell's.
+                is_told = self._swarm.is_near(sender) and self._answer(fragment, message, sender)
+                if not is_told and delegation is not None:
                     delegation.councils.answer(message, sender)
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)

@@ -120,8 +120,7 @@ class Swarm:
     def is_believed(self, signer: PeerId, now: float) -> bool:
         """Whether ``signer`` may tell of rounds that we are not in: keys are free to make, so only one that
         was live here, and was not found to lie."""
-        met = signer in self._met or not self.is_near(signer)
-        return met and self.repute.is_believed(signer, now)
+        return signer in self._met and self.repute.is_believed(signer, now)
 
     def cell_of(self, peer: str) -> int:
         return cell_of(peer, self.cells)

@@ -1,0 +1,123 @@
+"""node.catching, of what only other cells hold: nobody's word moves a peer there but its own watchers'."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from p2p_co2.catchup import STATE, Goal
+from p2p_co2.membership import PeerInfo
+from p2p_co2.node.catching import HEARD_OF_S, NOTICE_FAR_AFTER_S, Catching
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.outlook import Outlook
+from p2p_co2.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
+from p2p_co2.wire.messages_pb2 import CellSight, Status
+
+CELLS, VERSION = 3, 7
+OURS, NEW, LIE = b"o" * 32, b"n" * 32, b"l" * 32
+
+
+IDS = [peer_id_of(i.to_bytes(32, "big")) for i in range(50)]
+
+
+def named(cell: int, count: int) -> list[PeerId]:
+    return [peer for peer in IDS if cell_of(peer, CELLS) == cell][:count]
+
+
+class Cell:
+    """One peer of cell 0, two others of it, and what their watchers see of the cells 1 and 2. Time goes on
+    by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.goals: list[Goal] = []
+        self.me, *self.near = named(0, 3)
+        self.outlook = Outlook(self.me, CELLS)
+        self.agreed = [AgreedVersion(VERSION, OURS)]
+        self.membership = SimpleNamespace(live={}, revision=0)
+        node = SimpleNamespace(
+            me=self.me,
+            membership=self.membership,
+            agreed=self.agreed,
+            progress=SimpleNamespace(local=SimpleNamespace(phase=Status.TRAINING)),
+            far=SimpleNamespace(
+                cells=CELLS, is_near=lambda peer: cell_of(peer, CELLS) == 0, outlook=self.outlook
+            ),
+            rounds=SimpleNamespace(is_completing=lambda fragment: False),
+            catchup=SimpleNamespace(
+                ask_swarm=lambda vouch: None,
+                add_donors=lambda *of: None,
+                want=lambda goal, now: self.goals.append(goal),
+                shape=SimpleNamespace(replayable=lambda fragment: 8),
+            ),
+            now=lambda: self.now,
+            report=lambda kind, **fields: None,
+        )
+        self.catching = Catching(node)  # type: ignore[arg-type]
+        self.see(VERSION, OURS)
+
+    def see(self, version: int, digest: bytes, cells: tuple[int, ...] = (1, 2)) -> None:
+        """All watchers see the other cells, those of ``cells`` there and the others where ours is."""
+        held = {cell: (version, digest) if cell in cells else (VERSION, OURS) for cell in (1, 2)}
+        sights = [
+            CellSight(cell=cell, peer=named(cell, 1)[0], trains=True, versions=[at], digests=[state])
+            for cell, (at, state) in held.items()
+        ]
+        self.membership.revision += 1
+        self.membership.live = {
+            peer: PeerInfo(
+                status=Status(phase=Status.TRAINING, sights=sights),
+                heard_at=self.now, status_at=self.now, versions=(VERSION,), digests=(OURS,),
+            )
+            for peer in self.near
+        }  # fmt: skip
+        self.outlook.conclude(self.membership.live, self.now, 0.1)
+        self.catching.look_around(self.now)
+
+    def told(self, version: int, digest: bytes, donors: list[PeerId]) -> bool:
+        return self.catching.go_to(0, version, digest, tuple(donors))
+
+
+@pytest.mark.parametrize(("version", "digest"), [(VERSION + 1, LIE), (VERSION + 1, b""), (10**6, LIE)])
+def test_one_word_of_a_state_that_nobody_sees_elsewhere_sends_nobody_after_it(
+    version: int, digest: bytes
+) -> None:
+    """A cell loaded a liar's own state of any version, from donors that it named itself: such a word comes
+    with CELL_WAITING, as BEHIND from a coordinator that believed one, and with CELL_DECISION."""
+    cell = Cell()
+    assert not cell.told(version, digest, named(1, 3)[1:])
+    for _ in range(60):
+        cell.now += 1.0
+        cell.see(VERSION, OURS)
+    assert cell.goals == []
+    assert not cell.catching.busy()
+    assert not cell.catching.is_watching  # it is forgotten
+    assert HEARD_OF_S < 60
+
+
+def test_a_state_that_most_cells_hold_is_loaded_as_soon_as_it_is_seen_there() -> None:
+    """At once if somebody said so before, else after some seconds; by the digest that was seen."""
+    cell = Cell()
+    cell.outlook.messages_to_send()
+    cell.told(VERSION + 1, LIE, named(1, 3)[1:])
+    cell.see(VERSION + 1, NEW, cells=(1,))  # one of two others: ours and the other are most
+    assert cell.goals == []
+    cell.now += 1.0
+    cell.see(VERSION + 1, NEW)
+    (goal,) = cell.goals
+    assert (goal.what, goal.version, goal.digest) == (STATE, VERSION + 1, NEW)
+    assert set(goal.donors) == {named(1, 1)[0], named(2, 1)[0]}  # those that were seen, not those named
+    vouch, donor = cell.catching._vouch, named(1, 2)[1]
+    assert vouch(donor, 0, VERSION + 1, NEW) is True
+    assert vouch(donor, 0, VERSION + 1, LIE) is False
+    assert vouch(donor, 0, VERSION + 2, LIE) is None  # made since, for all we know
+    assert vouch(donor, 0, VERSION + 2 + 2 * AHEAD_AT_MOST, LIE) is False
+
+    untold = Cell()
+    untold.see(VERSION + 1, NEW)
+    assert untold.goals == []
+    untold.now += NOTICE_FAR_AFTER_S
+    untold.see(VERSION + 1, NEW)
+    assert [one.digest for one in untold.goals] == [NEW]
