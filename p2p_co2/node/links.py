@@ -71,7 +71,8 @@ class LinkObserver:
 
 @dataclass
 class LinkTraffic:
-    """Bulk bytes sent to one peer since the start, and the seconds in which they were on their way."""
+    """Bulk bytes sent to one peer since the start, and the seconds in which there were some to send: what
+    waits for its turn on the line is on its way, or a line would seem as fast as a buffer that takes it."""
 
     bulk_bytes: int = 0
     bulk_s: float = 0.0
@@ -83,7 +84,6 @@ class _Message(NamedTuple):
     end_bytes: int
     """What it will have when this is there."""
     size_bytes: int
-    sent_at: float
 
 
 @dataclass
@@ -99,8 +99,10 @@ class _Lane:
     asked_line: bool = False
     """Whether it has its turn on our line, after that, or needs none."""
     under_way: deque[_Message] = field(default_factory=deque)
-    arrived_at: float = -1e9
-    """When the last bulk message was there."""
+    carrying: int = 0
+    """Bulk messages that are being sent."""
+    counted_until: float = 0.0
+    """When the last bulk message was there, or bulk began to wait where there was none before."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
     task: asyncio.Task[None] | None = None
@@ -155,6 +157,8 @@ class Links:
                 return False
             lane = self._lanes[peer] = _Lane()
         if bulk:
+            if not lane.bulk and not lane.carrying:
+                lane.counted_until = time.monotonic()
             overasked = served and lane.bulk_bytes + len(data) > MAX_SERVED_BYTES
             if overasked or not self._make_room(lane, len(data)):
                 return False
@@ -245,6 +249,7 @@ class Links:
             if lane.link.acknowledged is not None:
                 lane.link.acknowledged.on_news = partial(self._hear, peer, lane, lane.link.acknowledged)
             self._used[peer] = carrier.name
+            lane.counted_until = time.monotonic()
             if lane.link.way != "direct":
                 reasons.append(lane.link.way)
             self._observer.opened(peer, carrier.name, "; ".join(reasons))
@@ -351,40 +356,43 @@ class Links:
         return lane.turn_at - now
 
     async def _send_bulk(self, lane: _Lane, link: Link, data: bytes) -> None:
-        started_at = time.monotonic()
-        self._meter.started(started_at)
+        self._meter.started(time.monotonic())
+        lane.carrying += 1
         try:
             await link.send(data)
         except BaseException:
+            lane.carrying -= 1
             self._meter.finished(link.peer, 0, time.monotonic())
             raise
         self.up_bytes += len(data)
         if link.acknowledged is None:
-            self._arrived(link.peer, lane, len(data), started_at)
+            self._arrived(link.peer, lane, len(data))
             return
-        lane.under_way.append(_Message(link.acknowledged.sent_bytes, len(data), started_at))
+        lane.under_way.append(_Message(link.acknowledged.sent_bytes, len(data)))
         self._hear(link.peer, lane, link.acknowledged)  # it may have been there before ``send`` returned
 
     def _hear(self, peer: PeerId, lane: _Lane, acknowledged: Acknowledged) -> None:
         """The peer says that more is there."""
         while lane.under_way and lane.under_way[0].end_bytes <= acknowledged.arrived_bytes:
             message = lane.under_way.popleft()
-            self._arrived(peer, lane, message.size_bytes, message.sent_at)
+            self._arrived(peer, lane, message.size_bytes)
         lane.wake.set()
 
-    def _arrived(self, peer: PeerId, lane: _Lane, size_bytes: int, started_at: float) -> None:
+    def _arrived(self, peer: PeerId, lane: _Lane, size_bytes: int) -> None:
         """Bulk is there, or the line has taken it."""
         now = time.monotonic()
-        since, lane.arrived_at = max(started_at, lane.arrived_at), now
+        lane.carrying -= 1
         self._meter.finished(peer, size_bytes, now)
         traffic = self.traffic.setdefault(peer, LinkTraffic())
         traffic.bulk_bytes += size_bytes
-        traffic.bulk_s += now - since
+        traffic.bulk_s += now - lane.counted_until
+        lane.counted_until = now
 
     def _give_up(self, peer: PeerId, lane: _Lane) -> None:
         """The link is gone: nobody will say what became of what was under way."""
         for _ in lane.under_way:
             self._meter.finished(peer, 0, time.monotonic())
+        lane.carrying -= len(lane.under_way)
         lane.under_way.clear()
 
     async def _wait(self, lane: _Lane, link: Link) -> None:
