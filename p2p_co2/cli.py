@@ -11,6 +11,7 @@ from __future__ import annotations
 from p2p_co2.ctrl_c import hand_over, take_back, was_interrupted  # before all that takes time to import
 
 # isort: split
+import errno
 import math
 import re
 import sys
@@ -60,8 +61,17 @@ def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> in
     except OSError as error:
         if error.strerror is None:
             raise
-        return _report(f"{error.strerror}{f': {error.filename}' if error.filename else ''}", 1)
+        return _report(_in_words(error), 1)
     return 0
+
+
+def _in_words(error: OSError) -> str:
+    what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return f"{what}; free some space, or write to another disk"
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return f"{what}; use a file or folder that is yours"
+    return what
 
 
 def _report(problem: str, status: int) -> int:

@@ -22,8 +22,8 @@ EVIL = "<img src=x onerror=\"document.title='broken in'\">{a|b} :onclick"
 STATES = {
     "connecting": FeedState("connecting", "looking for a seed of the run"),
     "empty": FeedState("connected", "the seed answers, but no peer is listed: nobody trains now"),
-    "lost": FeedState("lost", "no seed can be reached; is the organiser's seed up?"),
-    "gone": FeedState("lost", "no seed can be reached; is the organiser's seed up?"),
+    "lost": FeedState("lost", "no seed can be reached; is this machine online, and the organiser's seed up?"),
+    "gone": FeedState("lost", "no seed can be reached; is this machine online, and the organiser's seed up?"),
 }
 
 

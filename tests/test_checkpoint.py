@@ -356,7 +356,7 @@ def test_a_longer_file_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
 
 def test_no_checkpoint_is_the_users_to_solve(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match="no checkpoint there; give a folder"):
+        with pytest.raises(ConfigError, match="no checkpoint there; give a peer's checkpoint folder"):
             load(folder)
 
 

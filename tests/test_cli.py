@@ -187,8 +187,19 @@ def test_a_demo_does_not_overwrite_a_run(tmp_path: Path) -> None:
         (
             OSError(errno.ENOSPC, "No space left on device", "x.bin"),
             1,
-            "error: No space left on device: x.bin",
+            "error: No space left on device: x.bin; free some space, or write to another disk",
         ),
+        (  # as a write to a file that is open already ends
+            OSError(errno.ENOSPC, "No space left on device"),
+            1,
+            "error: No space left on device; free some space, or write to another disk",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "runs"),
+            1,
+            "error: Permission denied: runs; use a file or folder that is yours",
+        ),
+        (OSError(errno.EIO, "Input/output error", "x"), 1, "error: Input/output error: x"),
     ],
 )
 def test_faults_outside_the_program_are_one_line(

@@ -87,7 +87,7 @@ def test_only_who_resumes_is_told_to_start_without_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_agreed(tmp_path)
     assert "resuming" not in str(caught.value)
-    assert "give a folder that a peer wrote" in str(caught.value)
+    assert "such as runs/peer/checkpoint" in str(caught.value)
 
 
 def test_what_a_folder_lacks_is_said_before_the_swarm_is_looked_for(tmp_path: Path) -> None:

@@ -121,6 +121,22 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "of 10 GB free" in found.measured
 
 
+@pytest.mark.parametrize(
+    ("found", "state", "words"),
+    [
+        ((True, True, True), OK, "compiled"),
+        ((True, True, False), OK, "AVX2"),
+        ((True, False, False), LIMITED, "another machine"),
+        ((False, False, False), LIMITED, "no C compiler"),
+    ],
+)
+def test_kernels(found: tuple[bool, bool, bool], state: State, words: str) -> None:
+    finding = machine.check_kernels(*found)
+    assert finding.state == state
+    assert words in finding.measured
+    assert ("install gcc" in finding.advice) == (state == LIMITED)
+
+
 # ---- threads, memory, disk, files, proxy, ports
 
 

@@ -24,6 +24,7 @@ from p2p_co2.wire.messages_pb2 import (
     RoundKey,
     Signed,
 )
+from tests.disks import fill
 
 ME = Identity.generate()
 CONTEXT = b"test"
@@ -46,6 +47,16 @@ def test_the_key_file_is_private_and_stays(tmp_path: Path) -> None:
     assert path.read_bytes() == made.libp2p_bytes()
     assert Identity.load_or_create(path).peer_id == made.peer_id
     assert Identity.load_or_create(tmp_path / "other").peer_id != made.peer_id
+
+
+def test_a_full_disk_leaves_no_torn_key(small_disk: Path) -> None:
+    fill(small_disk)
+    with pytest.raises(EnvironmentFault, match="--folder"):
+        Identity.load_or_create(small_disk / "identity")
+    assert [path.name for path in small_disk.iterdir()] == ["filling"]
+    (small_disk / "filling").unlink()
+    made = Identity.load_or_create(small_disk / "identity")
+    assert Identity.load_or_create(small_disk / "identity").peer_id == made.peer_id
 
 
 def test_a_file_that_is_no_key(tmp_path: Path) -> None:

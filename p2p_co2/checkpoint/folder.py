@@ -255,7 +255,8 @@ def _newest(folder: Path, build: Callable[[Path, tuple[str, ...]], _Loaded], oth
     problem = "no checkpoint there"
     if passed_over:
         problem = "no whole checkpoint there: " + "; ".join(passed_over)
-    raise ConfigError(str(folder), "", f"{problem}; give a folder that a peer wrote{otherwise}")
+    fix = f"give a peer's checkpoint folder, such as runs/peer/checkpoint{otherwise}"
+    raise ConfigError(str(folder), "", f"{problem}; {fix}")
 
 
 def _candidates(folder: Path) -> Iterator[Path]:

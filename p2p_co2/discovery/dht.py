@@ -236,7 +236,8 @@ class Discovery:
         causes = await asyncio.gather(*(self._greet(seed) for seed in others))
         if all(causes):
             raise TransportError(
-                "no seed can be reached; is the organiser's seed up? A ticket of another seed works too ("
+                "no seed can be reached; is this machine online, and the organiser's seed up? A ticket of "
+                "another seed works too ("
                 + "; ".join(f"{_place(seed)}: {cause}" for seed, cause in zip(others, causes, strict=True))
                 + ")"
             )

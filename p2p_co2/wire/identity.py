@@ -68,9 +68,15 @@ class Identity:
     @classmethod
     def _create(cls, path: Path) -> Identity:
         identity = cls.generate()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(identity.libp2p_bytes())
+        whole = path.with_name(f"{path.name}.new")  # on a full disk a torn key would refuse every later start
+        whole.unlink(missing_ok=True)
+        descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(identity.libp2p_bytes())
+            whole.rename(path)
+        finally:
+            whole.unlink(missing_ok=True)
         return identity
 
     def libp2p_bytes(self) -> bytes:

@@ -1,4 +1,4 @@
-"""This machine alone: Python, torch, device, threads, memory, disk, files, proxy, ports.
+"""This machine alone: Python, torch, device, kernels, threads, memory, disk, files, proxy, ports.
 
 Each check takes what it judges as arguments, so that every outcome can be shown; ``look_at_machine`` reads
 the real ones. Sources: proc(5), cgroup v2 (memory.max, cpu.max), getrlimit(2). Price: importing torch, some
@@ -44,6 +44,7 @@ def look_at_machine(config: PeerConfig) -> Iterator[Finding]:
     yield torch
     if torch.state == State.OK:
         yield check_device(config.device)
+        yield check_kernels(*_kernels())
     yield check_threads(config.limits.threads, len(os.sched_getaffinity(0)), cpu_quota())
     yield check_memory(available_memory_bytes(), BASE_BYTES)
     yield check_disk(config.folder, LEAST_DISK_BYTES)
@@ -106,6 +107,24 @@ def check_device(name: str) -> Finding:
             "device", State.LIMITED, words, "another program uses most of its memory; end that first"
         )
     return Finding("device", State.OK, words)
+
+
+def check_kernels(built: bool, decodes: bool, passes: bool) -> Finding:
+    """What the codecs have to compute with. ``built``: at installation; ``decodes``, ``passes``: what this
+    processor can run of it. Without them torch's operations give the same values."""
+    if decodes and passes:
+        return Finding("kernels", State.OK, "compiled at installation")
+    if decodes:
+        return Finding("kernels", State.OK, "decoding only: this processor has no AVX2 or no F16C")
+    why = "compiled for another machine" if built else "none: no C compiler at installation"
+    advice = "install gcc and then p2p-co2 again: encoding and averaging are slower without, training is not"
+    return Finding("kernels", State.LIMITED, why, advice)
+
+
+def _kernels() -> tuple[bool, bool, bool]:
+    from p2p_co2.codec import native, passes
+
+    return bool(native.libraries()), native.kernel is not None, passes.kernel is not None
 
 
 def check_threads(wanted: int, cores: int, quota: float) -> Finding:
