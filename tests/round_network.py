@@ -25,6 +25,7 @@ from p2p_co2.rounds import (
     FellBehind,
     Offer,
     OutcomeWithoutBytes,
+    Overheard,
     PayloadShape,
     PeerView,
     ReduceJob,
@@ -38,7 +39,7 @@ from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
 
 RUN = hashlib.sha256(b"a run").digest()
-Ending = Committed | Aborted | OutcomeWithoutBytes | FellBehind
+Ending = Committed | Aborted | OutcomeWithoutBytes | Overheard | FellBehind
 
 
 def make_identity(seed: int) -> Identity:
@@ -120,7 +121,7 @@ class Network:
         self.events: list[tuple[PeerId, RoundsEvent]] = []
         self.refused: list[tuple[PeerId, PeerId, RemoteProtocolError]] = []
         self.sent: list[tuple[PeerId, PeerId, Message]] = []
-        self.archive: dict[tuple[PeerId, int, int], Committed] = {}
+        self.archive: dict[tuple[PeerId, int, int], Committed | Overheard] = {}
         self.on_send: Callable[[PeerId, PeerId, Message], bool] = lambda source, to, message: True
         """Return False to lose the message; may crash the sender."""
         self.on_reduce: Callable[[PeerId, ReduceJob], bool] = lambda peer, job: True
@@ -323,7 +324,7 @@ class Network:
         if isinstance(event, ReduceWanted) and self.on_reduce(peer.name, event.job):
             job = event.job
             self.at(self.now + self.reduce_s, lambda: self._reduce(peer, job))
-        elif isinstance(event, Committed):
+        elif isinstance(event, Committed | Overheard):
             self.archive[(peer.name, event.fragment, event.round)] = event
             self._apply(peer, event.fragment, event.round, event.mean)
         elif isinstance(event, OutcomeWithoutBytes):
@@ -384,7 +385,8 @@ class Network:
         return {
             name: event
             for name, event in self.events
-            if isinstance(event, Committed | Aborted | OutcomeWithoutBytes) and event.round == round_
+            if isinstance(event, Committed | Aborted | OutcomeWithoutBytes | Overheard)
+            and event.round == round_
         }
 
     def committed(self, round_: int = 1) -> dict[PeerId, Committed]:

@@ -21,7 +21,7 @@ from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
 from p2p_co2.rounds.gathering import behind_message
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
-from p2p_co2.wire.messages_pb2 import AskOutcome, Envelope, RoundKey
+from p2p_co2.wire.messages_pb2 import AskOutcome, Envelope, Listen, RoundKey
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.play import STRANGER, Game, check_bounds
 from tests.fuzz.world import RUN, World, make_identity, run_virtual
@@ -92,7 +92,8 @@ def test_every_kind_of_message_is_tried() -> None:
             version = second.node.agreed[0].version
             behind = behind_message(0, version + 1, version + 1, bytes(32), [first.me])
             asked = AskOutcome(key=RoundKey(fragment=0, round=version, attempt=bytes(16)))
-            for message in (behind, asked):
+            listens = Listen(key=asked.key, state_digest=bytes(32))
+            for message in (behind, asked, listens):
                 world.send(first.me, second.me, enveloped(message, first.node._envelope_head))
         for trainer in world.trainers[1:]:
             trainer.node.say_goodbye("done")

@@ -27,11 +27,11 @@ from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.node.majority import Majority
-from p2p_co2.rounds import open_decision
+from p2p_co2.rounds import Overheard, open_decision
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.messages_pb2 import Decision, Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
@@ -109,6 +109,19 @@ class Catching:
             self._started_from[fragment] = agreed.version
             self._fetch_next(fragment, whole=diverged)
         return True
+
+    def overheard(self, event: Overheard) -> None:
+        """A round that this peer listened to was committed: replay it. Its means were held against the
+        commit, so no owner is to blame if it does not follow our history."""
+        fragment = event.fragment
+        self._targets.setdefault(fragment, (event.round, b"", event.owners))
+        self._started_from.setdefault(fragment, self._node.agreed[fragment].version)
+        decision = Decision.FromString(event.decision)
+        goal = Goal(ROUND, fragment, event.round, event.owners)
+        fetched = Fetched(
+            goal, event.round, bytes(event.mean), decision, b"", event.owners, event.duration_s, 0
+        )
+        self._node.spawn(self._take_round(fetched))
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""

@@ -22,6 +22,7 @@ from p2p_co2.rounds import (
     Doubted,
     FellBehind,
     OutcomeWithoutBytes,
+    Overheard,
     ReduceWanted,
     Refused,
     RoundsEvent,
@@ -80,22 +81,24 @@ class Deciding:
                 deadline_s=event.deadline_s,
                 parts_deadline_s=event.parts_deadline_s,
             )
-        elif isinstance(event, FellBehind):
-            going = self._node.catching.go_to(
-                event.fragment, event.version, event.digest, tuple(event.donors)
-            )
-            if event.ends_offer and not going:
-                self._node.give_up_offer(event.fragment)
-        elif isinstance(event, OutcomeWithoutBytes):
-            going = self._node.catching.go_to(event.fragment, event.round, b"", tuple(event.donors))
-            if event.ends_offer and not going:
-                self._node.give_up_offer(event.fragment)
+        elif isinstance(event, FellBehind | OutcomeWithoutBytes):
+            self._fell_behind(event)
+        elif isinstance(event, Overheard):
+            self._node.catching.overheard(event)
         elif isinstance(event, Doubted):
             self._node.spawn(self._ledger.doubt(event.fragment))
         elif isinstance(event, Refused | Distrusted):
             self._blame(event)
         elif isinstance(event, CellWanted):
             self._node.spawn(self._node.far.look_up(event.cell))
+
+    def _fell_behind(self, event: FellBehind | OutcomeWithoutBytes) -> None:
+        version, digest = (
+            (event.version, event.digest) if isinstance(event, FellBehind) else (event.round, b"")
+        )
+        going = self._node.catching.go_to(event.fragment, version, digest, tuple(event.donors))
+        if event.ends_offer and not going:
+            self._node.give_up_offer(event.fragment)
 
     def _blame(self, event: Refused | Distrusted) -> None:
         if isinstance(event, Refused):

@@ -37,7 +37,7 @@ REFUSALS_REPORTED = 10
 """Refusals of one kind from one peer that become events one by one; after that only each power of two."""
 
 _MEMBERSHIP = frozenset({"ping", "pong", "leave"})
-_MEMBER_TO_COORDINATOR = frozenset({"ready", "result", "ask_outcome"})
+_MEMBER_TO_COORDINATOR = frozenset({"ready", "result", "ask_outcome", "listen"})
 _COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "reassign", "decision", "behind"})
 CELL_KINDS = frozenset(
     {"cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision"}

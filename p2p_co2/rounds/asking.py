@@ -7,13 +7,15 @@ wait has a timer; after ``READY_CAP_S`` the offer is given up, whatever coordina
 
 from __future__ import annotations
 
+from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
+from p2p_co2.rounds.attempt import Attempt
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer
 from p2p_co2.rounds.repute import SPOILT_IN_A_ROW
 from p2p_co2.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Ready, Waiting
+from p2p_co2.wire.messages_pb2 import Behind, Ready, Waiting
 
 TRIES = 3
 """READYs to one coordinator, each waiting twice as long, before the next is asked."""
@@ -57,6 +59,30 @@ class Asking:
     def mistrust(self) -> None:
         """Who was asked told us what cannot be: ask the next one at once."""
         self._tries, self._timer_at = TRIES, self._sent_at
+
+    def is_taken_in(self, attempt: Attempt, withdrawn: Offer | None) -> bool:
+        """Whether a BEGIN for our round is the answer to this offer's READY, or to one before: to that of
+        ``withdrawn``, which it crossed, or to one that we had asked ourselves for. Raises
+        ``RemoteProtocolError`` if it is neither."""
+        is_ours = attempt.coordinator == self._swarm.me
+        if attempt.coordinator not in self.asked and not is_ours:
+            raise RemoteProtocolError("wrong sender", "BEGIN by a peer that was not asked")
+        if attempt.coordinator in self.asked and attempt.repeats(self.offer, self._swarm.me):
+            return True
+        is_last = withdrawn is not None and attempt.repeats(withdrawn, self._swarm.me)
+        if not is_last and not is_ours:
+            raise RemoteProtocolError("wrong group", "BEGIN does not repeat our READY")
+        return False
+
+    def check_behind(self, message: Behind, most: int, sender: PeerId) -> None:
+        """Mistrust ``sender``, and raise ``RemoteProtocolError``, if it sends us beyond ``most``. Only other
+        cells know where they are."""
+        far = bool(message.donors) and not any(map(self._swarm.is_near, message.donors))
+        if message.version > most and not far:
+            if sender == self.asked[-1]:
+                self.mistrust()
+            farthest = f"{message.version}; as far as we hear most peers are not beyond {most}"
+            raise RemoteProtocolError("impossible version", farthest)
 
     def poke(self, now: float) -> None:
         """Pieces of a round that we know nothing of came in: our BEGIN may be lost, so ask again soon."""

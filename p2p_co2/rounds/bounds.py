@@ -33,6 +33,9 @@ MAX_TERMS = 3
 MAX_GENERATION = (MAX_REASSIGNS + 1) * MAX_TERMS - 1
 """Each coordinator counts a part's generations in a range of its own, so that two never use the same
 number."""
+MAX_LISTENERS, MEMBERS_PER_LISTENER = 4, 4
+"""Peers that an owner sends its means to beside the members: one for so many members, at least one; others
+fetch the round."""
 AHEAD_AT_MOST = 4
 """Versions that one peer may be ahead of what the last heartbeats of most peers said."""
 MAX_UPLOAD_BYTES_PER_S = 1e12

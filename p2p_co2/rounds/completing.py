@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.derived import Derived
-from p2p_co2.rounds.events import AgreedPart, Committed
+from p2p_co2.rounds.events import AgreedPart, Committed, OutcomeWithoutBytes, Overheard
+from p2p_co2.rounds.listening import Listening
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Swarm
 from p2p_co2.wire.identity import PeerId
@@ -25,11 +26,20 @@ def _agreed_parts(outcome: Outcome) -> tuple[AgreedPart, ...]:
     )
 
 
+def without_bytes(decision: Decision, outcome: Outcome, swarm: Swarm, ended: bool) -> OutcomeWithoutBytes:
+    """A commit that we lack the mean of. ``ended``: whether it ends our offer. Those who voted hold the
+    bytes. The outcome does not say who did, but every member may."""
+    members = (PeerId(member.peer) for member in outcome.members if member.peer != swarm.me)
+    donors = tuple(peer for peer in members if swarm.is_near(peer))
+    key = outcome.key
+    return OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
+
+
 class Completing:
-    """One member after the decision."""
+    """One member, or one that listens, after the decision."""
 
     def __init__(
-        self, member: Member, decision: Decision, outcome: Outcome, swarm: Swarm, now: float
+        self, member: Member | Listening, decision: Decision, outcome: Outcome, swarm: Swarm, now: float
     ) -> None:
         self.decision, self.outcome = decision, outcome
         self.has_stalled = not member.may_complete(outcome)
@@ -39,8 +49,10 @@ class Completing:
         self._give_up_at = now + min(patience_s, swarm.shape.round_cap_s)
         self.came(now)
 
-    def committed(self, offered_at: float, now: float) -> Committed | None:
+    def committed(self, offered_at: float, now: float) -> Committed | Overheard | None:
         """How the round ended, once all means are here and are what was committed."""
+        if isinstance(self._member, Listening):
+            return self._member.overheard(self.decision, self.outcome, now)
         mean = self._member.agreed_mean(self.outcome)
         if mean is None:
             return None

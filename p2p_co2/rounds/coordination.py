@@ -25,7 +25,7 @@ from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.rounds.tally import Tally
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Begin, Decision, Outcome, Ready, Result, RoundKey, Waiting
+from p2p_co2.wire.messages_pb2 import Begin, Decision, Listen, Outcome, Ready, Result, RoundKey, Waiting
 
 Place = tuple[int, int]
 """(fragment, round)"""
@@ -154,12 +154,24 @@ class Coordination:
         if sender not in begun.late and now <= begun.in_time_until:
             self._history[message.fragment].arrived(message.round, now)
             self._swarm.readies.came(sender)
-        begun.late.add(sender)
+        self._let_listen(begun, message.state_digest, sender, now)
         ends_at = begun.tally.get_timer()
         within_s = max(0.0, ends_at - now) if ends_at is not None else 0.0
         self._outlet.send(
             sender, Waiting(fragment=message.fragment, round=message.round, begins_within_s=within_s)
         )
+
+    def on_listen(self, message: Listen, sender: PeerId, now: float) -> None:
+        """A peer wants to hear a round that it is not in, if it has begun."""
+        begun = self._begun.get((message.key.fragment, message.key.round))
+        if begun is not None:
+            self._let_listen(begun, message.state_digest, sender, now)
+
+    def _let_listen(self, begun: _Begun, state_digest: bytes, peer: PeerId, now: float) -> None:
+        """Tell ``peer``, which is too late, who owns what. A member knows."""
+        begun.late.add(peer)
+        if peer not in begun.tally.attempt.shares and state_digest == begun.begin.state_digest:
+            self._outlet.send(peer, begun.left(now))
 
     def _is_elsewhere(self, place: Place, peers: Iterable[PeerId], now: float) -> bool:
         """Whether an attempt of the round has committed or we are in one; ``peers``, who asked, are told."""

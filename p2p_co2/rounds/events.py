@@ -216,6 +216,19 @@ class OutcomeWithoutBytes:
 
 
 @dataclass(frozen=True)
+class Overheard:
+    """The round that follows our state was committed without us, and we heard its means: replay it as one
+    that was fetched. ``owners`` sent them."""
+
+    fragment: int
+    round: int
+    decision: bytes
+    mean: Buffer
+    owners: tuple[PeerId, ...]
+    duration_s: float
+
+
+@dataclass(frozen=True)
 class Refused:
     """A peer's content was dropped after it had been let in; count it like a ``RemoteProtocolError``."""
 
@@ -248,6 +261,7 @@ RoundsEvent = (
     | Began
     | FellBehind
     | OutcomeWithoutBytes
+    | Overheard
     | Refused
     | Distrusted
     | Doubted

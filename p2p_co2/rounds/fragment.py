@@ -12,7 +12,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds.ahead import Ahead, farthest_version
 from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import Attempt, check_behind, check_duration, read_begin
-from p2p_co2.rounds.completing import Completing
+from p2p_co2.rounds.completing import Completing, without_bytes
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.decision import Verdicts, content_of
@@ -21,27 +21,17 @@ from p2p_co2.rounds.events import (
     Doubted,
     FellBehind,
     Offer,
-    OutcomeWithoutBytes,
+    Overheard,
     Refused,
 )
 from p2p_co2.rounds.judging import Judging
+from p2p_co2.rounds.listening import Ear
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.reorder_buffer import Piece, ReorderBuffer
 from p2p_co2.rounds.repute import NOT_BEGUN
 from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import (
-    Begin,
-    Behind,
-    CellMean,
-    CellPart,
-    Decision,
-    Mean,
-    Outcome,
-    Part,
-    Reassign,
-    Waiting,
-)
 
 
 class FragmentRounds:
@@ -59,7 +49,7 @@ class FragmentRounds:
         self._offered_at = 0.0
         self._payload_bytes = swarm.shape.payload_bytes(fragment)
         self._early = ReorderBuffer(2 * self._payload_bytes)
-        self._rival: tuple[Decision, Outcome] | None = None
+        self._rival: tuple[wire.Decision, wire.Outcome] | None = None
         self._aborted_round = -1
         self._ahead = Ahead(swarm, outlet)
         self.judging = Judging(fragment, swarm, self.verdicts, self._ahead)
@@ -69,6 +59,7 @@ class FragmentRounds:
         """Whether the attempt's lost coordinator is replaced by us."""
         self._completing: Completing | None = None
         """Set once our attempt has committed and some of its means are still on their way to us."""
+        self.ear = Ear(fragment, swarm, outlet, self.verdicts)
         self._receipts, self._observed = Durations(), coordination.observed[fragment]
         self._cadence = coordination.cadences[fragment]
 
@@ -91,6 +82,9 @@ class FragmentRounds:
         follow one another; one of another history is forgotten. An offer that starts elsewhere ends."""
         self.judging.moved((self.version, self.digest), version, digest, now)
         self.version, self.digest = version, digest
+        self.ear.moved(version, digest)
+        if self.member is None and self.ear.listening is None:
+            self._completing = None
         if self.offer is not None and (self.offer.round, self.offer.state_digest) != (version + 1, digest):
             healed = self.offer.round == version + 1
             how = "was replaced by another state" if healed else "is the agreed state now"
@@ -100,6 +94,8 @@ class FragmentRounds:
             self._end_without_bytes(*known)
         elif known is not None:
             self.verdicts.forget(version + 1)
+        elif self.offer is None:
+            self.ear.ask(version, digest, now)
 
     def start(self, offer: Offer, now: float) -> None:
         """Open an offer. Raises ``LocalProtocolError`` if one is open, or it does not fit our state."""
@@ -113,6 +109,8 @@ class FragmentRounds:
             raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
         self.offer, self._offered_at = offer, now
         known = self.verdicts.commit(offer.round)
+        if self._completing is not None:
+            return  # the round that we hear ends this offer
         if known is not None:
             self._end_without_bytes(*known)
         else:
@@ -133,7 +131,7 @@ class FragmentRounds:
     def waiting(self) -> tuple[float, float] | None:
         """Since when our offer waits and when its next timer is; None if there is none."""
         timer_at = self.get_timer()
-        return None if timer_at is None else (self._offered_at, timer_at)
+        return None if timer_at is None or self.offer is None else (self._offered_at, timer_at)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""
@@ -177,53 +175,50 @@ class FragmentRounds:
 
     # ---- the road into a round
 
-    def on_waiting(self, message: Waiting, sender: PeerId, now: float) -> None:
+    def on_waiting(self, message: wire.Waiting, sender: PeerId, now: float) -> None:
         check_duration(message.begins_within_s, self._swarm.shape.round_cap_s)
         if self.asking is not None and self.asking.offer.round == message.round:
             self.asking.waiting(message, sender, now)
 
-    def on_begin(self, message: Begin, sender: PeerId, now: float) -> None:
+    def on_begin(self, message: wire.Begin, sender: PeerId, now: float) -> None:
         attempt = read_begin(message, sender, self._swarm.shape, self._swarm.cells)
         if self.verdicts.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
             return  # doubled
-        if self.asking is None or self.asking.offer.round != attempt.round:
+        if self._swarm.me not in attempt.shares:
+            self._hear_of(attempt, now)
+            return
+        asking = self.asking
+        if asking is None or asking.offer.round != attempt.round:
             if attempt.round > self.reached() + 1:
                 raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
             # Our READY was overtaken: the offer has ended or is in another attempt (we are in one at a time).
             self.verdicts.end(attempt.id)
             return
-        if sender not in self.asking.asked:
-            if sender != self._swarm.me:
-                raise RemoteProtocolError("wrong sender", "BEGIN by a peer that was not asked")
-            self.verdicts.end(attempt.id)  # we had asked ourselves for our offer before this one
-            return
-        offer = self.asking.offer
-        if not attempt.repeats(offer, self._swarm.me):
-            is_last = self._withdrawn is not None and attempt.repeats(self._withdrawn, self._swarm.me)
-            if not is_last and sender != self._swarm.me:  # who may have one before that, as above
-                raise RemoteProtocolError("wrong group", "BEGIN does not repeat our READY")
-            self.verdicts.end(attempt.id)  # it crossed the READY of our new offer
+        if not asking.is_taken_in(attempt, self._withdrawn):
+            self.verdicts.end(attempt.id)
             return
         self.asking = None
         self.verdicts.join(attempt.round, attempt.id)
-        self.member = Member(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
+        self.member = Member(
+            asking.offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now
+        )
         self.member.start(now)
         self._replay(now)
 
-    def on_behind(self, message: Behind, sender: PeerId) -> None:
+    def _hear_of(self, attempt: Attempt, now: float) -> None:
+        """Listen to an attempt that began without us, if we are in none and do not have its outcome."""
+        asked = self.asking.asked if self.asking is not None else ()
+        if self._role() is self.asking and self.verdicts.commit(attempt.round) is None:
+            self.ear.begins(attempt, asked, self.version, self.digest, now)
+
+    def on_behind(self, message: wire.Behind, sender: PeerId) -> None:
         check_behind(message)
         asking = self.asking
         if asking is None or asking.offer.round != message.round or sender not in asking.asked:
             return
         if (message.version, message.state_digest) == (self.version, self.digest):
             raise RemoteProtocolError("impossible version", f"{message.version}, which is where we are")
-        far = bool(message.donors) and not any(map(self._swarm.is_near, message.donors))
-        most = farthest_version(self._swarm, message.fragment)
-        if message.version > most and not far:  # only other cells know where they are
-            if sender == asking.asked[-1]:
-                asking.mistrust()
-            farthest = f"{message.version}; as far as we hear most peers are not beyond {most}"
-            raise RemoteProtocolError("impossible version", farthest)
+        asking.check_behind(message, farthest_version(self._swarm, message.fragment), sender)
         donors = tuple(PeerId(donor) for donor in message.donors)
         self._end()
         self._ahead.told(message.version)
@@ -239,12 +234,15 @@ class FragmentRounds:
         """PART, MEAN or REASSIGN: for the attempt we are in, or held until its BEGIN or REASSIGN comes. False
         if it came for nothing."""
         round_, member = message.key.round, self.member
-        if self.verdicts.has_ended(message.key.attempt) and not self._completes(message):
+        if self.ear.hears(message.key.attempt):
+            return isinstance(message, wire.Mean) and self._came(self.ear.mean(message, sender), now)
+        ends = self._completing is not None and isinstance(message, wire.Mean)  # what was on its way to us
+        if self.verdicts.has_ended(message.key.attempt) and not (ends and self.attempt(message.key.attempt)):
             return False
         if member is not None and member.attempt.id == message.key.attempt:
             if sender not in member.attempt.shares and sender not in member.coordinators:
                 raise RemoteProtocolError("not a member", message.__class__.__name__)
-            if isinstance(message, Reassign) or not member.is_early(message.part, message.generation):
+            if isinstance(message, wire.Reassign) or not member.is_early(message.part, message.generation):
                 return self._take(member, message, sender, now)
         elif self.asking is not None and self.asking.offer.round == round_:
             if not self._swarm.is_live(sender):
@@ -258,44 +256,42 @@ class FragmentRounds:
         self._early.hold(message, sender)
         return True
 
-    def on_exchange(self, message: CellPart | CellMean, sender: PeerId, now: float) -> bool:
+    def on_exchange(self, message: wire.CellPart | wire.CellMean, sender: PeerId, now: float) -> bool:
         """CELL_PART or CELL_MEAN: for the council of our attempt, or held until its BEGIN comes. False if it
         came for nothing."""
         if self.member is not None and self.member.sits_in(message.key.attempt):
             return self.member.exchanged(message, sender, now)
         waits = self.asking is not None and self.asking.offer.round == message.key.round
-        if not waits or isinstance(message, CellMean) or self.verdicts.has_ended(message.key.attempt):
+        if not waits or isinstance(message, wire.CellMean) or self.verdicts.has_ended(message.key.attempt):
             return False
         if self._swarm.cell_of(sender) != message.cell:
             raise RemoteProtocolError("wrong cell", "CELL_PART")
         self._early.hold(message, sender)
         return True
 
-    def _completes(self, message: Piece) -> bool:
-        """Whether it is of a mean that was on its way to us when our attempt was decided."""
-        ours = self.attempt(message.key.attempt) is not None
-        return ours and self._completing is not None and isinstance(message, Mean)
-
     def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> bool:
         match message:
-            case Part():
+            case wire.Part():
                 return member.part(message, sender, now)
-            case Mean():
-                is_new = member.mean(message, sender, now)
-                if is_new and self._completing is not None:
-                    self._completing.came(now)
-                    self._complete(now)
-                return is_new
-            case Reassign():
+            case wire.Mean():
+                return self._came(member.mean(message, sender, now), now)
+            case wire.Reassign():
                 member.reassign(message, sender, now)
                 self._replay(now)
                 return True
+
+    def _came(self, is_new: bool, now: float) -> bool:
+        """A piece of a mean is in its place, if it ``is_new``."""
+        if is_new and self._completing is not None:
+            self._completing.came(now)
+            self._complete(now)
+        return is_new
 
     def _replay(self, now: float) -> None:
         """Take the pieces that came before the BEGIN or REASSIGN that explains them."""
         for sender, message in self._early.release():
             try:
-                if isinstance(message, CellPart):
+                if isinstance(message, wire.CellPart):
                     self.on_exchange(message, sender, now)
                 elif self.attempt(message.key.attempt) is not None:
                     self.on_piece(message, sender, now)
@@ -304,7 +300,7 @@ class FragmentRounds:
 
     # ---- outcomes
 
-    def on_decision(self, decision: Decision, outcome: Outcome, now: float) -> None:
+    def on_decision(self, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
         """An opened decision. Raises ``RemoteProtocolError`` for one that its signer had no right to, or a
         second one."""
         known = self.verdicts.commit(outcome.key.round)
@@ -317,7 +313,7 @@ class FragmentRounds:
         else:
             self._on_abort(decision, outcome, now)
 
-    def _on_abort(self, decision: Decision, outcome: Outcome, now: float) -> None:
+    def _on_abort(self, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
         attempt, signer = outcome.key.attempt, PeerId(outcome.decided_by)
         ended = self.verdicts.has_ended(attempt)
         if ended or self.offer is None or self.offer.round != outcome.key.round:
@@ -337,7 +333,7 @@ class FragmentRounds:
                 self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=now - self._offered_at)
             self._abort(outcome.reason, now)
 
-    def _on_commit(self, decision: Decision, outcome: Outcome, now: float) -> None:
+    def _on_commit(self, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
         round_, signer = outcome.key.round, PeerId(outcome.decided_by)
         member = self.member if self.member is not None and self.member.offer.round == round_ else None
         coordinator = member.attempt.coordinator if member is not None else None
@@ -362,7 +358,13 @@ class FragmentRounds:
         elif member is None:
             self._cadence.committed(round_, now)
             self.verdicts.keep(decision, outcome)
-            self._end_without_bytes(decision, outcome)
+            listening = self.ear.listening
+            if listening is None or not self.ear.hears(outcome.key.attempt):
+                self._end_without_bytes(decision, outcome)
+                return
+            self.asking = None
+            self._completing = Completing(listening, decision, outcome, self._swarm, now)
+            self._complete(now)
         elif outcome.key.attempt != member.attempt.id:
             self._rival = self._rival or (decision, outcome)
         else:
@@ -374,7 +376,7 @@ class FragmentRounds:
             self._end()
             self._ahead.tell(outcome, ends_offer=True)
 
-    def _finish(self, member: Member, decision: Decision, outcome: Outcome, now: float) -> None:
+    def _finish(self, member: Member, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
         member.check_outcome(outcome)
         member.note_duration(now, committed=True)
@@ -395,29 +397,25 @@ class FragmentRounds:
             return
         self._end()
         self._outlet.emit(event)
-        if not all(event.contributed):
+        self.ear.is_behind = isinstance(event, Overheard)
+        if isinstance(event, Overheard) or not all(event.contributed):
             self._doubt(outcome)
         if rival is not None:
             signer = PeerId(rival[1].decided_by)
             self._outlet.emit(Refused(signer, "conflicting decision", f"round {event.round}"))
             self._swarm.repute.lied(signer, f"its round {event.round} is not the one that we were in", now)
 
-    def _end_without_bytes(self, decision: Decision, outcome: Outcome) -> None:
+    def _end_without_bytes(self, decision: wire.Decision, outcome: wire.Outcome) -> None:
         key = outcome.key
         self._doubt(outcome)
+        self.ear.is_behind, self._completing = True, None
+        self.ear.stop()
         ended = self.offer is not None and self.offer.round == key.round
         if ended:
             self._end()
-        # Those who voted hold the bytes. The outcome does not say who did, but every member may.
-        donors = tuple(
-            PeerId(member.peer)
-            for member in outcome.members
-            if member.peer != self._swarm.me and self._swarm.is_near(member.peer)
-        )
-        event = OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
-        self._outlet.emit(event)
+        self._outlet.emit(without_bytes(decision, outcome, self._swarm, ended))
 
-    def _doubt(self, outcome: Outcome) -> None:
+    def _doubt(self, outcome: wire.Outcome) -> None:
         """What we offered in other attempts at the same round may have been counted there."""
         if self.verdicts.was_elsewhere(outcome):
             self._outlet.emit(Doubted(outcome.key.fragment))
@@ -446,5 +444,6 @@ class FragmentRounds:
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
         self.offer = self.asking = self.member = self._rival = self._ahead.waiting = self._completing = None
+        self.ear.stop()
         self._leading = False
         self._early.clear()

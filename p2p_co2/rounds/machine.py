@@ -249,12 +249,8 @@ class Rounds:
                 self._place(message).on_behind(message, sender)
             case wire.Begin():
                 self._keyed(message).on_begin(message, sender, now)
-            case wire.Part() | wire.Mean() | wire.Reassign():
-                return self._keyed(message).on_piece(message, sender, now)
-            case wire.CellPart() | wire.CellMean():
-                return self._fragments[read_key(message.key, self._shape)[0]].on_exchange(
-                    message, sender, now
-                )
+            case wire.Part() | wire.Mean() | wire.Reassign() | wire.CellPart() | wire.CellMean():
+                return self._on_piece(message, sender, now)
             case wire.Result():
                 self._on_result(message, sender, now)
             case wire.AskOutcome():
@@ -263,6 +259,8 @@ class Rounds:
                 is_told = self._swarm.is_near(sender) and self._answer(fragment, message, sender)
                 if not is_told and delegation is not None:
                     delegation.councils.answer(message, sender)
+            case wire.Listen():
+                self._on_listen(message, sender, now)
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)
                 self._fragments[outcome.key.fragment].on_decision(message, outcome, now)
@@ -298,14 +296,40 @@ class Rounds:
             case wire.CellDecision():
                 delegation.on_decision(message, sender)
 
+    def _on_piece(
+        self, message: wire.Part | wire.Mean | wire.Reassign | wire.CellPart | wire.CellMean,
+        sender: PeerId, now: float,
+    ) -> bool:  # fmt: skip
+        fragment = self._fragments[read_key(message.key, self._shape)[0]]
+        if isinstance(message, wire.CellPart | wire.CellMean):
+            return fragment.on_exchange(message, sender, now)
+        return fragment.on_piece(message, sender, now)
+
     def _place(self, message: wire.Ready | wire.Waiting | wire.Behind) -> FragmentRounds:
         check_place(message.fragment, message.round, self._shape)
         return self._fragments[message.fragment]
 
     def _keyed(
-        self, message: wire.Begin | wire.Part | wire.Mean | wire.Reassign | wire.Result | wire.AskOutcome
+        self,
+        message: wire.Begin
+        | wire.Part
+        | wire.Mean
+        | wire.Reassign
+        | wire.Result
+        | wire.AskOutcome
+        | wire.Listen,
     ) -> FragmentRounds:
         return self._fragments[read_key(message.key, self._shape)[0]]
+
+    def _on_listen(self, message: wire.Listen, sender: PeerId, now: float) -> None:
+        check_place(message.key.fragment, message.key.round, self._shape)
+        if not self._swarm.is_live(sender):
+            raise RemoteProtocolError("unknown peer", "LISTEN")
+        if not message.key.attempt:
+            self._coordination.on_listen(message, sender, now)
+        else:
+            fragment = self._keyed(message)
+            fragment.ear.on_listen(message, sender, fragment.member)
 
     def _on_result(self, message: wire.Result, sender: PeerId, now: float) -> None:
         fragment, attempt = self._keyed(message), message.key.attempt

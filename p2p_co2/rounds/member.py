@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer, large_buffer
 from p2p_co2.rounds import bounds
-from p2p_co2.rounds.assembly import LAST_PIECE_S, Assembly, pieces
+from p2p_co2.rounds.assembly import LAST_PIECE_S, pieces
 from p2p_co2.rounds.attempt import Attempt, check_duration, read_who_is_in
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer, ReduceJob
 from p2p_co2.rounds.exchange import Exchange, Joined
-from p2p_co2.rounds.owner import Arrivals, Contributors, PartJob, Room, list_contributors, send_mean
+from p2p_co2.rounds.listening import Audience
+from p2p_co2.rounds.owner import Arrivals, Contributors, PartJob, Room, send_mean
+from p2p_co2.rounds.part_state import PartState
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.bulk import with_data
 from p2p_co2.wire.identity import PeerId
@@ -27,7 +28,6 @@ from p2p_co2.wire.messages_pb2 import (
     AskOutcome,
     CellMean,
     CellPart,
-    Contributor,
     Mean,
     Outcome,
     Part,
@@ -42,28 +42,6 @@ ASKED_BESIDE = 3
 """Members that are asked for the outcome beside who decides: all asking all would be a thousand questions."""
 RESEND_S = 1.0
 """A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
-
-
-class _PartState:
-    """What a member knows of one part's mean. ``place``: where its bytes go, part of the whole mean."""
-
-    def __init__(self, owner: PeerId, generation: int, place: memoryview, due_at: float) -> None:
-        self.owner = owner
-        self.generation = generation
-        self.due_at = due_at
-        self.place = place
-        self.transfer = Assembly(len(place), place)
-        self.contributors: Contributors | None = None
-        self.mean: memoryview | None = None
-        self.digest = b""
-        self.listed: list[Contributor] = []
-        self.who = b""
-
-    def hold(self, contributors: Contributors, attempt: Attempt) -> None:
-        """The mean is in its place."""
-        self.mean, self.contributors = self.place, contributors
-        self.digest = digest(self.place)
-        self.listed, self.who = list_contributors(attempt, contributors)
 
 
 class Member:
@@ -97,13 +75,14 @@ class Member:
             means_due_at += 2 * attempt.council.sums_within_s
             self._decide_by_at += COUNCIL_GRACE_S
         self._parts = [
-            _PartState(owner, 0, self._slice(part, self._mean), means_due_at)
+            PartState(owner, 0, self._slice(part, self._mean), means_due_at)
             for part, owner in enumerate(attempt.owners)
         ]
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
         self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
+        self._audience = Audience(attempt)
 
     def start(self, now: float) -> None:
         """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""
@@ -183,7 +162,28 @@ class Member:
         state = self._parts[part]
         state.place[:] = mean
         state.hold(contributors, self.attempt)
+        self._play()
         self._check(now)
+
+    def listen(self, peer: PeerId) -> bool:
+        """A peer that is not in the round wants to hear the means of our parts; whether it will."""
+        has_joined = self._audience.joined(peer)
+        self._play()
+        return has_joined
+
+    def _play(self) -> None:
+        """Send our means to those who listen, when the members have been sent all of them."""
+        me = self._swarm.me
+        mine = [part for part, state in enumerate(self._parts) if (state.owner, state.generation) == (me, 0)]
+        for peer in self._audience.waiting(all(self._parts[part].mean is not None for part in mine)):
+            for part in mine:
+                mean, contributors = self._parts[part].mean, self._parts[part].contributors
+                assert mean is not None
+                assert contributors is not None
+                send_mean(
+                    self.attempt, part, 0, mean, contributors,
+                    swarm=self._swarm, outlet=self._outlet, to=(peer,),
+                )  # fmt: skip
 
     def sits_in(self, council: bytes) -> bool:
         """Whether our attempt is part of this council's."""
@@ -221,7 +221,7 @@ class Member:
 
     # ---- means
 
-    def _state(self, part: int, generation: int) -> _PartState:
+    def _state(self, part: int, generation: int) -> PartState:
         if part >= len(self._parts):
             raise RemoteProtocolError("wrong parts", f"part {part} of {len(self._parts)}")
         if generation > self._parts[part].generation:
@@ -275,7 +275,7 @@ class Member:
         """``parts_within_s`` 0: the new owner holds the mean and sends it again; else it needs our slice."""
         part, owner = message.part, PeerId(message.owner)
         old = self._parts[part]
-        new = _PartState(owner, message.generation, old.place, due_at)
+        new = PartState(owner, message.generation, old.place, due_at)
         self._parts[part] = new
         is_sent_again, is_mine = message.parts_within_s == 0, owner == self._swarm.me
         if is_sent_again and old.mean is not None and old.contributors is not None:
@@ -304,7 +304,7 @@ class Member:
                 self.means_at = now
                 self._tell(news, now)
 
-    def _is_lost(self, state: _PartState, now: float) -> bool:
+    def _is_lost(self, state: PartState, now: float) -> bool:
         return state.mean is None and (now >= state.due_at or not self._swarm.is_live(state.owner))
 
     def _result(self, lost: list[int]) -> Result:

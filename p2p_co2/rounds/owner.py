@@ -216,11 +216,11 @@ def list_contributors(attempt: Attempt, contributors: Contributors) -> tuple[lis
 
 def send_mean(
     attempt: Attempt, part: int, generation: int, mean: Buffer, contributors: Contributors, *,
-    swarm: Swarm, outlet: Outlet,
+    swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = (),
 ) -> None:  # fmt: skip
-    """The encoded mean of a part, in pieces, to all other members."""
+    """The encoded mean of a part, in pieces, to all other members, or ``to`` others."""
     listed, who = list_contributors(attempt, contributors)
-    others = [peer for peer in attempt.shares if peer != outlet.me]
+    others = to or [peer for peer in attempt.shares if peer != outlet.me]
     for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others, LAST_PIECE_S)):
         head = Mean(
             key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean),

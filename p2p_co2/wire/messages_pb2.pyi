@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind", "cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision", "cell_look", "cell_sight", "fetch", "manifest", "chunk", "refusal")
+    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind", "cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision", "cell_look", "cell_sight", "listen", "fetch", "manifest", "chunk", "refusal")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class Envelope(_message.Message):
     CELL_DECISION_FIELD_NUMBER: _ClassVar[int]
     CELL_LOOK_FIELD_NUMBER: _ClassVar[int]
     CELL_SIGHT_FIELD_NUMBER: _ClassVar[int]
+    LISTEN_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -61,11 +62,12 @@ class Envelope(_message.Message):
     cell_decision: CellDecision
     cell_look: CellLook
     cell_sight: CellSight
+    listen: Listen
     fetch: Fetch
     manifest: Manifest
     chunk: Chunk
     refusal: Refusal
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., cell_ready: _Optional[_Union[CellReady, _Mapping]] = ..., cell_waiting: _Optional[_Union[CellWaiting, _Mapping]] = ..., cell_begin: _Optional[_Union[CellBegin, _Mapping]] = ..., cell_part: _Optional[_Union[CellPart, _Mapping]] = ..., cell_mean: _Optional[_Union[CellMean, _Mapping]] = ..., cell_result: _Optional[_Union[CellResult, _Mapping]] = ..., cell_decision: _Optional[_Union[CellDecision, _Mapping]] = ..., cell_look: _Optional[_Union[CellLook, _Mapping]] = ..., cell_sight: _Optional[_Union[CellSight, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., cell_ready: _Optional[_Union[CellReady, _Mapping]] = ..., cell_waiting: _Optional[_Union[CellWaiting, _Mapping]] = ..., cell_begin: _Optional[_Union[CellBegin, _Mapping]] = ..., cell_part: _Optional[_Union[CellPart, _Mapping]] = ..., cell_mean: _Optional[_Union[CellMean, _Mapping]] = ..., cell_result: _Optional[_Union[CellResult, _Mapping]] = ..., cell_decision: _Optional[_Union[CellDecision, _Mapping]] = ..., cell_look: _Optional[_Union[CellLook, _Mapping]] = ..., cell_sight: _Optional[_Union[CellSight, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "sights", "settled", "heartbeat_s", "finished")
@@ -358,6 +360,14 @@ class AskOutcome(_message.Message):
     KEY_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ...) -> None: ...
+
+class Listen(_message.Message):
+    __slots__ = ("key", "state_digest")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    key: RoundKey
+    state_digest: bytes
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
 
 class Behind(_message.Message):
     __slots__ = ("fragment", "round", "version", "state_digest", "donors")

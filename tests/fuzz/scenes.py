@@ -18,7 +18,7 @@ from p2p_co2.node.receiving import OTHERS
 from p2p_co2.rounds.bounds import READY_CAP_S, ROUND_CAP_S
 from p2p_co2.rounds.gathering import behind_message
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Envelope
+from p2p_co2.wire.messages_pb2 import Envelope, Listen, RoundKey
 from tests.fuzz.bench import Bench, Together, envelope
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.world import make_identity
@@ -133,6 +133,11 @@ def examples() -> dict[str, tuple[bytes, ...]]:
     found["behind"] = {
         envelope(behind): None
     }  # these peers hear of each other's versions too soon to need it
+    digest, attempts = bytes(32), (b"", bytes(16))  # nor is any of them a moment late
+    found["listen"] = {
+        envelope(Listen(key=RoundKey(fragment=0, round=1, attempt=attempt), state_digest=digest)): None
+        for attempt in attempts
+    }
     return {kind: tuple(list(some)[:: max(1, len(some) // 8)]) for kind, some in sorted(found.items())}
 
 

@@ -1,0 +1,184 @@
+"""Peers that a round began without: they hear its means, cost the members nothing, and can do no harm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.profiles import LinkProfile
+from p2p_co2.rounds import Aborted, Began, Committed, OutcomeWithoutBytes, Overheard, PayloadShape
+from p2p_co2.rounds.bounds import MAX_LISTENERS, MEMBERS_PER_LISTENER
+from p2p_co2.rounds.swarm import coordination_order
+from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.telemetry.events import Event, FragmentApplied
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
+from tests.round_network import Network, make_identity
+
+# ---- a swarm whose rounds take most of the time
+
+
+def contributions(rounds: int, left_out: int, stall_s: float) -> dict[str, str]:
+    """Four peers on lines of 100 Mbit/s, 45 ms apart; each exchange of 8 MB takes about 2.0 s of a round of
+    2.5 s, and the replay of a round 1.5 s. One peer stands still as a round begins. By peer, a letter for
+    each round: x if it contributed, . if not."""
+    clock = ClockConfig(mode="time", round_s=2.5, rounds=rounds)
+    settings = Settings(
+        run=RunConfig(name="left-out", fragments=1, clock=clock), peers=4, seed=3, blocks=(64,),
+        real_bytes_per_block=8e6 / 64, step_s=0.0625, speed_spread=1.0, start_spread_s=0.1,
+        largest_skew_s=0.0, largest_drift=0.0,
+    )  # fmt: skip
+    swarm = Swarm(settings, EventLog(digests=False))
+    line = LinkProfile("line", 100_000_000, 100_000_000, 45.0, 0.0, 0.0, "open")
+    for volunteer in swarm.volunteers:
+        volunteer.profile = line
+    names = {volunteer.identity.peer_id: volunteer.name for volunteer in swarm.volunteers}
+    marks: dict[str, dict[int, str]] = {name: {} for name in names.values()}
+
+    def read(event: Event) -> None:
+        if isinstance(event, FragmentApplied):
+            marks[names[PeerId(event.peer)]][event.version] = "x" if event.contributed else "."
+
+    swarm.log.readers.append(read)
+    at = (left_out - 0.02) * 2.5
+    swarm.world.call_at(at, lambda: swarm.stall(1, swarm.world.now + stall_s))
+    result = swarm.run()
+    assert result.violations == []
+    assert len(set(result.digests.values())) == 1
+    return {name: "".join(of[version] for version in sorted(of)) for name, of in marks.items()}
+
+
+def test_a_peer_that_missed_a_round_is_not_behind_for_good() -> None:
+    """Its replay takes longer than the pause before the next round: it missed nine of twelve rounds."""
+    marks = contributions(rounds=12, left_out=4, stall_s=1.5)
+    left_out = marks.pop("peer-1")
+    assert set(marks.values()) == {"x" * len(left_out)}
+    assert "." in left_out
+    assert left_out.count(".") <= 3
+    assert left_out.endswith("xxxxx")
+
+
+# ---- one round
+
+
+def late_network(count: int = 4, **options: object) -> tuple[Network, PeerId]:
+    """All but one offer; that one's READY comes when the round has begun."""
+    net = Network(count, shape=PayloadShape(8, (4096,)), **options)  # type: ignore[arg-type]
+    late = coordination_order(net.names, 0, 1)[-1]
+    view = {name: net._view(name) for name in net.names}
+    others = {name: replace(view[name], versions=(0,)) for name in net.names}
+    del others[late]
+    for name in others:
+        net.peers[name].machine.set_peers(others, net.now)
+        net.pump(name)
+
+    def begun() -> bool:
+        return any(isinstance(event, Began) for _, event in net.events)
+
+    for name in others:
+        net.offer(name)
+    while not begun():
+        net.run(0.005)
+    net.tell_everybody()
+    return net, late
+
+
+def test_a_late_peer_has_the_mean_with_the_members_and_its_work_is_not_in_it() -> None:
+    net, late = late_network()
+    net.offer(late)
+    net.run_until_settled()
+    (heard,) = [event for name, event in net.events if name == late and isinstance(event, Overheard)]
+    committed = net.committed()
+    assert set(committed) == set(net.names) - {late}
+    for event in committed.values():
+        assert bytes(event.mean) == bytes(heard.mean)
+        assert all(peer != late for part in event.parts for peer, _ in part.contributors)
+    assert not [event for name, event in net.events if name == late and isinstance(event, Aborted)]
+    net.run(5.0)
+    assert {peer.states[0] for peer in net.peers.values()} == {net.peers[late].states[0]}
+    assert not net.refused
+
+
+def test_its_next_offer_is_in_the_next_round() -> None:
+    net, late = late_network()
+    net.offer(late)
+    net.run_until_settled()
+    net.tell_everybody()
+    net.offer_all(round_=2)
+    net.run_until_settled()
+    net.run(30.0)
+    assert late in net.committed(2)
+    assert all(net.committed(2)[late].contributed)
+
+
+def test_nobody_waits_for_one_that_listens_and_falls_silent() -> None:
+    net, late = late_network()
+    net.on_send = lambda source, to, message: not (to == late and isinstance(message, wire.Mean))
+    net.offer(late)
+    began_at = net.now
+    net.run(20.0)
+    assert set(net.committed()) == set(net.names) - {late}
+    ended = [event for name, event in net.events if name == late and isinstance(event, OutcomeWithoutBytes)]
+    assert ended  # what it could not hear it fetches
+    assert ended[-1].ends_offer
+    assert net.now - began_at == 20.0
+    assert net.peers[late].version == 1
+
+
+def test_means_that_are_not_what_was_committed_are_not_taken() -> None:
+    net, late = late_network()
+    liar = next(name for name in net.names if name != late)
+
+    def lie(source: PeerId, to: PeerId, message: object) -> bool:
+        if isinstance(message, wire.Mean) and (source, to) == (liar, late):
+            message.data = bytes(len(message.data))
+        return True
+
+    net.on_send = lie
+    net.offer(late)
+    net.run(60.0)
+    assert not [event for name, event in net.events if name == late and isinstance(event, Overheard)]
+    assert {peer.states[0] for peer in net.peers.values()} == {net.peers[late].states[0]}
+    assert net.peers[late].version == 1
+
+
+def test_an_owner_lets_few_listen_and_sends_to_each_once() -> None:
+    net, late = late_network(8)
+    net.offer(late)
+    net.run_until_settled()
+    sent = [
+        (source, message.part) for source, to, message in net.sent
+        if to == late and isinstance(message, wire.Mean) and not message.offset
+    ]  # fmt: skip
+    assert len(sent) == len(set(sent))
+    begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
+    owner = begin.parts[0].owner
+    for peer in range(100, 100 + 3 * MAX_LISTENERS):
+        stranger = make_identity(peer).peer_id
+        with pytest.raises(Exception, match="unknown peer"):
+            net.peers[PeerId(owner)].machine.receive(wire.Listen(key=begin.key), stranger, net.now)
+    assert max(1, 8 // MEMBERS_PER_LISTENER) <= MAX_LISTENERS
+
+
+def test_a_member_that_listens_gets_nothing_twice() -> None:
+    net = Network(3, shape=PayloadShape(8, (4096,)))
+
+    def listen(source: PeerId, to: PeerId, message: object) -> bool:
+        if isinstance(message, wire.Begin):
+            for owner in {part.owner for part in message.parts} - {to}:
+                net.peers[PeerId(owner)].machine.receive(wire.Listen(key=message.key), to, net.now)
+        return True
+
+    net.on_send = listen
+    net.offer_all()
+    net.run_until_settled()
+    assert set(net.committed()) == set(net.names)
+    assert all(isinstance(event, Committed) for event in net.endings().values())
+    means = [
+        (source, to, message.part, message.offset)
+        for source, to, message in net.sent
+        if isinstance(message, wire.Mean)
+    ]
+    assert len(means) == len(set(means))
