@@ -8,7 +8,10 @@ milliseconds of processor time per MB were measured, twenty times the zeroing. S
 - ``large_buffer`` uses its pages again, and takes 2 MiB pages where there are some, as torch's allocator does
   (asked in ``p2p_co2/__init__.py``);
 - ``return_large_blocks`` has all other blocks above ``LARGE_BYTES`` unmapped when they are freed, for the
-  whole run, and keeps up to ``KEPT_BYTES`` of an arena's free end, of which every message's buffers are made.
+  whole run, and keeps up to ``KEPT_BYTES`` of the arena's free end, where every message's buffers lie;
+- it also has all threads share one arena. A carrier allocates a message on one of a dozen threads and frees
+  it on another, so each thread's own arena came to hold its largest moment: 1.0 to 1.2 copies of 16 million
+  parameters, of which the messages under way at once were a tenth.
 
 glibc maps a block above its threshold (128 KiB at first) on its own and unmaps it when it is freed. But each
 such free raises the threshold to that block's size, up to 32 MiB; from then on blocks of that size come from
@@ -17,12 +20,14 @@ size on three threads, so it would keep copies of the parameters that nothing us
 (``benchmarks/memory.py``). Setting the threshold once also stops it from moving, and the free end that an
 arena keeps with it: without ``KEPT_BYTES`` that is 128 KiB, and every message faults its pages in anew.
 
-Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD; madvise(2), MADV_HUGEPAGE; the kernel's
-mm/page_reporting.c. Law: the process only; no effect on what tensors hold.
+Source: mallopt(3), M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX; madvise(2), MADV_HUGEPAGE; the
+kernel's mm/page_reporting.c. Law: the process only; no effect on what tensors hold.
 
-Price: between two rounds a process keeps as much as the largest of its rounds needed at once, never more. A
-block of another size costs the kernel's zeroing of its pages at each allocation, and an arena may keep
-``KEPT_BYTES`` that nothing uses. The threshold is for Linux with glibc; else only ``large_buffer`` counts.
+Price: between two rounds a process keeps as much as the largest of its last rounds needed at once
+(``FORGOTTEN_AFTER``), never more. A block of another size costs the kernel's zeroing of its pages at each
+allocation, the arena may keep ``KEPT_BYTES`` that nothing uses, and threads that allocate at the same moment
+wait for each other, but for the small blocks, which each thread caches. The settings are for Linux with
+glibc; else only ``large_buffer`` counts.
 """
 
 from __future__ import annotations
@@ -61,38 +66,48 @@ class Joined:
 LARGE_BYTES = 4 << 20
 """At least this large, a block is mapped on its own. Smaller ones, of which training makes many, stay with
 the arenas, which reuse them without the kernel."""
-KEPT_BYTES = 32 << 20
-"""Free bytes at the end of an arena that are not given back: the messages that are under way at once."""
+KEPT_BYTES = 8 << 20
+"""Free bytes at the end of the arena that are not given back: the messages that are under way at once."""
+ARENAS = 1
+FORGOTTEN_AFTER = 4
+"""How much is kept for large buffers is measured anew each time that so many times the bytes that are held
+have been asked for: some rounds."""
 HUGE_PAGE_BYTES = 2 << 20
 MOST_WASTE = 1.25
-"""Pages are used again for a buffer that is smaller by at most this factor, or would get as many."""
+"""Pages are used again for a buffer that is smaller by at most this factor."""
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
+_M_ARENA_MAX = -8
 
 
 def return_large_blocks() -> bool:
-    """Have blocks of ``LARGE_BYTES`` and more returned to the system when freed; True if the allocator took
-    it. May be called twice, best before a model is made."""
+    """Have blocks of ``LARGE_BYTES`` and more returned to the system when freed, and smaller ones of all
+    threads come from one place; True if the allocator took it. May be called twice, best before a model is
+    made and threads are started: they stay where they are."""
     if sys.platform != "linux":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none
     if mallopt is None:
         return False
-    return all([mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES), mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)])
+    settings = {_M_MMAP_THRESHOLD: LARGE_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES, _M_ARENA_MAX: ARENAS}
+    return all([mallopt(parameter, value) for parameter, value in settings.items()])
 
 
 class _Pool:
     """Pages of large buffers that nobody uses any more, for the next ones.
 
-    Law: what it holds, used and kept, is never more than was in use at one moment before: keeping raises no
-    peak. Any thread may ask, and give back at any moment, in a garbage collection inside ``take`` too.
+    Law: what it holds, used and kept, is never more than was in use at one moment before, and lately: keeping
+    raises no peak, and what only a peak needed (a state that was loaded) is returned some rounds later. Any
+    thread may ask, and give back at any moment, in a garbage collection inside ``take`` too.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._given_back: deque[mmap.mmap] = deque()
         self._kept: list[mmap.mmap] = []
-        self._used_bytes = self._most_bytes = 0
+        self._used_bytes = self._asked_bytes = 0
+        self._most_bytes = self._most_before_bytes = 0
+        """In use at one moment: since it was measured anew, and in the stretch before that."""
 
     @property
     def held_bytes(self) -> int:
@@ -104,15 +119,14 @@ class _Pool:
         """Writable memory that holds anything."""
         with self._lock:
             self._take_back()
-            largest = max(MOST_WASTE * size_bytes, _whole_bytes(size_bytes))
-            fitting = [pages for pages in self._kept if size_bytes <= len(pages) <= largest]
+            fitting = [pages for pages in self._kept if size_bytes <= len(pages) <= MOST_WASTE * size_bytes]
             if fitting:
                 pages = min(fitting, key=len)
                 self._kept.remove(pages)
             else:
                 pages = _mapped(size_bytes)
-                self._make_room(len(pages))
-            self._used_bytes += len(pages)
+            self._in_use(len(pages))
+            self._let_go()
         import numpy as np  # takes its time, and not every process has large buffers
 
         # Whatever looks into the pages keeps the array alive, and nobody else knows it.
@@ -126,18 +140,23 @@ class _Pool:
             self._used_bytes -= len(pages)
             self._kept.append(pages)
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Let go of what was kept for longest, as far as the law asks for it."""
-        self._most_bytes = max(self._most_bytes, self._used_bytes + size_bytes)
+    def _in_use(self, size_bytes: int) -> None:
+        self._used_bytes += size_bytes
+        self._asked_bytes += size_bytes
+        self._most_bytes = max(self._most_bytes, self._used_bytes)
+        if self._asked_bytes >= FORGOTTEN_AFTER * max(self._most_bytes, self._most_before_bytes):
+            self._most_before_bytes, self._most_bytes, self._asked_bytes = (
+                self._most_bytes,
+                self._used_bytes,
+                0,
+            )
+
+    def _let_go(self) -> None:
+        """Of what was kept for longest, as far as the law asks for it."""
+        allowed_bytes = max(self._most_bytes, self._most_before_bytes) - self._used_bytes
         kept_bytes = sum(map(len, self._kept))
-        while self._kept and self._used_bytes + kept_bytes + size_bytes > self._most_bytes:
+        while self._kept and kept_bytes > allowed_bytes:
             kept_bytes -= len(self._kept.pop(0))
-
-
-def _whole_bytes(size_bytes: int) -> int:
-    """How much is mapped for a buffer: the kernel aligns only lengths of whole huge pages."""
-    has_huge = hasattr(mmap, "MADV_HUGEPAGE")
-    return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if has_huge else size_bytes
 
 
 def _mapped(size_bytes: int) -> mmap.mmap:
@@ -145,7 +164,11 @@ def _mapped(size_bytes: int) -> mmap.mmap:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size_bytes)
     # Private: what ``mmap`` makes by default is shared, and most kernels give shared memory no huge pages.
-    pages = mmap.mmap(-1, _whole_bytes(size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # They align only lengths of whole huge pages; what is too much of that would count as held, and be used
+    # by buffers of other sizes.
+    whole_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    pages = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.resize(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
         pages.madvise(mmap.MADV_HUGEPAGE, 0, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return pages
@@ -160,3 +183,11 @@ def large_buffer(size_bytes: int) -> memoryview:
     if size_bytes < HUGE_PAGE_BYTES:
         return memoryview(bytearray(size_bytes))
     return _pool.take(size_bytes)
+
+
+def zeros(size_bytes: int) -> memoryview:
+    """``large_buffer`` with nothing in it, whatever its pages held before."""
+    buffer = large_buffer(size_bytes)
+    if size_bytes >= HUGE_PAGE_BYTES:
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)
+    return buffer

@@ -83,7 +83,7 @@ class Download:
         self._choose_at: float | None = None
         self._chosen: Manifest | None = None
         self._content: Content = b""
-        self._data = bytearray()
+        self._data = memoryview(bytearray())
         self._pending: deque[int] = deque()
         self._missing: set[int] = set()
         self._gave: dict[PeerId, int] = {}
@@ -328,7 +328,7 @@ class Download:
         self._missing = {
             chunk
             for chunk, digest in enumerate(manifest.chunk_digests)
-            if chunk_digest(memoryview(self._data)[chunk_at(chunk, self.total_bytes)]) != digest
+            if chunk_digest(self._data[chunk_at(chunk, self.total_bytes)]) != digest
         }
         self._kept = len(manifest.chunk_digests) - len(self._missing)
         self._pending = deque(sorted(self._missing))

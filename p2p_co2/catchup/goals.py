@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from p2p_co2.memory import Buffer
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 
@@ -62,7 +63,7 @@ class Fetched:
 
     goal: Goal
     version: int
-    data: bytes | bytearray
+    data: Buffer
     decision: Decision
     digest: bytes
     donors: tuple[PeerId, ...]

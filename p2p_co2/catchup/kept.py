@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from p2p_co2.memory import zeros
 from p2p_co2.wire.messages_pb2 import Manifest
 
 
@@ -20,7 +21,7 @@ class Store(Protocol):
         """The version of a fragment's state (``total_bytes`` long) of which there are chunks; 0 if there are
         none."""
 
-    def buffer(self, manifest: Manifest) -> bytearray:
+    def buffer(self, manifest: Manifest) -> memoryview:
         """Memory for what a checked manifest promises, with what was kept of it in its place."""
 
     def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
@@ -33,8 +34,8 @@ class NothingKept:
     def held_version(self, fragment: int, total_bytes: int) -> int:
         return 0
 
-    def buffer(self, manifest: Manifest) -> bytearray:
-        return bytearray(manifest.total_bytes)
+    def buffer(self, manifest: Manifest) -> memoryview:
+        return zeros(manifest.total_bytes)
 
     def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
         return

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.memory import Joined
+from p2p_co2.memory import Buffer, Joined
 from p2p_co2.outer import MOVED_NORMS_KEPT, OuterState
 
 _MAGIC = b"p2pco2s\x01"
@@ -60,9 +60,9 @@ def swarm_digest(digests: Sequence[bytes]) -> bytes:
     return hashlib.sha256(b"p2p-co2 swarm\0" + struct.pack("<Q", len(digests)) + b"".join(digests)).digest()
 
 
-def state_from_bytes(data: bytes | bytearray, numel: int) -> OuterState:
-    """Read what ``state_bytes`` wrote for a fragment of ``numel`` elements. A ``bytearray`` becomes the
-    memory of the state's tensors: it is theirs from now on.
+def state_from_bytes(data: Buffer, numel: int) -> OuterState:
+    """Read what ``state_bytes`` wrote for a fragment of ``numel`` elements. If it can be written to, it
+    becomes the memory of the state's tensors: it is theirs from now on.
 
     Raises ``RemoteProtocolError`` unless ``data`` is exactly that: right size, finite everywhere, canonical.
     """
@@ -73,10 +73,10 @@ def state_from_bytes(data: bytes | bytearray, numel: int) -> OuterState:
     return state_from_header(data[: _HEADER.size], params, momentum)
 
 
-def tensor_from_bytes(data: bytes | bytearray, start: int, numel: int) -> Tensor:
+def tensor_from_bytes(data: Buffer, start: int, numel: int) -> Tensor:
     """``numel`` little-endian fp32 values at ``start``: a copy of them, or if ``data`` can be written to, its
     own memory."""
-    if isinstance(data, bytearray) and sys.byteorder == "little" and numel:
+    if not memoryview(data).readonly and sys.byteorder == "little" and numel:
         return torch.frombuffer(data, dtype=torch.float32, count=numel, offset=start)
     return torch.from_numpy(np.frombuffer(data, "<f4", numel, start).astype(np.float32, copy=True))
 
@@ -89,7 +89,7 @@ def header_bytes(state: OuterState) -> bytes:
     )
 
 
-def state_from_header(header: bytes | bytearray, params: Tensor, momentum: Tensor) -> OuterState:
+def state_from_header(header: Buffer, params: Tensor, momentum: Tensor) -> OuterState:
     """A state from ``header_bytes`` and its tensors (fp32 [numel]); raises ``RemoteProtocolError`` as
     ``state_from_bytes``."""
     if len(header) != _HEADER.size:

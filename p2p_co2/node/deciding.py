@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import chunk_at, chunk_count, chunk_digest
 from p2p_co2.errors import TransportError
+from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean, weights_of
 from p2p_co2.rounds import (
     Aborted,
@@ -158,7 +159,7 @@ class Deciding:
         self._node.pump()
         return moved
 
-    async def adopt(self, fragment: int, data: bytes | bytearray, agreed: AgreedVersion) -> None:
+    async def adopt(self, fragment: int, data: Buffer, agreed: AgreedVersion) -> None:
         """Take over a donor's state; errors as ``Ledger.adopt``. Our own state changes nothing: an offer that
         is open goes on, and the tensor side must not take it for ended."""
         if agreed == self._node.agreed[fragment]:

@@ -19,6 +19,7 @@ import re
 import shutil
 from pathlib import Path
 
+from p2p_co2.memory import zeros
 from p2p_co2.wire.messages_pb2 import Manifest
 
 _NAME = re.compile(r"fragment-(\d{1,6})-version-(\d{1,16})\.part")
@@ -37,13 +38,13 @@ class KeptChunks:
         ]
         return 0 if self._ended else max(versions, default=0)
 
-    def buffer(self, manifest: Manifest) -> bytearray:
-        path, data = self._path(manifest), bytearray(manifest.total_bytes)
+    def buffer(self, manifest: Manifest) -> memoryview:
+        path, data = self._path(manifest), zeros(manifest.total_bytes)
         if not self._ended and _size_bytes(path) == manifest.total_bytes:
             with contextlib.suppress(OSError), path.open("rb") as file:  # then it is loaded again
                 if file.readinto(data) == manifest.total_bytes:
                     return data
-                data = bytearray(manifest.total_bytes)
+                data = zeros(manifest.total_bytes)
         self._begin(manifest)
         return data
 

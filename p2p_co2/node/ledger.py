@@ -94,7 +94,7 @@ class Ledger(Protocol):
     async def adopt(
         self,
         fragment: int,
-        data: bytes | bytearray,
+        data: Buffer,
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
     ) -> AgreedVersion:

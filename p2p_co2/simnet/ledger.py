@@ -205,7 +205,7 @@ class CountingLedger:
     async def adopt(
         self,
         fragment: int,
-        data: bytes | bytearray,
+        data: Buffer,
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
     ) -> AgreedVersion:
@@ -262,7 +262,7 @@ class CountingLedger:
     def _adopt(
         self,
         fragment: int,
-        data: bytes | bytearray,
+        data: Buffer,
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None,
     ) -> AgreedVersion:

@@ -30,6 +30,7 @@ from p2p_co2.checkpoint import Values
 from p2p_co2.codec import Codec
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
@@ -247,7 +248,7 @@ class FragmentLedger:
         self._in_flight, self._withdrawn = None, mine
         if not self._delayed:
             return True, None
-        addend = torch.empty_like(self.state.params)
+        addend = large_tensor(self.state.params.numel())
         for at in self._pieces():
             torch.neg(mine.gradient[at], out=addend[at])
         return True, Merge(1.0, addend)
@@ -316,7 +317,7 @@ class FragmentLedger:
 
     def _rebased_on(self, state: OuterState) -> Tensor:
         """The whole of ``_rebase_on``, in the old parameters' memory if nothing needs them any more."""
-        addend = torch.empty_like(state.params) if self._is_held else self.state.params
+        addend = large_tensor(state.params.numel()) if self._is_held else self.state.params
         rebase = self._rebase_on(state)
         for at in self._pieces():
             addend[at] = rebase.addend(at)
@@ -386,7 +387,7 @@ class FragmentLedger:
         # later offer for the same round held that work too, and comes to nothing.
         is_late = mine is not self._in_flight
         later = self._in_flight.gradient if is_late and self._in_flight is not None else None
-        addend = torch.empty_like(self.state.params)
+        addend = large_tensor(self.state.params.numel())
         for at in self._pieces():
             gradient = mine.gradient[at]
             lost = outer.lost_work_of(gradient, [within(part, at) for part in missed])

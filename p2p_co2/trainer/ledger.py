@@ -230,7 +230,7 @@ class TensorLedger:
     async def adopt(
         self,
         fragment: int,
-        data: bytes | bytearray,
+        data: Buffer,
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
     ) -> AgreedVersion:
