@@ -276,6 +276,19 @@ def test_a_step_takes_the_old_memory_but_never_what_was_lent(codec: str) -> None
     assert peer.ledger.state.momentum.data_ptr() != lent.momentum.data_ptr()
 
 
+def test_loans_that_are_over_are_forgotten_where_nothing_commits() -> None:
+    peer = Simulated("a", run_config(OuterConfig(), "int4"), torch.zeros(BLOCK))
+    first = Loan()
+    peer.ledger.lend(first)
+    for _ in range(5):
+        peer.ledger.lend(loan := Loan())
+        loan.end()
+    assert peer.ledger._is_held
+    assert len(peer.ledger._loans) <= 2
+    first.end()
+    assert not peer.ledger._is_held
+
+
 def test_a_lent_residual_stays_although_a_round_without_us_moved_the_state() -> None:
     """A checkpoint that takes longer than two rounds holds the residual of its moment."""
     peer = Simulated("a", run_config(codec="int4", feedback=True), torch.zeros(BLOCK))
