@@ -3,7 +3,8 @@ its way to it is not thrown away either.
 
 Law: it waits as long as pieces keep coming and their owners live, at most ``bounds.COMPLETE_DEADLINES`` times
 as long as owners waited for slices, and then says so: the bytes are fetched from donors instead. So an owner
-that sends its mean a drop at a time keeps nobody from the swarm's next versions.
+that sends its mean a drop at a time keeps nobody from the swarm's next versions. Who only listened is less
+patient.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Completing:
         self._member, self._swarm = member, swarm
         self._patience_s = max(bounds.GRACE_S, member.attempt.parts_within_s)
         patience_s = max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * member.attempt.parts_within_s)
+        if isinstance(member, Listening):
+            self._patience_s, patience_s = bounds.GRACE_S, member.patience_s(now)
         self._give_up_at = now + min(patience_s, swarm.shape.round_cap_s)
         self.came(now)
 

@@ -84,6 +84,11 @@ class Listening:
         fits = all(have in (b"", p.digest) for have, p in zip(self._digests, outcome.parts, strict=True))
         return fits and all(map(self._swarm.is_live, missing))
 
+    def patience_s(self, now: float) -> float:
+        """How long means may go on coming after the decision: as long again as it was waited for. Donors have
+        them as well, and an owner that promised and sends a drop at a time keeps nobody from those."""
+        return max(bounds.GRACE_S, now - self._began_at)
+
     def overheard(self, decision: Decision, outcome: Outcome, now: float) -> Overheard | None:
         """The round, once all means are here and are what was committed."""
         if self._digests != [part.digest for part in outcome.parts]:
