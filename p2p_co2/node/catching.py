@@ -2,8 +2,9 @@
 state.
 
 Law: what is adopted is what the peers that this one hears agree on, by digest, as far as they can be asked; a
-state that a majority contradicts is refused and its donor counted. Replay is preferred, since it knows
-whether this peer's own work is in the missed means.
+state that a majority contradicts is refused and its donor counted, and one beyond what at least half say that
+they have is not loaded: a commit or a BEHIND of one liar, and a state of its own, were enough. Replay is
+preferred, since it knows whether this peer's own work is in the missed means.
 """
 
 from __future__ import annotations
@@ -239,6 +240,9 @@ class Catching:
             goal = Goal(STATE, fragment, version, split_donors(far, fragment), digest, version)
         elif not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
+        elif version > self.majority.swarm_version(fragment):
+            self._give_up(fragment, f"only few have a state of version {version}")
+            return
         else:
             # A state a little older will do, where donors are giving that one: the rounds since are replayed.
             oldest = version if whole else max(current + 1, version - rounds // 2)
@@ -263,6 +267,10 @@ class Catching:
         if event.goal.what == ROUND and event.goal.donors and fragment in self._targets.keys() - self._last:
             self._fetch_next(fragment, whole=True)
             return
+        self._give_up(fragment, event.reason)
+
+    def _give_up(self, fragment: int, reason: str) -> None:
+        """What is wanted is nowhere to be had, or only of few: heartbeats will tell where most are."""
         target, by_few = self._targets.get(fragment), fragment in self._last
         self._drop_target(fragment)
         if target is not None:
@@ -272,7 +280,7 @@ class Catching:
         self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
         if not by_few:  # else one peer's word would end an offer that the others are making a round of
             self._node.give_up_offer(fragment)
-        self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {event.reason}")
+        self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
 
     async def _take_round(self, event: Fetched) -> None:
         fragment = event.goal.fragment

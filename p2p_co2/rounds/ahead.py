@@ -21,12 +21,14 @@ class Ahead:
         self._swarm, self._outlet = swarm, outlet
         self._told_version = -1
         self._told_by: PeerId | None = None
+        self._sent_by: PeerId | None = None
+        """The coordinator that said so instead of making a round; the other has signed a commit."""
         self.waiting: Outcome | None = None
         """Seen while our offer was open."""
 
-    def told(self, version: int) -> None:
+    def told(self, version: int, coordinator: PeerId) -> None:
         """A coordinator sent us after ``version``."""
-        self._told_version, self._told_by = version, None
+        self._told_version, self._told_by, self._sent_by = version, None, coordinator
 
     def hear(self, outcome: Outcome, offer: Offer | None) -> None:
         """A commit of a round that does not follow our state. ``offer``: the one that is open."""
@@ -48,6 +50,7 @@ class Ahead:
     def tell(self, outcome: Outcome, ends_offer: bool) -> None:
         """Have the node go after the state before ``outcome``."""
         self._told_version, self._told_by = outcome.key.round - 1, PeerId(outcome.decided_by)
+        self._sent_by = None
         donors = tuple(PeerId(member.peer) for member in outcome.members if member.peer != self._swarm.me)
         fragment, version, digest = outcome.key.fragment, outcome.key.round - 1, outcome.state_digest
         self._outlet.emit(FellBehind(fragment, version, digest, donors, ends_offer))
@@ -55,6 +58,10 @@ class Ahead:
     def came_to_nothing(self, version: int) -> PeerId | None:
         """Nobody has a state of ``version`` or later: who sent us after it by a commit of its own."""
         return self._told_by if self._told_version == version else None
+
+    def sent_to_nothing(self, version: int) -> PeerId | None:
+        """The same: which coordinator sent us after it."""
+        return self._sent_by if self._told_version == version else None
 
 
 def farthest_version(swarm: Swarm, fragment: int) -> int:

@@ -38,7 +38,9 @@ class Judging:
     def came_to_nothing(self, round_: int, now: float) -> None:
         """Nobody holds what we were told of ``round_``: go on as if it had not been."""
         why = f"nobody holds what it told of round {round_} of fragment {self._fragment}"
-        told = self._ahead.came_to_nothing(round_)
+        told, sent = self._ahead.came_to_nothing(round_), self._ahead.sent_to_nothing(round_)
+        if sent is not None:  # it would say so for ever, and who coordinates a round is who is asked again
+            self._swarm.spoilt(sent, f"nobody holds the version {round_} that it sent us after", now)
         self._forget(round_, why, now, [] if told is None else [told])
 
     def _forget(
