@@ -17,17 +17,19 @@ from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from tests.round_network import Network, make_identity
 
+ROUND_S = 3.0
+
 # ---- a swarm whose rounds take most of the time
 
 
 def contributions(rounds: int, left_out: int, stall_s: float) -> dict[str, str]:
     """Four peers on lines of 100 Mbit/s, 45 ms apart; each exchange of 8 MB takes about 2.0 s of a round of
-    2.5 s, and the replay of a round 1.5 s. One peer stands still as a round begins. By peer, a letter for
+    3.0 s, and the replay of a round 1.5 s. One peer stands still as a round begins. By peer, a letter for
     each round: x if it contributed, . if not."""
-    clock = ClockConfig(mode="time", round_s=2.5, rounds=rounds)
+    clock = ClockConfig(mode="time", round_s=ROUND_S, rounds=rounds)
     settings = Settings(
         run=RunConfig(name="left-out", fragments=1, clock=clock), peers=4, seed=3, blocks=(64,),
-        real_bytes_per_block=8e6 / 64, step_s=0.0625, speed_spread=1.0, start_spread_s=0.1,
+        real_bytes_per_block=8e6 / 64, step_s=0.075, speed_spread=1.0, start_spread_s=0.1,
         largest_skew_s=0.0, largest_drift=0.0,
     )  # fmt: skip
     swarm = Swarm(settings, EventLog(digests=False))
@@ -42,7 +44,7 @@ def contributions(rounds: int, left_out: int, stall_s: float) -> dict[str, str]:
             marks[names[PeerId(event.peer)]][event.version] = "x" if event.contributed else "."
 
     swarm.log.readers.append(read)
-    at = (left_out - 0.02) * 2.5
+    at = (left_out - 0.02) * ROUND_S
     swarm.world.call_at(at, lambda: swarm.stall(1, swarm.world.now + stall_s))
     result = swarm.run()
     assert result.violations == []
@@ -51,12 +53,12 @@ def contributions(rounds: int, left_out: int, stall_s: float) -> dict[str, str]:
 
 
 def test_a_peer_that_missed_a_round_is_not_behind_for_good() -> None:
-    """Its replay takes longer than the pause before the next round: it missed nine of twelve rounds."""
-    marks = contributions(rounds=12, left_out=4, stall_s=1.5)
+    """Its replay takes longer than the pause before the next round: it missed all but the last after that."""
+    marks = contributions(rounds=12, left_out=4, stall_s=1.8)
     left_out = marks.pop("peer-1")
     assert set(marks.values()) == {"x" * len(left_out)}
     assert "." in left_out
-    assert left_out.count(".") <= 3
+    assert left_out.count(".") <= 2
     assert left_out.endswith("xxxxx")
 
 
