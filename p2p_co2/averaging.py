@@ -25,7 +25,7 @@ from torch import Tensor
 from p2p_co2.codec import Codec
 from p2p_co2.codec.base import CHUNK_BLOCKS, LARGEST
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.memory import Buffer
+from p2p_co2.memory import Buffer, large_buffer
 
 
 class HostileSlice(Exception):
@@ -58,7 +58,7 @@ def admit(codec: Codec, payload: Buffer, blocks: int) -> Tensor:
 
 def mean_of_parts(
     codec: Codec, parts: Sequence[tuple[str, float, Buffer]], into: Codec | None = None
-) -> bytearray:
+) -> memoryview:
     """The encoded weighted mean of slices: (peer, weight, payload slice) each, in any order.
 
     Weights are positive (tokens); all slices have the same number of whole blocks. Slices are checked as
@@ -71,14 +71,14 @@ def mean_of_parts(
     peers, views, shares = _in_order(codec, parts)
     size, step = len(views[0]), CHUNK_BLOCKS * codec.block_bytes
     if not size:
-        return bytearray()
+        return memoryview(b"")
     into = into or codec
 
     def place(at_bytes: int) -> int:
         values = at_bytes // codec.block_bytes * codec.block_values
         return values // into.block_values * into.block_bytes
 
-    result = bytearray(place(size))
+    result = large_buffer(place(size))
     encoded = torch.frombuffer(result, dtype=torch.uint8)
     found = codec.mean(views, shares, size // codec.block_bytes, encoded) if into is codec else None
     if found is not None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from p2p_co2 import memory
 from p2p_co2.averaging import admit, mean_of_parts
 from p2p_co2.codec import get_codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
@@ -140,9 +141,8 @@ def test_the_parts_are_the_whole(name: CodecName) -> None:
 
     def mean(start: int, stop: int) -> bytes:
         edges = slice(start * codec.block_bytes, stop * codec.block_bytes)
-        return mean_of_parts(
-            codec, [(str(index), weights[index], memoryview(payloads[index])[edges]) for index in range(2)]
-        )
+        slices = [(str(index), weights[index], memoryview(payloads[index])[edges]) for index in range(2)]
+        return bytes(mean_of_parts(codec, slices))
 
     assert mean(0, 3) + mean(3, CHUNK_BLOCKS) + mean(CHUNK_BLOCKS, blocks) == mean(0, blocks)
 
@@ -201,3 +201,14 @@ def test_impossible_parts_are_a_bug_here() -> None:
     for parts in impossible:
         with pytest.raises(LocalProtocolError):
             mean_of_parts(codec, parts)
+
+
+def test_a_large_mean_is_in_pages_that_are_used_again() -> None:
+    codec, payload = get_codec("fp32"), bytes(2 * memory.HUGE_PAGE_BYTES)
+    before_bytes = memory._pool.held_bytes
+    for _ in range(6):
+        mean = mean_of_parts(codec, [("a", 1.0, payload), ("b", 1.0, payload)])
+        assert len(mean) == len(payload)
+        assert not any(mean[:: 64 << 10])
+        assert memory._pool.held_bytes <= before_bytes + 2 * len(payload)
+    assert memory._pool._used_bytes >= len(payload)

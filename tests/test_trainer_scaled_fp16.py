@@ -289,6 +289,21 @@ def test_loans_that_are_over_are_forgotten_where_nothing_commits() -> None:
     assert not peer.ledger._is_held
 
 
+def test_a_step_beside_a_lent_state_takes_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint under way must not take fresh pages, round after round."""
+    given: list[Tensor] = []
+
+    def new(numel: int) -> Tensor:
+        given.append(torch.empty(numel))
+        return given[-1]
+
+    monkeypatch.setattr(fragment_ledger, "large_tensor", new)
+    peer = Simulated("a", run_config(OuterConfig(), "int4"), torch.zeros(BLOCK))
+    peer.ledger.lend()
+    peer.commit(peer.offer(), [PartWeights(0, 1, {"a": 1.0})])
+    assert peer.ledger.state.momentum.data_ptr() in {one.data_ptr() for one in given}
+
+
 def test_a_lent_residual_stays_although_a_round_without_us_moved_the_state() -> None:
     """A checkpoint that takes longer than two rounds holds the residual of its moment."""
     peer = Simulated("a", run_config(codec="int4", feedback=True), torch.zeros(BLOCK))

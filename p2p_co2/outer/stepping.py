@@ -8,6 +8,7 @@ stay in the cache: fresh pages of memory cost more than the arithmetic.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ def step(
     base_version: int,
     out: Tensor | None = None,
     consume: bool = False,
+    new: Callable[[int], Tensor] = torch.empty,
 ) -> tuple[OuterState, StepReport]:
     """Apply the committed mean outer gradient of one round.
 
@@ -59,6 +61,7 @@ def step(
     most ``state.version``; the difference is the staleness. ``out``: memory for the new parameters, fp32 [n];
     it may be ``mean`` itself, whose values are lost then, whatever happens. ``consume``: nobody else holds
     ``state``, so the new momentum may take the old one's memory, which it does if the step cannot fail.
+    ``new``: gives all other memory, by its number of values.
 
     Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32: every peer
     that holds the same bits refuses alike, and the state stays. Raises ``LocalProtocolError`` for a wrong
@@ -73,8 +76,8 @@ def step(
     if state.mean_square > 0.0:
         mean_square = _MEAN_SQUARE_DECAY * state.mean_square + (1.0 - _MEAN_SQUARE_DECAY) * mean_square
     consume = consume and _cannot_fail(config, state, mean, 1.0 / gap)
-    momentum = state.momentum if consume else torch.empty_like(state.momentum)
-    params = torch.empty_like(state.params) if out is None else out
+    momentum = state.momentum if consume else new(mean.numel())
+    params = new(mean.numel()) if out is None else out
     done = _change_of(
         config, state.momentum, mean, 1.0 / gap, _clip_bound(config, mean_square), momentum, params
     )

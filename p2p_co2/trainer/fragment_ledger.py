@@ -209,8 +209,9 @@ class FragmentLedger:
         self._hold_offset()
         try:
             new, report = outer.step(
-                self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_held
-            )
+                self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_held,
+                large_tensor,
+            )  # fmt: skip
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
