@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links, _Lane
+from p2p_co2.node.lanes import Lane
+from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
 from p2p_co2.node.meter import (
     DRAINED_BYTES,
     FAST_BYTES_PER_S,
@@ -36,6 +37,7 @@ class FakeLink:
         self._carrier, self.peer, self.carrier, self.way = carrier, peer, carrier.name, carrier.way
         self.acknowledged: Acknowledged | None = None
         self.is_far, self.gate = carrier.is_far, carrier.gate
+        self.queued_s = 0.0
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def send(self, data: bytes) -> None:
@@ -428,31 +430,6 @@ async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(
         assert grpc.sent[2:] == [b"control"]
 
 
-async def test_a_link_is_as_fast_as_its_turns_and_time_without_bulk_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hands = Hands()
-    monkeypatch.setattr("p2p_co2.node.links.time", hands)
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc, known=(B, C)) as (links, _):
-        grpc.is_far = True
-        links._meter.bytes_per_s = 1e5  # so 1.2e5 for both, and the carrier takes all at once
-        for _ in range(2):
-            hands.now += 100.0  # with nothing to carry
-            for peer in (B, C):
-                for _ in range(8):
-                    links.post(peer, bytes(12_000), bulk=True)
-            for _ in range(200):
-                await turns(5)
-                links._lanes[B].wake.set()
-                links._lanes[C].wake.set()
-                hands.now += 0.01
-        assert len(grpc.sent) == 32
-        # Of each burst two go at once (``LATE_S``), the others in turns of 0.1 s, the last one of C's.
-        assert [links.traffic[peer].bulk_bytes for peer in (B, C)] == [16 * 12_000] * 2
-        assert [links.traffic[peer].bulk_s for peer in (B, C)] == pytest.approx([2 * 1.1, 2 * 1.4], abs=0.05)
-
-
 async def test_who_loads_a_state_over_a_far_way_takes_no_turns_from_the_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -481,7 +458,7 @@ async def test_turns_never_hold_a_line_that_was_measured_low_for_long(
     far.is_far = True
     async with links_over(far) as (links, _):
         links._meter._seen[B], links._meter.bytes_per_s = ((low,), clock.now), low
-        lane = _Lane(link=FakeLink(far, B))
+        lane = Lane(link=FakeLink(far, B))
         for _ in range(50):
             for _ in range(4 * MAX_DATA_BYTES // size_bytes):
                 lane.bulk.append(bytes(size_bytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from p2p_co2.node.links import BESIDE_BYTES, LinkObserver, Links
 from p2p_co2.transport import send_buffer
 from p2p_co2.transport.admission import Admission
 from p2p_co2.transport.base import Link
-from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier, how_it_ended
+from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier, GrpcLink, how_it_ended
 from p2p_co2.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendBuffer
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.wire.identity import Identity, PeerId
@@ -170,6 +171,35 @@ async def test_a_link_leaves_little_unsent_in_the_kernel(
                     assert UNSENT_BYTES not in bounds
             await link.close()
     assert send_buffer.keep_little_unsent("127.0.0.1", 9) == 0  # nobody is connected there
+
+
+def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -> None:
+    info = struct.Struct("B67xI76xI")
+    assert send_buffer._waits_s(info.pack(1, 90_000, 40_000)) == 0.05
+    assert send_buffer._waits_s(info.pack(1, 40_000, 90_000)) == 0.0
+    assert send_buffer._waits_s(info.pack(7, 90_000, 40_000)) == 0.0  # closed
+    assert send_buffer._waits_s(info.pack(1, 90_000, 40_000)[:120]) == 0.0  # an old kernel does not say
+
+
+async def test_what_waits_before_a_link_is_what_the_kernel_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send_buffer, "NEAR_S", 0.0)
+    async with open_pair("grpc", tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        assert isinstance(link, GrpcLink)
+        assert link.send_buffer is not None
+        ((name, inode),) = link.send_buffer._files
+        assert os.readlink(f"/proc/self/fd/{name}") == f"socket:[{inode}]"
+        told = struct.Struct("B147xI")
+        monkeypatch.setattr(send_buffer, "_waits_s", lambda info: 0.03 if told.unpack(info) > (1, 0) else 0.0)
+        assert link.queued_s == 0.03  # it is established, and has a shortest round trip
+        open_files = len(os.listdir("/proc/self/fd"))
+        assert [link.queued_s for _ in range(20)] == [0.03] * 20
+        assert len(os.listdir("/proc/self/fd")) == open_files  # looking leaves nothing open
+        link.send_buffer._files = [(name, inode + 1)]  # as if another file had taken the descriptor
+        assert link.queued_s == 0.0
+        await link.close()
 
 
 async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(

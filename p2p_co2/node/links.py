@@ -17,8 +17,7 @@ TCP over a far way stands still for a third of a second now and then (a packet t
 measures the way every 10 s), and a round waits for the slowest of all its lanes. So a lane with much to carry
 has two connections, and what the one cannot take the other does. And lanes that share a line do not share it
 evenly: TCP gives some twice what others get, and the last lane of three goes on alone for half a second, at
-the rate it has learned. So bulk over far ways leaves here at little more than the line's own rate, lane after
-lane: no connection has to fight for its share, and each knows the whole line.
+the rate it has learned. So bulk over far ways takes turns on the line (``lanes``).
 
 Law: all that leaves this machine for a peer leaves through ``post``.
 """
@@ -27,14 +26,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.node.meter import LinePace, Pace, UploadMeter
+from p2p_co2.node.lanes import Lane, LineTurns, Message
+from p2p_co2.node.meter import Pace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link
 from p2p_co2.wire.identity import PeerId
@@ -78,41 +76,6 @@ class LinkTraffic:
     bulk_s: float = 0.0
 
 
-class _Message(NamedTuple):
-    """Bulk on its way to a peer that says what it has."""
-
-    end_bytes: int
-    """What it will have when this is there."""
-    size_bytes: int
-
-
-@dataclass
-class _Lane:
-    control: deque[bytes] = field(default_factory=deque)
-    bulk: deque[bytes] = field(default_factory=deque)
-    bulk_bytes: int = 0
-    pace: Pace = field(default_factory=Pace)
-    turn_at: float | None = None
-    """When the first bulk message may go, as far as it has asked for its turns."""
-    asked_cap: bool = False
-    """Whether it has its turn of our own cap, after that of the receiver's rate."""
-    asked_line: bool = False
-    """Whether it has its turn on our line, after that, or needs none."""
-    under_way: deque[_Message] = field(default_factory=deque)
-    carrying: int = 0
-    """Bulk messages that are being sent."""
-    counted_until: float = 0.0
-    """When the last bulk message was there, or bulk began to wait where there was none before."""
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    link: Link | None = None
-    task: asyncio.Task[None] | None = None
-    grpc_failed_at: float = -1e9
-    beside: asyncio.Task[None] | None = None
-    """Carries bulk over a second connection."""
-    wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
-    beside_failed_at: float = -1e9
-
-
 class Links:
     """All outgoing links of this process. ``upload_cap_bytes_per_s`` 0 means no cap."""
 
@@ -130,9 +93,9 @@ class Links:
         self._tasks = tasks
         self._meter = UploadMeter()
         self._cap = Pace(upload_cap_bytes_per_s)
-        self._line = LinePace()
         self._paces: Mapping[PeerId, float] = {}
-        self._lanes: dict[PeerId, _Lane] = {}
+        self._lanes: dict[PeerId, Lane] = {}
+        self._turns = LineTurns(self._lanes, self._meter)
         self._used: dict[str, str] = {}
         self._queued_bytes = 0
         self.up_bytes = 0
@@ -155,7 +118,7 @@ class Links:
         if lane is None:
             if len(self._lanes) >= MAX_LANES:
                 return False
-            lane = self._lanes[peer] = _Lane()
+            lane = self._lanes[peer] = Lane()
         if bulk:
             if not lane.bulk and not lane.carrying:
                 lane.counted_until = time.monotonic()
@@ -177,7 +140,7 @@ class Links:
             lane.beside = self._tasks.create_task(self._carry_beside(peer, lane), name=f"beside {peer[-6:]}")
         return True
 
-    def _wants_company(self, lane: _Lane) -> bool:
+    def _wants_company(self, lane: Lane) -> bool:
         """Whether a second connection would help: each of a far way's stands still now and then, for a lost
         packet or to measure the way, and the line with it."""
         if lane.link is None or not lane.link.is_far or lane.bulk_bytes < BESIDE_BYTES:
@@ -185,7 +148,7 @@ class Links:
         is_there = lane.beside is not None and not lane.beside.done()
         return not is_there and time.monotonic() - lane.beside_failed_at > RETRY_DIRECT_S
 
-    def _make_room(self, lane: _Lane, size_bytes: int) -> bool:
+    def _make_room(self, lane: Lane, size_bytes: int) -> bool:
         """Drop the oldest bulk of ``lane`` as far as it takes for ``size_bytes`` more."""
         while lane.bulk_bytes + size_bytes > MAX_QUEUED_BYTES - self._queued_bytes - size_bytes:
             if not lane.bulk:
@@ -217,7 +180,7 @@ class Links:
         self._lanes.clear()
         await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
 
-    async def _serve(self, peer: PeerId, lane: _Lane) -> None:
+    async def _serve(self, peer: PeerId, lane: Lane) -> None:
         """One lane's task: lives while there is something to send or an open link to watch."""
         while True:
             if lane.link is None and not await self._open(peer, lane):
@@ -231,7 +194,7 @@ class Links:
                 self._give_up(peer, lane)
                 self._observer.lost(peer, carrier, str(error))
 
-    async def _open(self, peer: PeerId, lane: _Lane) -> bool:
+    async def _open(self, peer: PeerId, lane: Lane) -> bool:
         record = await self._find_record(peer, False)
         reasons: list[str] = []
         for carrier in self._carriers if record is not None else ():
@@ -274,7 +237,7 @@ class Links:
                 raise
             return await carrier.connect(newer)
 
-    async def _send_until_idle(self, peer: PeerId, lane: _Lane, link: Link) -> None:
+    async def _send_until_idle(self, peer: PeerId, lane: Lane, link: Link) -> None:
         while lane.control or lane.bulk:
             if lane.control:
                 data = lane.control.popleft()
@@ -291,7 +254,7 @@ class Links:
                 continue
             await self._send_bulk(lane, link, self._next_bulk(lane))
 
-    def _next_bulk(self, lane: _Lane) -> bytes:
+    def _next_bulk(self, lane: Lane) -> bytes:
         """The lane's next bulk message, whose turn it is."""
         lane.turn_at = None
         data = lane.bulk.popleft()
@@ -299,7 +262,7 @@ class Links:
         self._queued_bytes -= len(data)
         return data
 
-    async def _carry_beside(self, peer: PeerId, lane: _Lane) -> None:
+    async def _carry_beside(self, peer: PeerId, lane: Lane) -> None:
         """Carry bulk of ``lane`` over a second connection, as long as there is a first one and enough to
         carry. What it could not send goes over the first; peers take nothing twice."""
         link = await self._connect_beside(peer, lane)
@@ -327,7 +290,7 @@ class Links:
             if link is not None:
                 await link.close()
 
-    async def _connect_beside(self, peer: PeerId, lane: _Lane) -> Link | None:
+    async def _connect_beside(self, peer: PeerId, lane: Lane) -> Link | None:
         """None where the peer has no place for a second connection, or cannot be reached any more."""
         record, first = await self._find_record(peer, False), lane.link
         if record is None or first is None:
@@ -339,7 +302,7 @@ class Links:
             lane.beside_failed_at = time.monotonic()
             return None
 
-    def _wait_s(self, peer: PeerId, lane: _Lane, now: float) -> float:
+    def _wait_s(self, peer: PeerId, lane: Lane, now: float) -> float:
         """How long the lane's first bulk message has to wait: first for the receiver's rate, then for our
         own cap, or a slow receiver would hold up what goes to the others, at last for the line."""
         size_bytes = len(lane.bulk[0])
@@ -350,12 +313,10 @@ class Links:
         if lane.turn_at <= now and not lane.asked_cap:
             lane.turn_at, lane.asked_cap = self._cap.admit_at(size_bytes, now), True
         if lane.turn_at <= now and not lane.asked_line:
-            self._line.follow(self._meter.bytes_per_s)
-            lane.turn_at, lane.asked_line = self._line.admit_at(size_bytes, now), True
-            self._meter.held(now, lane.turn_at)
+            lane.turn_at, lane.asked_line = self._turns.ask(lane, size_bytes, now)
         return lane.turn_at - now
 
-    async def _send_bulk(self, lane: _Lane, link: Link, data: bytes) -> None:
+    async def _send_bulk(self, lane: Lane, link: Link, data: bytes) -> None:
         self._meter.started(time.monotonic())
         lane.carrying += 1
         try:
@@ -368,17 +329,17 @@ class Links:
         if link.acknowledged is None:
             self._arrived(link.peer, lane, len(data))
             return
-        lane.under_way.append(_Message(link.acknowledged.sent_bytes, len(data)))
+        lane.under_way.append(Message(link.acknowledged.sent_bytes, len(data)))
         self._hear(link.peer, lane, link.acknowledged)  # it may have been there before ``send`` returned
 
-    def _hear(self, peer: PeerId, lane: _Lane, acknowledged: Acknowledged) -> None:
+    def _hear(self, peer: PeerId, lane: Lane, acknowledged: Acknowledged) -> None:
         """The peer says that more is there."""
         while lane.under_way and lane.under_way[0].end_bytes <= acknowledged.arrived_bytes:
             message = lane.under_way.popleft()
             self._arrived(peer, lane, message.size_bytes)
         lane.wake.set()
 
-    def _arrived(self, peer: PeerId, lane: _Lane, size_bytes: int) -> None:
+    def _arrived(self, peer: PeerId, lane: Lane, size_bytes: int) -> None:
         """Bulk is there, or the line has taken it."""
         now = time.monotonic()
         lane.carrying -= 1
@@ -388,14 +349,14 @@ class Links:
         traffic.bulk_s += now - lane.counted_until
         lane.counted_until = now
 
-    def _give_up(self, peer: PeerId, lane: _Lane) -> None:
+    def _give_up(self, peer: PeerId, lane: Lane) -> None:
         """The link is gone: nobody will say what became of what was under way."""
         for _ in lane.under_way:
             self._meter.finished(peer, 0, time.monotonic())
         lane.carrying -= len(lane.under_way)
         lane.under_way.clear()
 
-    async def _wait(self, lane: _Lane, link: Link) -> None:
+    async def _wait(self, lane: Lane, link: Link) -> None:
         """Until there is something to send, and room for it; raises ``PeerLost`` when the link dies first."""
         lane.wake.clear()
         if _may_send(lane, link):
@@ -411,12 +372,12 @@ class Links:
             raise PeerLost(closed.result())
 
 
-def _may_send(lane: _Lane, link: Link) -> bool:
+def _may_send(lane: Lane, link: Link) -> bool:
     """Whether there is a message, and room for it: control needs none."""
     return bool(lane.control or (lane.bulk and (link.acknowledged is None or link.acknowledged.has_room)))
 
 
-async def _wait_for_news(lane: _Lane, timeout_s: float) -> None:
+async def _wait_for_news(lane: Lane, timeout_s: float) -> None:
     """Until something is posted to the lane, at most ``timeout_s`` seconds."""
     lane.wake.clear()
     try:

@@ -57,6 +57,11 @@ class Link(Protocol):
         """Whether it is a connection of its own over a way on which a second one beside it may help."""
 
     @property
+    def queued_s(self) -> float:
+        """How much longer than at best the way there and back takes now: what waits before the line, as a
+        rule this machine's own; 0.0 where that is not known."""
+
+    @property
     def acknowledged(self) -> Acknowledged | None:
         """What the peer says that it has of what was sent; None where ``send`` itself returns when the line
         takes a message, or where the peer does not say."""

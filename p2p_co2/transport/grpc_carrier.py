@@ -253,6 +253,11 @@ class GrpcLink:
         """See ``Link``."""
         return self.send_buffer is not None and self.send_buffer.is_far
 
+    @property
+    def queued_s(self) -> float:
+        """See ``Link``."""
+        return self.send_buffer.queued_s() if self.send_buffer is not None else 0.0
+
     async def open(self, hello: bytes, address: str) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``."""
         try:

@@ -243,6 +243,8 @@ class Libp2pLink:
     carrier = "libp2p"
     is_far = False
     """The daemon puts all streams to a peer into one connection."""
+    queued_s = 0.0
+    """Unknown: the connection is the daemon's."""
 
     def __init__(self, peer: PeerId, stream: Stream, gone: Callable[[Libp2pLink], None]) -> None:
         self.peer = peer

@@ -31,8 +31,10 @@ IDLE_S, STRETCH_S = 0.05, 1.0
 """A pause this long empties the buffer; how fast a connection is, is measured over so long beside pauses."""
 NEAR_S = 0.002
 """Round trips below this are of this machine or its network."""
-_ROUND_TRIP = struct.Struct("68xI")
-"""``tcpi_rtt`` in ``struct tcp_info`` of linux/tcp.h, microseconds."""
+_ROUND_TRIP, _ROUND_TRIPS = struct.Struct("68xI"), struct.Struct("B67xI76xI")
+"""``tcpi_rtt``, and with it ``tcpi_state`` and ``tcpi_min_rtt``, in ``struct tcp_info`` of linux/tcp.h,
+microseconds."""
+_ESTABLISHED = 1
 _OPEN_FILES = Path("/proc/self/fd")
 
 
@@ -42,6 +44,7 @@ class SendBuffer:
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self.is_far = keep_little_unsent(host, port) > 0
+        self._files = _names_of(host, port) if self.is_far else []
         self._bound_bytes = UNSENT_BYTES if self.is_far else MOST_UNSENT_BYTES
         self._last_at = -1e9
         self._taken_bytes, self._taken_s = 0, 0.0
@@ -57,6 +60,11 @@ class SendBuffer:
             self._make_room(self._taken_bytes / self._taken_s)
             self._taken_bytes, self._taken_s = 0, 0.0
 
+    def queued_s(self) -> float:
+        """How much longer than at best a round trip takes now, where it takes longest; 0.0 where none is
+        known any more."""
+        return max((_queued_s(name, inode) for name, inode in self._files), default=0.0)
+
     def _make_room(self, bytes_per_s: float) -> None:
         wanted = min(int(UNSENT_S * (bytes_per_s - SLOW_BYTES_PER_S)), MOST_UNSENT_BYTES)
         if wanted >= 1.5 * self._bound_bytes:
@@ -67,23 +75,58 @@ class SendBuffer:
 def keep_little_unsent(host: str, port: int, size_bytes: int = UNSENT_BYTES) -> int:
     """Bound the send buffers of this process's connections to ``host:port`` (``host`` an address) to
     ``size_bytes``, or what they may hold already, unless that is near; returns how many are bounded."""
-    return sum(_bound(connection, host, size_bytes) for connection in _connections(port))
+    return sum(_bound(connection, host, size_bytes) for _, connection in _connections(port))
 
 
 def _bound(connection: socket.socket, host: str, size_bytes: int) -> bool:
     """Bound one of them, if it is to ``host`` and not near; closes our copy."""
     with contextlib.closing(connection), contextlib.suppress(OSError):  # it may have broken meanwhile
-        peer = connection.getpeername()[0].removeprefix("::ffff:")
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
-        if peer == host and _ROUND_TRIP.unpack(info)[0] / 1e6 >= NEAR_S:
+        if _host_of(connection) == host and _ROUND_TRIP.unpack(info)[0] / 1e6 >= NEAR_S:
             before = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)  # 0: unbounded
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(before, size_bytes))
             return True
     return False
 
 
-def _connections(port: int) -> Iterator[socket.socket]:
-    """Our open connections to ``port`` anywhere, as sockets of their own to be closed."""
+def _names_of(host: str, port: int) -> list[tuple[str, int]]:
+    """(descriptor, inode) of our connections to ``host:port``."""
+    found = []
+    for name, connection in _connections(port):
+        with contextlib.closing(connection), contextlib.suppress(OSError):  # it may have broken meanwhile
+            if _host_of(connection) == host:
+                found.append((name, os.fstat(connection.fileno()).st_ino))
+    return found
+
+
+def _queued_s(name: str, inode: int) -> float:
+    """Of one connection, 0.0 if the descriptor is another file's by now. It is found anew for each look: a
+    copy of ours would keep the connection open."""
+    connection = _socket_of(name)
+    if connection is None:
+        return 0.0
+    with contextlib.closing(connection), contextlib.suppress(OSError):
+        if os.fstat(connection.fileno()).st_ino == inode:
+            return _waits_s(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIPS.size))
+    return 0.0
+
+
+def _waits_s(info: bytes) -> float:
+    """By how much the round trip of a ``struct tcp_info`` is longer than the shortest; 0.0 of a connection
+    that is closed, and of an old kernel's that does not say."""
+    state, now_us, least_us = _ROUND_TRIPS.unpack(info) if len(info) == _ROUND_TRIPS.size else (0, 0, 0)
+    return float(max(0, now_us - least_us)) / 1e6 if state == _ESTABLISHED else 0.0
+
+
+def _host_of(connection: socket.socket) -> str:
+    """The address at the other end. Raises ``OSError``."""
+    host: str = connection.getpeername()[0]
+    return host.removeprefix("::ffff:")
+
+
+def _connections(port: int) -> Iterator[tuple[str, socket.socket]]:
+    """Our open connections to ``port`` anywhere, each with its descriptor, as sockets of their own to be
+    closed."""
     for name in os.listdir(_OPEN_FILES):
         connection = _socket_of(name)
         if connection is None:
@@ -95,7 +138,7 @@ def _connections(port: int) -> Iterator[socket.socket]:
         except OSError:
             is_wanted = False  # not connected (any more)
         if is_wanted:
-            yield connection
+            yield name, connection
         else:
             connection.close()
 

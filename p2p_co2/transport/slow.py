@@ -143,6 +143,10 @@ class SlowLink:
         return False  # all links of this process share one line here
 
     @property
+    def queued_s(self) -> float:
+        return 0.0
+
+    @property
     def acknowledged(self) -> Acknowledged | None:
         return None  # ``send`` returns at this line's speed, whatever lies under it
 

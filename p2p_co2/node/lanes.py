@@ -1,0 +1,107 @@
+"""Lanes, one for each peer that something goes to, and whose turn it is on the line that they share.
+
+TCP gives lanes on one line unequal shares, and one that falls behind goes on alone in the end, no faster than
+it has learned to be. So bulk over far ways takes turns: at little more than the line has shown, as long as
+what is under way waits for little (then turns bind, and not TCP's shares), and a lane that has less left to
+carry than another that waits leaves it a turn before each of its own.
+
+Laws: a lane never waits for one that does not ask, and leaves one turn at most before each of its own; turns
+are at the rate of a ``LinePace``. Price: the connections' round trips are looked at 25 times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
+
+from p2p_co2.node.meter import LinePace, Pace, UploadMeter
+from p2p_co2.transport.base import Link
+from p2p_co2.wire.identity import PeerId
+
+QUEUE_LOOK_S = 0.04
+"""How often it is looked at what waits before the line."""
+
+
+class Message(NamedTuple):
+    """Bulk on its way to a peer that says what it has."""
+
+    end_bytes: int
+    """What it will have when this is there."""
+    size_bytes: int
+
+
+@dataclass
+class Lane:
+    """What goes to one peer."""
+
+    control: deque[bytes] = field(default_factory=deque)
+    bulk: deque[bytes] = field(default_factory=deque)
+    bulk_bytes: int = 0
+    pace: Pace = field(default_factory=Pace)
+    turn_at: float | None = None
+    """When the first bulk message may go, as far as it has asked for its turns."""
+    asked_cap: bool = False
+    """Whether it has its turn of our own cap, after that of the receiver's rate."""
+    asked_line: bool = False
+    """Whether it has its turn on our line, after that, or needs none."""
+    has_yielded: bool = False
+    """Whether it leaves a turn to a lane with more to carry."""
+    under_way: deque[Message] = field(default_factory=deque)
+    carrying: int = 0
+    """Bulk messages that are being sent."""
+    counted_until: float = 0.0
+    """When the last bulk message was there, or bulk began to wait where there was none before."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    link: Link | None = None
+    task: asyncio.Task[None] | None = None
+    grpc_failed_at: float = -1e9
+    beside: asyncio.Task[None] | None = None
+    """Carries bulk over a second connection."""
+    wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
+    beside_failed_at: float = -1e9
+
+
+class LineTurns:
+    """Of ``lanes``, which others change; ``meter`` says what the line has shown."""
+
+    def __init__(self, lanes: Mapping[PeerId, Lane], meter: UploadMeter) -> None:
+        self._lanes, self._meter = lanes, meter
+        self._line = LinePace()
+        self._looked_at, self._waits_s = -1e9, 0.0
+        """When, and what, ``_queued_s`` saw."""
+
+    def ask(self, lane: Lane, size_bytes: int, now: float) -> tuple[float, bool]:
+        """(when, True): the lane has its turn then. (when, False): it is to ask again then. Who has less left
+        to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
+        if self._line.follow(self._meter.bytes_per_s, self._queued_s(now)):
+            self._meter.eased(now)
+        turn_s = self._line.turn_s(size_bytes)
+        lane.has_yielded = bool(turn_s) and not lane.has_yielded and self._is_ahead(lane, size_bytes, now)
+        at = now + self._line.free_in_s(now) + turn_s
+        if not lane.has_yielded:
+            at = self._line.admit_at(size_bytes, now)
+        self._meter.held(now, at)
+        return at, not lane.has_yielded
+
+    def _is_ahead(self, lane: Lane, size_bytes: int, now: float) -> bool:
+        """Whether a lane with a message more to carry waits for its turn."""
+        return any(
+            one.bulk_bytes >= lane.bulk_bytes + size_bytes
+            and one.asked_line
+            and one.turn_at is not None
+            and one.turn_at > now
+            for one in self._lanes.values()
+            if one is not lane
+        )
+
+    def _queued_s(self, now: float) -> float:
+        """How long what is under way to far peers waits before the line, as the median of them tells."""
+        if now - self._looked_at >= QUEUE_LOOK_S:
+            carrying = [one.link for one in self._lanes.values() if one.carrying or one.bulk]
+            waits_s = [link.queued_s for link in carrying if link is not None and link.is_far]
+            self._looked_at, self._waits_s = now, median_low(waits_s) if waits_s else 0.0
+        return self._waits_s

@@ -1,0 +1,110 @@
+"""Lanes that share a line: whose turn it is, when the line is eased, and how fast a link is told to be."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2p_co2.node.lanes import Lane, LineTurns
+from p2p_co2.node.meter import FAST_BYTES_PER_S, LinePace, UploadMeter
+from p2p_co2.wire.identity import PeerId
+from tests.test_node import B, C, FakeCarrier, FakeLink, Hands, burst, links_over, turns
+
+
+def test_a_line_with_a_queue_before_it_is_eased_until_it_is_gone() -> None:
+    pace = LinePace()
+    for queued_s, times in ((0.0, 1.2), (0.2, 0.95), (0.05, 1.2)):
+        assert pace.follow(1e6, queued_s) == (times < 1)
+        assert pace.bytes_per_s == pytest.approx(times * 1e6)
+    for not_to_be_held in (0.0, FAST_BYTES_PER_S):
+        assert not pace.follow(not_to_be_held, 9.0)
+        assert not pace.bytes_per_s
+
+
+def eased_bursts(meter: UploadMeter, bytes_per_s: float, count: int, since: float) -> None:
+    for number in range(count):
+        now = since + 10 * number
+        for _ in range(20):
+            meter.eased(now)
+            meter.started(now)
+            now += 50_000 / bytes_per_s
+            meter.finished("b", 50_000, now)
+        assert meter.rest(now + 1)
+
+
+def test_who_leaves_others_room_on_a_line_does_not_find_it_slower_for_that() -> None:
+    meter = UploadMeter()
+    burst(meter, 1_000_000, 1000.0, 1.0)
+    assert meter.rest(1010.0)
+    shown = meter.bytes_per_s
+    eased_bursts(meter, 0.95 * shown, 20, 2000.0)
+    assert meter.bytes_per_s == shown
+    eased_bursts(meter, 0.5 * shown, 5, 3000.0)
+    assert meter.bytes_per_s == pytest.approx(0.5 * shown, rel=0.05)  # that is the line's doing
+    eased_bursts(meter, 2 * shown, 2, 4000.0)
+    assert meter.bytes_per_s == pytest.approx(2 * shown, rel=0.05)
+
+
+async def test_a_lane_with_less_left_leaves_turns_to_one_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hands = Hands()
+    monkeypatch.setattr("p2p_co2.node.links.time", hands)
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        grpc.is_far = True
+        links._meter.bytes_per_s = 1e5
+        for peer, count in ((B, 12), (C, 5)):
+            for _ in range(count):
+                links.post(peer, peer.encode() * 12_000, bulk=True)
+        for _ in range(400):
+            await turns(5)
+            for lane in links._lanes.values():
+                lane.wake.set()
+            hands.now += 0.005
+        order = "".join(data[:1].decode() for data in grpc.sent)
+        assert sorted(order) == sorted("b" * 12 + "c" * 5)
+        assert set(order[-4:]) == {"b", "c"}  # they end together
+        assert order[:9].count("b") >= 6
+        assert "c" in order[:9]  # nor does who has less wait for long
+
+
+@pytest.mark.parametrize(("waits_s", "is_eased"), [((0.5, 0.0, 0.0), False), ((0.5, 0.4, 0.0), True)])
+async def test_one_way_that_is_long_by_itself_eases_no_line(
+    waits_s: tuple[float, ...], is_eased: bool
+) -> None:
+    grpc, meter = FakeCarrier("grpc"), UploadMeter()
+    grpc.is_far, meter.bytes_per_s = True, 1e6
+    lanes = {PeerId(name): Lane(link=FakeLink(grpc, PeerId(name)), carrying=1) for name in "bcd"}
+    for lane, queued_s in zip(lanes.values(), waits_s, strict=True):
+        assert isinstance(lane.link, FakeLink)
+        lane.link.queued_s = queued_s
+    line_turns = LineTurns(lanes, meter)
+    assert line_turns.ask(lanes[B], 16_000, 5.0) == (5.0, True)
+    assert line_turns._line.bytes_per_s == pytest.approx((0.95 if is_eased else 1.2) * 1e6)
+
+
+async def test_a_link_is_as_fast_as_its_turns_and_time_without_bulk_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hands = Hands()
+    monkeypatch.setattr("p2p_co2.node.links.time", hands)
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        grpc.is_far = True
+        links._meter.bytes_per_s = 1e5  # so 1.2e5 for both, and the carrier takes all at once
+        for _ in range(2):
+            hands.now += 100.0  # with nothing to carry
+            for peer in (B, C):
+                for _ in range(8):
+                    links.post(peer, bytes(12_000), bulk=True)
+            for _ in range(200):
+                await turns(5)
+                links._lanes[B].wake.set()
+                links._lanes[C].wake.set()
+                hands.now += 0.01
+        assert len(grpc.sent) == 32
+        # Of each burst two go at once (``LATE_S``), the others in turns of 0.1 s.
+        assert [links.traffic[peer].bulk_bytes for peer in (B, C)] == [16 * 12_000] * 2
+        took_s = sorted(links.traffic[peer].bulk_s for peer in (B, C))
+        assert took_s[1] == pytest.approx(2 * 1.4, abs=0.05)
+        assert 2 * 1.1 - 0.05 < took_s[0] < took_s[1]
