@@ -8,10 +8,12 @@ from itertools import count
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, OutcomeWithoutBytes, PayloadShape, PeerView
+from p2p_co2.rounds import Aborted, Distrusted, OutcomeWithoutBytes, PayloadShape, PeerView
+from p2p_co2.rounds.cells import council_order
 from p2p_co2.rounds.council import FORMING_KEPT
+from p2p_co2.rounds.delegate import Delegate
 from p2p_co2.rounds.speakers import SPEAKERS_KEPT, STALE_S, Speakers
-from p2p_co2.rounds.swarm import Swarm, coordination_order
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
 from tests.round_network import Network, forged_commit, make_identity
@@ -320,3 +322,37 @@ def test_only_ones_own_cell_decides_for_it_and_has_the_bytes() -> None:
         net.deliver(signer, me, forged)
     assert [error.detail for _, _, error in net.refused] == ["a decision with another cell's roster"]
     assert [event.donors for _, event in net.events if isinstance(event, OutcomeWithoutBytes)] == [(near[0],)]
+
+
+def test_a_coordinator_that_caught_up_before_its_cell_does_not_take_its_own_word_for_a_lie() -> None:
+    """Its cell was cut off for some rounds and had asked it for the next one: what it told itself, as the
+    council of that round, ended its process."""
+    me = make_identity(0).peer_id
+    swarm, outlet = Swarm(me, SHAPE, 64, CELLS), Outlet(me)
+    round_ = next(r for r in count(1) if council_order(range(CELLS), 0, r)[0] == cell_of(me, CELLS))
+    near = stranger(cell_of(me, CELLS))
+    swarm.set_live({me: PeerView(versions=(0,)), near: PeerView(versions=(0,)), near + "2": PeerView()})  # type: ignore[dict-item]
+    delegate = Delegate((0, round_), lambda now: cell_ready(me, round_, bytes(32)), swarm, outlet, 0.0)
+    swarm.my_versions[0] = version = round_ + 20
+    told = wire.CellWaiting(fragment=0, round=round_, version=version, state_digest=bytes(32), donors=[me])
+    delegate.waiting(told, me, 0.1)
+    assert delegate.failure
+    assert delegate.elsewhere is None
+
+
+def test_members_blame_no_honest_coordinator_for_what_another_cell_did() -> None:
+    """Whenever the liar speaks for its cell it says that the cell failed. Its own cell blames it, and so does
+    the council; the coordinators of the other cells only pass it on."""
+    net = network()
+    liar = net.names[0]
+
+    def fail(source: PeerId, to: PeerId, message: Message) -> bool:
+        if source == liar and isinstance(message, wire.CellResult):
+            message.failure = "so it says"
+        return True
+
+    net.on_send = fail
+    net.keep_offering(period_s=5.0)
+    net.run(PLAYED_S / 2)
+    check(net)
+    assert {event.peer for _, event in net.events if isinstance(event, Distrusted)} == {liar}

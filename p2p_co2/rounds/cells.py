@@ -92,6 +92,11 @@ def assign_roots(
     return roots
 
 
+def failure_of(cell: int, why: str = "") -> str:
+    """How the reason of an abort begins that one cell is the cause of, by the council's word."""
+    return f"cell {cell}: {why}"
+
+
 def write_who(peers: Collection[str], members: Sequence[PeerId]) -> bytes:
     """Some of the members as bits, lowest first."""
     bits = sum(1 << index for index, peer in enumerate(members) if peer in peers)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import check_digest, read_key
-from p2p_co2.rounds.cells import assign_roots, check_cell_ready, slot_ranges
+from p2p_co2.rounds.cells import assign_roots, check_cell_ready, failure_of, slot_ranges
 from p2p_co2.rounds.deadline import Cadence, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
 from p2p_co2.rounds.forming import Forming
@@ -275,7 +275,7 @@ class Councils:
         elif is_speaker:
             rounds = SPOILT_IN_A_ROW if message.cell in sitting.contested else 1
             self._blame(sender, "its cell failed", rounds, now, sitting)
-            self._abort(sitting, f"cell {message.cell}: {message.failure}")
+            self._abort(sitting, failure_of(message.cell, message.failure))
             return
         else:
             self._blame(sender, "it said for its cell's coordinator that the cell failed", 2, now, sitting)

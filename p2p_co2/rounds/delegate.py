@@ -99,7 +99,9 @@ class Delegate:
             return
         if not 0 <= message.begins_within_s <= self._swarm.shape.round_cap_s:
             raise RemoteProtocolError("impossible duration", f"{message.begins_within_s} s")
-        if message.version:
+        if message.version and sender == self._swarm.me and self._is_beyond_us(message):
+            self.failure = "its coordinator has gone further than most of its cell"
+        elif message.version:
             self._check_elsewhere(message, now)
             self._claimed(message, sender, now)
         elif message.refusal:
@@ -119,9 +121,13 @@ class Delegate:
         ready, version = self._ready(now), message.version
         if ready and (version, message.state_digest) == (self._place[1] - 1, ready.state_digest):
             raise RemoteProtocolError("impossible version", f"{version}, where our cell is")
+        if self._is_beyond_us(message):
+            raise RemoteProtocolError("impossible version", f"{version}; our cell is not so far")
+
+    def _is_beyond_us(self, message: CellWaiting) -> bool:
+        """Whether it names peers of our cell for a version that nobody there is known to be near."""
         is_far = bool(message.donors) and not any(map(self._swarm.is_near, map(PeerId, message.donors)))
-        if not is_far and version > (most := farthest_version(self._swarm, self._place[0])):
-            raise RemoteProtocolError("impossible version", f"{version}; our cell is not beyond {most}")
+        return not is_far and message.version > farthest_version(self._swarm, self._place[0])
 
     def _claimed(self, message: CellWaiting, sender: PeerId, now: float) -> None:
         """``sender`` says that the others are elsewhere. Of two the word of the less far one counts."""
@@ -137,10 +143,20 @@ class Delegate:
             self._next(now)
 
     def _believe(self, claim: CellWaiting, teller: PeerId, now: float) -> None:
-        """For want of a better word. If it is always the same one that says so, it holds the round up: every
-        cell asks the same peer first."""
+        """For want of a better word. If our cell asks for this very round again, it did not bear out."""
         self.elsewhere = claim
-        self._swarm.spoilt(teller, "nobody saw the other cells where it said that they are", now)
+        ready = self._ready(now)
+        if ready is not None:
+            self._swarm.sent_elsewhere[teller] = (*self._place, ready.state_digest)
+
+    def _judge(self, ready: CellReady, now: float) -> None:
+        """Who sent our cell elsewhere for nothing is asked last for a while: every cell asks the same peer
+        first, and it could hold the round up for good."""
+        tellers = self._swarm.sent_elsewhere
+        for teller in [teller for teller, claim in tellers.items() if claim[0] == self._place[0]]:
+            if tellers.pop(teller) == (*self._place, ready.state_digest):
+                why = "the other cells were not where it said that they are"
+                self._swarm.spoilt(teller, why, now)
 
     def _is_seen(self, message: CellWaiting) -> bool:
         """Whether our own cell hears of the version from its peers, or its watchers saw it in most cells."""
@@ -207,6 +223,7 @@ class Delegate:
         self._timer_at = now + ANSWER_S * self._tries
         ready = self._ready(now)
         if ready is not None:
+            self._judge(ready, now)
             self._outlet.send(self._asked, ready)
 
 

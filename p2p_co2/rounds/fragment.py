@@ -12,6 +12,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds.ahead import Ahead, farthest_version
 from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import Attempt, check_behind, check_duration, read_begin
+from p2p_co2.rounds.cells import failure_of
 from p2p_co2.rounds.completing import Completing, without_bytes
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.deadline import Durations
@@ -64,7 +65,6 @@ class FragmentRounds:
         self._cadence = coordination.cadences[fragment]
 
     def is_completing(self) -> bool:
-        """Whether the bytes of a commit are coming in: nobody else need be asked for them."""
         return self._completing is not None
 
     def joined_until(self, round_: int) -> float | None:
@@ -134,7 +134,6 @@ class FragmentRounds:
         return None if timer_at is None or self.offer is None else (self._offered_at, timer_at)
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """As ``Rounds.held``."""
         return {**self.verdicts.held(), **self._early.held()}
 
     # ---- time and the swarm
@@ -329,7 +328,10 @@ class FragmentRounds:
                 self.member.note_duration(now, committed=False)
             if self._rival is None:
                 why = f"it ended round {outcome.key.round} with: {outcome.reason}"
-                rounds = 1 if self.member is not None else NOT_BEGUN
+                begun = self.member is not None
+                if self.member is not None and self.member.attempt.council is not None:
+                    begun = outcome.reason.startswith(failure_of(self._swarm.cell))  # else others failed
+                rounds = 1 if begun else NOT_BEGUN
                 self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=now - self._offered_at)
             self._abort(outcome.reason, now)
 
