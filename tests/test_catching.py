@@ -47,6 +47,22 @@ def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
 GOOD, BAD, NONE = b"g" * 32, b"b" * 32, b"n" * 32
 
 
+def heard(phase: Status.Phase, versions: tuple[int, ...] = (), digests: tuple[bytes, ...] = ()) -> PeerInfo:
+    """A live peer's last heartbeat."""
+    return PeerInfo(
+        status=Status(phase=phase), heard_at=0.0, status_at=0.0, versions=versions, digests=digests
+    )
+
+
+def all_near() -> SimpleNamespace:
+    """A node's ``far`` in a swarm of one cell."""
+    return SimpleNamespace(
+        cells=1,
+        is_near=lambda peer: True,
+        outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of, is_ours: None),
+    )
+
+
 @pytest.mark.parametrize(
     ("said", "version", "digest", "vouched"),
     [
@@ -69,9 +85,7 @@ def test_who_vouches_for_the_state_of_a(
     said: dict[str, tuple[int, bytes]], version: int, digest: bytes, vouched: bool | None
 ) -> None:
     live = {
-        PeerId(peer): PeerInfo(
-            status=Status(phase=Status.TRAINING), heard_at=0.0, status_at=0.0, versions=(held,), digests=(of,)
-        )
+        PeerId(peer): heard(Status.TRAINING, versions=(held,), digests=(of,))
         for peer, (held, of) in said.items()
     }
     node = SimpleNamespace(
@@ -100,10 +114,7 @@ TRAINS, FINISHES = Status.TRAINING, Status.DRAINING
 def test_a_mean_of_a_and_b_is_taken_where_they_are_most_of_those_who_train_or_did(
     phases: dict[str, Status.Phase], is_most: bool
 ) -> None:
-    live = {
-        PeerId(peer): PeerInfo(status=Status(phase=phase), heard_at=0.0, status_at=0.0)
-        for peer, phase in phases.items()
-    }
+    live = {PeerId(peer): heard(phase) for peer, phase in phases.items()}
     node = SimpleNamespace(
         membership=SimpleNamespace(live=live, revision=0),
         me=PeerId("me"),
@@ -118,18 +129,12 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
     """At the end of a run nobody has news. One that fetched a round, while the others made the next, must see
     by itself that it is behind."""
     wanted: list[Goal] = []
-    ahead = PeerInfo(
-        status=Status(phase=Status.DRAINING), heard_at=0.0, status_at=0.0, versions=(4,), digests=(GOOD,)
-    )
+    ahead = heard(Status.DRAINING, versions=(4,), digests=(GOOD,))
     node = SimpleNamespace(
         membership=SimpleNamespace(live={PeerId("a"): ahead}, revision=7),
         agreed=[AgreedVersion(2, NONE)],
         progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
-        far=SimpleNamespace(
-            cells=1,
-            is_near=lambda peer: True,
-            outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of, is_ours: None),
-        ),
+        far=all_near(),
         rounds=SimpleNamespace(is_completing=lambda fragment: False),
         catchup=SimpleNamespace(
             ask_swarm=lambda vouch: None,
@@ -168,13 +173,7 @@ def test_a_last_round_that_few_have_is_taken_when_nobody_trains(
 ) -> None:
     named = {"d": Status.DRAINING, "t": Status.TRAINING, "j": Status.JOINING}
     live = {
-        PeerId(str(number)): PeerInfo(
-            status=Status(phase=named[phase]),
-            heard_at=0.0,
-            status_at=0.0,
-            versions=(version,),
-            digests=(GOOD,),
-        )
+        PeerId(str(number)): heard(named[phase], versions=(version,), digests=(GOOD,))
         for number, (phase, version) in enumerate(zip(phases, versions, strict=True))
     }
     node = SimpleNamespace(
@@ -195,21 +194,14 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(says_last: bool) -> 
     given_up: list[int] = []
     few, most = (4, 3) if says_last else (3, 3)
     live = {
-        PeerId(name): PeerInfo(
-            status=Status(phase=Status.DRAINING),
-            heard_at=0.0, status_at=0.0, versions=(version,), digests=(GOOD,),
-        )
+        PeerId(name): heard(Status.DRAINING, versions=(version,), digests=(GOOD,))
         for name, version in (("a", few), ("b", most), ("c", most))
-    }  # fmt: skip
+    }
     node = SimpleNamespace(
         membership=SimpleNamespace(live=live, revision=1),
         agreed=[AgreedVersion(3, GOOD)],
         progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
-        far=SimpleNamespace(
-            cells=1,
-            is_near=lambda peer: True,
-            outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of, is_ours: None),
-        ),
+        far=all_near(),
         rounds=SimpleNamespace(is_completing=lambda fragment: False, forget_outcome=lambda *of: None),
         catchup=SimpleNamespace(
             ask_swarm=lambda vouch: None,
