@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.profiles import LinkProfile
 from p2p_co2.rounds import Aborted, Began, Committed, OutcomeWithoutBytes, Overheard, PayloadShape
 from p2p_co2.rounds.bounds import GRACE_S, MAX_LISTENERS, MEMBERS_PER_LISTENER
@@ -65,30 +64,26 @@ def test_a_peer_that_missed_a_round_is_not_behind_for_good() -> None:
 # ---- one round
 
 
-def late_network(count: int = 4, **options: object) -> tuple[Network, PeerId]:
-    """All but one offer; that one's READY comes when the round has begun."""
-    net = Network(count, shape=PayloadShape(8, (1 << 15,)), **options)  # type: ignore[arg-type]
-    late = coordination_order(net.names, 0, 1)[-1]
-    view = {name: net._view(name) for name in net.names}
-    others = {name: replace(view[name], versions=(0,)) for name in net.names}
-    del others[late]
-    for name in others:
-        net.peers[name].machine.set_peers(others, net.now)
+def late_network(count: int = 4, late: int = 1) -> tuple[Network, list[PeerId]]:
+    """All but the ``late`` ones offer; those are seen, and can offer, when the round has begun."""
+    net = Network(count, shape=PayloadShape(8, (1 << 15,)))
+    absent = coordination_order(net.names, 0, 1)[-late:]
+    views = {name: net._view(name) for name in net.names if name not in absent}
+    for name in views:
+        net.peers[name].machine.set_peers(views, net.now)
         net.pump(name)
-
-    def begun() -> bool:
-        return any(isinstance(event, Began) for _, event in net.events)
-
-    for name in others:
+    for name in views:
         net.offer(name)
-    while not begun():
+    for _ in range(1000):
+        if any(isinstance(event, Began) for _, event in net.events):
+            break
         net.run(0.005)
     net.tell_everybody()
-    return net, late
+    return net, absent
 
 
 def test_a_late_peer_has_the_mean_with_the_members_and_its_work_is_not_in_it() -> None:
-    net, late = late_network()
+    net, (late,) = late_network()
     net.offer(late)
     net.run_until_settled()
     (heard,) = [event for name, event in net.events if name == late and isinstance(event, Overheard)]
@@ -104,7 +99,7 @@ def test_a_late_peer_has_the_mean_with_the_members_and_its_work_is_not_in_it() -
 
 
 def test_its_next_offer_is_in_the_next_round() -> None:
-    net, late = late_network()
+    net, (late,) = late_network()
     net.offer(late)
     net.run_until_settled()
     net.tell_everybody()
@@ -116,7 +111,7 @@ def test_its_next_offer_is_in_the_next_round() -> None:
 
 
 def test_nobody_waits_for_one_that_listens_and_falls_silent() -> None:
-    net, late = late_network()
+    net, (late,) = late_network()
     net.on_send = lambda source, to, message: not (to == late and isinstance(message, wire.Mean))
     net.offer(late)
     net.run(1.0)
@@ -131,7 +126,7 @@ def test_nobody_waits_for_one_that_listens_and_falls_silent() -> None:
 
 
 def test_an_owner_that_sends_a_drop_at_a_time_keeps_no_listener_from_the_donors() -> None:
-    net, late = late_network()
+    net, (late,) = late_network()
     drops = iter(range(1000))
 
     def drip(source: PeerId, to: PeerId, message: object) -> bool:
@@ -149,7 +144,7 @@ def test_an_owner_that_sends_a_drop_at_a_time_keeps_no_listener_from_the_donors(
 
 
 def test_means_that_are_not_what_was_committed_are_not_taken() -> None:
-    net, late = late_network()
+    net, (late,) = late_network()
     liar = next(name for name in net.names if name != late)
 
     def lie(source: PeerId, to: PeerId, message: object) -> bool:
@@ -165,22 +160,29 @@ def test_means_that_are_not_what_was_committed_are_not_taken() -> None:
     assert net.peers[late].version == 1
 
 
-def test_an_owner_lets_few_listen_and_sends_to_each_once() -> None:
-    net, late = late_network(8)
-    net.offer(late)
-    net.run_until_settled()
-    sent = [
-        (source, message.part) for source, to, message in net.sent
-        if to == late and isinstance(message, wire.Mean) and not message.offset
-    ]  # fmt: skip
-    assert len(sent) == len(set(sent))
+def test_an_owner_sends_to_few_that_listen_and_the_others_fetch() -> None:
+    net, late = late_network(12, late=4)
+    for name in late:
+        net.offer(name)
+    net.run(30.0)
+    heard: dict[PeerId, set[PeerId]] = {}
+    for source, to, message in net.sent:
+        if isinstance(message, wire.Mean) and to in late:
+            heard.setdefault(source, set()).add(to)
+    most = 8 // MEMBERS_PER_LISTENER
+    assert 1 <= most <= MAX_LISTENERS
+    assert {len(listeners) for listeners in heard.values()} == {most}
+    assert len({peer.states[0] for peer in net.peers.values()}) == 1
+    assert {peer.version for peer in net.peers.values()} == {1}
+
+
+def test_a_stranger_does_not_listen() -> None:
+    net, _ = late_network()
     begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
-    owner = begin.parts[0].owner
-    for peer in range(100, 100 + 3 * MAX_LISTENERS):
-        stranger = make_identity(peer).peer_id
-        with pytest.raises(Exception, match="unknown peer"):
-            net.peers[PeerId(owner)].machine.receive(wire.Listen(key=begin.key), stranger, net.now)
-    assert max(1, 8 // MEMBERS_PER_LISTENER) <= MAX_LISTENERS
+    stranger = make_identity(100).peer_id
+    for key in (begin.key, wire.RoundKey(fragment=0, round=1)):
+        with pytest.raises(RemoteProtocolError, match="unknown peer"):
+            net.peers[PeerId(begin.parts[0].owner)].machine.receive(wire.Listen(key=key), stranger, net.now)
 
 
 def test_a_member_that_listens_gets_nothing_twice() -> None:
