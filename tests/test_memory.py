@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2 import memory
+from p2p_co2.config import PeerConfig
+from p2p_co2.trainer import connection
 
 SIZE = 3 * memory.HUGE_PAGE_BYTES
 
@@ -288,3 +290,22 @@ def test_threads_use_each_others_memory_again() -> None:
 
     assert kept("ours") < 2.0
     assert kept("glibc's") > 4.0  # what the setting is for: if this fails, it is not needed any more
+
+
+def test_the_setting_is_made_before_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread stays with the arena that it had."""
+    order: list[str] = []
+
+    def set_up() -> None:
+        order.append("memory")
+
+    def thread(*_: object) -> None:
+        order.append("threads")
+        raise InterruptedError
+
+    monkeypatch.setattr(connection, "return_large_blocks", set_up)
+    monkeypatch.setattr(connection, "NetworkThread", thread)
+    monkeypatch.setattr(connection.Ticket, "parse", str)
+    with pytest.raises(InterruptedError):
+        connection.connect("a ticket", PeerConfig(folder=Path("unused")), lambda event: None)
+    assert order == ["memory", "threads"]

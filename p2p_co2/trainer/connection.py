@@ -57,6 +57,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     (no seed answers), ``EnvironmentFault`` (this machine; the board's port), ``ConfigError`` (settings that
     this version does not know).
     """
+    return_large_blocks()  # before there are threads: each stays with the arena that it had
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
         thread.open()
@@ -127,7 +128,6 @@ class Connection:
         for the fragments, no checkpoint to resume from, or one of another run), ``TransportError`` (not
         enough peers, or none that can help).
         """
-        return_large_blocks()
         run = self.run
         plan = plan_fragments(model, run.fragments)
         saved = self._load(plan) if resume else None
