@@ -77,9 +77,10 @@ class LineTurns:
     def ask(self, lane: Lane, size_bytes: int, now: float) -> tuple[float, bool]:
         """(when, True): the lane has its turn then. (when, False): it is to ask again then. Who has less left
         to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
-        if self._line.follow(self._meter.bytes_per_s, self._queued_s(now)):
-            self._meter.eased(now)
+        is_eased = self._line.follow(self._meter.bytes_per_s, self._queued_s(now))
         turn_s = self._line.turn_s(size_bytes)
+        if is_eased and turn_s:
+            self._meter.eased(now)
         lane.has_yielded = bool(turn_s) and not lane.has_yielded and self._is_ahead(lane, size_bytes, now)
         at = now + self._line.free_in_s(now) + turn_s
         if not lane.has_yielded:
@@ -95,7 +96,7 @@ class LineTurns:
             and one.turn_at is not None
             and one.turn_at > now
             for one in self._lanes.values()
-            if one is not lane
+            if one is not lane and one.link is not None and one.link.is_far
         )
 
     def _queued_s(self, now: float) -> float:

@@ -51,8 +51,8 @@ has shown, until the queue has gone: in a full queue TCP's shares decide which l
 lost is found out late. With it and turns by what is left to carry the last of the lanes ends 0.3 s after the
 others of its line, not 0.5 (a line of 20 Mbit/s with 1 % loss)."""
 EXPLAINED_SHARE = 0.75
-"""A burst that was eased so, and was at least so much of what the line has shown, says nothing new of it: or
-a queue that others keep on the line would make it seem slower each time."""
+"""A burst that was eased so, and was at least so much of what the line has shown, says that it shows as much
+still: or a queue that others keep on the line would make it seem slower each time."""
 FAST_BYTES_PER_S = 4e6
 """A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
 LONGEST_TURN_S = 0.15
@@ -181,8 +181,8 @@ class UploadMeter:
             if drained_s < DRAINED_S and left < DRAINED_BYTES:
                 continue
             rate = left / max(1e-6, drained_s)
-            if explained and explained <= rate <= self.bytes_per_s:
-                continue
+            if explained and explained <= rate:
+                rate = max(rate, self.bytes_per_s)
             known, _ = self._seen.pop(to, ((), 0.0))
             self._seen[to] = (*known, rate)[-BURSTS_KEPT:], last_at
         if not self._seen:
