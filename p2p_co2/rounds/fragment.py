@@ -12,7 +12,6 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds.ahead import Ahead, farthest_version
 from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import Attempt, check_behind, check_duration, read_begin
-from p2p_co2.rounds.cells import failure_of
 from p2p_co2.rounds.completing import Completing, without_bytes
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.deadline import Durations
@@ -29,7 +28,6 @@ from p2p_co2.rounds.judging import Judging
 from p2p_co2.rounds.listening import Ear
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.reorder_buffer import Piece, ReorderBuffer
-from p2p_co2.rounds.repute import NOT_BEGUN
 from p2p_co2.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -65,6 +63,7 @@ class FragmentRounds:
         self._cadence = coordination.cadences[fragment]
 
     def is_completing(self) -> bool:
+        """Whether the bytes of a commit are coming in: nobody else need be asked for them."""
         return self._completing is not None
 
     def joined_until(self, round_: int) -> float | None:
@@ -328,10 +327,8 @@ class FragmentRounds:
                 self.member.note_duration(now, committed=False)
             if self._rival is None:
                 why = f"it ended round {outcome.key.round} with: {outcome.reason}"
-                begun = self.member is not None
-                if self.member is not None and self.member.attempt.council is not None:
-                    begun = outcome.reason.startswith(failure_of(self._swarm.cell))  # else others failed
-                rounds = 1 if begun else NOT_BEGUN
+                begun = self.member.attempt if self.member is not None else None
+                rounds = self.judging.rounds_spoilt(begun, outcome.reason)
                 self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=now - self._offered_at)
             self._abort(outcome.reason, now)
 

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2p_co2.rounds.ahead import Ahead
+from p2p_co2.rounds.attempt import Attempt
+from p2p_co2.rounds.cells import failure_of
 from p2p_co2.rounds.decision import Verdicts
+from p2p_co2.rounds.repute import NOT_BEGUN
 from p2p_co2.rounds.swarm import Swarm
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Outcome
@@ -54,6 +57,14 @@ class Judging:
     def _blame(self, signer: PeerId, why: str, now: float, *, is_proved: bool = True) -> None:
         could_tell = self._swarm.is_live(signer) and len(self._swarm.live) > 2
         self._swarm.repute.lied(signer, why, now, is_proved=is_proved and could_tell)
+
+    def rounds_spoilt(self, attempt: Attempt | None, reason: str) -> float:
+        """What an abort of ``attempt`` (None: of no round that began) counts against its coordinator. Over
+        several cells it may only pass on what another cell did, and the council blames that one."""
+        if attempt is None:
+            return NOT_BEGUN
+        is_its = attempt.council is None or reason.startswith(failure_of(self._swarm.cell))
+        return 1.0 if is_its else NOT_BEGUN
 
     def heard(self, outcome: Outcome, now: float) -> None:
         """A decision came: has its signer told something else of the same attempt? Over several cells it may
