@@ -103,7 +103,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._given_back: deque[mmap.mmap] = deque()
+        self._given_back: deque[tuple[mmap.mmap, bool]] = deque()
         self._kept: list[mmap.mmap] = []
         self._used_bytes = self._asked_bytes = 0
         self._most_bytes = self._most_before_bytes = 0
@@ -115,8 +115,8 @@ class _Pool:
             self._take_back()
             return self._used_bytes + sum(map(len, self._kept))
 
-    def take(self, size_bytes: int) -> memoryview:
-        """Writable memory that holds anything."""
+    def take(self, size_bytes: int, once: bool = False) -> memoryview:
+        """Writable memory that holds anything. ``once``: its pages are not kept when it is given back."""
         with self._lock:
             self._take_back()
             fitting = [pages for pages in self._kept if size_bytes <= len(pages) <= MOST_WASTE * size_bytes]
@@ -131,14 +131,15 @@ class _Pool:
 
         # Whatever looks into the pages keeps the array alive, and nobody else knows it.
         array = np.frombuffer(pages, np.uint8, size_bytes)
-        weakref.finalize(array, self._given_back.append, pages).atexit = False
+        weakref.finalize(array, self._given_back.append, (pages, not once)).atexit = False
         return array.data
 
     def _take_back(self) -> None:
         while self._given_back:
-            pages = self._given_back.popleft()
+            pages, is_kept = self._given_back.popleft()
             self._used_bytes -= len(pages)
-            self._kept.append(pages)
+            if is_kept:
+                self._kept.append(pages)
 
     def _in_use(self, size_bytes: int) -> None:
         self._used_bytes += size_bytes
@@ -186,8 +187,10 @@ def large_buffer(size_bytes: int) -> memoryview:
 
 
 def zeros(size_bytes: int) -> memoryview:
-    """``large_buffer`` with nothing in it, whatever its pages held before."""
-    buffer = large_buffer(size_bytes)
-    if size_bytes >= HUGE_PAGE_BYTES:
-        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)
+    """``large_buffer`` with nothing in it, whatever its pages held before; for what is not needed round after
+    round, and of a size that nothing else has (a state to be loaded): its pages are not kept."""
+    if size_bytes < HUGE_PAGE_BYTES:
+        return memoryview(bytearray(size_bytes))
+    buffer = _pool.take(size_bytes, once=True)
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)
     return buffer

@@ -251,6 +251,15 @@ def test_zeros_hold_nothing_of_before(size: int) -> None:
     assert bytes(memory.zeros(size)) == bytes(size)
 
 
+def test_what_is_needed_once_is_not_kept() -> None:
+    pool = memory._Pool()
+    pages = [pool.take(SIZE) for _ in range(3)]
+    state = pool.take(4 * SIZE, once=True)
+    assert pool.held_bytes == 7 * SIZE
+    del state, pages
+    assert pool.held_bytes == 3 * SIZE
+
+
 MANY_THREADS = """
 import sys
 import threading
