@@ -160,6 +160,13 @@ class _Pool:
             kept_bytes -= len(self._kept.pop(0))
 
 
+def _class_bytes(size_bytes: int) -> int:
+    """What is mapped for so much, at most a sixteenth more: parts of a payload are a little larger in one
+    round than in another."""
+    step = max(mmap.PAGESIZE, 1 << (size_bytes.bit_length() - 5))
+    return -(-size_bytes // step) * step
+
+
 def _mapped(size_bytes: int) -> mmap.mmap:
     """New pages of zeros, huge ones as far as they are used whole."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -169,7 +176,7 @@ def _mapped(size_bytes: int) -> mmap.mmap:
     # by buffers of other sizes.
     whole_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     pages = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.resize(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    pages.resize(_class_bytes(size_bytes))
     with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
         pages.madvise(mmap.MADV_HUGEPAGE, 0, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return pages
