@@ -7,9 +7,11 @@ every field, so two peers that differ in any agreed setting refuse each other be
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -251,17 +253,37 @@ def _read(kind: type[_Config], path: Path) -> _Config:
     try:
         return kind.model_validate(table)
     except ValidationError as error:
-        raise _config_error(str(path), error) from None
+        raise _config_error(str(path), error, kind) from None
 
 
-def _config_error(where: str, error: ValidationError) -> ConfigError:
+def _config_error(where: str, error: ValidationError, kind: type[_Frozen] | None = None) -> ConfigError:
+    """``kind``: whose keys a person may have meant by one that is unknown."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        problem = "unknown key; remove it or check its spelling"
+        meant = _meant(str(first["loc"][-1]), _keys(kind)) if kind else ""
+        problem = f"unknown key; {meant or 'remove it or check its spelling'}"
     else:
         problem = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
             problem += f" (got {first['input']!r})"
     more = len(error.errors()) - 1
     return ConfigError(where, key, problem + (f"; and {more} more" if more else ""))
+
+
+def _keys(kind: type[BaseModel]) -> list[str]:
+    """All that a file of this kind may hold, as in ``clock.round_s``."""
+    keys = []
+    for name, field in kind.model_fields.items():
+        table = field.annotation
+        keys.append(name)
+        if isinstance(table, type) and issubclass(table, BaseModel):
+            keys += [f"{name}.{key}" for key in _keys(table)]
+    return keys
+
+
+def _meant(word: str, keys: Sequence[str]) -> str:
+    """A question, if a key ends much as ``word`` is spelled."""
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {names[near[0]]}?" if near else ""

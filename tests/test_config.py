@@ -23,8 +23,10 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 
 WRONG = [
     ("name = [", "", "not valid TOML"),
-    ("fragmants = 4", "fragmants", "unknown key"),
-    ("[outer]\nlearning_rate = 1", "outer.learning_rate", "unknown key"),
+    ("fragmants = 4", "fragmants", "unknown key; did you mean fragments?"),
+    ("round_s = 2.0", "round_s", "did you mean clock.round_s?"),
+    ("[clock]\nnames = 2", "clock.names", "did you mean name?"),  # the run's, not codec.name
+    ("[outer]\nlearning_rate = 1", "outer.learning_rate", "unknown key; remove it"),
     ("[outer]\nlr = -0.1", "outer.lr", "greater than 0"),
     ("[outer]\nmomentum = 1.0", "outer.momentum", "less than 1"),
     ("[outer]\nlr = nan", "outer.lr", ""),
