@@ -18,6 +18,7 @@ import p2p_co2  # 1
 
 
 def main(ticket: str, folder: str = f"runs/own-loop-{os.getpid()}") -> None:
+    torch.set_num_threads(1)  # several peers may share this machine, and steps this small need no more
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
