@@ -188,10 +188,16 @@ def test_a_last_round_that_few_have_is_taken_when_nobody_trains(
     assert majority.last_version(0) == last
 
 
-@pytest.mark.parametrize("says_last", [True, False])
-def test_a_last_round_that_nobody_has_costs_nobody_an_offer(says_last: bool) -> None:
-    """One that drains may say that it made a round more; only what most say ends an offer of ours."""
+@pytest.mark.parametrize(
+    ("says_last", "asked", "is_proved"), [(True, "a", True), (False, "", True), (False, "a", False)]
+)
+def test_a_last_round_that_nobody_has_costs_nobody_an_offer(
+    says_last: bool, asked: str, is_proved: bool
+) -> None:
+    """One that drains may say that it made a round more; only what most say ends an offer of ours. Who made
+    a last round alone and could not give it in its first moment, had its honest coordinator distrusted."""
     given_up: list[int] = []
+    proved: list[bool] = []
     few, most = (4, 3) if says_last else (3, 3)
     live = {
         PeerId(name): heard(Status.DRAINING, versions=(version,), digests=(GOOD,))
@@ -202,7 +208,10 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(says_last: bool) -> 
         agreed=[AgreedVersion(3, GOOD)],
         progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
         far=all_near(),
-        rounds=SimpleNamespace(is_completing=lambda fragment: False, forget_outcome=lambda *of: None),
+        rounds=SimpleNamespace(
+            is_completing=lambda fragment: False,
+            forget_outcome=lambda fragment, round_, is_proved: proved.append(is_proved),
+        ),
         catchup=SimpleNamespace(
             ask_swarm=lambda vouch: None,
             want=lambda goal, now: None,
@@ -219,9 +228,10 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(says_last: bool) -> 
     else:  # what the rounds machine was told by a decision
         catching.go_to(0, 4, b"", (PeerId("a"),))
     assert catching.busy()
-    donors = (PeerId("a"),) if says_last else ()
+    donors = tuple(PeerId(name) for name in asked)
     catching.handle(FetchFailed(Goal(ROUND, 0, 4, donors), "nobody gives it", 0))
     assert not catching.busy()
+    assert proved == [is_proved]
     assert given_up == ([] if says_last else [0])
 
 

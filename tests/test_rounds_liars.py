@@ -164,6 +164,14 @@ def test_who_sent_us_after_what_nobody_has_is_not_believed_for_a_while() -> None
     assert len(_tell(machine, liar, 3, [liar], 2.0 + FIRST_S)) == 1
 
 
+def test_who_sent_us_after_what_only_few_have_is_not_believed_from_the_second_time_on() -> None:
+    machine, other = one_machine(1, 2), make_identity(2)
+    for round_, blamed in ((4, False), (5, True)):
+        assert len(_tell(machine, other, round_, [other], float(round_))) == 1
+        machine.forget_outcome(0, round_ - 1, is_proved=False)  # who made it alone may not give it at once
+        assert [type(event) for event in drain(machine)] == [Distrusted] * blamed
+
+
 def test_who_decided_for_the_smaller_side_of_a_split_is_blamed_the_second_time_and_never_by_itself() -> None:
     machine, other = one_machine(1, 2), make_identity(1).peer_id
     fragment, key = machine._fragments[0], wire.RoundKey(round=1, attempt=bytes(16))

@@ -241,7 +241,7 @@ class Catching:
         elif not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
         elif version > self.majority.swarm_version(fragment):
-            self._give_up(fragment, f"only few have a state of version {version}")
+            self._give_up(fragment, f"only few have a state of version {version}", is_proved=False)
             return
         else:
             # A state a little older will do, where donors are giving that one: the rounds since are replayed.
@@ -269,14 +269,14 @@ class Catching:
             return
         self._give_up(fragment, event.reason)
 
-    def _give_up(self, fragment: int, reason: str) -> None:
-        """What is wanted is nowhere to be had, or only of few: heartbeats will tell where most are."""
+    def _give_up(self, fragment: int, reason: str, *, is_proved: bool = True) -> None:
+        """What is wanted is nowhere to be had, or only of few (not ``is_proved``: one that made a last round
+        alone cannot give it in its first moment): heartbeats will tell where most are."""
         target, by_few = self._targets.get(fragment), fragment in self._last
         self._drop_target(fragment)
         if target is not None:
-            self._node.rounds.forget_outcome(
-                fragment, target[0]
-            )  # nobody has its bytes: do not wait for them
+            # Nobody has its bytes: do not wait for them.
+            self._node.rounds.forget_outcome(fragment, target[0], is_proved=is_proved)
         self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
         if not by_few:  # else one peer's word would end an offer that the others are making a round of
             self._node.give_up_offer(fragment)

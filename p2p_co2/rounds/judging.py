@@ -38,13 +38,14 @@ class Judging:
             why = f"most others hold something else than its round {version} made"
             self._forget(version, why, now, is_proved=False)
 
-    def came_to_nothing(self, round_: int, now: float) -> None:
-        """Nobody holds what we were told of ``round_``: go on as if it had not been."""
+    def came_to_nothing(self, round_: int, now: float, *, is_proved: bool) -> None:
+        """Nobody holds what we were told of ``round_``, or (not ``is_proved``) nobody has given it: go on as
+        if it had not been."""
         why = f"nobody holds what it told of round {round_} of fragment {self._fragment}"
         told, sent = self._ahead.came_to_nothing(round_), self._ahead.sent_to_nothing(round_)
         if sent is not None:  # it would say so for ever, and who coordinates a round is who is asked again
             self._swarm.spoilt(sent, f"nobody holds the version {round_} that it sent us after", now)
-        self._forget(round_, why, now, [] if told is None else [told])
+        self._forget(round_, why, now, [] if told is None else [told], is_proved=is_proved)
 
     def _forget(
         self, round_: int, why: str, now: float, told: Sequence[PeerId] = (), *, is_proved: bool = True

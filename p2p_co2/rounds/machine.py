@@ -115,13 +115,13 @@ class Rounds:
         self._settle(now)
         return withdrawn
 
-    def forget_outcome(self, fragment: int, round_: int) -> None:
+    def forget_outcome(self, fragment: int, round_: int, *, is_proved: bool = True) -> None:
         """No donor holds the bytes of a commit that we learned of: go on as if it had not been.
 
-        All who held them are gone, or its signer lied, and is not believed for a while. Should one come back,
-        it is in the minority by then and catches up with us.
+        All who held them are gone, or its signer lied, and is not believed for a while (``is_proved``: from
+        the first time). Should one come back, it is in the minority by then and catches up with us.
         """
-        self._fragments[fragment].judging.came_to_nothing(round_, self._now)
+        self._fragments[fragment].judging.came_to_nothing(round_, self._now, is_proved=is_proved)
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""
