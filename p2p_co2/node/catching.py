@@ -2,9 +2,9 @@
 state.
 
 Law: what is adopted is what the peers that this one hears agree on, by digest, as far as they can be asked; a
-state that a majority contradicts is refused and its donor counted, and one beyond what at least half say that
-they have is not loaded: a commit or a BEHIND of one liar, and a state of its own, were enough. Replay is
-preferred, since it knows whether this peer's own work is in the missed means.
+state that a majority contradicts is refused and its donor counted, and one that less than half have reached
+is not loaded unless two of them hold it: a commit or a BEHIND of one liar, and a state of its own, were
+enough. Replay is preferred, since it knows whether this peer's own work is in the missed means.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Catching:
             goal = Goal(STATE, fragment, version, split_donors(far, fragment), digest, version)
         elif not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
-        elif version > self.majority.swarm_version(fragment):
+        elif self.majority.is_one_word(fragment, version):
             self._give_up(fragment, f"only few have a state of version {version}", is_proved=False)
             return
         else:

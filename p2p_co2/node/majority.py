@@ -143,6 +143,19 @@ class Majority:
             return False
         return True if same else None
 
+    def is_one_word(self, fragment: int, version: int) -> bool:
+        """Whether less than half have reached ``version``, and no two of them say that they hold one state of
+        it or later. What a few made together while they were cut off is taken, or both sides would go on for
+        good: with storm 20 they did, where at least half were asked for."""
+        if version <= self.swarm_version(fragment):
+            return False
+        held = Counter(
+            (info.versions[fragment], info.digests[fragment])
+            for info in self._node.membership.live.values()
+            if fragment < len(info.digests) and info.versions[fragment] >= version
+        )
+        return max(held.values(), default=0) < 2
+
     def is_near_by(self, fragment: int, version: int, digest: bytes) -> bool:
         """Whether somebody of our cell tells that it has this state, or a later one."""
         return any(
