@@ -239,18 +239,20 @@ async def test_a_daemon_that_dies_or_hangs_comes_back_with_all_that_was_served(
         for killed, number in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
             os.kill(ours.daemon.process.pid, number)
             monkeypatch.setattr(libp2p_revival, "ANSWER_WITHIN_S", 0.1)
-            await until(lambda: len(revived) == killed)  # noqa: B023
+            await until(lambda killed=killed: len(revived) == killed)
             assert ("no answer to 3 questions" in revived[-1]) == (number == signal.SIGSTOP)
             assert await link.wait_closed()
             assert [str(maddr) for maddr in await ours.get_visible_maddrs(latest=True)] == before
             link = await _connect_again(b, a)  # by the address that it had
             await link.send(b"%d" % killed)
-            await until(lambda: a.received[-1:] == [(b.identity.peer_id, b"%d" % killed)])  # noqa: B023
+            last = [(b.identity.peer_id, b"%d" % killed)]
+            await until(lambda last=last: a.received[-1:] == last)
             async with asyncio.timeout(PATIENCE_S):
                 echoed = await theirs.call_protobuf_handler(ours.peer_id, "echo", b.record, PeerRecord)
             assert echoed == b.record
             await (await _connect_again(a, b)).send(b"back")
-            await until(lambda: [data for _, data in b.received] == killed * [b"back"])  # noqa: B023
+            echoes = killed * [b"back"]
+            await until(lambda echoes=echoes: [data for _, data in b.received] == echoes)
         with pytest.raises((ConnectionError, P2PDaemonError)):
             await unanswered
         await stop_p2p(ours)
