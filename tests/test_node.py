@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.node.lanes import Lane
+from p2p_co2.node.lanes import Bulk, Lane
 from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
 from p2p_co2.node.meter import (
     DRAINED_BYTES,
@@ -199,8 +199,8 @@ async def test_who_takes_nothing_off_our_hands_takes_no_room_from_the_others(
         assert [data for data in grpc.sent if data.startswith(b"C")] == [b"C%03d" % n for n in range(50)]
         links.set_paces({})
         lane = links._lanes[B]
-        assert lane.bulk[-1] == b"0499"  # the oldest went
-        assert links._queued_bytes == lane.bulk_bytes == sum(map(len, lane.bulk))
+        assert lane.bulk[-1].data == b"0499"  # the oldest went
+        assert links._queued_bytes == lane.bulk_bytes == sum(len(one.data) for one in lane.bulk)
 
 
 async def test_the_upload_cap_holds() -> None:
@@ -461,7 +461,7 @@ async def test_turns_never_hold_a_line_that_was_measured_low_for_long(
         lane = Lane(link=FakeLink(far, B))
         for _ in range(50):
             for _ in range(4 * MAX_DATA_BYTES // size_bytes):
-                lane.bulk.append(bytes(size_bytes))
+                lane.bulk.append(Bulk(bytes(size_bytes), None))
                 while (wait_s := links._wait_s(B, lane, clock.now)) > 0:
                     clock.now += wait_s
                 links._next_bulk(lane)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_co2.node.lanes import Lane, LineTurns
+from p2p_co2.node.lanes import Lane, LineTurns, Piece
 from p2p_co2.node.meter import FAST_BYTES_PER_S, LinePace, UploadMeter
 from p2p_co2.wire.identity import PeerId
 from tests.test_node import B, C, FakeCarrier, FakeLink, Hands, burst, links_over, turns
@@ -108,3 +108,25 @@ async def test_a_link_is_as_fast_as_its_turns_and_time_without_bulk_does_not_cou
         took_s = sorted(links.traffic[peer].bulk_s for peer in (B, C))
         assert took_s[1] == pytest.approx(2 * 1.4, abs=0.05)
         assert 2 * 1.1 - 0.05 < took_s[0] < took_s[1]
+
+
+async def test_what_nobody_needs_any_more_is_not_sent() -> None:
+    grpc = FakeCarrier("grpc")
+    grpc.gate.clear()
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        for peer in (B, C):
+            links.post(peer, b"on its way", bulk=True)
+        await turns()
+        for peer in (B, C):
+            for attempt in (b"1", b"2"):
+                links.post(peer, b"slice " + attempt, bulk=True, piece=Piece(attempt, False))
+                links.post(peer, b"mean " + attempt, bulk=True, piece=Piece(attempt, True))
+            links.post(peer, b"chunk", bulk=True, served=True)
+        links.forget(b"1", means=False)
+        assert [one.data for one in links._lanes[B].bulk] == [b"mean 1", b"slice 2", b"mean 2", b"chunk"]
+        links.forget(b"1", means=True)
+        assert links._queued_bytes == 2 * len(b"slice 2mean 2chunk")
+        grpc.gate.set()
+        await links.drain(10.0)
+        assert sorted(grpc.sent) == sorted(2 * [b"on its way", b"slice 2", b"mean 2", b"chunk"])
+        assert links._queued_bytes == links._lanes[B].bulk_bytes == 0

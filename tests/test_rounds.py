@@ -17,10 +17,12 @@ from p2p_co2.rounds import (
     OutcomeWithoutBytes,
     PayloadShape,
     ReduceWanted,
+    Stale,
     open_decision,
     parts,
 )
 from p2p_co2.rounds.attempt import seal_begin
+from p2p_co2.rounds.decision import Verdicts
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -70,6 +72,27 @@ def test_a_healthy_round_sends_each_slice_and_each_mean_once() -> None:
     net.run_until_settled()
     kinds = Counter(message.__class__.__name__ for _, _, message in net.sent)
     assert kinds == {"Ready": 4, "Waiting": 4, "Begin": 4, "Part": 20, "Mean": 20, "Result": 4, "Decision": 4}
+
+
+def test_it_is_told_what_nobody_needs_any_more() -> None:
+    net = Network(3)
+    net.offer_all()
+    net.run_until_settled()
+    for event in net.committed().values():
+        decision = wire.Decision.FromString(event.decision)
+        outcome = wire.Outcome.FromString(decision.outcome)
+        attempt = outcome.key.attempt
+        assert [event for _, event in net.events if isinstance(event, Stale)] == 3 * [Stale(attempt, False)]
+        verdicts, told = Verdicts(), list[Stale]()
+        verdicts.keep(decision, outcome)
+        for round_, left in ((1, attempt), (2, b"aborted"), (2, b"the next")):
+            verdicts.leave(round_, left, told.append)
+        assert told == [
+            Stale(attempt, means=False),  # who is slower may complete it with our means
+            Stale(attempt, means=True),
+            Stale(b"aborted", means=True),
+            Stale(b"the next", means=True),
+        ]
 
 
 def test_large_payloads_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from p2p_co2.rounds import (
     ReduceWanted,
     Refused,
     RoundsEvent,
+    Stale,
     announcement,
     counted_weights,
     open_decision,
@@ -86,6 +87,8 @@ class Deciding:
             self._fell_behind(event)
         elif isinstance(event, Overheard):
             self._node.catching.overheard(event)
+        elif isinstance(event, Stale):
+            self._node.links.forget(event.attempt, event.means)
         elif isinstance(event, Doubted):
             self._node.spawn(self._ledger.doubt(event.fragment))
         elif isinstance(event, Refused | Distrusted):

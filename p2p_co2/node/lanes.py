@@ -18,15 +18,18 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
+from google.protobuf.message import Message
+
 from p2p_co2.node.meter import LinePace, Pace, UploadMeter
 from p2p_co2.transport.base import Link
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Mean, Part
 
 QUEUE_LOOK_S = 0.04
 """How often it is looked at what waits before the line."""
 
 
-class Message(NamedTuple):
+class UnderWay(NamedTuple):
     """Bulk on its way to a peer that says what it has."""
 
     end_bytes: int
@@ -34,12 +37,37 @@ class Message(NamedTuple):
     size_bytes: int
 
 
+class Piece(NamedTuple):
+    """What a bulk message is a piece of: a slice in an attempt at a round, or a mean."""
+
+    attempt: bytes
+    is_mean: bool
+
+
+def piece_of(message: Message, kind: str) -> Piece | None:
+    """Of a message of the protocol, by its kind."""
+    if not isinstance(message, Part | Mean):
+        return None
+    return Piece(message.key.attempt, kind == "mean")
+
+
+class Bulk(NamedTuple):
+    """A bulk message that waits."""
+
+    data: bytes
+    piece: Piece | None
+
+    def is_stale(self, attempt: bytes, means: bool) -> bool:
+        """Whether it is of ``attempt``; of its means only if ``means``."""
+        return self.piece in ((attempt, False), (attempt, means))
+
+
 @dataclass
 class Lane:
     """What goes to one peer."""
 
     control: deque[bytes] = field(default_factory=deque)
-    bulk: deque[bytes] = field(default_factory=deque)
+    bulk: deque[Bulk] = field(default_factory=deque)
     bulk_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
     turn_at: float | None = None
@@ -50,7 +78,7 @@ class Lane:
     """Whether it has its turn on our line, after that, or needs none."""
     has_yielded: bool = False
     """Whether it leaves a turn to a lane with more to carry."""
-    under_way: deque[Message] = field(default_factory=deque)
+    under_way: deque[UnderWay] = field(default_factory=deque)
     carrying: int = 0
     """Bulk messages that are being sent."""
     counted_until: float = 0.0

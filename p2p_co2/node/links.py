@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.node.lanes import Lane, LineTurns, Message
+from p2p_co2.node.lanes import Bulk, Lane, LineTurns, Piece, UnderWay
 from p2p_co2.node.meter import Pace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link
@@ -111,9 +112,11 @@ class Links:
         """How fast these peers want bulk data from us; others take what comes."""
         self._paces = bytes_per_s
 
-    def post(self, peer: PeerId, data: bytes, bulk: bool, served: bool = False) -> bool:
+    def post(
+        self, peer: PeerId, data: bytes, bulk: bool, served: bool = False, piece: Piece | None = None
+    ) -> bool:
         """Queue a message; False if it was dropped because the queue is full. ``served``: bulk that ``peer``
-        asked for, so that asking without reading costs us little."""
+        asked for, so that asking without reading costs us little. ``piece``: what ``forget`` knows it by."""
         lane = self._lanes.get(peer)
         if lane is None:
             if len(self._lanes) >= MAX_LANES:
@@ -125,7 +128,7 @@ class Links:
             overasked = served and lane.bulk_bytes + len(data) > MAX_SERVED_BYTES
             if overasked or not self._make_room(lane, len(data)):
                 return False
-            lane.bulk.append(data)
+            lane.bulk.append(Bulk(data, piece))
             lane.bulk_bytes += len(data)
             self._queued_bytes += len(data)
         else:
@@ -140,6 +143,16 @@ class Links:
             lane.beside = self._tasks.create_task(self._carry_beside(peer, lane), name=f"beside {peer[-6:]}")
         return True
 
+    def forget(self, attempt: bytes, means: bool) -> None:
+        """Drop the slices of ``attempt`` that wait and, with ``means``, its means: on the way to a slow peer
+        they would go before what is needed now."""
+        for lane in self._lanes.values():
+            kept = [one for one in lane.bulk if not one.is_stale(attempt, means)]
+            if len(kept) < len(lane.bulk):
+                kept_bytes = sum(len(one.data) for one in kept)
+                self._queued_bytes += kept_bytes - lane.bulk_bytes
+                lane.bulk, lane.bulk_bytes = deque(kept), kept_bytes
+
     def _wants_company(self, lane: Lane) -> bool:
         """Whether a second connection would help: each of a far way's stands still now and then, for a lost
         packet or to measure the way, and the line with it."""
@@ -153,7 +166,7 @@ class Links:
         while lane.bulk_bytes + size_bytes > MAX_QUEUED_BYTES - self._queued_bytes - size_bytes:
             if not lane.bulk:
                 return False
-            dropped_bytes = len(lane.bulk.popleft())
+            dropped_bytes = len(lane.bulk.popleft().data)
             lane.bulk_bytes -= dropped_bytes
             self._queued_bytes -= dropped_bytes
         return True
@@ -252,21 +265,21 @@ class Links:
             if link.acknowledged is not None and not link.acknowledged.has_room:
                 await self._wait(lane, link)
                 continue
-            await self._send_bulk(lane, link, self._next_bulk(lane))
+            await self._send_bulk(lane, link, self._next_bulk(lane).data)
 
-    def _next_bulk(self, lane: Lane) -> bytes:
+    def _next_bulk(self, lane: Lane) -> Bulk:
         """The lane's next bulk message, whose turn it is."""
         lane.turn_at = None
-        data = lane.bulk.popleft()
-        lane.bulk_bytes -= len(data)
-        self._queued_bytes -= len(data)
-        return data
+        message = lane.bulk.popleft()
+        lane.bulk_bytes -= len(message.data)
+        self._queued_bytes -= len(message.data)
+        return message
 
     async def _carry_beside(self, peer: PeerId, lane: Lane) -> None:
         """Carry bulk of ``lane`` over a second connection, as long as there is a first one and enough to
         carry. What it could not send goes over the first; peers take nothing twice."""
         link = await self._connect_beside(peer, lane)
-        data = b""
+        message = Bulk(b"", None)
         try:
             while link is not None and lane.link is not None:
                 if not lane.bulk:
@@ -276,14 +289,14 @@ class Links:
                 elif (wait_s := self._wait_s(peer, lane, time.monotonic())) > 0:
                     await asyncio.sleep(wait_s)
                 else:
-                    data = self._next_bulk(lane)
-                    await self._send_bulk(lane, link, data)
+                    message = self._next_bulk(lane)
+                    await self._send_bulk(lane, link, message.data)
         except TimeoutError:
             pass  # nothing to carry
         except TransportError:
-            lane.bulk.appendleft(data)
-            lane.bulk_bytes += len(data)
-            self._queued_bytes += len(data)
+            lane.bulk.appendleft(message)
+            lane.bulk_bytes += len(message.data)
+            self._queued_bytes += len(message.data)
             lane.beside_failed_at = time.monotonic()
             lane.wake.set()
         finally:
@@ -305,7 +318,7 @@ class Links:
     def _wait_s(self, peer: PeerId, lane: Lane, now: float) -> float:
         """How long the lane's first bulk message has to wait: first for the receiver's rate, then for our
         own cap, or a slow receiver would hold up what goes to the others, at last for the line."""
-        size_bytes = len(lane.bulk[0])
+        size_bytes = len(lane.bulk[0].data)
         if lane.turn_at is None:
             lane.pace.bytes_per_s = self._paces.get(peer, 0.0)
             lane.turn_at, lane.asked_cap = lane.pace.admit_at(size_bytes, now), False
@@ -329,7 +342,7 @@ class Links:
         if link.acknowledged is None:
             self._arrived(link.peer, lane, len(data))
             return
-        lane.under_way.append(Message(link.acknowledged.sent_bytes, len(data)))
+        lane.under_way.append(UnderWay(link.acknowledged.sent_bytes, len(data)))
         self._hear(link.peer, lane, link.acknowledged)  # it may have been there before ``send`` returned
 
     def _hear(self, peer: PeerId, lane: Lane, acknowledged: Acknowledged) -> None:

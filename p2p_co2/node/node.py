@@ -25,6 +25,7 @@ from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, enveloped, kind_of, opened
 from p2p_co2.node.far import Far
+from p2p_co2.node.lanes import piece_of
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
 from p2p_co2.node.progress import LocalProgress, SwarmProgress
@@ -241,7 +242,7 @@ class Node:
                 sent = True
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data, kind = message, enveloped(message, self._envelope_head), kind_of(message)
-                taken = links.post(peer, data, kind in BULK, served=kind == "chunk")
+                taken = links.post(peer, data, kind in BULK, kind == "chunk", piece_of(message, kind))
                 if kind == "chunk" and not taken:
                     self.receiving.overasked(peer)
                 if kind == "fetch" and isinstance(message, Fetch) and message.want_chunk:

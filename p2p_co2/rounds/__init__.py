@@ -26,6 +26,7 @@ from p2p_co2.rounds.events import (
     Refused,
     RoundsEvent,
     Slice,
+    Stale,
 )
 from p2p_co2.rounds.machine import Rounds
 
@@ -51,6 +52,7 @@ __all__ = [
     "Rounds",
     "RoundsEvent",
     "Slice",
+    "Stale",
     "announcement",
     "counted_weights",
     "open_decision",

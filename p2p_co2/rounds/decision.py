@@ -12,6 +12,7 @@ by the digests of the next READY, not here.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from functools import lru_cache
 
 from google.protobuf.message import DecodeError
@@ -22,7 +23,7 @@ from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import check_digest, check_place, read_contributors, read_key, read_members
 from p2p_co2.rounds.cells import read_who
 from p2p_co2.rounds.derived import OUTCOMES_KEPT, Derived
-from p2p_co2.rounds.events import PayloadShape
+from p2p_co2.rounds.events import PayloadShape, Stale
 from p2p_co2.rounds.parts import BlockRange, covers
 from p2p_co2.wire.identity import Identity, PeerId, verify
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_STRING
@@ -236,6 +237,8 @@ class Verdicts:
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """Attempts that we were in, with their rounds."""
+        self._left = b""
+        """The last of them, if it has committed."""
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
@@ -254,6 +257,17 @@ class Verdicts:
         """Remember an attempt that is over, so that its stragglers are recognised."""
         if attempt not in self._ended:
             self._ended.append(attempt)
+
+    def leave(self, round_: int, attempt: bytes, emit: Callable[[Stale], None]) -> None:
+        """``end`` an attempt that we were in, and tell what nobody needs any more: its slices and, if it has
+        committed only when the next one ends, for slower members, its means."""
+        self.end(attempt)
+        known = self._commits.get(round_)
+        has_committed = known is not None and known[1].key.attempt == attempt
+        if self._left:
+            emit(Stale(self._left, means=True))
+        emit(Stale(attempt, means=not has_committed))
+        self._left = attempt if has_committed else b""
 
     def join(self, round_: int, attempt: bytes) -> None:
         """We are in an attempt: what we offer there may be counted, whatever we hear of it."""

@@ -229,6 +229,15 @@ class Overheard:
 
 
 @dataclass(frozen=True)
+class Stale:
+    """Slices of ``attempt`` that wait to be sent are of no use to anybody; with ``means``, nor are its
+    means."""
+
+    attempt: bytes
+    means: bool
+
+
+@dataclass(frozen=True)
 class Refused:
     """A peer's content was dropped after it had been let in; count it like a ``RemoteProtocolError``."""
 
@@ -262,6 +271,7 @@ RoundsEvent = (
     | FellBehind
     | OutcomeWithoutBytes
     | Overheard
+    | Stale
     | Refused
     | Distrusted
     | Doubted

@@ -436,10 +436,11 @@ class FragmentRounds:
     def _end(self) -> None:
         """Forget the open offer and all that was held for it."""
         if self.member is not None:
-            self.verdicts.end(self.member.attempt.id)
+            attempt = self.member.attempt
+            self.verdicts.leave(attempt.round, attempt.id, self._outlet.emit)
             if self.member.exchange is not None:
                 self.verdicts.end(self.member.exchange.council.key.attempt)
-            self._coordination.member_left(self.member.attempt.id)
+            self._coordination.member_left(attempt.id)
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
         self.offer = self.asking = self.member = self._rival = self._ahead.waiting = self._completing = None

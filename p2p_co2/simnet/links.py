@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from p2p_co2.node.lanes import Bulk, Piece
 from p2p_co2.node.links import MAX_LANES, MAX_QUEUED_BYTES, MAX_QUEUED_CONTROL, MAX_SERVED_BYTES, LinkObserver
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
 from p2p_co2.simnet.parcel import Parcel
@@ -24,6 +25,8 @@ MEASURED_AFTER_BYTES = 256 << 10
 SYN_AGAIN_S = (1.0, 2.0, 4.0)
 """Who is not answered knocks again after so long each, as TCP does (RFC 6298: a second, then doubled)."""
 DRAIN_LOOK_S, JUST_AFTER_S = 0.05, 1e-6
+BUFFERED_S = 1.0
+"""What a connection takes beyond what its way has carried; the rest waits here, and may be forgotten."""
 LOOK_UP_S = 0.3
 """To find the record of a peer that is not known yet."""
 
@@ -34,9 +37,11 @@ class _Lane:
     receiver: Endpoint | None = None
     is_opening: bool = False
     control: list[bytes] = field(default_factory=list)
-    bulk: list[bytes] = field(default_factory=list)
+    bulk: list[Bulk] = field(default_factory=list)
     bulk_bytes: int = 0
     """Bulk that is queued or on its way up."""
+    is_timed: bool = False
+    """Whether a timer is set for bulk that waits."""
     free_at: float = 0.0
     last_control_at: float = 0.0
     last_bulk_at: float = 0.0
@@ -93,7 +98,9 @@ class VirtualLinks:
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
         """As ``Links.set_paces``; lines here are paced by themselves."""
 
-    def post(self, peer: PeerId, data: bytes, bulk: bool, served: bool = False) -> bool:
+    def post(
+        self, peer: PeerId, data: bytes, bulk: bool, served: bool = False, piece: Piece | None = None
+    ) -> bool:
         if data is not self._posted:
             self._posted, self._parcel = data, Parcel(data)
         data = self._parcel
@@ -111,12 +118,27 @@ class VirtualLinks:
             self._queued_bytes += len(data)
         elif len(lane.control) >= MAX_QUEUED_CONTROL:
             return False
-        if lane.path is not None:
-            self._send(lane, data, bulk)
+        if bulk:
+            lane.bulk.append(Bulk(data, piece))
+        elif lane.path is not None:
+            self._send(lane, data, bulk=False)
         else:
-            (lane.bulk if bulk else lane.control).append(data)
+            lane.control.append(data)
+        if lane.path is None:
             self._open(peer, lane)
+        elif bulk:
+            self._flush(lane)
         return True
+
+    def forget(self, attempt: bytes, means: bool) -> None:
+        """As ``Links.forget``."""
+        for lane in self._lanes.values():
+            waiting, lane.bulk = lane.bulk, []
+            for one in waiting:
+                if one.is_stale(attempt, means):
+                    self._gone_up(lane, len(one.data))
+                else:
+                    lane.bulk.append(one)
 
     def carriers_used(self) -> dict[str, str]:
         return dict(self._used)
@@ -184,11 +206,7 @@ class VirtualLinks:
         receiver.on_gone[self._me.peer] = lambda reason: self._hear_of_loss(peer, lane, reason)
         self._used[peer] = outcome.carrier
         self._observer.opened(peer, outcome.carrier, outcome.reason)
-        control, bulk, lane.control, lane.bulk = lane.control, lane.bulk, [], []
-        for data in control:
-            self._send(lane, data, bulk=False)
-        for data in bulk:
-            self._send(lane, data, bulk=True)
+        self._flush(lane)
 
     def _hear_of_loss(self, peer: PeerId, lane: _Lane, reason: str) -> None:
         """The other end is gone; the news travels as long as anything."""
@@ -215,6 +233,23 @@ class VirtualLinks:
         lane.path = lane.receiver = None
 
     # ---- sending
+
+    def _flush(self, lane: _Lane) -> None:
+        """Send what waits, but for bulk that would only wait in a buffer on the way."""
+        control, lane.control = lane.control, []
+        for data in control:
+            self._send(lane, data, bulk=False)
+        while lane.bulk and lane.path is not None and lane.free_at - self._world.now <= BUFFERED_S:
+            self._send(lane, lane.bulk.pop(0).data, bulk=True)
+        if lane.bulk and lane.path is not None and not lane.is_timed:
+            lane.is_timed = True
+            self._me.loop.call_at(lane.free_at - BUFFERED_S, self._release, lane)
+
+    def _release(self, lane: _Lane) -> None:
+        """The way has carried what was before the bulk that waits."""
+        lane.is_timed = False
+        if lane.path is not None:
+            self._flush(lane)
 
     def _send(self, lane: _Lane, data: bytes, bulk: bool) -> None:
         assert lane.path is not None

@@ -25,6 +25,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, Ru
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
@@ -102,10 +103,15 @@ class MemoryLinks:
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
         return None
 
-    def post(self, peer: PeerId, data: bytes, bulk: bool, served: bool = False) -> bool:
+    def post(
+        self, peer: PeerId, data: bytes, bulk: bool, served: bool = False, piece: Piece | None = None
+    ) -> bool:
         self.up_bytes += len(data)
         self._world.send(self._me, peer, data)
         return True
+
+    def forget(self, attempt: bytes, means: bool) -> None:
+        """Nothing waits here."""
 
     def carriers_used(self) -> dict[str, str]:
         return {}
