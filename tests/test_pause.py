@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from itertools import chain, repeat
 
+import pytest
+
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry.events import Paused, Progress, Resumed, RoundAborted, RoundCommitted, SendSkipped
 from p2p_co2.wire.messages_pb2 import Status
@@ -153,3 +155,42 @@ def test_nothing_happens_without_a_reason() -> None:
         await world.close()
 
     run_virtual(work())
+
+
+@pytest.mark.parametrize(("names", "gap_s"), [("abc", 0.1), ("abcd", 0.3)])
+def test_who_wake_one_after_the_other_find_the_one_that_went_on(names: str, gap_s: float) -> None:
+    """It answered its own READY with a version that no longer seemed possible once the second woke, and ended
+    for refusing itself."""
+
+    async def work() -> None:
+        world = World(*names)
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(5)
+        _, *others = world.trainers
+        for trainer in others:
+            show(trainer, Status.PAUSED)
+        await asyncio.sleep(0.5)
+        await _train_those_awake(world, 12.0)
+        for trainer in others:
+            show(trainer, Status.TRAINING)
+            await _train_those_awake(world, gap_s)
+        for _ in range(20):
+            await _train_those_awake(world, 1.0)
+            if all(
+                len({trainer.node.agreed[fragment] for trainer in world.trainers}) == 1 for fragment in (0, 1)
+            ):
+                break
+        else:
+            raise AssertionError(world.versions())
+        await world.close()
+
+    run_virtual(work())
+
+
+async def _train_those_awake(world: World, seconds: float) -> None:
+    for _ in range(int(seconds / STEP_S)):
+        for trainer in world.trainers:
+            if trainer.sync.phase == Status.TRAINING:
+                trainer.step()
+        await asyncio.sleep(STEP_S)

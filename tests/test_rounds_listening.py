@@ -9,6 +9,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.profiles import LinkProfile
 from p2p_co2.rounds import Aborted, Began, Committed, OutcomeWithoutBytes, Overheard, PayloadShape
 from p2p_co2.rounds.bounds import GRACE_S, MAX_LISTENERS, MEMBERS_PER_LISTENER
+from p2p_co2.rounds.deadline import MISSES
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.telemetry.events import Event, FragmentApplied
@@ -205,3 +206,48 @@ def test_a_member_that_listens_gets_nothing_twice() -> None:
         if isinstance(message, wire.Mean)
     ]
     assert len(means) == len(set(means))
+
+
+def test_nobody_is_sent_a_mean_before_its_owner_has_all_of_them() -> None:
+    """What is sent to a listener shares the owner's line with what goes to the members."""
+    net, (late,) = late_network(5)
+    net.offer(late)
+    net.run_until_settled()
+    means = [(source, to) for source, to, message in net.sent if isinstance(message, wire.Mean)]
+    assert any(to == late for _, to in means)
+    for owner in {source for source, to in means if to == late}:
+        heard_at = means.index((owner, late))
+        assert not [source for source, to in means[heard_at:] if to == owner]
+
+
+def test_who_asks_to_listen_and_is_ready_in_time_counts_as_punctual() -> None:
+    for listens in (False, True):
+        net, (late,) = late_network(5)
+        coordinator = next(source for source, _, message in net.sent if isinstance(message, wire.Begin))
+        readies = net.peers[coordinator].machine._swarm.readies
+        for number in range(MISSES):
+            readies.missed(late, number)
+        assert not readies.is_awaited(late)
+        key, held = wire.RoundKey(fragment=0, round=1), net.peers[late].states[0][1]
+        if listens:
+            net.deliver(late, coordinator, wire.Listen(key=key, state_digest=held))
+        ready = wire.Ready(fragment=0, round=1, base_version=0, state_digest=held, weight=1.0)
+        net.deliver(late, coordinator, ready)
+        assert readies.is_awaited(late)
+
+
+def test_a_part_that_another_took_over_is_not_waited_for() -> None:
+    net, (late,) = late_network(5)
+    begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
+    coordinator = next(source for source, _, message in net.sent if isinstance(message, wire.Begin))
+    stuck = next(part.owner for part in begin.parts if part.owner != coordinator)
+    net.on_reduce = lambda peer, job: not (peer == stuck and job.generation == 0)
+    net.offer(late)
+    decided_at = net.now
+    while not any(name == late and isinstance(event, OutcomeWithoutBytes) for name, event in net.events):
+        assert net.now < 1200.0
+        told = any(to == late and isinstance(message, wire.Decision) for _, to, message in net.sent)
+        decided_at = net.now if not told else decided_at
+        net.run(0.01)
+    assert any(isinstance(message, wire.Reassign) for _, _, message in net.sent)
+    assert net.now - decided_at < GRACE_S / 2

@@ -202,6 +202,23 @@ async def test_what_waits_before_a_link_is_what_the_kernel_says(
         await link.close()
 
 
+async def test_looking_at_our_links_changes_no_socket_of_the_users(tmp_path: Path) -> None:
+    """With a default timeout a socket that is made of a copied descriptor makes the original non-blocking."""
+    async with open_pair("grpc", tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        left, right = socket.socketpair()  # blocking, as those of ``multiprocessing.Pipe``
+        socket.setdefaulttimeout(30.0)
+        try:
+            send_buffer.keep_little_unsent("127.0.0.1", b.carrier.port)
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(left.fileno())
+        assert os.get_blocking(right.fileno())
+        left.close()
+        right.close()
+        await link.close()
+
+
 async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,8 @@ class Links:
         for lane in self._lanes.values():
             kept = [one for one in lane.bulk if not one.is_stale(attempt, means)]
             if len(kept) < len(lane.bulk):
+                if not kept or kept[0] is not lane.bulk[0]:
+                    lane.turn_at = None  # the turn was for what is dropped
                 kept_bytes = sum(len(one.data) for one in kept)
                 self._queued_bytes += kept_bytes - lane.bulk_bytes
                 lane.bulk, lane.bulk_bytes = deque(kept), kept_bytes

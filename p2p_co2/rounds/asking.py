@@ -78,7 +78,7 @@ class Asking:
         """Mistrust ``sender``, and raise ``RemoteProtocolError``, if it sends us beyond ``most``. Only other
         cells know where they are."""
         far = bool(message.donors) and not any(map(self._swarm.is_near, message.donors))
-        if message.version > most and not far:
+        if message.version > most and not far and sender != self._swarm.me:
             if sender == self.asked[-1]:
                 self.mistrust()
             farthest = f"{message.version}; as far as we hear most peers are not beyond {most}"

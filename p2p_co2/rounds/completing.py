@@ -50,6 +50,7 @@ class Completing:
         if isinstance(member, Listening):
             self._patience_s, patience_s = bounds.GRACE_S, member.patience_s(now)
         self._give_up_at = now + min(patience_s, swarm.shape.round_cap_s)
+        self._came_at, self._widest_gap_s = now, 0.0
         self.came(now)
 
     def committed(self, offered_at: float, now: float) -> Committed | Overheard | None:
@@ -74,7 +75,13 @@ class Completing:
 
     def came(self, now: float) -> None:
         """A piece of a mean has come."""
+        self._widest_gap_s, self._came_at = max(self._widest_gap_s, now - self._came_at), now
         self._stalls_at = now + self._patience_s
+
+    def overtaken(self, now: float) -> None:
+        """The next round has committed: its members send no more of this one's means than is on its way."""
+        self._patience_s = min(self._patience_s, max(bounds.GRACE_S, 3 * self._widest_gap_s))
+        self._stalls_at = min(self._stalls_at, now + self._patience_s)
 
     def peers_changed(self, now: float) -> None:
         if any(not self._swarm.is_live(owner) for owner in self._member.owners_of_missing()):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
+from p2p_co2.rounds.ahead import farthest_version
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
 from p2p_co2.rounds.council import cells_before
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
@@ -139,13 +140,17 @@ class Coordination:
             self._outlet.send(
                 sender, behind_message(message.fragment, message.round, version, digest, donors)
             )
-        elif newest is not None and newest[1].key.round >= message.round:
+        elif newest is not None and message.round <= newest[1].key.round <= self._believable(message):
             base = newest[1].key.round - 1
             behind = behind_message(message.fragment, message.round, base, newest[1].state_digest, donors)
             self._outlet.send(sender, behind)
         else:
             return False
         return True
+
+    def _believable(self, message: Ready) -> int:
+        """The farthest commit after whose base the asker lets itself be sent, if it hears what we hear."""
+        return farthest_version(self._swarm, message.fragment) + 1
 
     def _answer_begun(self, begun: _Begun, message: Ready, sender: PeerId, now: float) -> None:
         if begun.missed_begin(message, sender):
@@ -154,6 +159,7 @@ class Coordination:
         if sender not in begun.late and now <= begun.in_time_until:
             self._history[message.fragment].arrived(message.round, now)
             self._swarm.readies.came(sender)
+        begun.late.add(sender)
         self._let_listen(begun, message.state_digest, sender, now)
         ends_at = begun.tally.get_timer()
         within_s = max(0.0, ends_at - now) if ends_at is not None else 0.0
@@ -169,7 +175,6 @@ class Coordination:
 
     def _let_listen(self, begun: _Begun, state_digest: bytes, peer: PeerId, now: float) -> None:
         """Tell ``peer``, which is too late, who owns what. A member knows."""
-        begun.late.add(peer)
         if peer not in begun.tally.attempt.shares and state_digest == begun.begin.state_digest:
             self._outlet.send(peer, begun.left(now))
 

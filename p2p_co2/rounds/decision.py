@@ -237,8 +237,8 @@ class Verdicts:
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """Attempts that we were in, with their rounds."""
-        self._left = b""
-        """The last of them, if it has committed."""
+        self._left: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        """The last of them that has committed, and those since that we left before they were decided."""
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
@@ -264,10 +264,16 @@ class Verdicts:
         self.end(attempt)
         known = self._commits.get(round_)
         has_committed = known is not None and known[1].key.attempt == attempt
-        if self._left:
-            emit(Stale(self._left, means=True))
+        is_over = known is not None or attempt in self._aborts  # else the others go on without us
+        if not is_over:
+            self._left.append(attempt)
+            return
+        if has_committed:
+            for left in self._left:
+                emit(Stale(left, means=True))
+            self._left.clear()
+            self._left.append(attempt)
         emit(Stale(attempt, means=not has_committed))
-        self._left = attempt if has_committed else b""
 
     def join(self, round_: int, attempt: bytes) -> None:
         """We are in an attempt: what we offer there may be counted, whatever we hear of it."""

@@ -349,6 +349,7 @@ class FragmentRounds:
             return  # whoever sent it may believe it: heartbeats tell where most are
         if self._completing is not None:
             self.verdicts.keep(decision, outcome)  # told once we have the bytes of the one before
+            self._completing.overtaken(now)
             return
         foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
         if foreign or round_ != self.reached() + 1:

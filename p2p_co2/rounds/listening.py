@@ -81,7 +81,8 @@ class Listening:
         missing = self.owners_of_missing()
         if ranges != list(self.attempt.ranges) or not missing <= self._promised:
             return False
-        fits = all(have in (b"", p.digest) for have, p in zip(self._digests, outcome.parts, strict=True))
+        held = zip(self._digests, outcome.parts, strict=True)  # of a part that moved nothing comes any more
+        fits = all(have == p.digest if have else not p.generation for have, p in held)
         return fits and all(map(self._swarm.is_live, missing))
 
     def patience_s(self, now: float) -> float:

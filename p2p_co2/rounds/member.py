@@ -162,7 +162,6 @@ class Member:
         state = self._parts[part]
         state.place[:] = mean
         state.hold(contributors, self.attempt)
-        self._play()
         self._check(now)
 
     def listen(self, peer: PeerId) -> bool:
@@ -175,7 +174,7 @@ class Member:
         """Send our means to those who listen, when the members have been sent all of them."""
         me = self._swarm.me
         mine = [part for part, state in enumerate(self._parts) if (state.owner, state.generation) == (me, 0)]
-        for peer in self._audience.waiting(all(self._parts[part].mean is not None for part in mine)):
+        for peer in self._audience.waiting(all(state.mean is not None for state in self._parts)):
             for part in mine:
                 mean, contributors = self._parts[part].mean, self._parts[part].contributors
                 assert mean is not None
@@ -297,6 +296,7 @@ class Member:
 
     def _check(self, now: float) -> None:
         """Tell the coordinator when there is something new to tell: all means, or another lost part."""
+        self._play()
         lost = [part for part, state in enumerate(self._parts) if self._is_lost(state, now)]
         if lost or all(state.mean is not None for state in self._parts):
             news = self._result(lost)

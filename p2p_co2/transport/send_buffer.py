@@ -148,6 +148,14 @@ def _socket_of(name: str) -> socket.socket | None:
     try:
         if not os.readlink(_OPEN_FILES / name).startswith("socket:"):
             return None
-        return socket.socket(fileno=os.dup(int(name)))
+        copy = os.dup(int(name))
     except OSError:
         return None  # another thread has closed it meanwhile
+    try:
+        blocks = os.get_blocking(copy)
+        connection = socket.socket(fileno=copy)
+        os.set_blocking(copy, blocks)  # a default timeout of the user's changes the original with the copy
+    except OSError:
+        os.close(copy)  # another thread has opened a file by that number
+        return None
+    return connection
