@@ -126,7 +126,8 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
         assert address_in_log_of(running, "late") == "none"
         eventually(lambda: assert_more(number(text_of(driver, "tokens")), first))
         wait_until(driver, "troubles", f"~{killed[-6:]}")
-        assert re.search("is gone|aborted", text_of(driver, "troubles"))
+        # At first it only falls behind.
+        eventually(lambda: assert_says(text_of(driver, "troubles"), "is gone|aborted"))
         wait_until_heard(address, running.events("late")[0].peer)
         for name in ("a", "b", "c", "late"):
             running.processes[name].send_signal(signal.SIGINT)
@@ -187,6 +188,10 @@ def eventually(check: Callable[[], None]) -> None:
 
 def assert_more(figure: float, before: float) -> None:
     assert figure > before
+
+
+def assert_says(text: str, pattern: str) -> None:
+    assert re.search(pattern, text)
 
 
 def assert_equal(figure: float, right: object) -> None:
