@@ -164,22 +164,39 @@ class Receiver:
         return {self.missing}
 
 
-@pytest.mark.parametrize(("parts_within_s", "most_s"), [(2.0, 30.0), (60.0, 240.0), (300.0, 1200.0)])
-def test_an_owner_that_trickles_its_mean_keeps_nobody_for_ever(parts_within_s: float, most_s: float) -> None:
+def completing_of(parts_within_s: float) -> Completing:
+    """Since 100.0 s."""
     swarm = Swarm(NAMES[0], PayloadShape(1, (2,)), 32)
     swarm.set_live({name: PeerView(1e6) for name in NAMES})
     attempt = Attempt(
         0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)), (BlockRange(0, 2),), (NAMES[1],),
         (frozenset(NAMES),), DIGEST, NAMES[1], parts_within_s, 12.0,
     )  # fmt: skip
-    completing = Completing(Receiver(attempt), wire.Decision(), wire.Outcome(), swarm, 100.0)  # type: ignore[arg-type]
-    now = 100.0
+    return Completing(Receiver(attempt), wire.Decision(), wire.Outcome(), swarm, 100.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("parts_within_s", "most_s"), [(2.0, 30.0), (60.0, 240.0), (300.0, 1200.0)])
+def test_an_owner_that_trickles_its_mean_keeps_nobody_for_ever(parts_within_s: float, most_s: float) -> None:
+    completing, now = completing_of(parts_within_s), 100.0
     while not completing.has_stalled:
         now += 0.9 * max(bounds.GRACE_S, parts_within_s)  # just in time, again and again
         completing.handle_timer(now)
         completing.came(now)
         assert now - 100.0 <= most_s + parts_within_s
     assert now - 100.0 >= most_s
+
+
+@pytest.mark.parametrize("gap_s", [0.1, 3.0])
+def test_who_is_overtaken_waits_for_what_is_on_its_way_and_no_longer(gap_s: float) -> None:
+    completing, now = completing_of(60.0), 100.0
+    for _ in range(4):
+        now += gap_s
+        completing.came(now)
+    completing.overtaken(now)
+    completing.handle_timer(now + 2.9 * gap_s)
+    assert not completing.has_stalled  # a slow line's next piece comes late as the others did
+    completing.handle_timer(now + max(bounds.GRACE_S, 3 * gap_s))
+    assert completing.has_stalled
 
 
 # ---- conservation
