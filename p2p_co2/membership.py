@@ -42,7 +42,7 @@ HEARTBEAT_S = 1.0
 TOLD_PER_S = 6.4
 SLOWEST_HEARTBEAT_S = 5.0
 """Silence must stand out from the beat: ``SILENCE_CAP_S`` is six of these."""
-QUIET_SHARE, LONGEST_HEARTBEAT_S = 0.1, 60.0
+QUIET_SHARE, LONGEST_HEARTBEAT_S = 0.1, 120.0
 """Of a round, between the heartbeats of a peer that only trains; and at most."""
 QUIET_BEATS_MISSED = 2.5
 MEASURED_BEATS = 5.0

@@ -75,7 +75,7 @@ class Process:
     def __init__(self, swarm: Swarm, volunteer: Volunteer) -> None:
         self.swarm, self.volunteer = swarm, volunteer
         volunteer.processes += 1
-        self.loop = swarm.world.loop()
+        self.loop = swarm.world.loop(1.0 + volunteer.drift)
         self.peer = volunteer.identity.peer_id
         self.endpoint = Endpoint(self.peer, volunteer.profile, self.loop)
         self.started_at = swarm.world.now

@@ -24,6 +24,9 @@ from typing import Any, TypeVar
 from p2p_co2.errors import LocalProtocolError
 
 _T = TypeVar("_T")
+LATE_S = 1e-6
+"""A timer is never early, not even by what a float of seconds since 1970 cannot tell: who is woken before its
+time finds nothing to do, and sleeps again."""
 UNWIND_TURNS = 100
 """Times that a dying process's tasks are cancelled before we call it a bug."""
 
@@ -60,9 +63,9 @@ class VirtualTime:
         self._asked = 0
         self._stopped = False
 
-    def loop(self) -> ProcessLoop:
-        """The loop of a new process."""
-        return ProcessLoop(self)  # type: ignore[abstract]  # what nobody asks of a loop is left out
+    def loop(self, rate: float = 1.0) -> ProcessLoop:
+        """The loop of a new process; its machine's clock makes ``rate`` seconds of one."""
+        return ProcessLoop(self, rate)  # type: ignore[abstract]  # what nobody asks of a loop is left out
 
     def soon(self, handle: Handle) -> Handle:
         self._ready.append(handle)
@@ -126,8 +129,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     """The asyncio loop of one simulated process: what tasks, futures, ``sleep`` and ``timeout`` ask of
     one."""
 
-    def __init__(self, world: VirtualTime) -> None:
-        self._world = world
+    def __init__(self, world: VirtualTime, rate: float = 1.0) -> None:
+        self._world, self._rate = world, rate
         self._held: list[Handle] | None = None
         """Callbacks that became due while the process was stalled."""
         self._dying: deque[Handle] | None = None
@@ -204,7 +207,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
-        return self._world.at(self._world.now + delay, Handle(callback, args, self))
+        return self._world.at(self._world.now + delay / self._rate + LATE_S, Handle(callback, args, self))
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
