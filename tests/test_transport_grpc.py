@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
@@ -163,14 +164,30 @@ async def test_a_link_leaves_little_unsent_in_the_kernel(
             link = await a.carrier.connect(b.record)
             bounds = [unsent_bound(int(name), b.carrier.port) for name in os.listdir("/proc/self/fd")]
             assert (UNSENT_BYTES in bounds, link.is_far) == (is_bounded, is_bounded)
-            if is_bounded:
-                for size_bytes in (MOST_UNSENT_BYTES, UNSENT_BYTES):  # another connection to the same place
-                    assert send_buffer.keep_little_unsent("127.0.0.1", b.carrier.port, size_bytes)
-                    bounds = [unsent_bound(int(name), b.carrier.port) for name in os.listdir("/proc/self/fd")]
-                    assert MOST_UNSENT_BYTES in bounds
-                    assert UNSENT_BYTES not in bounds
             await link.close()
     assert send_buffer.keep_little_unsent("127.0.0.1", 9) == 0  # nobody is connected there
+
+
+async def test_a_slow_connection_holds_little_beside_a_fast_one_to_the_same_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send_buffer, "NEAR_S", 0.0)
+    async with open_pair("grpc", tmp_path) as (a, b):
+        assert isinstance(b.carrier, GrpcCarrier)
+        first, second = await a.carrier.connect(b.record), await a.carrier.connect(b.record)
+        assert isinstance(first, GrpcLink)
+        assert isinstance(second, GrpcLink)
+        assert first.send_buffer is not None
+        assert second.send_buffer is not None
+        carry(second.send_buffer, 10.0, 1e9)
+        assert bounds_of(second.send_buffer, b.carrier.port) == {MOST_UNSENT_BYTES}
+        assert bounds_of(first.send_buffer, b.carrier.port) == {UNSENT_BYTES}
+        third = await a.carrier.connect(b.record)  # which bounds what is not bounded yet
+        assert bounds_of(second.send_buffer, b.carrier.port) == {MOST_UNSENT_BYTES}
+        carry(second.send_buffer, 20.0, 0.1e6)
+        assert bounds_of(second.send_buffer, b.carrier.port) == {UNSENT_BYTES}
+        for link in (first, second, third):
+            await link.close()
 
 
 def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -> None:
@@ -189,7 +206,7 @@ async def test_what_waits_before_a_link_is_what_the_kernel_says(
         link = await a.carrier.connect(b.record)
         assert isinstance(link, GrpcLink)
         assert link.send_buffer is not None
-        files = link.send_buffer._files  # its own, and perhaps one that fetched the certificate before
+        files = link.send_buffer.files  # its own, and perhaps one that fetched the certificate before
         assert files
         told = struct.Struct("B147xI")
         monkeypatch.setattr(send_buffer, "_waits_s", lambda info: 0.03 if told.unpack(info) > (1, 0) else 0.0)
@@ -197,7 +214,7 @@ async def test_what_waits_before_a_link_is_what_the_kernel_says(
         open_files = set(os.listdir("/proc/self/fd"))
         assert [link.queued_s for _ in range(20)] == [0.03] * 20
         assert len(set(os.listdir("/proc/self/fd")) - open_files) < 10  # looking leaves nothing open
-        link.send_buffer._files = [(name, inode + 1) for name, inode in files]  # other files, by now
+        link.send_buffer.files = [(name, inode + 1) for name, inode in files]  # other files, by now
         assert link.queued_s == 0.0
         await link.close()
 
@@ -245,28 +262,40 @@ async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(
         await until(lambda: not carrier._links)
 
 
-def test_a_fast_connection_may_hold_what_it_carries_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds: list[int] = []
+def test_a_connection_may_hold_what_it_carries_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[tuple[send_buffer.OpenFile, int]] = []
+    monkeypatch.setattr(send_buffer, "keep_little_unsent", lambda host, port: 2)
+    monkeypatch.setattr(send_buffer, "_files_to", lambda host, port: [("7", 70), ("8", 80)])
+    monkeypatch.setattr(send_buffer, "_let_hold", lambda file, size_bytes: bounds.append((file, size_bytes)))
+    line = SendBuffer("192.0.2.1", 1, others={("7", 70)})
+    for since, bytes_per_s, bound_bytes in (
+        (10.0, 0.8e6, None),
+        (20.0, 4e6, 680_000),
+        (30.0, 3.5e6, None),
+        (40.0, 1e9, MOST_UNSENT_BYTES),
+        (50.0, 0.6e6, UNSENT_BYTES),  # it is as slow as others now
+        (60.0, 0.1e6, None),
+    ):
+        carry(line, since, bytes_per_s)
+        assert bounds == ([] if bound_bytes is None else [(("8", 80), bound_bytes)])
+        bounds.clear()
 
-    def bound(host: str, port: int, size_bytes: int = UNSENT_BYTES) -> int:
-        bounds.append(size_bytes)
-        return 1
 
-    monkeypatch.setattr(send_buffer, "keep_little_unsent", bound)
+def carry(line: SendBuffer, since: float, bytes_per_s: float) -> None:
+    """As if ``line`` took messages for a second, after what fills an empty buffer."""
+    line.took(1 << 20, since, since)
+    for number in range(8):
+        line.took(int(bytes_per_s / 8), since + number / 8, since + (number + 1) / 8)
 
-    def carry(line: SendBuffer, since: float, bytes_per_s: float, swallowed: int = 1 << 20) -> None:
-        line.took(swallowed, since, since)  # into an empty buffer
-        for number in range(8):
-            line.took(int(bytes_per_s / 8), since + number / 8, since + (number + 1) / 8)
 
-    line = SendBuffer("192.0.2.1", 1)
-    carry(line, 10.0, 0.8e6)
-    assert bounds == [UNSENT_BYTES]
-    carry(line, 20.0, 4e6)
-    carry(line, 30.0, 1e6)
-    assert bounds == [UNSENT_BYTES, 680_000]
-    carry(line, 40.0, 1e9)
-    assert bounds[2:] == [MOST_UNSENT_BYTES]
+def bounds_of(line: SendBuffer, port: int) -> set[int]:
+    """Of its connections that are open."""
+    bounds = set()
+    for name, inode in line.files:
+        with contextlib.suppress(OSError):  # what fetched the certificate is closed
+            if os.fstat(int(name)).st_ino == inode:
+                bounds.add(unsent_bound(int(name), port))
+    return {bound for bound in bounds if bound is not None}
 
 
 def unsent_bound(descriptor: int, port: int) -> int | None:

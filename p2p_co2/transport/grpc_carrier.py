@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -183,7 +184,8 @@ class GrpcCarrier:
         except BaseException:
             await link.drop("never opened")
             raise
-        link.send_buffer = SendBuffer(number, port)
+        known = [one.send_buffer.files for one in self._links if one.send_buffer is not None]
+        link.send_buffer = SendBuffer(number, port, set(chain.from_iterable(known)))
         return link
 
     async def _certificate_at(
