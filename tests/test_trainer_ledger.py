@@ -57,7 +57,7 @@ class Simulated:
         round_ = self.ledger.state.version + 1
         decoded = self.codec.decode(torch.frombuffer(bytearray(mean), dtype=torch.uint8))
         base = round_ - 1 if base_version is None else base_version
-        self.take(self.ledger.commit(round_, base, decoded, parts, mean).merge)
+        self.take(self.ledger.commit(round_, base, lambda: decoded, parts, mean).merge)
 
 
 def everybody(peers: list[Simulated], blocks: int) -> list[PartWeights]:
@@ -172,7 +172,7 @@ def test_co2_is_one_step_stale_and_pays_the_gap_penalty() -> None:
     peer.take(offer.merge)
     assert torch.equal(peer.live, torch.ones(BLOCK))
     decoded = peer.codec.decode(torch.frombuffer(bytearray(offer.payload), dtype=torch.uint8))
-    applied = peer.ledger.commit(2, 0, decoded, everybody([peer], 1), offer.payload)
+    applied = peer.ledger.commit(2, 0, lambda: decoded, everybody([peer], 1), offer.payload)
     assert applied.report.gap == pytest.approx(2.0)  # moved as far as the gradient is long
 
 
@@ -238,7 +238,7 @@ def test_a_state_in_which_a_rival_attempt_counted_our_offer_does_not_count_it_tw
     peer.offer()
     peer.take(peer.ledger.abort(1)[1])
     peer.ledger.in_doubt = True
-    peer.take(peer.ledger.commit(1, 0, torch.full((2 * BLOCK,), -1.0), (NOBODY,), b"").merge)
+    peer.take(peer.ledger.commit(1, 0, lambda: torch.full((2 * BLOCK,), -1.0), (NOBODY,), b"").merge)
     assert rule != "keep" or torch.equal(peer.live, torch.full((2 * BLOCK,), 6.0))  # not counted in this one
     theirs = outer.init(torch.full((2 * BLOCK,), 5.0))._replace(version=version)
     peer.take(peer.ledger.adopt(theirs, (NOBODY,)))
@@ -254,7 +254,7 @@ def test_a_doubt_ends_when_a_later_offer_is_counted_whole(rule: str) -> None:
     peer.offer()
     mean = torch.full((2 * BLOCK,), -5.0)
     parts = (PartWeights(0, 2, {"a": peer.weight}),)
-    peer.take(peer.ledger.commit(1, 0, mean, parts, mean.numpy().tobytes()).merge)
+    peer.take(peer.ledger.commit(1, 0, mean.clone, parts, mean.numpy().tobytes()).merge)
     assert not peer.ledger.in_doubt
 
 
@@ -359,7 +359,8 @@ def test_a_mean_that_is_not_finite_is_skipped_by_everybody_alike() -> None:
         peer = Simulated(name, run_config(), torch.zeros(BLOCK))
         peer.live += 1.0
         peer.offer()
-        applied = peer.ledger.commit(1, 0, torch.full((BLOCK,), math.inf), everybody([peer], 1), b"")
+        bad = torch.full((BLOCK,), math.inf)
+        applied = peer.ledger.commit(1, 0, bad.clone, everybody([peer], 1), b"")
         assert applied.refused
         peer.take(applied.merge)
         assert torch.equal(peer.live, torch.ones(BLOCK))

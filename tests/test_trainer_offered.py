@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from p2p_co2 import outer
+from p2p_co2.checkpoint import state_bytes
 from p2p_co2.codec import get_codec
 from p2p_co2.config import CodecName, OuterConfig
 from p2p_co2.node.ledger import PartWeights
@@ -88,3 +89,25 @@ def test_between_two_boundaries_nothing_is_kept_of_how_far_the_agreed_parameters
     assert held_bytes(offset) == correction
     if rule == "co2":  # where the live parameters set out is where the agreed ones were
         torch.testing.assert_close(peer.ledger.state.params + offset[:], before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_a_commit_between_two_boundaries_makes_nothing_of_the_fragments_size(
+    rule: str, is_lent: bool
+) -> None:
+    """Unless somebody holds the state; the same bits either way."""
+    torch.manual_seed(6)
+    config, size = OuterConfig.model_validate({"rule": rule}), 5 * BLOCK
+    peer = Simulated("a", run_config(config, "fp16"), torch.zeros(size))
+    other = outer.init(torch.zeros(size))
+    for _ in range(3):
+        peer.live = peer.live + torch.randn(size)
+        payload = peer.offer()
+        before = peer.ledger.lend() if is_lent else peer.ledger.state
+        peer.commit(payload, [PartWeights(0, 5, {"a": 1.0})])
+        mean = peer.codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        other, _ = outer.step(config, other, mean, other.version)
+        after = peer.ledger.state
+        assert (after.params is before.params, after.momentum is before.momentum) == (not is_lent,) * 2
+        assert state_bytes(after) == state_bytes(other)

@@ -328,11 +328,11 @@ def test_a_merge_that_is_the_agreed_parameters_stays_what_it_was() -> None:
     mean = peer.codec.encode(torch.randn(BLOCK))
     parts = [PartWeights(0, 1, {"a": 9.0})]
     encoded = mean.numpy().data
-    merge = peer.ledger.commit(1, 0, peer.codec.decode(mean), parts, encoded).merge
+    merge = peer.ledger.commit(1, 0, lambda: peer.codec.decode(mean), parts, encoded).merge
     assert merge is not None
     expected = merge.addend.clone()
     peer.offer()
-    peer.ledger.commit(2, 1, peer.codec.decode(mean), [PartWeights(0, 1, {"a": 1.0})], encoded)
+    peer.ledger.commit(2, 1, lambda: peer.codec.decode(mean), [PartWeights(0, 1, {"a": 1.0})], encoded)
     assert torch.equal(merge.addend, expected)
 
 

@@ -16,8 +16,8 @@ Laws:
    the inverse. Norms come from ``exact_norm``, which has no reduction order. (A process that flushes
    denormals, ``torch.set_flush_denormal``, breaks this law: leave it off.)
 2. An aborted round changes nothing: there is no call for it.
-3. A state is never modified, unless ``step`` is told that nobody else holds it; it works in buffers that it
-   made or was given.
+3. A state is never modified, unless ``step`` is told that nobody else holds it, or ``step_in_place`` is
+   taken; ``step`` works in buffers that it made or was given.
 
 Sources: CO2 (arXiv 2401.16265) for the staleness gap penalty (after its Eq. 3, denominator ours) and outer
 momentum clipping; DiLoCo and Streaming DiLoCo (2501.18512) for Nesterov and ``blend``; Eager updates
@@ -32,9 +32,10 @@ from p2p_co2.outer.merging import (
     merge_offered,
     outer_gradient,
 )
-from p2p_co2.outer.norms import PIECE, exact_norm
+from p2p_co2.outer.norms import PIECE, exact_norm, magnitude
 from p2p_co2.outer.state import MOVED_NORMS_KEPT, Merge, OuterState, init
 from p2p_co2.outer.stepping import StepReport, last_change, stability_warning, step
+from p2p_co2.outer.stepping_in_place import step_in_place
 
 __all__ = [
     "MOVED_NORMS_KEPT",
@@ -48,9 +49,11 @@ __all__ = [
     "init",
     "last_change",
     "lost_work_of",
+    "magnitude",
     "merge",
     "merge_offered",
     "outer_gradient",
     "stability_warning",
     "step",
+    "step_in_place",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -32,14 +33,23 @@ def exact_norm(values: Tensor) -> float:
     Returns inf if any value is not finite, 0 for no values.
     """
     flat = values.detach().reshape(-1)
-    largest = magnitude(flat)
+    return norm_of_pieces(magnitude(flat), (flat,))
+
+
+def norm_of_pieces(largest: float, pieces: Iterable[Tensor]) -> float:
+    """``exact_norm`` of values that come in flat pieces, with their ``largest`` magnitude: the same bits,
+    however they are cut."""
     if largest in {0.0, math.inf}:
         return largest
     shift = norm_shift(largest)
+    return norm_of(sum(_square_sum_of(piece, shift) for piece in pieces), shift)
+
+
+def _square_sum_of(flat: Tensor, shift: int) -> int:
+    """``square_sum`` of any number of values."""
     if (fast := passes_for(flat)) is not None and is_one_scale(shift):
-        return norm_of(fast.square_sum(flat, math.ldexp(1.0, shift)), shift)
-    total = sum(square_sum(piece, shift) for piece in torch.split(flat, PIECE))
-    return norm_of(total, shift)
+        return fast.square_sum(flat, math.ldexp(1.0, shift))
+    return sum(square_sum(piece, shift) for piece in torch.split(flat, PIECE))
 
 
 def magnitude(flat: Tensor) -> float:

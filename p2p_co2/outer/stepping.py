@@ -2,7 +2,8 @@
 
 Price: two fp32 copies of one fragment beside the old state and the mean (one, if it may have the mean's
 memory; none, if also the old state's), and two passes more for the norms. All else happens in pieces that
-stay in the cache: fresh pages of memory cost more than the arithmetic.
+stay in the cache: fresh pages of memory cost more than the arithmetic. ``stepping_in_place`` needs not even
+the mean whole.
 """
 
 from __future__ import annotations
@@ -69,17 +70,12 @@ def step(
     """
     _check(state, mean, base_version)
     gradient_norm = exact_norm(mean)
-    gap = _gap(config, state, gradient_norm, state.version - base_version)
-    applied_norm = gradient_norm * (1.0 / gap)
-    # No ** on floats anywhere here: libraries round pow differently; products and sqrt are exact by IEEE 754.
-    mean_square = applied_norm * applied_norm / max(1, mean.numel())
-    if state.mean_square > 0.0:
-        mean_square = _MEAN_SQUARE_DECAY * state.mean_square + (1.0 - _MEAN_SQUARE_DECAY) * mean_square
-    consume = consume and _cannot_fail(config, state, mean, 1.0 / gap)
+    gap, mean_square = gap_and_mean_square(config, state, gradient_norm, state.version - base_version)
+    consume = consume and cannot_fail(config, state, magnitude(mean), 1.0 / gap)
     momentum = state.momentum if consume else new(mean.numel())
     params = new(mean.numel()) if out is None else out
-    done = _change_of(
-        config, state.momentum, mean, 1.0 / gap, _clip_bound(config, mean_square), momentum, params
+    done = change_of(
+        config, state.momentum, mean, 1.0 / gap, clip_bound(config, mean_square), momentum, params
     )
     # ``params`` holds the change so far.
     moved_norm, largest = _take_change_(params, done.largest_change, state.params)
@@ -88,11 +84,29 @@ def step(
         raise RemoteProtocolError(
             "not_finite", "the mean outer gradient is not finite, or too large to apply"
         )
-    moved_norms = (*state.moved_norms, moved_norm)[-MOVED_NORMS_KEPT:]
     return (
-        OuterState(state.version + 1, params, momentum, mean_square, moved_norms),
+        OuterState(
+            state.version + 1,
+            params,
+            momentum,
+            mean_square,
+            (*state.moved_norms, moved_norm)[-MOVED_NORMS_KEPT:],
+        ),
         StepReport(gap, gradient_norm, math.sqrt(done.energy), done.clipped / max(1, mean.numel())),
     )
+
+
+def gap_and_mean_square(
+    config: OuterConfig, state: OuterState, gradient_norm: float, staleness: int
+) -> tuple[float, float]:
+    """The staleness gap penalty, and the running mean square after this step."""
+    gap = _gap(config, state, gradient_norm, staleness)
+    applied_norm = gradient_norm * (1.0 / gap)
+    # No ** on floats anywhere here: libraries round pow differently; products and sqrt are exact by IEEE 754.
+    mean_square = applied_norm * applied_norm / max(1, state.params.numel())
+    if state.mean_square > 0.0:
+        mean_square = _MEAN_SQUARE_DECAY * state.mean_square + (1.0 - _MEAN_SQUARE_DECAY) * mean_square
+    return gap, mean_square
 
 
 def _check(state: OuterState, mean: Tensor, base_version: int) -> None:
@@ -118,7 +132,7 @@ def _gap(config: OuterConfig, state: OuterState, gradient_norm: float, staleness
     return 1.0 + moved / (gradient_norm + _GAP_EPS)
 
 
-def _clip_bound(config: OuterConfig, mean_square: float) -> float:
+def clip_bound(config: OuterConfig, mean_square: float) -> float:
     """The magnitude at which momentum is clipped; inf for never."""
     if config.clip == "none":
         return math.inf
@@ -126,15 +140,16 @@ def _clip_bound(config: OuterConfig, mean_square: float) -> float:
     return bound if bound < torch.finfo(torch.float32).max else math.inf
 
 
-def _cannot_fail(config: OuterConfig, state: OuterState, mean: Tensor, inverse: float) -> bool:
-    """Whether no value on the way can leave fp32, whatever meets whatever."""
-    applied = magnitude(mean) * inverse
+def cannot_fail(config: OuterConfig, state: OuterState, largest: float, inverse: float) -> bool:
+    """Whether no value on the way can leave fp32, whatever meets whatever. ``largest``: magnitude in the
+    mean."""
+    applied = largest * inverse
     momentum = magnitude(state.momentum) * config.momentum + applied
     change = (momentum * config.momentum + applied if config.nesterov else momentum) * config.lr
     return max(momentum, change, magnitude(state.params) + change) < _SAFE
 
 
-def _change_of(
+def change_of(
     config: OuterConfig, old: Tensor, mean: Tensor, inverse: float, bound: float,
     momentum: Tensor, change: Tensor,
 ) -> Changed:  # fmt: skip
@@ -178,15 +193,22 @@ def _take_change_(change: Tensor, largest_change: float, params: Tensor) -> tupl
     """Turn ``change`` into ``params - change``; the change's norm and the largest new magnitude."""
     if largest_change in {0.0, math.inf}:
         return largest_change, magnitude(torch.sub(params, change, out=change))
-    largest, total, shift = 0.0, 0, norm_shift(largest_change)
+    shift = norm_shift(largest_change)
+    total, largest = take_piece_(change, params, shift)
+    return norm_of(total, shift), largest
+
+
+def take_piece_(change: Tensor, params: Tensor, shift: int) -> tuple[int, float]:
+    """Turn ``change`` into ``params - change``; the change's ``square_sum`` and the largest new magnitude.
+    Any piece of both."""
     if (fast := passes_for(change, params)) is not None and is_one_scale(shift):
-        total, largest = fast.take_change_(change, params, math.ldexp(1.0, shift))
-        return norm_of(total, shift), largest
+        return fast.take_change_(change, params, math.ldexp(1.0, shift))
+    largest, total = 0.0, 0
     for start in range(0, change.numel(), PIECE):
         piece = change[start : start + PIECE]
         total += square_sum(piece, shift)
         largest = max(largest, magnitude(torch.sub(params[start : start + PIECE], piece, out=piece)))
-    return norm_of(total, shift), largest
+    return total, largest
 
 
 def stability_warning(config: OuterConfig, delayed: bool) -> str | None:

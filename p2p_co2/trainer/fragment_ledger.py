@@ -19,7 +19,7 @@ boundaries. A step takes the memory of the old state, unless somebody else holds
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.loan import SETTLE_S, Loan
 from p2p_co2.trainer.offer_encoding import OfferEncoding
-from p2p_co2.trainer.offered import FromPayload, FromStep, Kept, Offered, Sum, set_piece
+from p2p_co2.trainer.offered import FromMean, FromPayload, FromStep, Kept, Offered, Sum, set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces, within
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from p2p_co2.trainer.scaled_int8 import ScaledInt8
@@ -194,11 +194,12 @@ class FragmentLedger:
         return merge
 
     def commit(
-        self, round_: int, base_version: int, mean: Tensor, parts: Sequence[PartWeights], encoded: Buffer
-    ) -> Applied:
-        """Take the outer step of an agreed mean. ``mean``: fp32 [n], decoded, owned from now on;
-        ``base_version`` the oldest in the group; ``encoded``: what ``mean`` was decoded from, which nobody
-        changes.
+        self, round_: int, base_version: int, decode: Callable[[], Tensor], parts: Sequence[PartWeights],
+        encoded: Buffer,
+    ) -> Applied:  # fmt: skip
+        """Take the outer step of an agreed mean. ``encoded``: its bytes, which nobody changes; ``decode``:
+        makes fp32 [n] of them, ours from then on, where it is needed whole; ``base_version`` the oldest in
+        the group.
 
         Raises ``LocalProtocolError`` if ``round_`` is not the next version.
         """
@@ -208,10 +209,7 @@ class FragmentLedger:
         self._settle_loans()
         self._hold_offset()
         try:
-            new, report = outer.step(
-                self._run.outer, old, mean, min(base_version, old.version), mean, not self._is_held,
-                large_tensor,
-            )  # fmt: skip
+            new, report = self._step(min(base_version, old.version), decode, encoded)
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
@@ -235,6 +233,22 @@ class FragmentLedger:
         lost = sum(part.stop - part.start for part in missed) / self.state.params.numel()
         share = 0.0 if mine is None else 1.0 - lost
         return Applied(merge, report, mine is not None and not missed, share, refused)
+
+    def _step(
+        self, base_version: int, decode: Callable[[], Tensor], encoded: Buffer
+    ) -> tuple[OuterState, StepReport]:
+        """In place if nothing needs the old parameters: "keep" and "blend" do, for their merge."""
+        if self._delayed and not self._is_held:
+            mean = FromMean(self._codec, encoded, self.state.params.numel())
+            done = outer.step_in_place(
+                self._run.outer, self.state, mean.__getitem__, mean.largest(), base_version
+            )
+            if done is not None:
+                return done
+        whole = decode()
+        return outer.step(
+            self._run.outer, self.state, whole, base_version, whole, not self._is_held, large_tensor
+        )
 
     @property
     def has_offered(self) -> bool:

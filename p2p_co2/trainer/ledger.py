@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -187,8 +188,8 @@ class TensorLedger:
             if ledger.state.version + 1 != mean.round:
                 return AgreedVersion(ledger.state.version, self._digests[mean.fragment])
             ended = ledger.has_offered
-            decoded = self._decode(mean.mean, ledger.state.params.numel())
-            applied = ledger.commit(mean.round, mean.base_version, decoded, mean.parts, mean.mean)
+            decode = partial(self._decode, mean.mean, ledger.state.params.numel())
+            applied = ledger.commit(mean.round, mean.base_version, decode, mean.parts, mean.mean)
             return self._moved(
                 mean.fragment,
                 lambda: Outcome(

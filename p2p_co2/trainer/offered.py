@@ -19,15 +19,19 @@ values. Price: a decode for each piece that is read.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from p2p_co2 import outer
+from p2p_co2.averaging import admit
 from p2p_co2.codec import Codec
 from p2p_co2.config import OuterConfig
+from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer
+from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from p2p_co2.trainer.scaled_int8 import ScaledInt8
 
@@ -70,6 +74,36 @@ class FromPayload:
             at = slice(start, min(start + outer.PIECE, self._numel))
             room.set(at, self[at])
         return room
+
+
+class FromMean:
+    """An agreed mean as it travelled: fp32 [numel], read by slices. ``encoded``: payload bytes that nobody
+    changes; what owners signed, so they may be of any size and hold anything."""
+
+    def __init__(self, codec: Codec, encoded: Buffer, numel: int) -> None:
+        self._codec, self._encoded, self._numel = codec, memoryview(encoded), numel
+
+    def __getitem__(self, at: slice) -> Tensor:
+        """fp32, a new tensor. Only of one whose ``largest`` is finite."""
+        return _decoded(self._codec, self._encoded, at, self._numel)
+
+    def largest(self) -> float:
+        """The largest magnitude; inf if the bytes are not what a payload of this codec and size must be."""
+        if len(self._encoded) != self._codec.payload_bytes(self._numel):
+            return math.inf
+        largest, width = 0.0, self._codec.block_values
+        scratch = torch.empty(min(piece_values(self._codec), self._numel))
+        for at in pieces(self._codec, self._numel):
+            first, blocks = at.start // width, self._codec.blocks(at.stop - at.start)
+            rows = self._encoded[first * self._codec.block_bytes : (first + blocks) * self._codec.block_bytes]
+            values = scratch[: at.stop - at.start]
+            if not self._codec.decode_sound(rows, values):
+                try:
+                    values = self._codec.decode(admit(self._codec, rows, blocks))[: len(values)]
+                except RemoteProtocolError:
+                    return math.inf
+            largest = max(largest, outer.magnitude(values))
+        return largest
 
 
 class FromStep:
