@@ -185,12 +185,11 @@ class Membership:
 
     def is_cut_off(self, now: float) -> bool:
         """Whether more peers went without a word of late than are live, or went with those that said
-        goodbye."""
-        while self._gone:
-            oldest, (at, _) = next(iter(self._gone.items()))
-            if now - at <= CUT_OFF_S and len(self._gone) <= MAX_PEERS:
-                break
-            del self._gone[oldest]
+        goodbye. Those that the DHT still lists may only be suspended: they went of late however long ago that
+        is."""
+        for peer, (at, with_word) in list(self._gone.items()):
+            if now - at > CUT_OFF_S and (with_word or peer not in self._candidates):
+                del self._gone[peer]
         goodbyes = sum(with_word for _, with_word in self._gone.values())
         return len(self._gone) - goodbyes > len(self._live) + BROKEN_PER_GOODBYE * goodbyes
 

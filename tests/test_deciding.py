@@ -45,6 +45,7 @@ def node_with(live: list[PeerId], group_size: int = 32) -> Any:
         agreed=[AgreedVersion(4, START)],
         membership=SimpleNamespace(live=infos, quiet_s=0.0),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
+        catching=SimpleNamespace(apart=SimpleNamespace(moved=lambda *of: None)),
     )
 
 
@@ -60,7 +61,9 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
     told: list[Any] = []
 
     class Told:
-        async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any) -> AgreedVersion:
+        async def adopt(
+            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, goes_back: bool
+        ) -> AgreedVersion:
             told.append(parts)
             return agreed
 
@@ -82,7 +85,9 @@ async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
     same round would end that offer too, and the one after it crash the node (seed 152 of the storms)."""
 
     class Adopts:
-        async def adopt(self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any) -> AgreedVersion:
+        async def adopt(
+            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, goes_back: bool
+        ) -> AgreedVersion:
             return agreed
 
         async def abort(self, fragment: int, round_: int) -> None:

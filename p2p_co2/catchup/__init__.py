@@ -16,7 +16,7 @@ Source of the idea: several donors, digests and resume are what users of hivemin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from p2p_co2.catchup.donor import Donor
 from p2p_co2.catchup.fetcher import Fetcher
@@ -65,13 +65,21 @@ __all__ = [
 
 
 class CatchUp:
-    """Both sides behind the verbs of a machine. ``run`` is the run's digest."""
+    """Both sides behind the verbs of a machine. ``run`` is the run's digest; ``is_everywhere``: see
+    ``History``."""
 
-    def __init__(self, identity: Identity, run: bytes, shape: Shape) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        run: bytes,
+        shape: Shape,
+        is_everywhere: Callable[[int, int], bool] | None = None,
+    ) -> None:
         self.shape = shape
         self._fragments = len(shape.mean_bytes)
         self._out = Outbox()
         self.donor = Donor(identity, run, shape, self._out)
+        self.donor.history.is_everywhere = is_everywhere or self.donor.history.is_everywhere
         self._fetcher = Fetcher(run, shape, self._out)
 
     def keep_in(self, store: Store) -> None:
@@ -109,6 +117,11 @@ class CatchUp:
     def remember(self, fragment: int, version: int, decision: Decision, mean: Buffer) -> None:
         """Keep a committed round for replay, within the memory bound."""
         self.donor.history.remember(fragment, version, decision, mean)
+
+    def turned_back(self, fragment: int) -> None:
+        """This peer goes on from an older state of another history: what it holds of its own is given to
+        nobody any more."""
+        self.donor.turned_back(fragment)
 
     def exported(
         self,

@@ -107,6 +107,13 @@ class Donor:
             else:
                 self._refuse_version(fetch, peer, version)
 
+    def turned_back(self, fragment: int) -> None:
+        """As ``CatchUp.turned_back``."""
+        self.history.drop(fragment)
+        for key in [key for key in self._exports if key[0] == fragment]:
+            del self._exports[key]
+        self._exports_changed()
+
     def receive(self, fetch: Fetch, sender: PeerId, now: float) -> None:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
         size = self._shape.bytes_of(fetch.what, fetch.fragment)

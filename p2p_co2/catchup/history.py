@@ -1,13 +1,17 @@
 """The means of the last rounds, kept so that a peer that missed a few can replay them.
 
 Law: all means together stay below ``HISTORY_BYTES_SHARE`` of the model, but for the newest of each fragment
-and for those that somebody who loads a fragment's state needs next (``hold``): at most
-``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
+until all live peers have it (``is_everywhere``), and for those that somebody who loads a fragment's state
+needs next (``hold``): at most ``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
+
+Price: with a codec of 8 bits or more, a peer that was not live for a round finds no mean to replay and loads
+the state, two to eight times the bytes. Four bits stay below the bound as they are.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import Shape
@@ -18,7 +22,7 @@ from p2p_co2.wire.messages_pb2 import Decision, Manifest
 HISTORY_ROUNDS_KEPT = 8
 """Rounds per fragment whose mean a donor can replay, if memory allows."""
 HISTORY_BYTES_SHARE = 0.25
-"""All kept means together, as a share of the model's fp32 size (at least one round per fragment is kept)."""
+"""All kept means together, as a share of the model's fp32 size."""
 
 
 @dataclass
@@ -46,6 +50,8 @@ class History:
         self._rounds: OrderedDict[tuple[int, int], KeptRound] = OrderedDict()
         self._held: dict[int, int] = {}
         self.held_bytes = 0
+        self.is_everywhere: Callable[[int, int], bool] = lambda fragment, version: False
+        """Whether nobody who is live lacks a fragment's version any more."""
 
     def __len__(self) -> int:
         return len(self._rounds)
@@ -66,20 +72,28 @@ class History:
         mine = [known for known in self._rounds if known[0] == fragment]
         if len(mine) > HISTORY_ROUNDS_KEPT:
             self._forget(mine[0])
-        self._shrink()
+        self.shrink()
+
+    def drop(self, fragment: int) -> None:
+        """Forget all rounds of a fragment."""
+        for key in [key for key in self._rounds if key[0] == fragment]:
+            self._forget(key)
 
     def hold(self, held: dict[int, int]) -> None:
         """Of the fragments in ``held``, keep the rounds after the version given there."""
         self._held = held
-        self._shrink()
+        self.shrink()
 
-    def _shrink(self) -> None:
+    def shrink(self) -> None:
+        """Let go of what the law does not keep, as far as the bound asks for it. To be asked when a round has
+        begun: then its members have the one before."""
         bound = HISTORY_BYTES_SHARE * sum(self._shape.state_bytes) / 2  # a state is params and momentum
         newest = {fragment: version for fragment, version in self._rounds}
         for fragment, version in list(self._rounds):
             if self.held_bytes <= bound:
                 return
-            if version < newest[fragment] and version <= self._held.get(fragment, version):
+            is_held = version > self._held.get(fragment, version)
+            if not is_held and (version < newest[fragment] or self.is_everywhere(fragment, version)):
                 self._forget((fragment, version))
 
     def _forget(self, key: tuple[int, int]) -> None:

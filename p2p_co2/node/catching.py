@@ -26,6 +26,7 @@ from p2p_co2.catchup import (
 )
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.node.apart import Apart
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.node.majority import Majority
 from p2p_co2.rounds import Overheard, open_decision
@@ -54,6 +55,7 @@ class Catching:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.majority = Majority(node)
+        self.apart = Apart(node, self.majority)
         self._targets: dict[int, tuple[int, bytes, tuple[PeerId, ...]]] = {}
         self._noticed_at: dict[int, float] = {}
         self._looked_at: object = None
@@ -62,6 +64,8 @@ class Catching:
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
+        self._back: set[int] = set()
+        """Fragments that go back to where most others are (``apart``)."""
         self._last: set[int] = set()
         """Fragments being brought to a last round that only few have (``Majority.last_version``)."""
         self._heard_of: dict[int, tuple[int, float]] = {}
@@ -71,7 +75,7 @@ class Catching:
     @property
     def is_watching(self) -> bool:
         """Whether something was noticed that ``look_around`` has to look at again, news or not."""
-        return bool(self._noticed_at) or self._looks_again or self.has_heard
+        return bool(self._noticed_at or self.apart.since) or self._looks_again or self.has_heard
 
     @property
     def has_heard(self) -> bool:
@@ -132,54 +136,78 @@ class Catching:
         joining = self.majority.is_joining()
         outlook = self._node.far.outlook
         seen = (self._node.membership.revision, outlook.revision, tuple(self._node.agreed), joining)
-        if seen == self._looked_at and not self._noticed_at and not looks_again:
+        if seen == self._looked_at and not (self._noticed_at or self.apart.since or looks_again):
             return
         self._looked_at = seen
         if self._is_with_all():
             self._noticed_at.clear()
+            self.apart.since.clear()
             return
         for fragment, agreed in enumerate(self._node.agreed):
-            ours = self.majority.digest(fragment, agreed.version)
-            contradicted = ours not in (None, agreed.digest)
-            newest, is_last = self._newest(fragment, contradicted)
-            other = (
-                outlook.other_digest(fragment, agreed.version, agreed.digest, is_ours=ours is not None)
-                if not contradicted
-                else None
+            if not self._turns_back(fragment, now):
+                self._look_at(fragment, agreed, joining, now)
+
+    def _look_at(self, fragment: int, agreed: AgreedVersion, joining: bool, now: float) -> None:
+        outlook = self._node.far.outlook
+        ours = self.majority.digest(fragment, agreed.version)
+        contradicted = ours not in (None, agreed.digest)
+        newest, is_last = self._newest(fragment, contradicted)
+        other = (
+            outlook.other_digest(fragment, agreed.version, agreed.digest, is_ours=ours is not None)
+            if not contradicted
+            else None
+        )
+        if newest <= agreed.version and not contradicted and other is None:
+            self._noticed_at.pop(fragment, None)
+            return
+        since = self._noticed_at.setdefault(fragment, now)
+        if self._node.rounds.is_completing(fragment):
+            return  # its bytes are on their way
+        if fragment in self._targets:
+            donors = self.majority.donors(fragment, self._targets[fragment][0])
+            self._node.catchup.add_donors(fragment, donors, now)
+            return
+        if now < self._again_at.get(fragment, 0.0):
+            return
+        near = contradicted or self.majority.is_near_by(fragment, max(newest, agreed.version + 1), b"")
+        wait_s = NOTICE_AFTER_S if near else self._notice_far_s(fragment, newest)
+        if now - since < wait_s and not joining:
+            return
+        version = newest if newest > agreed.version else agreed.version
+        digest = (
+            (other if newest <= agreed.version else None)
+            or self.majority.digest(fragment, version)
+            or (not near and outlook.digest(fragment, version))
+            or b""
+        )
+        if newest <= agreed.version:
+            self._node.report(
+                ev.Warned,
+                text=f"fragment {fragment} differs from the majority at version {version}: taking theirs",
             )
-            if newest <= agreed.version and not contradicted and other is None:
-                self._noticed_at.pop(fragment, None)
-                continue
-            since = self._noticed_at.setdefault(fragment, now)
-            if self._node.rounds.is_completing(fragment):
-                continue  # its bytes are on their way
-            if fragment in self._targets:
-                donors = self.majority.donors(fragment, self._targets[fragment][0])
-                self._node.catchup.add_donors(fragment, donors, now)
-                continue
-            if now < self._again_at.get(fragment, 0.0):
-                continue
-            near = contradicted or self.majority.is_near_by(fragment, max(newest, agreed.version + 1), b"")
-            wait_s = NOTICE_AFTER_S if near else self._notice_far_s(fragment, newest)
-            if now - since < wait_s and not joining:
-                continue
-            version = newest if newest > agreed.version else agreed.version
-            digest = (
-                (other if newest <= agreed.version else None)
-                or self.majority.digest(fragment, version)
-                or (not near and outlook.digest(fragment, version))
-                or b""
-            )
-            if newest <= agreed.version:
-                self._node.report(
-                    ev.Warned,
-                    text=f"fragment {fragment} differs from the majority at version {version}: taking theirs",
-                )
-            donors = self.majority.donors(fragment, version)
-            if not near:
-                donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
-            if self._go_to(fragment, version, digest, donors) and is_last:
-                self._last.add(fragment)
+        donors = self.majority.donors(fragment, version)
+        if not near:
+            donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
+        if self._go_to(fragment, version, digest, donors) and is_last:
+            self._last.add(fragment)
+
+    def _turns_back(self, fragment: int, now: float) -> bool:
+        """Whether this peer goes over to where most others are, who follow another history than ours."""
+        camp = self.apart.where_to(fragment, now)
+        is_busy = fragment in self._targets or self._node.rounds.is_completing(fragment)
+        if camp is None or is_busy or now < self._again_at.get(fragment, 0.0):
+            return False
+        version = self._node.agreed[fragment].version
+        self._node.report(
+            ev.Warned,
+            text=f"fragment {fragment}: our version {version} is of another history than the version "
+            f"{camp.version} of most others, or of the strongest of them: going over to theirs",
+        )
+        self._targets[fragment] = camp.version, camp.digest, camp.holders
+        self._started_from[fragment] = version
+        self._back.add(fragment)
+        self._fetch_next(fragment, whole=True)
+        return True
 
     def _notice_far_s(self, fragment: int, newest: int) -> float:
         """How long what only other cells have is waited for: not at all if somebody said before that they
@@ -310,7 +338,8 @@ class Catching:
             told = self._told_by_far(fragment, event.donors)
             if event.version > told + AHEAD_AT_MOST and self.majority.is_too_far(fragment, event.version):
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
-            await self._node.deciding.adopt(fragment, event.data, AgreedVersion(event.version, event.digest))
+            agreed = AgreedVersion(event.version, event.digest)
+            await self._node.deciding.adopt(fragment, event.data, agreed, goes_back=fragment in self._back)
         except (DigestMismatch, RemoteProtocolError) as error:
             self._blame(event, "bad state", str(error))
             self._drop_target(fragment)
@@ -347,6 +376,7 @@ class Catching:
         self._targets.pop(fragment, None)
         self._heard_of.pop(fragment, None)
         self._last.discard(fragment)
+        self._back.discard(fragment)
         self._noticed_at.pop(fragment, None)
         self._looks_again = True
 

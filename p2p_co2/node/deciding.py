@@ -7,7 +7,7 @@ order of the decisions. Law: the machine hears of a new state only after the ten
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import chunk_at, chunk_count, chunk_digest
@@ -50,6 +50,10 @@ def _contributors(outcome: Outcome) -> tuple[int, int]:
     """How many peers are in all parts of a committed mean, and how many in any."""
     of_parts = [set(part.weights) for part in weights_of(outcome)]
     return len(set.intersection(*of_parts)), len(set.union(*of_parts))
+
+
+def members_of(decision: Decision) -> tuple[PeerId, ...]:
+    return tuple(PeerId(member.peer) for member in Outcome.FromString(decision.outcome).members)
 
 
 class Deciding:
@@ -156,22 +160,26 @@ class Deciding:
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""
         version = await self._ledger.commit(mean)
-        moved = self._agree(mean.fragment, version) and version.version == mean.round
+        moved = self._agree(mean.fragment, version, members_of(decision)) and version.version == mean.round
         if moved:
             self._node.catchup.remember(mean.fragment, mean.round, decision, mean.mean)
         self._node.pump()
         return moved
 
-    async def adopt(self, fragment: int, data: Buffer, agreed: AgreedVersion) -> None:
-        """Take over a donor's state; errors as ``Ledger.adopt``. Our own state changes nothing: an offer that
-        is open goes on, and the tensor side must not take it for ended."""
+    async def adopt(
+        self, fragment: int, data: Buffer, agreed: AgreedVersion, *, goes_back: bool = False
+    ) -> None:
+        """Take over a donor's state; errors and ``goes_back`` as ``Ledger.adopt``. Our own state changes
+        nothing: an offer that is open goes on, and the tensor side must not take it for ended."""
         if agreed == self._node.agreed[fragment]:
             return
         known = self._node.rounds.next_commit(fragment)
         parts = None if known is None else weights_of(known)
-        version = await self._ledger.adopt(fragment, data, agreed, parts)
+        version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back)
+        if goes_back:
+            self._node.catchup.turned_back(fragment)
         self._adopted = fragment
-        self._agree(fragment, version)
+        self._agree(fragment, version, None)
         self._node.pump()
         self._adopted = None
 
@@ -190,8 +198,11 @@ class Deciding:
         )
         self._node.pump()
 
-    def _agree(self, fragment: int, version: AgreedVersion) -> bool:
+    def _agree(self, fragment: int, version: AgreedVersion, group: Collection[PeerId] | None) -> bool:
+        """``group`` as ``Apart.moved``."""
         changed = self._node.agreed[fragment] != version
+        if changed:
+            self._node.catching.apart.moved(fragment, version, group)
         self._node.progress.unsettle()
         self._node.agreed[fragment] = version
         self._node.catchup.moved(fragment, version.version)

@@ -97,6 +97,8 @@ class Ledger(Protocol):
         data: Buffer,
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
+        goes_back: bool = False,
     ) -> AgreedVersion:
         """Take over a donor's state. ``parts``: who is in the round after the state that we hold, None if
-        nobody told us. Raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""
+        nobody told us; ``goes_back``: it may be an older one, of another history. Raises
+        ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""

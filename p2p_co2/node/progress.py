@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.membership import PeerInfo
 from p2p_co2.rounds import PeerView
+from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Status
@@ -29,6 +30,10 @@ LISTENED_S = 12.0
 heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
 ENDS_ROUNDS = 0.2
 """A run comes to its end so many rounds before it: from then on nobody rests."""
+WAITS_FOR_LOST = (
+    "this peer is done, but most others went without a word and may only be suspended: waiting for them "
+    "while the DHT lists them, no longer than an end may take"
+)
 PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
@@ -77,6 +82,7 @@ class SwarmProgress:
         """Whether all that we hear are done where we are: ``settled``, but for what they say of theirs."""
         self._concluded_of: object = None
         self._concluded_at = -math.inf
+        self._has_told_of_lost = False
         self._waits_for_time = False
         """Whether the next conclusion may differ without any news."""
 
@@ -219,6 +225,9 @@ class SwarmProgress:
         # A last offer may commit when all others seem to be done: who left before would miss it.
         alike = alike and not any(view.training for view in self.views().values())
         at_rest = alike and not is_cut_off
+        if alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
+            self._has_told_of_lost = True
+            self._node.report(ev.Warned, text=WAITS_FOR_LOST)
         home = at_rest and all(info.status.settled for info in done)
         self.settled = far.together(home, alike, *here, now)
         if self.local.phase == Status.DRAINING and at_rest != self._is_at_rest:

@@ -32,7 +32,9 @@ class Judging:
     def moved(self, before: tuple[int | None, bytes], version: int, digest: bytes, now: float) -> None:
         """Our state is another one now. ``before``: (version, digest) that we held."""
         known = self._verdicts.commit(version)
-        if known is not None and before[0] == version - 1:
+        if before[0] is not None and version < before[0]:
+            self._verdicts.forget(0)  # it goes back to most others: what it knows is of another history
+        elif known is not None and before[0] == version - 1:
             self._swarm.repute.committed(PeerId(known[1].decided_by))
         elif known is not None and before[0] == version and before[1] != digest:
             why = f"most others hold something else than its round {version} made"

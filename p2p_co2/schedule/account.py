@@ -101,7 +101,7 @@ class WorkAccount:
     def meet(self, fragment: int, version: int, ends_offer: bool) -> Sent | None:
         """Live parameters met an outcome: the offer that is or was in flight for it."""
         self.taken[fragment] += 1
-        self.versions[fragment] = max(self.versions[fragment], version)
+        self.versions[fragment] = version  # outcomes come in their order; a peer may turn back to others
         return self.in_flight.pop(fragment, None) if ends_offer else self.in_flight.get(fragment)
 
     def step(

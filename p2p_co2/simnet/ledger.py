@@ -208,8 +208,9 @@ class CountingLedger:
         data: Buffer,
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
+        goes_back: bool = False,
     ) -> AgreedVersion:
-        return await self._ask(len(data), lambda: self._adopt(fragment, data, agreed, parts))
+        return await self._ask(len(data), lambda: self._adopt(fragment, data, agreed, parts, goes_back))
 
     # ---- the steps
 
@@ -265,11 +266,12 @@ class CountingLedger:
         data: Buffer,
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None,
+        goes_back: bool = False,
     ) -> AgreedVersion:
         mine, before = self.fragments[fragment], self.fragments[fragment].state
         lanes = unpack(bytes(data[: 8 * (1 + len(before.sums))]))
         after = State.of(fragment, lanes[0], lanes[1:])
-        if after.version != agreed.version or after.version < before.version:
+        if after.version != agreed.version or (after.version < before.version and not goes_back):
             raise RemoteProtocolError("bad state", f"version {after.version}, not {agreed.version}")
         if after.digest != agreed.digest:
             raise DigestMismatch("the state does not have the digest its donor promised")

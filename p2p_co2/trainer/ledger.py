@@ -234,11 +234,13 @@ class TensorLedger:
         data: Buffer,
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
+        goes_back: bool = False,
     ) -> AgreedVersion:
         def work() -> AgreedVersion:
             ledger = self._fragments[fragment]
             state = state_from_bytes(data, ledger.state.params.numel())
-            if state.version != agreed.version or state.version < ledger.state.version:
+            is_older = state.version < ledger.state.version and not goes_back
+            if state.version != agreed.version or is_older:
                 raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
             if state_digest(state) != agreed.digest:
                 raise DigestMismatch(

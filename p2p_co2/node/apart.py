@@ -1,0 +1,133 @@
+"""Where to go when most of those who are here are elsewhere, and not simply ahead.
+
+A peer that trains alone while the others are suspended makes versions of its own, and is ahead when they
+wake: its word alone moves nobody, and they make the same versions anew. So it is the one that turns back, as
+soon as they contradict what it remembers of its own past; or when they have stood for long where it came
+from, because nobody gives its versions any more.
+
+Law: more than half of all who move, of those that the DHT lists and that are not heard, and of us, must be
+elsewhere, two of them in one state: two liars take nobody back who hears more honest peers than them. Of
+versions that others helped to make nobody turns back before they are contradicted. Price: what was made alone
+is lost, but for what the tensor side takes back. In a swarm of cells the others' cells decide
+(``rounds.council``), and nobody turns back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
+
+if TYPE_CHECKING:
+    from p2p_co2.node.majority import Majority
+    from p2p_co2.node.node import Node
+
+PAST_KEPT = 256
+"""Own versions of each fragment that are remembered, with who made them."""
+TURN_AFTER_S = 3.0
+"""What the others contradict is given up after this: who wakes tells where it was left."""
+STANDING_S = 15.0
+"""They stand where our lonely rounds began: long enough for them to have fetched these."""
+STRONGEST_AFTER_S = 8.0
+"""Where all finish in several states, of which none has a majority: last rounds that are on their way to
+others come first."""
+HOLDERS = 2
+
+
+@dataclass(frozen=True)
+class Camp:
+    """Where most of the others are, who is there, and how long that must last before one goes."""
+
+    version: int
+    digest: bytes
+    holders: tuple[PeerId, ...]
+    wait_s: float
+
+
+class Apart:
+    """``since``: per fragment, from when on most others were elsewhere."""
+
+    def __init__(self, node: Node, majority: Majority) -> None:
+        self._node, self._majority = node, majority
+        self._past: dict[int, dict[int, tuple[bytes, bool]]] = {}
+        """Per fragment: by version its digest, and whether this peer made it alone."""
+        self.since: dict[int, float] = {}
+
+    def moved(self, fragment: int, agreed: AgreedVersion, group: Collection[PeerId] | None) -> None:
+        """Our state is about to be ``agreed``: by a round of ``group``, or (None) somebody else's whole
+        state, of whose past we know nothing."""
+        past, before = self._past.setdefault(fragment, {}), self._node.agreed[fragment]
+        if group is None:
+            past.clear()
+        elif not past:
+            past[before.version] = before.digest, False
+        past[agreed.version] = agreed.digest, group is not None and set(group) == {self._node.me}
+        while len(past) > PAST_KEPT:
+            del past[next(iter(past))]
+
+    def where_to(self, fragment: int, now: float) -> Camp | None:
+        """As ``camp``, once it has lasted."""
+        camp = self.camp(fragment)
+        if camp is None:
+            self.since.pop(fragment, None)
+            return None
+        return camp if now - self.since.setdefault(fragment, now) >= camp.wait_s else None
+
+    def camp(self, fragment: int) -> Camp | None:
+        """Where to go; None where this peer is with most others, or on its way to them."""
+        if self._node.far.cells > 1:
+            return None
+        middle = self._majority.near_version(fragment)
+        is_ahead = middle < self._node.agreed[fragment].version
+        return (self._behind(fragment) if is_ahead else None) or self._strongest(fragment, middle)
+
+    def _behind(self, fragment: int) -> Camp | None:
+        """The state of most others, who are behind us and not on our way."""
+        node, mine = self._node, self._node.agreed[fragment].version
+        past, moving = self._past.get(fragment, {}), 0
+        elsewhere: dict[PeerId, tuple[int, bytes]] = {}
+        standing: set[PeerId] = set()
+        for peer, info in node.membership.live.items():
+            if fragment >= len(info.digests) or info.status.phase not in (Status.TRAINING, Status.DRAINING):
+                continue
+            moving += 1
+            held = info.versions[fragment], info.digests[fragment]
+            known = past.get(held[0])
+            if known is None or held[0] >= mine:
+                continue
+            if known[0] != held[1]:
+                elsewhere[peer] = held
+            elif all(past[version][1] for version in range(held[0] + 1, mine + 1)):
+                elsewhere[peer] = held
+                standing.add(peer)
+        if 2 * len(elsewhere) <= moving + node.membership.unheard + 1:
+            return None
+        counts = Counter(elsewhere.values())
+        held = max(counts, key=lambda held: (counts[held] >= HOLDERS, held))
+        if counts[held] < HOLDERS:
+            return None
+        holders = tuple(sorted(peer for peer in elsewhere if elsewhere[peer] == held))
+        return Camp(*held, holders, STANDING_S if standing else TURN_AFTER_S)
+
+    def _strongest(self, fragment: int, middle: int) -> Camp | None:
+        """Where all finish, in several states of which none has a majority, nobody makes a round that could
+        heal them: the state to go to that all choose who hear the same. ``middle``: the version that half
+        of them have reached; one that is further alone may have made it up."""
+        node, phase = self._node, self._node.progress.local.phase
+        infos = {peer: info for peer, info in node.membership.live.items() if fragment < len(info.digests)}
+        if {phase, *(info.status.phase for info in infos.values())} != {Status.DRAINING}:
+            return None
+        agreed = node.agreed[fragment]
+        states = {peer: (info.versions[fragment], info.digests[fragment]) for peer, info in infos.items()}
+        counts = Counter([*states.values(), (agreed.version, agreed.digest)])
+        if 2 * max(counts.values()) > counts.total():
+            return None
+        best = max(counts, key=lambda held: (held[0] <= middle, counts[held], held))
+        if best == (agreed.version, agreed.digest):
+            return None
+        return Camp(*best, tuple(sorted(peer for peer in states if states[peer] == best)), STRONGEST_AFTER_S)

@@ -1,0 +1,173 @@
+"""node.apart: who goes over to the others' state, and who stays; then whole swarms in which peers sleep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TURN_AFTER_S, Apart
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.majority import Majority
+from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.telemetry.events import Event, Warned
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
+
+ME = PeerId("me")
+TRAINS, FINISHES, RESTS, JOINS = Status.TRAINING, Status.DRAINING, Status.PAUSED, Status.JOINING
+
+
+def state(version: int, history: str) -> bytes:
+    return f"{history}{version}".encode().ljust(32, b".")
+
+
+def said(version: int, history: str, phase: Status.Phase = TRAINS) -> SimpleNamespace:
+    """A live peer's last heartbeat: it is at ``version`` of a history named by a letter."""
+    return SimpleNamespace(
+        status=Status(phase=phase), versions=(version,), digests=(state(version, history),)
+    )
+
+
+def one_that_made(
+    alone: int, together: int, others: dict[str, SimpleNamespace], *,
+    phase: Status.Phase = TRAINS, unheard: int = 0, cells: int = 1,
+) -> Apart:  # fmt: skip
+    """A peer that made ``together`` rounds with another, and ``alone`` after them."""
+    live = {PeerId(name): info for name, info in others.items()}
+    node = SimpleNamespace(
+        me=ME,
+        agreed=[AgreedVersion(0, state(0, "a"))],
+        far=SimpleNamespace(cells=cells),
+        membership=SimpleNamespace(live=live, unheard=unheard, revision=0),
+        progress=SimpleNamespace(local=SimpleNamespace(phase=phase)),
+    )
+    apart = Apart(node, Majority(node))  # type: ignore[arg-type]
+    for version in range(1, together + alone + 1):
+        agreed = AgreedVersion(version, state(version, "a"))
+        apart.moved(0, agreed, [ME] if version > together else [ME, PeerId("other")])
+        node.agreed[0] = agreed
+    return apart
+
+
+@pytest.mark.parametrize(
+    ("others", "unheard", "cells", "goes_to"),
+    [
+        ({"b": said(3, "b"), "c": said(3, "b")}, 0, 1, 3),  # they made the same versions anew
+        ({"b": said(4, "b"), "c": said(3, "b"), "d": said(3, "b")}, 0, 1, 3),  # what two hold
+        ({"b": said(4, "b"), "c": said(4, "b"), "d": said(3, "b")}, 0, 1, 4),
+        ({"b": said(4, "b"), "c": said(3, "b")}, 0, 1, None),  # no two hold one state
+        ({"b": said(3, "b"), "c": said(8, "a")}, 0, 1, None),  # one against two
+        ({"b": said(3, "b"), "c": said(3, "b"), "d": said(8, "a"), "e": said(8, "a")}, 0, 1, None),  # 2 liars
+        ({"b": said(3, "b"), "c": said(3, "b")}, 1, 1, None),  # the DHT lists more than are heard
+        ({"b": said(3, "b"), "c": said(3, "b", RESTS)}, 0, 1, None),
+        ({"b": said(3, "b"), "c": said(3, "b", JOINS)}, 0, 1, None),
+        ({"b": said(9, "b"), "c": said(9, "b")}, 0, 1, None),  # they are ahead: catching up sees to that
+        ({"b": said(3, "b"), "c": said(3, "b")}, 0, 2, None),
+    ],
+)  # fmt: skip
+def test_one_that_made_versions_alone_goes_where_most_others_are(
+    others: dict[str, SimpleNamespace], unheard: int, cells: int, goes_to: int | None
+) -> None:
+    camp = one_that_made(6, 2, others, unheard=unheard, cells=cells).camp(0)
+    if goes_to is None:
+        assert camp is None
+        return
+    assert camp is not None
+    assert (camp.version, camp.digest, camp.wait_s) == (goes_to, state(goes_to, "b"), TURN_AFTER_S)
+    assert camp.holders == tuple(sorted(name for name in others if others[name].versions == (goes_to,)))
+
+
+def test_who_stands_where_lonely_rounds_began_is_waited_for_and_who_helped_to_make_them_is_not_left() -> None:
+    behind = {"b": said(2, "a"), "c": said(2, "a")}
+    camp = one_that_made(6, 2, behind).camp(0)
+    assert camp is not None
+    assert (camp.version, camp.wait_s) == (2, STANDING_S)
+    assert one_that_made(5, 3, behind).camp(0) is None  # others made version 3: it can be had of them
+
+
+def test_of_a_past_that_is_not_known_nothing_follows() -> None:
+    others = {"b": said(3, "b"), "c": said(3, "b")}
+    apart = one_that_made(6, 2, others)
+    apart.moved(0, AgreedVersion(8, state(8, "x")), None)  # somebody's whole state
+    assert apart.camp(0) is None
+    apart = one_that_made(PAST_KEPT + 4, 2, others)
+    assert apart.camp(0) is None
+    assert len(apart._past[0]) == PAST_KEPT
+
+
+@pytest.mark.parametrize(
+    ("others", "goes_to"),
+    [
+        ({"b": said(8, "b", FINISHES)}, (8, "b")),  # the larger digest, for want of more
+        ({"b": said(8, "A", FINISHES)}, None),
+        ({"b": said(7, "b", FINISHES), "c": said(9, "c", FINISHES)}, None),  # ours is what half have reached
+        ({"b": said(7, "b", FINISHES), "c": said(7, "c", FINISHES)}, (7, "c")),
+        ({"b": said(8, "b", FINISHES), "c": said(8, "b", FINISHES)}, None),  # a majority: not for us to say
+        ({"b": said(8, "b", FINISHES), "c": said(7, "c", TRAINS)}, None),  # the next round heals it
+        ({"b": said(7, "b", FINISHES), "c": said(7, "b", FINISHES), "d": said(9, "d", FINISHES)}, (7, "b")),
+    ],
+)
+def test_where_all_finish_in_several_states_they_choose_one(
+    others: dict[str, SimpleNamespace], goes_to: tuple[int, str] | None
+) -> None:
+    camp = one_that_made(6, 2, others, phase=FINISHES).camp(0)
+    if goes_to is None:
+        assert camp is None
+    else:
+        assert camp is not None
+        assert (camp.version, camp.digest) == (goes_to[0], state(*goes_to))
+        assert camp.wait_s == STRONGEST_AFTER_S
+
+
+# ---- whole swarms
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """All but the first sleep from ``at`` to ``until``; or (``is_net``) no two hear each other."""
+
+    at: float
+    calm_at: float
+    is_net: bool = False
+
+    def plan(self, swarm: Swarm) -> None:
+        if self.is_net:
+            sides = {peer: index for index, peer in enumerate(swarm.peer_ids())}
+            swarm.world.call_at(self.at, swarm.split, sides)
+            swarm.world.call_at(self.calm_at, swarm.heal)
+            return
+        for index in range(1, len(swarm.volunteers)):
+            swarm.world.call_at(self.at, swarm.stall, index, self.calm_at)
+
+
+@pytest.mark.parametrize(
+    ("peers", "fault", "text"),
+    [
+        (3, Asleep(20.0, 45.0), "going over to theirs"),  # they wake before its end
+        (4, Asleep(20.0, 60.0), "went without a word"),  # long after it
+        (3, Asleep(20.0, 48.0, is_net=True), "going over to theirs"),
+    ],
+)
+def test_one_that_trained_alone_and_those_who_wake_end_in_one_state(
+    peers: int, fault: Asleep, text: str
+) -> None:
+    """Each ended with a state of its own, after waiting for the others as long as an end may take."""
+    clock = ClockConfig(mode="time", round_s=4.0, rounds=12)
+    run, told = RunConfig(name="sleepers", fragments=2, clock=clock), list[str]()
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Warned):
+            told.append(event.text)
+
+    log = EventLog(digests=False)
+    log.readers.append(hear)
+    faults = fault  # a plan like ``Churn`` and ``Storm``
+    settings = Settings(run=run, peers=peers, seed=1, faults=faults, profile="fibre")  # type: ignore[arg-type]
+    result = Swarm(settings, log).run()
+    assert result.violations == []
+    assert len(result.digests) == peers
+    assert len(set(result.digests.values())) == 1
+    assert any(text in words for words in told)
