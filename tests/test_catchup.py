@@ -229,6 +229,29 @@ def test_the_history_is_bounded_and_keeps_the_newest_of_each_fragment() -> None:
     assert history.held_bytes <= max(1010, HISTORY_BYTES_SHARE * 2000 + 1000)
 
 
+def test_a_mean_beyond_the_bound_goes_once_all_have_it() -> None:
+    """Unless somebody who loads a state needs it next, and only as far as the bound asks for."""
+    everywhere: set[tuple[int, int]] = set()
+    shape = Shape((500, 500, 10), (2000, 2000, 2000))  # the bound: 750
+    machine = CatchUp(IDENTITIES[1], RUN, shape, lambda *place: place in everywhere)
+    history = machine.donor.history
+    for fragment in range(3):
+        machine.moved(fragment, 1)
+        machine.remember(fragment, 1, Decision(), bytes(shape.mean_bytes[fragment]))
+    history.shrink()
+    assert history.held_bytes == 1010  # somebody may still need them
+    history.hold({0: 0})
+    everywhere |= {(0, 1), (1, 1), (2, 1)}
+    history.shrink()
+    kept = [fragment for fragment in range(3) if history.find(fragment, 1)]
+    assert kept == [0, 2]
+    assert history.newest(1) == 0
+    machine.receive(Fetch(what=ROUND, fragment=1, version=1, request=1), LATE, 0.0)
+    [(_, refusal)] = machine.messages_to_send()
+    assert isinstance(refusal, Refusal)
+    assert not refusal.again
+
+
 def test_rounds_after_a_state_that_is_being_given_are_held_and_then_let_go() -> None:
     world = World(donors=1)
     machine = world.machines[D1]

@@ -83,8 +83,8 @@ class Node:
         cells = network.run.cells
         self.far = Far(self, cells, network.find_peers)
         self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, cells)
-        means = tuple(blocks * shape.block_bytes for blocks in shape.blocks)
-        self.catchup = CatchUp(network.identity, self.run_digest, Shape(means, tuple(state_bytes)))
+        sizes = Shape(tuple(blocks * shape.block_bytes for blocks in shape.blocks), tuple(state_bytes))
+        self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
         for fragment, version in enumerate(agreed):
             self.catchup.moved(fragment, version.version)
             self.rounds.set_state(fragment, version.version, version.digest)

@@ -44,6 +44,8 @@ CELL_KINDS = frozenset(
 )
 OUTLOOK_KINDS = frozenset({"cell_look", "cell_sight"})
 _ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | CELL_KINDS | {"part", "mean"}
+_HAVE_THE_LAST = frozenset({"ready", "begin"})
+"""Whose senders or members have the mean of the round before."""
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
 BULK = frozenset({"part", "mean", "chunk", "cell_part", "cell_mean"})
 _QUIET = _MEMBERSHIP | OUTLOOK_KINDS
@@ -164,6 +166,8 @@ class Receiving:
         elif kind in _ROUNDS:
             node.know_all()
             useful = node.rounds.receive(message, sender, now)
+            if kind in _HAVE_THE_LAST:
+                node.catchup.donor.history.shrink()
         elif kind in _CATCH_UP:
             if kind == "chunk":
                 useful = self._asked_chunks[sender] > 0

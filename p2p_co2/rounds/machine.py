@@ -141,6 +141,15 @@ class Rounds:
         """Whether a slice of ``peer`` is in one of the last means that we know of."""
         return any(fragment.verdicts.has_worked(peer) for fragment in self._fragments)
 
+    def is_everywhere(self, fragment: int, version: int) -> bool:
+        """Whether all live peers are known to hold ``version``: they say so, or they are in the round after
+        it. Never in a swarm of several cells, whose others we do not hear."""
+        member = self._fragments[fragment].member
+        there = member.attempt.shares if member is not None and member.attempt.round > version else {}
+        others = [peer for peer in self._swarm.live if peer not in there]
+        known = [self._swarm.version_of(peer, fragment) for peer in others]
+        return self._swarm.cells == 1 and all(one is not None and one >= version for one in known)
+
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
         twice."""

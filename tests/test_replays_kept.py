@@ -1,0 +1,69 @@
+"""How long the newest mean is kept for others to replay: by what is known of who has it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from p2p_co2.catchup import history
+from p2p_co2.node.envelope import opened
+from p2p_co2.rounds import PayloadShape, PeerView, Rounds
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
+from tests.fuzz.world import RUN, World, run_virtual
+from tests.round_network import RUN as RUN_DIGEST
+from tests.round_network import make_identity
+
+ME, A, B = (make_identity(index) for index in range(3))
+
+
+@pytest.mark.parametrize(
+    ("versions", "cells", "is_everywhere"),
+    [((4,), 1, True), ((5,), 1, True), ((3,), 1, False), ((), 1, False), ((4,), 2, False)],
+)
+def test_a_version_is_everywhere_once_all_live_peers_say_so(
+    versions: tuple[int, ...], cells: int, is_everywhere: bool
+) -> None:
+    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)), 32, cells)
+    rounds.set_peers({A.peer_id: PeerView(versions=(4,)), B.peer_id: PeerView(versions=versions)}, 1.0)
+    rounds.set_state(0, 4, bytes(32))
+    assert rounds.is_everywhere(0, 4) is is_everywhere
+
+
+def test_a_mean_goes_when_all_have_begun_the_next_round_and_stays_while_one_lacks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "HISTORY_BYTES_SHARE", 0.0)  # as if means were large
+
+    async def work() -> None:
+        world = World("a", "b", "c")
+        world.start()
+        await asyncio.sleep(1.5)
+        of = {trainer.me: trainer for trainer in world.trainers}
+        held: list[bool] = []
+
+        def tap(sender: PeerId, receiver: PeerId, data: bytes) -> bool:
+            message = opened(data, RUN.digest())
+            if message.kind == "mean" and message.body.key.round > 1:
+                kept, key = of[sender].node.catchup.donor.history, message.body.key
+                held.append(kept.find(key.fragment, key.round - 1) is not None)
+            return True
+
+        world.tap = tap
+        await world.train(4)
+        assert held
+        assert not any(held)
+        held.clear()
+        _, _, late = world.trainers  # live, and not training: its rounds are over
+        late.sync.phase = Status.PAUSED
+        late.sync.report()
+        world.trainers.remove(late)
+        behind = late.node.agreed[0].version
+        while world.trainers[0].node.agreed[0].version < behind + 2:
+            await world.train(1)
+        assert any(held)
+        world.trainers.append(late)
+        await world.close()
+
+    run_virtual(work())
