@@ -146,6 +146,8 @@ class Membership:
         self._one_way_until: dict[PeerId, float] = {}
         self._gone: dict[PeerId, tuple[float, bool]] = {}
         """Peers that were live: when they went, and whether with a word; the last ones at the end."""
+        self._fell_silent: set[PeerId] = set()
+        """Those of them whose links did not break: they may be suspended."""
         self._next_heartbeat_at: float | None = None
         self._announced_at = -math.inf
         self._announce_at = self._greet_at = math.inf
@@ -185,10 +187,10 @@ class Membership:
 
     def is_cut_off(self, now: float) -> bool:
         """Whether more peers went without a word of late than are live, or went with those that said
-        goodbye. Those that the DHT still lists may only be suspended: they went of late however long ago that
-        is."""
-        for peer, (at, with_word) in list(self._gone.items()):
-            if now - at > CUT_OFF_S and (with_word or peer not in self._candidates):
+        goodbye. Those that fell silent and that the DHT still lists may only be suspended: they went of late
+        however long ago that is."""
+        for peer, (at, _) in list(self._gone.items()):
+            if now - at > CUT_OFF_S and peer not in self._fell_silent:
                 del self._gone[peer]
         goodbyes = sum(with_word for _, with_word in self._gone.values())
         return len(self._gone) - goodbyes > len(self._live) + BROKEN_PER_GOODBYE * goodbyes
@@ -207,6 +209,7 @@ class Membership:
         """Keep as candidates only the peers that the DHT still lists."""
         keep = set(listed)
         self._candidates = {peer: at for peer, at in self._candidates.items() if peer in keep}
+        self._fell_silent &= keep
 
     def receive(
         self, message: Ping | Pong | Leave, sender: PeerId, now: float, status: PeerStatus | None = None
@@ -287,6 +290,7 @@ class Membership:
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):
                 self._lose(peer, f"silent for {silent_s:.0f} s", now)
+                self._fell_silent.add(peer)
             elif has_stood_still or now - info.answered_us_at > measure_every_s(beat_s):
                 asked.append(peer)
             elif now - info.told_at > TOLD_LATELY * beat_s:
@@ -342,6 +346,7 @@ class Membership:
             self.revision += 1
             self._candidates.pop(peer, None)
             self._gone.pop(peer, None)
+            self._fell_silent.discard(peer)
             self._events.append(Joined(peer))
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now

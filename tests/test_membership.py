@@ -210,9 +210,22 @@ def test_who_loses_most_others_without_a_word_is_cut_off_until_they_are_back_or_
     for peer in others[1:4]:
         machine.unreachable(peer, "no answer", 111.0)
     assert machine.is_cut_off(111.0)
-    assert machine.is_cut_off(111.0 + CUT_OFF_S + 1.0)  # the DHT still lists them: they may be suspended
+    assert not machine.is_cut_off(111.0 + CUT_OFF_S + 1.0)
+
+
+def test_who_fell_silent_counts_as_gone_of_late_while_the_dht_lists_it() -> None:
+    """Its process may be suspended: who is alone goes on alone, and must not end before it wakes."""
+    machine = Membership(A)
+    machine.receive(Ping(status=Status()), PeerId("asleep"), 100.0)
+    now = 100.0
+    while machine.live:
+        now += 1.0
+        machine.handle_timer(now)
+    for later_s in (1.0, CUT_OFF_S + 1.0, 3 * CUT_OFF_S):
+        machine.found([PeerId("asleep")], now + later_s)
+        assert machine.is_cut_off(now + later_s)
     machine.forget([])
-    assert not machine.is_cut_off(111.0 + CUT_OFF_S + 2.0)
+    assert not machine.is_cut_off(now + 3 * CUT_OFF_S)
 
 
 def test_who_stays_when_all_say_goodbye_is_not_cut_off() -> None:
