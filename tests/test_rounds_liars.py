@@ -123,6 +123,32 @@ def test_commits_that_nobody_made_cost_a_few_rounds(tell: Callable[[Liar, PeerId
     _check(net, liar, "not believed about rounds of others")
 
 
+def test_a_far_commit_told_to_who_waits_for_the_liars_mean_is_not_kept() -> None:
+    """Who kept it took the commits of its own rounds for those of others: all stood still after version 4."""
+    waited = 0
+
+    def hold_back(liar: Liar, to: PeerId, message: Message) -> bool:
+        others = [name for name in net.names if name != liar.name]
+        if not isinstance(message, wire.Mean) or (others.index(to) + 3 * message.key.round) % 7 > 2:
+            return True
+
+        def come() -> None:
+            nonlocal waited
+            waited += net.peers[to].machine.is_completing(0)
+            net.deliver(liar.name, to, forged_commit(liar.identity, 10**6, bytes(32), net.names))
+            net.deliver(liar.name, to, message)
+
+        net.at(net.now + 0.9, come)
+        return False
+
+    net = Network(8, seed=1)
+    Liar(net, hold_back)
+    net.keep_offering(period_s=5.0)
+    net.run(200.0)
+    assert min(peer.version for peer in net.peers.values()) >= CALM
+    assert waited > 10
+
+
 def _check(net: Network, liar: Liar, blame: str) -> None:
     """All went on together, each names the liar, and nobody else."""
     honest = [name for name in net.names if name != liar.name]

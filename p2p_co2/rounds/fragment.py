@@ -343,13 +343,13 @@ class FragmentRounds:
             raise RemoteProtocolError("wrong signer", "a decision with another cell's roster")
         self._swarm.met_others(outcome.cells)
         is_ours = member is not None and member.attempt.id == outcome.key.attempt
-        if self.version is None or round_ <= self.version:
+        is_believed = is_ours or self._swarm.is_believed(signer, now)  # else heartbeats tell where most are
+        if self.version is None or round_ <= self.version or not is_believed:
             return
-        if not is_ours and not self._swarm.is_believed(signer, now):
-            return  # whoever sent it may believe it: heartbeats tell where most are
         if self._completing is not None:
-            self.verdicts.keep(decision, outcome)  # told once we have the bytes of the one before
-            self._completing.overtaken(now)
+            if round_ == self.reached() + 1:  # one beyond would hide from us all that come before it
+                self.verdicts.keep(decision, outcome)  # told once we have the bytes of the one before
+                self._completing.overtaken(now)
             return
         foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
         if foreign or round_ != self.reached() + 1:
