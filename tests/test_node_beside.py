@@ -109,3 +109,22 @@ async def test_a_second_connection_that_has_nothing_to_carry_is_closed(
         assert not grpc.links[0].closed.done()
         grpc.links[0].gate.set()
         await links.drain(5.0)
+
+
+async def test_a_second_connection_without_bulk_is_closed_though_control_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control goes over the first; a second one that is silent for a minute makes the peer shut us out."""
+    monkeypatch.setattr("p2p_co2.node.links.BESIDE_IDLE_S", 0.1)
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc) as (links, _):
+        await far_with_a_slow_first(links, grpc)
+        grpc.links[0].gate.set()
+        links.post(B, bytes(BESIDE_BYTES), bulk=True)
+        await turns(100)
+        for _ in range(1000):
+            links.post(B, b"heartbeat", bulk=False)
+            await asyncio.sleep(0.01)
+            if grpc.links[-1].closed.done():
+                break
+        assert [link.closed.done() for link in grpc.links] == [False, True]

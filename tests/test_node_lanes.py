@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from p2p_co2.node.lanes import Lane, LineTurns, Piece
@@ -42,6 +44,65 @@ def test_who_leaves_others_room_on_a_line_does_not_find_it_slower_for_that() -> 
     assert meter.bytes_per_s == pytest.approx(0.5 * shown, rel=0.05)  # that is the line's doing
     eased_bursts(meter, 2 * shown, 2, 4000.0)
     assert meter.bytes_per_s == pytest.approx(2 * shown, rel=0.05)
+
+
+def exchanges(
+    meter: UploadMeter, line_bytes_per_s: float, queued_s: Callable[[float], float], count: int, since: float
+) -> None:
+    """Bursts of 2 MB over a line of this rate, at the pace that the meter asks for; ``queued_s``: at a pace,
+    what waits before the line."""
+    pace, now = LinePace(), since
+    for _ in range(count):
+        meter.rest(now)
+        free_at = now
+        for number in range(120):
+            waits_s = queued_s(pace.bytes_per_s) if meter.may_ease else 0.0
+            if pace.follow(meter.bytes_per_s, waits_s):
+                meter.eased(now)
+            at = pace.admit_at(16_384, now)
+            meter.held(now, at)
+            meter.started(max(now, at))
+            free_at = max(free_at, now, at) + 16_384 / line_bytes_per_s
+            now = max(now, at, free_at - 32_768 / line_bytes_per_s)
+            meter.finished("bcd"[number % 3], 16_384, max(now, free_at))
+        now = free_at + 5.0
+    meter.rest(now)
+
+
+def test_a_line_is_measured_though_a_queue_stands_before_it_for_good() -> None:
+    meter = UploadMeter()
+    exchanges(meter, 1e6, lambda pace: 0.0, 6, 1000.0)
+    assert meter.bytes_per_s == pytest.approx(1e6, rel=0.02)
+    exchanges(meter, 1e6, lambda pace: 0.08, 60, 2000.0)
+    assert meter.bytes_per_s == pytest.approx(1e6, rel=0.02)
+    exchanges(meter, 0.35e6, lambda pace: 0.08, 8, 4000.0)  # others have most of it
+    assert meter.bytes_per_s == pytest.approx(0.35e6, rel=0.02)
+    exchanges(meter, 1e6, lambda pace: 0.08, 60, 6000.0)  # they have gone, the queue is another's
+    assert meter.bytes_per_s == pytest.approx(1e6, rel=0.02)
+    exchanges(meter, 0.78e6, lambda pace: 0.3 if pace > 0.78e6 else 0.0, 25, 8000.0)
+    assert meter.bytes_per_s == pytest.approx(0.78e6, rel=0.02)
+
+
+async def test_few_of_many_lanes_are_asked_what_waits_before_the_line() -> None:
+    looked: list[int] = []
+
+    class Looked(FakeLink):
+        @property
+        def queued_s(self) -> float:
+            looked.append(1)
+            return 0.2
+
+        @queued_s.setter
+        def queued_s(self, value: float) -> None: ...
+
+    grpc, meter = FakeCarrier("grpc"), UploadMeter()
+    grpc.is_far, meter.bytes_per_s = True, 1e6
+    for count, looks in ((0, 0), (1, 1), (9, 9), (10, 5), (63, 9)):
+        peers = [PeerId(f"{number}") for number in range(count)]
+        lanes = {peer: Lane(link=Looked(grpc, peer), carrying=1) for peer in peers}
+        looked.clear()
+        LineTurns(lanes, meter).ask(lanes.get(PeerId("0"), Lane()), 16_000, 5.0)
+        assert len(looked) == looks
 
 
 async def test_a_lane_with_less_left_leaves_turns_to_one_that_waits(

@@ -25,6 +25,7 @@ Law: all that leaves this machine for a peer leaves through ``post``.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -51,7 +52,8 @@ MAX_QUEUED_CONTROL = 4096
 BESIDE_BYTES = 256 << 10
 """A lane with so much to carry over a far way opens a second connection."""
 BESIDE_IDLE_S = 30.0
-"""A second connection that had nothing to carry for so long is closed: half of what makes it ``too slow``."""
+"""A second connection that has carried nothing for so long is closed (it carries no control): half of what
+makes it ``too slow``, for which its sender is shut out."""
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
 
@@ -136,7 +138,8 @@ class Links:
                 return False
             lane.control.append(data)
         lane.wake.set()
-        lane.wake_beside.set()
+        if bulk:
+            lane.wake_beside.set()
         if lane.task is None or lane.task.done():
             lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
         elif bulk and self._wants_company(lane):
@@ -262,7 +265,7 @@ class Links:
                 continue
             wait_s = self._wait_s(peer, lane, time.monotonic())
             if wait_s > 0:
-                await _wait_for_news(lane, wait_s)
+                await _wait_for_news(lane.wake, wait_s)
                 continue
             if link.acknowledged is not None and not link.acknowledged.has_room:
                 await self._wait(lane, link)
@@ -281,20 +284,20 @@ class Links:
         """Carry bulk of ``lane`` over a second connection, as long as there is a first one and enough to
         carry. What it could not send goes over the first; peers take nothing twice."""
         link = await self._connect_beside(peer, lane)
-        message = Bulk(b"", None)
+        message, used_at = Bulk(b"", None), time.monotonic()
         try:
             while link is not None and lane.link is not None:
-                if not lane.bulk:
-                    lane.wake_beside.clear()
-                    async with asyncio.timeout(BESIDE_IDLE_S):
-                        await lane.wake_beside.wait()
-                elif (wait_s := self._wait_s(peer, lane, time.monotonic())) > 0:
-                    await asyncio.sleep(wait_s)
-                else:
+                wait_s = self._wait_s(peer, lane, time.monotonic()) if lane.bulk else math.inf
+                if wait_s <= 0:
                     message = self._next_bulk(lane)
                     await self._send_bulk(lane, link, message.data)
-        except TimeoutError:
-            pass  # nothing to carry
+                    used_at = time.monotonic()
+                elif (left_s := used_at + BESIDE_IDLE_S - time.monotonic()) <= 0:
+                    break
+                elif lane.bulk:
+                    await asyncio.sleep(min(wait_s, left_s))
+                else:
+                    await _wait_for_news(lane.wake_beside, left_s)
         except TransportError:
             lane.bulk.appendleft(message)
             lane.bulk_bytes += len(message.data)
@@ -392,11 +395,11 @@ def _may_send(lane: Lane, link: Link) -> bool:
     return bool(lane.control or (lane.bulk and (link.acknowledged is None or link.acknowledged.has_room)))
 
 
-async def _wait_for_news(lane: Lane, timeout_s: float) -> None:
-    """Until something is posted to the lane, at most ``timeout_s`` seconds."""
-    lane.wake.clear()
+async def _wait_for_news(news: asyncio.Event, timeout_s: float) -> None:
+    """Until something is posted to a lane, at most ``timeout_s`` seconds."""
+    news.clear()
     try:
         async with asyncio.timeout(timeout_s):
-            await lane.wake.wait()
+            await news.wait()
     except TimeoutError:
         return

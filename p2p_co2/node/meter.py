@@ -51,8 +51,11 @@ has shown, until the queue has gone: in a full queue TCP's shares decide which l
 lost is found out late. With it and turns by what is left to carry the last of the lanes ends 0.3 s after the
 others of its line, not 0.5 (a line of 20 Mbit/s with 1 % loss)."""
 EXPLAINED_SHARE = 0.75
-"""A burst that was eased so, and was at least so much of what the line has shown, says that it shows as much
-still: or a queue that others keep on the line would make it seem slower each time."""
+"""A burst that was eased so, and was between so much and all of what the line has shown, says nothing: or a
+queue that others keep on the line would make it seem slower each time."""
+EASED_IN_A_ROW = 4
+"""After so many bursts that were eased one is not: a line that has become a little slower, or faster again
+behind a queue that stays, would else never be found out."""
 FAST_BYTES_PER_S = 4e6
 """A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
 LONGEST_TURN_S = 0.15
@@ -100,7 +103,7 @@ class LinePace(Pace):
         return 0.0 if needs_none else size_bytes / self.bytes_per_s
 
     def free_in_s(self, now: float) -> float:
-        """How long the turns that were given last."""
+        """Seconds until the last of the turns that were given is over."""
         return max(0.0, self._free_at - now)
 
     def admit_at(self, size_bytes: int, now: float) -> float:
@@ -120,7 +123,7 @@ class UploadMeter:
         """Bytes of this burst, to whomever."""
         self._to: dict[str, _Marks] = {}
         self._sending = 0
-        self._is_eased = False
+        self._is_eased, self._eased_bursts = False, 0
         self._seen: OrderedDict[str, tuple[tuple[float, ...], float]] = OrderedDict()
         """(rates of the whole upload as each receiver's bytes tell them, when), the newest last."""
         self.bytes_per_s = 0.0
@@ -152,6 +155,11 @@ class UploadMeter:
         if until > now and not self.rest(now):
             self._burst_ended_at = max(self._burst_ended_at, until)
 
+    @property
+    def may_ease(self) -> bool:
+        """Whether bulk may leave at less than the line has shown: not always, or that would be all it can."""
+        return self._eased_bursts < EASED_IN_A_ROW
+
     def eased(self, now: float) -> None:
         """Bulk that goes from now on leaves at less than the line has shown."""
         self.rest(now)
@@ -172,17 +180,18 @@ class UploadMeter:
         everything, each = self._all, list(self._to.items())
         self._burst_started_at, self._all = now, _Marks(now)
         self._to.clear()
-        explained, self._is_eased = (EXPLAINED_SHARE * self.bytes_per_s if self._is_eased else 0.0), False
+        was_eased, self._is_eased = self._is_eased, False
         if everything.bytes < MEASURABLE_BYTES:
             return
+        self._eased_bursts = self._eased_bursts + 1 if was_eased else 0
         for to, marks in each:
             middle_at, last_at = marks.later_half()
             left, drained_s = everything.until(last_at) - everything.until(middle_at), last_at - middle_at
             if drained_s < DRAINED_S and left < DRAINED_BYTES:
                 continue
             rate = left / max(1e-6, drained_s)
-            if explained and explained <= rate:
-                rate = max(rate, self.bytes_per_s)
+            if was_eased and EXPLAINED_SHARE * self.bytes_per_s <= rate < self.bytes_per_s:
+                continue
             known, _ = self._seen.pop(to, ((), 0.0))
             self._seen[to] = (*known, rate)[-BURSTS_KEPT:], last_at
         if not self._seen:
