@@ -44,16 +44,39 @@ def test_the_last_change_is_the_one_that_the_step_took(
     assert (held_bytes(moved), held_bytes(Sum(moved, torch.ones(SIZE)))) == (0, 4 * SIZE)
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int8", "int4"])
-def test_a_gradient_is_rounded_when_its_payload_is_not_needed_any_more(codec: CodecName) -> None:
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
+def test_after_the_round_what_was_counted_is_kept_in_four_bits_or_as_it_is(codec: CodecName) -> None:
     torch.manual_seed(3)
     coder, lost = get_codec(codec), ScaledInt8(SIZE)
     lost.set(slice(0, SIZE), torch.randn(SIZE))
-    gradient = FromPayload(coder, coder.encode(torch.randn(SIZE)), SIZE, lost, lost, 0.9)
-    rounded = gradient.rounded()
-    largest = gradient[:].abs().max()
-    assert bool(((rounded[:] - gradient[:]).abs() <= largest * 2**-7).all())
-    assert rounded.held_bytes == 5 * BLOCK + 5
+    payload = coder.encode(torch.randn(SIZE))
+    kept = FromPayload(coder, payload, SIZE, lost, lost, 0.9).as_counted()
+    in_mean = coder.decode(payload)[:SIZE]
+    if codec in {"fp32", "int4"}:
+        assert torch.equal(kept[:], in_mean)
+        assert held_bytes(kept) == 0
+    else:
+        assert bool(((kept[:] - in_mean).abs() <= in_mean.abs().max() * 2**-3).all())
+        assert held_bytes(kept) == 5 * BLOCK // 2 + 5
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
+def test_eager_offers_nothing_of_its_correction_again(codec: CodecName) -> None:
+    """What was added to the live parameters is what is taken off again, to the last bit that counts: a peer
+    that learns nothing more offers nothing more."""
+    torch.manual_seed(7)
+    config = OuterConfig.model_validate({"rule": "eager", "gap_penalty": False})
+    peer = Simulated("a", run_config(config, codec), torch.zeros(5 * BLOCK))
+    others = [PartWeights(0, 5, {"a": 1.0, "b": 1.0})]
+    for _ in range(2):
+        peer.live = peer.live + torch.randn(5 * BLOCK)
+        peer.commit(peer.offer(), others)
+    peer.live = peer.live + torch.randn(5 * BLOCK)
+    peer.commit(peer.offer(), others)  # live parameters hold a correction now
+    assert peer.ledger._offset is not None
+    assert float((peer.live - peer.ledger.state.params).abs().max()) > 0.1
+    payload = peer.codec.decode(torch.frombuffer(bytearray(peer.offer()), dtype=torch.uint8))
+    torch.testing.assert_close(payload, torch.zeros(5 * BLOCK), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
@@ -85,7 +108,7 @@ def test_between_two_boundaries_nothing_is_kept_of_how_far_the_agreed_parameters
         peer.commit(payload, [PartWeights(0, 5, {"a": 1.0})])
     offset = peer.ledger._offset
     assert offset is not None
-    correction = 0 if rule == "co2" else 4 * size if codec == "fp32" else size + 5
+    correction = 0 if rule == "co2" else 4 * size if codec == "fp32" else size // 2 + 5
     assert held_bytes(offset) == correction
     if rule == "co2":  # where the live parameters set out is where the agreed ones were
         torch.testing.assert_close(peer.ledger.state.params + offset[:], before, rtol=0, atol=1e-6)

@@ -1,16 +1,20 @@
-"""ScaledInt8: by hand, then its law."""
+"""ScaledInt8 and ScaledInt4: by hand, then their law."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_co2.trainer.scaled_int8 import BLOCK, ScaledInt8
+from p2p_co2.trainer import scaled_int8
+from p2p_co2.trainer.scaled_int8 import BLOCK, ScaledInt4, ScaledInt8
+
+WITHIN: dict[type[ScaledInt8], float] = {ScaledInt8: 2.0**-7, ScaledInt4: 2.0**-3}
 
 
-def kept(values: list[float]) -> ScaledInt8:
-    room = ScaledInt8(len(values))
+def kept(values: list[float], kind: type[ScaledInt8] = ScaledInt8) -> ScaledInt8:
+    room = kind(len(values))
     room.set(slice(0, len(values)), torch.tensor(values))
     return room
 
@@ -24,29 +28,51 @@ def test_what_a_hundred_and_twenty_seventh_can_say_comes_back_by_hand() -> None:
     assert kept([1.0] * (BLOCK + 1)).held_bytes == 2 * BLOCK + 2
 
 
+def test_what_a_seventh_can_say_comes_back_by_hand() -> None:
+    values = [7.0, 1.0, 0.4, -7.9, -3.0] + [0.0] * (BLOCK - 6) + [-6.0]  # the last ones are the high halves
+    assert kept(values, ScaledInt4)[:].tolist() == [7.0, 1.0, 0.0, -7.0, -3.0] + [0.0] * (BLOCK - 6) + [-6.0]
+    assert kept([1e-44, 2.0**-101], ScaledInt4)[:].tolist() == [0.0, 0.0]
+    assert kept([2.0**126, -(2.0**127)], ScaledInt4)[:].tolist() == [2.0**126, -(2.0**127)]
+    assert kept([1.0] * (BLOCK + 1), ScaledInt4).held_bytes == BLOCK + 2
+
+
+@pytest.mark.parametrize("kind", WITHIN)
+def test_however_many_blocks_are_done_at_once(
+    kind: type[ScaledInt8], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    values = torch.randn(5 * BLOCK + 9)
+    at_once = kept(values.tolist(), kind)
+    monkeypatch.setattr(scaled_int8, "_AT_ONCE", 2)
+    in_turn = kept(values.tolist(), kind)
+    assert torch.equal(in_turn[:], at_once[:])
+    assert torch.equal(in_turn[BLOCK - 3 : 4 * BLOCK + 1], at_once[BLOCK - 3 : 4 * BLOCK + 1])
+
+
 _FLOATS = st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=9)
 
 
-@given(_FLOATS, _FLOATS, st.integers(0, 2 * BLOCK), st.integers(0, 2 * BLOCK))
+@given(_FLOATS, _FLOATS, st.integers(0, 2 * BLOCK), st.integers(0, 2 * BLOCK), st.sampled_from(list(WITHIN)))
 def test_values_come_back_as_exact_as_promised_and_then_stay(
-    first: list[float], second: list[float], start: int, stop: int
+    first: list[float], second: list[float], start: int, stop: int, kind: type[ScaledInt8]
 ) -> None:
     whole = torch.zeros(BLOCK + len(second))
     whole[: len(first)], whole[BLOCK:] = torch.tensor(first), torch.tensor(second)
-    room, again = ScaledInt8(len(whole)), ScaledInt8(len(whole))
+    room, again = kind(len(whole)), kind(len(whole))
     for at in (slice(0, BLOCK), slice(BLOCK, len(whole))):
         room.set(at, whole[at])
-        bound = whole[at].abs().max() * 2.0**-7 + 2.0**-100
+        bound = whole[at].abs().max() * WITHIN[kind] + 2.0**-100
         assert bool(((room[at] - whole[at]).abs() <= bound).all())
     again.set(slice(0, len(whole)), room[:])
     assert torch.equal(again[:], room[:])
     assert torch.equal(room[start:stop], room[:][start:stop])
 
 
-def test_blocks_of_another_are_taken_as_they_are() -> None:
+@pytest.mark.parametrize("kind", WITHIN)
+def test_blocks_of_another_are_taken_as_they_are(kind: type[ScaledInt8]) -> None:
     torch.manual_seed(0)
     size = 3 * BLOCK + 7
-    old, new = kept(torch.randn(size).tolist()), kept(torch.randn(size).tolist())
+    old, new = kept(torch.randn(size).tolist(), kind), kept(torch.randn(size).tolist(), kind)
     parts = [slice(0, BLOCK), slice(3 * BLOCK, size)]
     for before, there in ((old, old[:]), (None, torch.zeros(size))):
         mixed = new.with_values_of(before, parts)

@@ -3,8 +3,8 @@
 Almost nothing is kept for that alone. The payload is in the round anyway, and holds the gradient but for what
 the codec lost (``FromPayload``). In copies of the fragment in fp32:
 
-- "co2" and "eager", and error feedback under any rule: what was lost, at a quarter of its size (1/4); with
-  error feedback that is the next residual;
+- "co2" and "eager", and error feedback under any rule: what was lost, at a quarter of its size, or an eighth
+  where the codec has 8 bits or more (1/4, 1/8); with error feedback that is the next residual;
 - "keep" and "blend" without it, with a codec of 8 bits or less: the gradient itself at half precision (1/2),
   because the live parameters are to keep nothing of what such a codec loses;
 - "keep" and "blend" without it and with a finer one: nothing. What fp16 lost stays in the live parameters, so
@@ -33,7 +33,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
-from p2p_co2.trainer.scaled_int8 import ScaledInt8
+from p2p_co2.trainer.scaled_int8 import ScaledInt4, ScaledInt8
 
 
 class FromPayload:
@@ -67,12 +67,20 @@ class FromPayload:
             values.add_(self._lost[at])
         return values if self._carried is None else values.sub_(self._carried[at].mul_(self._decay))
 
-    def rounded(self) -> ScaledInt8:
-        """The same without the payload, to 2^-7: for later than the round, when nobody else needs that."""
-        room = ScaledInt8(self._numel)
+    def counted(self, at: slice) -> Tensor:
+        """What the mean holds of it, if it is counted: with what was carried on, without what was lost. fp32,
+        a new tensor."""
+        return _decoded(self._codec, self._payload, at, self._numel)
+
+    def as_counted(self) -> Kept:
+        """The same for later than the round, when nobody else needs the payload: that itself if it takes no
+        more than four bits or loses nothing, else the values to 2^-3."""
+        if 8 * self._codec.block_bytes < 5 * self._codec.block_values or self._codec.name == "fp32":
+            return FromPayload(self._codec, self._payload, self._numel)
+        room = ScaledInt4(self._numel)
         for start in range(0, self._numel, outer.PIECE):
             at = slice(start, min(start + outer.PIECE, self._numel))
-            room.set(at, self[at])
+            room.set(at, self.counted(at))
         return room
 
 
