@@ -236,6 +236,21 @@ async def test_looking_at_our_links_changes_no_socket_of_the_users(tmp_path: Pat
         await link.close()
 
 
+async def test_looking_at_our_links_undoes_nothing_that_another_thread_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks, sees a new socket block, and sets what it saw, makes the one block that became non-blocking
+    in between: an event loop would stand still in it."""
+    set_again: list[int] = []
+    async with open_pair("grpc", tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        monkeypatch.setattr(os, "set_blocking", lambda file, blocks: set_again.append(file))
+        send_buffer.keep_little_unsent("127.0.0.1", b.carrier.port)
+        monkeypatch.undo()
+        await link.close()
+    assert not set_again
+
+
 async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,9 +174,12 @@ def _socket_of(name: str) -> socket.socket | None:
     except OSError:
         return None  # another thread has closed it meanwhile
     try:
-        blocks = os.get_blocking(copy)
+        # A default timeout of the user's changes the original with the copy. Where there is none nothing is
+        # set: another thread that makes it non-blocking at this moment would find that undone.
+        blocks = socket.getdefaulttimeout() is not None and os.get_blocking(copy)
         connection = socket.socket(fileno=copy)
-        os.set_blocking(copy, blocks)  # a default timeout of the user's changes the original with the copy
+        if blocks:
+            os.set_blocking(copy, True)
     except OSError:
         os.close(copy)  # another thread has opened a file by that number
         return None
