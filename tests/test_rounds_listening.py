@@ -8,13 +8,15 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.profiles import LinkProfile
 from p2p_co2.rounds import Aborted, Began, Committed, OutcomeWithoutBytes, Overheard, PayloadShape
-from p2p_co2.rounds.bounds import GRACE_S, MAX_LISTENERS, MEMBERS_PER_LISTENER
+from p2p_co2.rounds.attempt import seal_begin
+from p2p_co2.rounds.bounds import GRACE_S, MAX_HEARD, MAX_LISTENERS, MEMBERS_PER_LISTENER
 from p2p_co2.rounds.deadline import MISSES
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.telemetry.events import Event, FragmentApplied
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
+from tests.round_machine import begun_member
 from tests.round_network import Network, make_identity
 
 ROUND_S = 3.0
@@ -184,6 +186,20 @@ def test_a_stranger_does_not_listen() -> None:
     for key in (begin.key, wire.RoundKey(fragment=0, round=1)):
         with pytest.raises(RemoteProtocolError, match="unknown peer"):
             net.peers[PeerId(begin.parts[0].owner)].machine.receive(wire.Listen(key=key), stranger, net.now)
+
+
+def test_a_coordinator_that_begins_without_end_has_nobody_flood_the_others() -> None:
+    """Each attempt that a peer hears costs one message to each owner: they would hear it no more for that."""
+    machine, begin, first, other = begun_member()
+    del begin.members[[member.peer for member in begin.members].index(machine._me)]
+    begin.parts[0].owner = first
+    sent: list[PeerId] = []
+    for number in range(50):
+        begin.nonce = number.to_bytes(16)
+        seal_begin(begin, first)
+        machine.receive(begin, first, 1.0 + number)
+        sent += [to for to, message in machine.messages_to_send() if isinstance(message, wire.Listen)]
+    assert sorted(sent) == sorted(MAX_HEARD * [first, other])
 
 
 def test_a_member_that_listens_gets_nothing_twice() -> None:

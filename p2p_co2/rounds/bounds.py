@@ -36,6 +36,9 @@ number."""
 MAX_LISTENERS, MEMBERS_PER_LISTENER = 4, 4
 """Peers that an owner sends its means to beside the members: one for so many members, at least one; others
 fetch the round."""
+MAX_HEARD = 4
+"""Attempts at one round that a peer asks to hear: each asks all owners, and whoever coordinates may begin as
+many as it likes."""
 AHEAD_AT_MOST = 4
 """Versions that one peer may be ahead of what the last heartbeats of most peers said."""
 MAX_UPLOAD_BYTES_PER_S = 1e12

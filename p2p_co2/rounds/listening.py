@@ -109,9 +109,12 @@ class Ear:
         self.listening: Listening | None = None
         self.is_behind = False
         self._asked: PeerId | None = None
+        self._heard = 0
+        """Attempts, since we are where we are."""
 
     def moved(self, version: int, digest: bytes) -> None:
         """Our state is another one now."""
+        self._heard = 0
         if self.listening is not None and not _follows(self.listening.attempt, version, digest):
             self.stop()
 
@@ -135,8 +138,10 @@ class Ear:
         """Listen to an attempt that we are not in, if it begins where we are, and its coordinator is one of
         ``asked`` to take us in, or was asked whether it has begun."""
         is_asked = attempt.coordinator in (*asked, self._asked)
-        if is_asked and _follows(attempt, version, digest) and not self.hears(attempt.id):
+        is_new = self._heard < bounds.MAX_HEARD and not self.hears(attempt.id)
+        if is_asked and _follows(attempt, version, digest) and is_new:
             self.stop()
+            self._heard += 1
             self.listening = Listening(attempt, self._swarm, self._outlet, now)
 
     def hears(self, attempt: bytes) -> bool:
