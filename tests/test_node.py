@@ -38,6 +38,9 @@ class FakeLink:
         self.acknowledged: Acknowledged | None = None
         self.is_far, self.gate = carrier.is_far, carrier.gate
         self.queued_s = 0.0
+        self.bytes_per_s = 0.0
+        """0.0: unknown."""
+        self.carried: list[bytes] = []
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def send(self, data: bytes) -> None:
@@ -45,8 +48,12 @@ class FakeLink:
         if self.closed.done():
             raise PeerLost(self.closed.result())
         self._carrier.sent.append(data)
+        self.carried.append(data)
         if self.acknowledged is not None:
             self.acknowledged.sent(len(data), time.monotonic())
+
+    def there_in_s(self, size_bytes: int) -> float:
+        return size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     async def close(self) -> None:
         if not self.closed.done():

@@ -8,6 +8,7 @@ import pytest
 
 from p2p_co2.node.links import BESIDE_BYTES, Links
 from tests.test_node import B, FakeCarrier, links_over, turns
+from tests.transport_peers import until
 
 
 async def far_with_a_slow_first(links: Links, grpc: FakeCarrier) -> None:
@@ -128,3 +129,28 @@ async def test_a_second_connection_without_bulk_is_closed_though_control_goes_on
             if grpc.links[-1].closed.done():
                 break
         assert [link.closed.done() for link in grpc.links] == [False, True]
+
+
+async def test_a_message_goes_over_the_connection_by_which_it_is_there_sooner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc) as (links, _):
+        await far_with_a_slow_first(links, grpc)
+        links.post(B, bytes(BESIDE_BYTES), bulk=True)
+        await until(lambda: len(grpc.links) == 2 and len(grpc.sent) == 2)
+        first, second = grpc.links
+        first.gate.set()
+        await until(lambda: (len(first.carried), len(second.carried)) == (2, 1))
+        first.bytes_per_s = 1e3  # a message would take minutes
+        for _ in range(4):
+            links.post(B, bytes(BESIDE_BYTES), bulk=True)
+        await until(lambda: (len(first.carried), len(second.carried)) == (2, 5))
+        first.bytes_per_s, second.bytes_per_s = 0.0, 1e3
+        monkeypatch.setattr("p2p_co2.node.links.BESIDE_IDLE_S", 0.1)
+        for _ in range(4):
+            links.post(B, bytes(BESIDE_BYTES), bulk=True)
+        await until(lambda: (len(first.carried), len(second.carried)) == (6, 5))
+        links.post(B, b"more", bulk=True)
+        await until(second.closed.done)  # it has carried nothing for long
+        await until(lambda: len(first.carried) == 7)

@@ -198,6 +198,35 @@ def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -
     assert send_buffer._waits_s(info.pack(1, 90_000, 40_000)[:120]) == 0.0  # an old kernel does not say
 
 
+def test_when_more_would_be_there_by_a_connection() -> None:
+    # state, segment, under way, round trip, window, pacing rate, unsent
+    info = struct.Struct("=B15xI4xI40xI8xI20xQ32xI4x")
+    there_in_s = send_buffer._there_in_s
+    sent_soon = info.pack(1, 1000, 10, 100_000, 100, 400_000, 30_000)
+    assert there_in_s(sent_soon, 40_000) == 0.2  # 80 kB at 400 kB/s
+    assert there_in_s(info.pack(1, 1000, 10, 100_000, 2, 400_000, 30_000), 20_000) == 1.0  # of 60 kB/s
+    assert there_in_s(info.pack(1, 1000, 0, 0, 0, 0, 0), 5) == 5.0  # it has not begun
+    assert there_in_s(info.pack(7, 1000, 10, 100_000, 100, 400_000, 30_000), 40_000) == 0.0  # closed
+    assert there_in_s(sent_soon[:120], 40_000) == 0.0  # an old kernel does not say
+
+
+async def test_a_connection_that_is_handed_a_message_counts_it_as_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send_buffer, "NEAR_S", 0.0)
+    monkeypatch.setattr(send_buffer, "_there_in_s", lambda info, more_bytes: float(more_bytes))
+    async with open_pair("grpc", tmp_path) as (a, b):
+        b.gate.clear()
+        link = await a.carrier.connect(b.record)
+        size_bytes = 1 << 20
+        sending = [asyncio.create_task(link.send(bytes(size_bytes))) for _ in range(64)]  # more than fits
+        await until(lambda: link.there_in_s(5) == size_bytes + 5)
+        b.gate.set()
+        await asyncio.gather(*sending)
+        assert link.there_in_s(5) == 5.0
+        await link.close()
+
+
 async def test_what_waits_before_a_link_is_what_the_kernel_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

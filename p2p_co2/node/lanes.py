@@ -91,8 +91,18 @@ class Lane:
     grpc_failed_at: float = -1e9
     beside: asyncio.Task[None] | None = None
     """Carries bulk over a second connection."""
+    link_beside: Link | None = None
     wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
     beside_failed_at: float = -1e9
+
+    def is_sooner_by_other(self, link: Link) -> bool:
+        """Whether the first bulk message would be there sooner over the lane's other connection than over
+        ``link``: TCP may leave one of two at a hundredth of the line, and what that has taken is stuck."""
+        other = self.link_beside if link is self.link else self.link
+        if other is None or not self.bulk:
+            return False
+        size_bytes = len(self.bulk[0].data)
+        return other.there_in_s(size_bytes) < link.there_in_s(size_bytes)
 
 
 class LineTurns:

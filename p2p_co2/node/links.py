@@ -15,9 +15,10 @@ and the line.
 
 TCP over a far way stands still for a third of a second now and then (a packet that is lost twice; BBR, which
 measures the way every 10 s), and a round waits for the slowest of all its lanes. So a lane with much to carry
-has two connections, and what the one cannot take the other does. And lanes that share a line do not share it
-evenly: TCP gives some twice what others get, and the last lane of three goes on alone for half a second, at
-the rate it has learned. So bulk over far ways takes turns on the line (``lanes``).
+has two connections, and each message goes over the one by which it is there sooner, as the kernel tells: TCP
+(BBR) may leave one of them at a hundredth of the line for many rounds. And lanes that share a line do not
+share it evenly: TCP gives some twice what others get, and the last lane of three goes on alone for half a
+second, at the rate it has learned. So bulk over far ways takes turns on the line (``lanes``).
 
 Law: all that leaves this machine for a peer leaves through ``post``.
 """
@@ -54,6 +55,8 @@ BESIDE_BYTES = 256 << 10
 BESIDE_IDLE_S = 30.0
 """A second connection that has carried nothing for so long is closed (it carries no control): half of what
 makes it ``too slow``, for which its sender is shut out."""
+LOOK_AGAIN_S = 0.03
+"""A connection looks again after so long whether it is the one over which a message would be there sooner."""
 RETRY_DIRECT_S = 60.0
 """After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
 
@@ -270,6 +273,9 @@ class Links:
             if link.acknowledged is not None and not link.acknowledged.has_room:
                 await self._wait(lane, link)
                 continue
+            if lane.is_sooner_by_other(link):
+                await _wait_for_news(lane.wake, LOOK_AGAIN_S)
+                continue
             await self._send_bulk(lane, link, self._next_bulk(lane).data)
 
     def _next_bulk(self, lane: Lane) -> Bulk:
@@ -283,11 +289,13 @@ class Links:
     async def _carry_beside(self, peer: PeerId, lane: Lane) -> None:
         """Carry bulk of ``lane`` over a second connection, as long as there is a first one and enough to
         carry. What it could not send goes over the first; peers take nothing twice."""
-        link = await self._connect_beside(peer, lane)
+        link = lane.link_beside = await self._connect_beside(peer, lane)
         message, used_at = Bulk(b"", None), time.monotonic()
         try:
             while link is not None and lane.link is not None:
                 wait_s = self._wait_s(peer, lane, time.monotonic()) if lane.bulk else math.inf
+                if wait_s <= 0 and lane.is_sooner_by_other(link):
+                    wait_s = LOOK_AGAIN_S
                 if wait_s <= 0:
                     message = self._next_bulk(lane)
                     await self._send_bulk(lane, link, message.data)
@@ -305,6 +313,7 @@ class Links:
             lane.beside_failed_at = time.monotonic()
             lane.wake.set()
         finally:
+            lane.link_beside = None
             if link is not None:
                 await link.close()
 

@@ -61,6 +61,9 @@ class Link(Protocol):
         """How much longer than at best the way there and back takes now: what waits before the line, as a
         rule this machine's own; 0.0 where that is not known."""
 
+    def there_in_s(self, size_bytes: int) -> float:
+        """When a message of this size would be there if it were sent now; 0.0 where that is not known."""
+
     @property
     def acknowledged(self) -> Acknowledged | None:
         """What the peer says that it has of what was sent; None where ``send`` itself returns when the line

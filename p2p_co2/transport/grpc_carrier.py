@@ -260,6 +260,10 @@ class GrpcLink:
         """See ``Link``."""
         return self.send_buffer.queued_s() if self.send_buffer is not None else 0.0
 
+    def there_in_s(self, size_bytes: int) -> float:
+        """See ``Link``."""
+        return self.send_buffer.there_in_s(size_bytes) if self.send_buffer is not None else 0.0
+
     async def open(self, hello: bytes, address: str) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``."""
         try:
@@ -274,10 +278,13 @@ class GrpcLink:
         """See ``Link``."""
         check_outgoing(data)
         async with self._writing:
-            started_at = time.monotonic()
+            if self.send_buffer is None:
+                await self._write(data)
+                return
+            started_at, self.send_buffer.handing_bytes = time.monotonic(), len(data)
             await self._write(data)
-            if self.send_buffer is not None:
-                self.send_buffer.took(len(data), started_at, time.monotonic())
+            self.send_buffer.handing_bytes = 0
+            self.send_buffer.took(len(data), started_at, time.monotonic())
 
     async def close(self) -> None:
         """See ``Link``."""

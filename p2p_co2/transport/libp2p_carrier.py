@@ -259,6 +259,10 @@ class Libp2pLink:
         self.acknowledged: Acknowledged | None = None
         self._watcher = asyncio.create_task(self._watch(), name=f"libp2p link to {peer}")
 
+    def there_in_s(self, size_bytes: int) -> float:
+        """See ``Link``: unknown, as ``queued_s``."""
+        return 0.0
+
     async def open(self, hello: bytes) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``."""
         try:

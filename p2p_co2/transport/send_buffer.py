@@ -32,9 +32,14 @@ IDLE_S, STRETCH_S = 0.05, 1.0
 """A pause this long empties the buffer; how fast a connection is, is measured over so long beside pauses."""
 NEAR_S = 0.002
 """Round trips below this are of this machine or its network."""
+WINDOWS_EACH_TRIP = 3.0
+"""What a connection may send in a round trip as it begins (BBR: 2.9). One that measures the way has almost no
+window for a while, at whatever rate it may send."""
 _ROUND_TRIP, _ROUND_TRIPS = struct.Struct("68xI"), struct.Struct("B67xI76xI")
 """``tcpi_rtt``, and with it ``tcpi_state`` and ``tcpi_min_rtt``, in ``struct tcp_info`` of linux/tcp.h,
 microseconds."""
+_HELD = struct.Struct("B15xI4xI40xI8xI20xQ32xI4x")
+"""``tcpi_state``, ``snd_mss``, ``unacked``, ``rtt``, ``snd_cwnd``, ``pacing_rate`` and ``notsent_bytes``."""
 _ESTABLISHED = 1
 
 OpenFile = tuple[str, int]
@@ -52,6 +57,8 @@ class SendBuffer:
         self._bound_bytes = UNSENT_BYTES if self.is_far else MOST_UNSENT_BYTES
         self._last_at = -1e9
         self._taken_bytes, self._taken_s = 0, 0.0
+        self.handing_bytes = 0
+        """Of messages that it is to take and has not."""
 
     def took(self, size_bytes: int, started_at: float, now: float) -> None:
         """The connection took a message from ``started_at`` to ``now``. What comes first after a pause fills
@@ -67,7 +74,19 @@ class SendBuffer:
     def queued_s(self) -> float:
         """How much longer than at best a round trip takes now, where it takes longest; 0.0 where none is
         known any more."""
-        return max((_queued_s(one) for one in self.files), default=0.0)
+        return max((_waits_s(info) for info in self._infos(_ROUND_TRIPS.size)), default=0.0)
+
+    def there_in_s(self, size_bytes: int) -> float:
+        """When so much more will be there, as far as the kernel knows; 0.0 where it does not."""
+        more_bytes = self.handing_bytes + size_bytes
+        return max((_there_in_s(info, more_bytes) for info in self._infos(_HELD.size)), default=0.0)
+
+    def _infos(self, size_bytes: int) -> Iterator[bytes]:
+        """The beginning of each connection's ``struct tcp_info``, if it is still there."""
+        for one in self.files:
+            with _copy_of(one) as connection:
+                if connection is not None:
+                    yield connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size_bytes)
 
     def _make_room(self, bytes_per_s: float) -> None:
         wanted = min(int(UNSENT_S * (bytes_per_s - SLOW_BYTES_PER_S)), MOST_UNSENT_BYTES)
@@ -112,14 +131,6 @@ def _files_to(host: str, port: int) -> list[OpenFile]:
     return found
 
 
-def _queued_s(file: OpenFile) -> float:
-    """Of one connection, 0.0 if it is gone."""
-    with _copy_of(file) as connection:
-        if connection is not None:
-            return _waits_s(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIPS.size))
-    return 0.0
-
-
 @contextlib.contextmanager
 def _copy_of(file: OpenFile) -> Iterator[socket.socket | None]:
     """The connection, on a copy of its descriptor; None if that is another file's by now. It is found anew
@@ -138,6 +149,17 @@ def _waits_s(info: bytes) -> float:
     that is closed, and of an old kernel's that does not say."""
     state, now_us, least_us = _ROUND_TRIPS.unpack(info) if len(info) == _ROUND_TRIPS.size else (0, 0, 0)
     return float(max(0, now_us - least_us)) / 1e6 if state == _ESTABLISHED else 0.0
+
+
+def _there_in_s(info: bytes, more_bytes: int) -> float:
+    """When what a connection holds and ``more_bytes`` will be there, at the rate at which it may send now;
+    0.0 of one that is closed, and of an old kernel's that does not say."""
+    if len(info) < _HELD.size:
+        return 0.0
+    state, segment_bytes, under_way, trip_us, window, pacing, unsent_bytes = _HELD.unpack(info)
+    rate = min(pacing, WINDOWS_EACH_TRIP * 1e6 * window * segment_bytes / max(1, trip_us))
+    held_bytes = under_way * segment_bytes + unsent_bytes + more_bytes
+    return held_bytes / max(1.0, rate) if state == _ESTABLISHED else 0.0
 
 
 def _host_of(connection: socket.socket) -> str:

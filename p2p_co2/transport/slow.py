@@ -146,6 +146,9 @@ class SlowLink:
     def queued_s(self) -> float:
         return 0.0
 
+    def there_in_s(self, size_bytes: int) -> float:
+        return 0.0
+
     @property
     def acknowledged(self) -> Acknowledged | None:
         return None  # ``send`` returns at this line's speed, whatever lies under it
