@@ -97,6 +97,24 @@ def test_it_is_told_what_nobody_needs_any_more() -> None:
         assert told[1:] == [Stale(attempt, means=True), undecided, Stale(b"the next", means=False)]
 
 
+@pytest.mark.parametrize("pauses", [False, True])
+@pytest.mark.parametrize(("version", "is_told"), [(1, False), (2, True)])
+def test_who_slept_in_an_attempt_and_takes_a_later_state_sends_nothing_of_it(
+    version: int, is_told: bool, pauses: bool
+) -> None:
+    """It hears of no outcome. At version 1 slower members may wait for its means."""
+    machine, begin, first, _ = begun_member()
+    machine.receive(begin, first, 1.0)
+    assert any(isinstance(message, wire.Part) for _, message in machine.messages_to_send())
+    if pauses:
+        machine.withdraw(0, "its owner wants the line", 2.0)
+    while machine.next_event() is not None:
+        pass
+    machine.set_state(0, version, bytes(32))
+    told = list(iter(machine.next_event, None))
+    assert [event for event in told if isinstance(event, Stale)] == is_told * [Stale(begin.key.attempt, True)]
+
+
 def test_large_payloads_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PIPELINED_PARTS", 1)
     shape = PayloadShape(1000, (2000,))  # 2 MB: each of two parts is two pieces

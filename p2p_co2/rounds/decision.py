@@ -237,7 +237,7 @@ class Verdicts:
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """Attempts that we were in, with their rounds."""
-        self._left: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        self._left: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """The last of them that has committed, and those since that we left before they were decided."""
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
@@ -266,14 +266,21 @@ class Verdicts:
         has_committed = known is not None and known[1].key.attempt == attempt
         is_over = known is not None or attempt in self._aborts  # else the others go on without us
         if not is_over:
-            self._left.append(attempt)
+            self._left.append((round_, attempt))
             return
         if has_committed:
-            for left in self._left:
-                emit(Stale(left, means=True))
-            self._left.clear()
-            self._left.append(attempt)
+            self.outrun(round_ + 1, emit)
+            self._left.append((round_, attempt))
         emit(Stale(attempt, means=not has_committed))
+
+    def outrun(self, version: int, emit: Callable[[Stale], None]) -> None:
+        """``version`` has been reached: means of rounds before its own are of no use to anybody. Who slept in
+        an attempt, or lost its line, hears of no outcome, but takes a later state."""
+        for _, attempt in (left for left in self._left if left[0] < version):
+            emit(Stale(attempt, means=True))
+        later = [left for left in self._left if left[0] >= version]
+        self._left.clear()
+        self._left.extend(later)
 
     def join(self, round_: int, attempt: bytes) -> None:
         """We are in an attempt: what we offer there may be counted, whatever we hear of it."""

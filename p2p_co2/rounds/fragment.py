@@ -88,6 +88,7 @@ class FragmentRounds:
             healed = self.offer.round == version + 1
             how = "was replaced by another state" if healed else "is the agreed state now"
             self.withdraw(f"version {version} {how}", now)
+        self.verdicts.outrun(version, self._outlet.emit)
         known = self.verdicts.commit(version + 1)
         if known is not None and known[1].state_digest == digest:
             self._end_without_bytes(*known)
@@ -437,11 +438,10 @@ class FragmentRounds:
     def _end(self) -> None:
         """Forget the open offer and all that was held for it."""
         if self.member is not None:
-            attempt = self.member.attempt
-            self.verdicts.leave(attempt.round, attempt.id, self._outlet.emit)
+            self.verdicts.leave(self.member.attempt.round, self.member.attempt.id, self._outlet.emit)
             if self.member.exchange is not None:
                 self.verdicts.end(self.member.exchange.council.key.attempt)
-            self._coordination.member_left(attempt.id)
+            self._coordination.member_left(self.member.attempt.id)
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
         self.offer = self.asking = self.member = self._rival = self._ahead.waiting = self._completing = None
