@@ -149,3 +149,23 @@ def test_who_knocks_at_a_cut_line_gets_through_when_tcp_knocks_again(
     else:
         assert what == "opened"
         assert at == pytest.approx(opens_at + 4 * path.delay_s)
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_over_relays_too_slow_for_its_rounds_a_swarm_ends_in_one_state(seed: int) -> None:
+    """A state was one chunk, however large the model: no donor behind a relay gave it before patience with it
+    ended, and each peer ended with a state of its own."""
+    clock = ClockConfig(mode="time", round_s=2.67, rounds=23)
+    run = RunConfig(name="over", fragments=4, clock=clock)
+    real_bytes = 2.2e6 / 16
+    swarm = Swarm(
+        Settings(
+            run=run, peers=4, seed=seed, profile="dsl", blocks=(16,) * 4, real_bytes_per_block=real_bytes,
+        ),
+        EventLog(digests=False),
+    )  # fmt: skip
+    assert 500e3 < swarm.shape.chunk_bytes * swarm.internet.scale < 550e3  # as a real one
+    result = swarm.run()
+    assert result.violations == []
+    assert len(result.digests) == 4
+    assert len(set(result.digests.values())) == 1

@@ -96,7 +96,10 @@ class Donor:
     ) -> None:
         """The answer to ``ExportWanted``."""
         place = Fetch(what=STATE, fragment=fragment, version=version)
-        manifest = make_manifest(self._identity, self._run, place, len(data), chunk_digests, digest=digest)
+        manifest = make_manifest(
+            self._identity, self._run, place, len(data), chunk_digests, digest=digest,
+            chunk_bytes=self._shape.chunk_bytes,
+        )  # fmt: skip
         self._exports[fragment, version] = _Export(version, data, now, manifest)
         self._exports_changed()
         if sum(self._shape.state_bytes) > EXPORTS_FREE_BYTES:
@@ -117,7 +120,7 @@ class Donor:
     def receive(self, fetch: Fetch, sender: PeerId, now: float) -> None:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
         size = self._shape.bytes_of(fetch.what, fetch.fragment)
-        if fetch.want_chunk and chunk_at(fetch.chunk, size).start >= size:
+        if fetch.want_chunk and chunk_at(fetch.chunk, size, self._shape.chunk_bytes).start >= size:
             raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {size} bytes")
         if fetch.what == ROUND:
             self._serve_round(fetch, sender)
@@ -150,10 +153,11 @@ class Donor:
             self._send_chunk(fetch, peer, kept.mean)
         else:
             if kept.manifest is None:
-                digests, size = kept.chunk_digests(), len(kept.mean)
+                digests, size = kept.chunk_digests(self._shape.chunk_bytes), len(kept.mean)
                 kept.manifest = make_manifest(
-                    self._identity, self._run, fetch, size, digests, decision=kept.decision
-                )
+                    self._identity, self._run, fetch, size, digests, decision=kept.decision,
+                    chunk_bytes=self._shape.chunk_bytes,
+                )  # fmt: skip
             self._answer(fetch, peer, kept.manifest)
 
     # ---- states
@@ -240,7 +244,7 @@ class Donor:
             fragment=fetch.fragment,
             version=fetch.version,
             chunk=fetch.chunk,
-            data=bytes(data[chunk_at(fetch.chunk, len(data))]),
+            data=bytes(data[chunk_at(fetch.chunk, len(data), self._shape.chunk_bytes)]),
         )
         self._out.send(peer, chunk)
 

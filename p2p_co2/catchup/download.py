@@ -62,6 +62,7 @@ class Context:
     next_request: Callable[[], int]
     load: Callable[[PeerId], int]
     vouch: Vouch
+    chunk_bytes: int
 
 
 class Download:
@@ -78,7 +79,7 @@ class Download:
         self._context = context
         self._reserve = deque(goal.donors)
         self._known = set(goal.donors)
-        self._width = min(DONORS_AT_ONCE, chunk_count(total_bytes))
+        self._width = min(DONORS_AT_ONCE, chunk_count(total_bytes, context.chunk_bytes))
         self._started_at = self._moved_at = self._looked_at = now
         self._choose_at: float | None = None
         self._chosen: Manifest | None = None
@@ -98,7 +99,10 @@ class Download:
         if source.manifest is not None:
             return  # doubled under way
         oldest = self.goal.oldest or self.goal.version
-        check_manifest(manifest, self.goal, self.total_bytes, oldest, source.peer, self._context.run)
+        context = self._context
+        check_manifest(
+            manifest, self.goal, self.total_bytes, oldest, source.peer, context.run, context.chunk_bytes
+        )
         if self._vouched(source.peer, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
         source.manifest, source.content, source.heard_at = manifest, content_of(manifest), now
@@ -123,7 +127,7 @@ class Download:
         self._moved_at = now
         if chunk.chunk in self._missing:
             self._missing.discard(chunk.chunk)
-            place = chunk_at(chunk.chunk, self.total_bytes)
+            place = chunk_at(chunk.chunk, self.total_bytes, self._chosen.chunk_bytes)
             self._data[place] = chunk.data
             self._store.keep(self._chosen, place.start, chunk.data)
             self._gave[source.peer] = self._gave.get(source.peer, 0) + 1
@@ -328,7 +332,7 @@ class Download:
         self._missing = {
             chunk
             for chunk, digest in enumerate(manifest.chunk_digests)
-            if chunk_digest(self._data[chunk_at(chunk, self.total_bytes)]) != digest
+            if chunk_digest(self._data[chunk_at(chunk, self.total_bytes, manifest.chunk_bytes)]) != digest
         }
         self._kept = len(manifest.chunk_digests) - len(self._missing)
         self._pending = deque(sorted(self._missing))

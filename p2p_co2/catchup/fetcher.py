@@ -47,7 +47,7 @@ class Fetcher:
         self._put_aside: set[int] = set()
         """Fragments whose download has waited for another one already."""
         self._requests = 0
-        self._context = Context(run, out, self._next_request, self._load, self._vouch)
+        self._context = Context(run, out, self._next_request, self._load, self._vouch, shape.chunk_bytes)
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from p2p_co2.memory import Buffer
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 
 ROUND, STATE = Fetch.ROUND, Fetch.STATE
@@ -21,10 +22,11 @@ that a donor never holds more than one of them."""
 @dataclass(frozen=True)
 class Shape:
     """Sizes that every peer computes for itself: per fragment, bytes of an encoded mean and of a serialised
-    state."""
+    state; of a chunk of either."""
 
     mean_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
+    chunk_bytes: int = MAX_DATA_BYTES
 
     def bytes_of(self, what: Fetch.What, fragment: int) -> int:
         return (self.mean_bytes if what == ROUND else self.state_bytes)[fragment]

@@ -33,12 +33,13 @@ class KeptRound:
     """Signed when somebody asks for the first time, for all who ask."""
     _digests: list[bytes] = field(default_factory=list)
 
-    def chunk_digests(self) -> list[bytes]:
+    def chunk_digests(self, chunk_bytes: int) -> list[bytes]:
         """Computed when somebody asks: most rounds are never replayed."""
         if not self._digests:
             size = len(self.mean)
             view = memoryview(self.mean)
-            self._digests = [chunk_digest(view[chunk_at(i, size)]) for i in range(chunk_count(size))]
+            count = chunk_count(size, chunk_bytes)
+            self._digests = [chunk_digest(view[chunk_at(i, size, chunk_bytes)]) for i in range(count)]
         return self._digests
 
 

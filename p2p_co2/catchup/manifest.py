@@ -28,14 +28,14 @@ def chunk_digest(data: bytes | bytearray | memoryview) -> bytes:
     return digest_of(data)
 
 
-def chunk_count(total_bytes: int) -> int:
-    return -(-total_bytes // MAX_DATA_BYTES)
+def chunk_count(total_bytes: int, chunk_bytes: int = MAX_DATA_BYTES) -> int:
+    return -(-total_bytes // chunk_bytes)
 
 
-def chunk_at(chunk: int, total_bytes: int) -> slice:
+def chunk_at(chunk: int, total_bytes: int, chunk_bytes: int = MAX_DATA_BYTES) -> slice:
     """Where a chunk lies; empty for one that does not exist."""
-    start = min(total_bytes, chunk * MAX_DATA_BYTES)
-    return slice(start, min(total_bytes, start + MAX_DATA_BYTES))
+    start = min(total_bytes, chunk * chunk_bytes)
+    return slice(start, min(total_bytes, start + chunk_bytes))
 
 
 def make_manifest(
@@ -47,12 +47,13 @@ def make_manifest(
     *,
     digest: bytes = b"",
     decision: Decision | None = None,
+    chunk_bytes: int = MAX_DATA_BYTES,
 ) -> Manifest:
     """A signed manifest of what ``fetch`` names (its version is the manifest's); ``run`` is the run's
     digest."""
     manifest = Manifest(
         what=fetch.what, fragment=fetch.fragment, version=fetch.version, total_bytes=total_bytes,
-        chunk_bytes=MAX_DATA_BYTES, chunk_digests=chunk_digests, digest=digest, decision=decision,
+        chunk_bytes=chunk_bytes, chunk_digests=chunk_digests, digest=digest, decision=decision,
     )  # fmt: skip
     manifest.signature = identity.sign(MANIFEST_CONTEXT, run + content_of(manifest))
     return manifest
@@ -69,15 +70,16 @@ def content_of(manifest: Manifest) -> Content:
 
 
 def check_manifest(
-    manifest: Manifest, goal: Goal, expected_bytes: int, oldest: int, sender: PeerId, run: bytes
-) -> None:
+    manifest: Manifest, goal: Goal, expected_bytes: int, oldest: int, sender: PeerId, run: bytes,
+    chunk_bytes: int = MAX_DATA_BYTES,
+) -> None:  # fmt: skip
     """Raise ``RemoteProtocolError`` unless ``sender`` signed a manifest that can serve ``goal``."""
     problem = ""
     if (manifest.what, manifest.fragment) != (goal.what, goal.fragment):
         problem = "another fragment than asked"
-    elif manifest.total_bytes != expected_bytes or manifest.chunk_bytes != MAX_DATA_BYTES:
+    elif manifest.total_bytes != expected_bytes or manifest.chunk_bytes != chunk_bytes:
         problem = f"{manifest.total_bytes} bytes where this model has {expected_bytes}"
-    elif len(manifest.chunk_digests) != chunk_count(expected_bytes) or any(
+    elif len(manifest.chunk_digests) != chunk_count(expected_bytes, chunk_bytes) or any(
         len(digest) != DIGEST_BYTES for digest in manifest.chunk_digests
     ):
         problem = "wrong number or size of chunk digests"
@@ -94,7 +96,7 @@ def check_manifest(
 
 def check_chunk(chunk: Chunk, manifest: Manifest) -> None:
     """Raise ``RemoteProtocolError`` unless ``chunk`` is what ``manifest`` promises."""
-    place = chunk_at(chunk.chunk, manifest.total_bytes)
+    place = chunk_at(chunk.chunk, manifest.total_bytes, manifest.chunk_bytes)
     what = f"chunk {chunk.chunk} of fragment {manifest.fragment}"
     if len(chunk.data) != place.stop - place.start:
         raise RemoteProtocolError("wrong size", f"{what} has {len(chunk.data)} bytes")

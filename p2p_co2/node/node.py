@@ -83,7 +83,7 @@ class Node:
         cells = network.run.cells
         self.far = Far(self, cells, network.find_peers)
         self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, cells)
-        sizes = Shape(tuple(blocks * shape.block_bytes for blocks in shape.blocks), tuple(state_bytes))
+        sizes = Shape(shape.mean_bytes, tuple(state_bytes), shape.chunk_bytes)
         self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
         for fragment, version in enumerate(agreed):
             self.catchup.moved(fragment, version.version)

@@ -14,6 +14,7 @@ from p2p_co2.memory import Buffer
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 
 Step = Literal["mean", "sum", "join"]
 
@@ -23,14 +24,16 @@ class PayloadShape:
     """What travels, and how often; the same on all peers. Every fragment's encoded size: ``blocks[f]`` blocks
     of ``block_bytes`` bytes, ``sum_block_bytes`` as fp32 (only where there are several cells). ``round_s``:
     the run's time between two rounds of a fragment, 0 where it counts inner steps.
-    ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; a simulation whose bytes
-    stand for more of them counts it in its own."""
+    ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; ``chunk_bytes``: of states
+    and past means, what is asked for at once. A simulation whose bytes stand for more of them counts both in
+    its own."""
 
     block_bytes: int
     blocks: tuple[int, ...]
     sum_block_bytes: int = 0
     round_s: float = 0.0
     assumed_upload_bytes_per_s: float = bounds.ASSUMED_UPLOAD_BYTES_PER_S
+    chunk_bytes: int = MAX_DATA_BYTES
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:
@@ -38,6 +41,11 @@ class PayloadShape:
 
     def payload_bytes(self, fragment: int) -> int:
         return self.block_bytes * self.blocks[fragment]
+
+    @property
+    def mean_bytes(self) -> tuple[int, ...]:
+        """Of each fragment's encoded mean."""
+        return tuple(blocks * self.block_bytes for blocks in self.blocks)
 
     @property
     def parts_cap_s(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -36,11 +37,14 @@ from p2p_co2.simnet.training import Pace
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, Work
 from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 
 OUTCOMES_PER_CELL = 4
 """Decisions on their way that are opened once for a whole cell: of two rounds, by two coordinators."""
 OUTLAST_S = 240.0
 """A run that is over is given this long for its last flushes, or as long as a round where that is more."""
+MAX_CHUNKS = 64
+"""In how many chunks a state travels at most."""
 MAX_STATE_FACTOR = 64
 """Most times that a serialised state is larger than an encoded gradient."""
 
@@ -140,16 +144,16 @@ class Swarm:
         self.rendezvous = Rendezvous(self.internet, random.Random(f"{self.seed}/dht"), seeds)
         self.internet.relays_up = self.rendezvous.seed_answers
         sum_factor = settings.sum_factor if settings.run.cells > 1 else 0
-        clock = settings.run.clock
+        clock, factor = settings.run.clock, min(MAX_STATE_FACTOR, max(2, settings.state_factor))
+        self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
         self.shape = PayloadShape(
             BLOCK_BYTES,
             settings.blocks,
             BLOCK_BYTES * sum_factor,
             clock.round_s if clock.mode == "time" else 0.0,
             ASSUMED_UPLOAD_BYTES_PER_S / self.internet.scale,
+            self._chunk_bytes(),
         )
-        factor = min(MAX_STATE_FACTOR, max(2, settings.state_factor))
-        self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
         self.books = Books(settings.blocks, lambda: self.world.now)
         self.volunteers = [self._volunteer(index) for index in range(settings.peers)]
         self._index = {v.identity.peer_id: v.index for v in self.volunteers}
@@ -166,6 +170,11 @@ class Swarm:
         self._bug: BaseException | None = None
         self._last_start_at = settings.start_spread_s
         """Nobody starts after this."""
+
+    def _chunk_bytes(self) -> int:
+        """A chunk as large as a real one; of states so large that they have more chunks, larger."""
+        real = math.ceil(min(1.0, 1.0 / self.internet.scale) * MAX_DATA_BYTES)
+        return max(real, math.ceil(max(self.state_bytes) / MAX_CHUNKS))
 
     def _volunteer(self, index: int) -> Volunteer:
         settings = self.settings
