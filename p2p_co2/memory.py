@@ -73,6 +73,9 @@ FORGOTTEN_AFTER = 4
 """How much is kept for large buffers is measured anew each time that so many times the bytes that are held
 have been asked for: some rounds."""
 HUGE_PAGE_BYTES = 2 << 20
+POOLED_BYTES = 1 << 20
+"""Buffers from this size on are the pool's: those that live for a round would leave holes of their size in
+the arena, among the messages."""
 MOST_WASTE = 1.25
 """Pages are used again for a buffer that is smaller by at most this factor."""
 _M_MMAP_THRESHOLD = -3
@@ -188,7 +191,7 @@ _pool = _Pool()
 def large_buffer(size_bytes: int) -> memoryview:
     """Writable memory that holds anything. If it is large, its pages are used again once nothing refers to
     it."""
-    if size_bytes < HUGE_PAGE_BYTES:
+    if size_bytes < POOLED_BYTES:
         return memoryview(bytearray(size_bytes))
     return _pool.take(size_bytes)
 
@@ -196,7 +199,7 @@ def large_buffer(size_bytes: int) -> memoryview:
 def zeros(size_bytes: int) -> memoryview:
     """``large_buffer`` with nothing in it, whatever its pages held before; for what is not needed round after
     round, and of a size that nothing else has (a state to be loaded): its pages are not kept."""
-    if size_bytes < HUGE_PAGE_BYTES:
+    if size_bytes < POOLED_BYTES:
         return memoryview(bytearray(size_bytes))
     buffer = _pool.take(size_bytes, once=True)
     ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from p2p_co2 import memory
 from p2p_co2.config import PeerConfig
+from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.trainer import connection
 
 SIZE = 3 * memory.HUGE_PAGE_BYTES
@@ -103,6 +104,18 @@ def test_a_large_buffer_can_be_written(size: int) -> None:
     assert len(buffer) == size
     buffer[:] = bytes([7]) * size
     assert bytes(buffer) == bytes([7]) * size
+
+
+def test_buffers_from_a_mebibyte_on_are_the_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as live for a round and would leave holes in the arena."""
+    monkeypatch.setattr(memory, "_pool", pool := memory._Pool())
+    small = memory.large_buffer(memory.POOLED_BYTES - 1), memory.zeros(memory.POOLED_BYTES - 1)
+    assert pool.held_bytes == 0
+    large = memory.large_buffer(memory.POOLED_BYTES), memory.zeros(memory.POOLED_BYTES)
+    assert pool.held_bytes == 2 * memory.POOLED_BYTES
+    tensor = large_tensor(memory.POOLED_BYTES, torch.uint8)
+    assert pool.held_bytes == 3 * memory.POOLED_BYTES
+    del small, large, tensor
 
 
 def place_of(buffer: memoryview) -> int:

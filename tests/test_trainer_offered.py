@@ -11,7 +11,7 @@ from p2p_co2.codec import get_codec
 from p2p_co2.config import CodecName, OuterConfig
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.trainer.offered import FromPayload, FromStep, Sum, held_bytes
-from p2p_co2.trainer.scaled_int8 import ScaledInt8
+from p2p_co2.trainer.scaled_int4 import ScaledInt4
 from tests.test_trainer_ledger import BLOCK, Simulated, run_config
 
 SIZE = 5 * BLOCK - 3
@@ -47,7 +47,7 @@ def test_the_last_change_is_the_one_that_the_step_took(
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
 def test_after_the_round_what_was_counted_is_kept_in_four_bits_or_as_it_is(codec: CodecName) -> None:
     torch.manual_seed(3)
-    coder, lost = get_codec(codec), ScaledInt8(SIZE)
+    coder, lost = get_codec(codec), ScaledInt4(SIZE)
     lost.set(slice(0, SIZE), torch.randn(SIZE))
     payload = coder.encode(torch.randn(SIZE))
     kept = FromPayload(coder, payload, SIZE, lost, lost, 0.9).as_counted()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from p2p_co2.memory import HUGE_PAGE_BYTES, large_buffer
+from p2p_co2.memory import POOLED_BYTES, large_buffer
 
 
 def large_tensor(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A new tensor [numel] on the CPU that holds anything. Any thread."""
     size_bytes = numel * dtype.itemsize
-    if size_bytes < HUGE_PAGE_BYTES:
+    if size_bytes < POOLED_BYTES:
         return torch.empty(numel, dtype=dtype)
     return torch.frombuffer(large_buffer(size_bytes), dtype=dtype)

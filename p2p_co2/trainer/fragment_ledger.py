@@ -11,11 +11,11 @@ there, so that its work is offered again (ALGORITHMS.md, laws 2 and 5). Residual
 only where the offer was counted.
 
 Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight what ``offered`` says, at
-most a half; with error feedback a quarter for the residual, an eighth with codecs of 8 bits or more; under
-"eager" an eighth for the correction at the last boundary, and from the commit to the next one an eighth for
-the offer. How far the params have moved under "co2" and "eager" takes nothing, but a half (1 with fp32) where
-two rounds commit between two boundaries. A step takes the memory of the old state, unless somebody else holds
-it (``lend``); under "keep" and "blend" it needs 1 for the merge, under the others nothing.
+most a half; with error feedback an eighth for the residual; under "eager" an eighth for the correction at the
+last boundary, and from the commit to the next one an eighth for the offer. How far the params have moved
+under "co2" and "eager" takes nothing, but a half (1 with fp32) where two rounds commit between two
+boundaries. A step takes the memory of the old state, unless somebody else holds it (``lend``); under "keep"
+and "blend" it needs 1 for the merge, under the others nothing.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ from p2p_co2.trainer.offer_encoding import OfferEncoding
 from p2p_co2.trainer.offered import FromMean, FromPayload, FromStep, Kept, Offered, Sum, set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces, within
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
-from p2p_co2.trainer.scaled_int8 import ScaledInt4, ScaledInt8
+from p2p_co2.trainer.scaled_int4 import ScaledInt4
 
 COARSE_BITS = 9
 """Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
 it."""
-
-ROUGH_BITS = 8
-"""Codecs with fewer bits per value lose so much that what they lost is kept in eight bits, not in four."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +103,9 @@ class FragmentLedger:
         self._delayed = run.outer.rule in {"co2", "eager"}
         self._is_coarse = 8 * codec.block_bytes < COARSE_BITS * codec.block_values
         self._is_exact = codec.name == "fp32"
-        self._is_rough = 8 * codec.block_bytes < ROUGH_BITS * codec.block_values
         self.state = state
         self._is_lent, self._loans = False, list[Loan]()
-        self.residual: ScaledInt8 | None = None
+        self.residual: ScaledInt4 | None = None
         """Of error feedback, once an offer was counted."""
         self._in_flight: Offered | None = None
         self._withdrawn: Offered | None = None
@@ -146,7 +142,7 @@ class FragmentLedger:
 
     def set_residual(self, values: Values) -> None:
         """Go on from what a checkpoint holds."""
-        self.residual = self._lost_room()
+        self.residual = ScaledInt4(len(values))
         for at in self._pieces():
             self.residual.set(at, values[at])
 
@@ -160,7 +156,7 @@ class FragmentLedger:
         feedback, size = self._run.codec, self.state.params.numel()
         room = lost = None
         if self._delayed or feedback.error_feedback:
-            lost = None if self._is_exact else self._lost_room()
+            lost = None if self._is_exact else ScaledInt4(size)
         elif self._is_coarse:
             room = ScaledFp16(size, piece_values(self._codec))
         payload, error = OfferEncoding(
@@ -184,11 +180,6 @@ class FragmentLedger:
             assert isinstance(gradient, FromPayload)
             merge = self._boundary_merge(snapshot, gradient)
         return EncodedOffer(self._in_flight.round, base_version, payload.numpy().data, error, merge)
-
-    def _lost_room(self) -> ScaledInt8:
-        """For what the codec loses of an offer."""
-        size = self.state.params.numel()
-        return ScaledInt8(size) if self._is_rough else ScaledInt4(size)
 
     def _boundary_merge(self, snapshot: Tensor, fresh: FromPayload) -> Merge:
         """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is

@@ -21,7 +21,7 @@ from p2p_co2.outer import OuterState
 from p2p_co2.trainer.offered import Kept, set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
-from p2p_co2.trainer.scaled_int8 import ScaledInt8
+from p2p_co2.trainer.scaled_int4 import ScaledInt4
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class OfferEncoding:
     base: OuterState
     offset: Kept | None
     snapshot: Tensor
-    residual: ScaledInt8 | None
+    residual: ScaledInt4 | None
     decay: float
     gradient: Tensor | ScaledFp16 | None
-    lost: ScaledInt8 | None
+    lost: ScaledInt4 | None
 
     def encode(self) -> tuple[Tensor, float]:
         """The payload (uint8 [blocks * block_bytes]) and its relative error. Raises ``ValueError`` if a value

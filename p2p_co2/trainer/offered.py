@@ -3,8 +3,8 @@
 Almost nothing is kept for that alone. The payload is in the round anyway, and holds the gradient but for what
 the codec lost (``FromPayload``). In copies of the fragment in fp32:
 
-- "co2" and "eager", and error feedback under any rule: what was lost, at a quarter of its size, or an eighth
-  where the codec has 8 bits or more (1/4, 1/8); with error feedback that is the next residual;
+- "co2" and "eager", and error feedback under any rule: what was lost, at an eighth of its size (1/8); with
+  error feedback that is the next residual;
 - "keep" and "blend" without it, with a codec of 8 bits or less: the gradient itself at half precision (1/2),
   because the live parameters are to keep nothing of what such a codec loses;
 - "keep" and "blend" without it and with a finer one: nothing. What fp16 lost stays in the live parameters, so
@@ -33,7 +33,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
-from p2p_co2.trainer.scaled_int8 import ScaledInt4, ScaledInt8
+from p2p_co2.trainer.scaled_int4 import ScaledInt4
 
 
 class FromPayload:
@@ -44,8 +44,8 @@ class FromPayload:
     """
 
     def __init__(
-        self, codec: Codec, payload: Tensor, numel: int, lost: ScaledInt8 | None = None,
-        carried: ScaledInt8 | None = None, decay: float = 0.0,
+        self, codec: Codec, payload: Tensor, numel: int, lost: ScaledInt4 | None = None,
+        carried: ScaledInt4 | None = None, decay: float = 0.0,
     ) -> None:  # fmt: skip
         self._codec, self._payload, self._numel = codec, payload, numel
         self._lost, self._carried, self._decay = lost, carried, decay
@@ -149,7 +149,7 @@ class Sum:
         return self._first[at] + self._second[at]
 
 
-Kept = Tensor | ScaledFp16 | ScaledInt8 | FromPayload | FromStep | Sum
+Kept = Tensor | ScaledFp16 | ScaledInt4 | FromPayload | FromStep | Sum
 """fp32 [n], read by slices, never changed once it is whole."""
 
 
@@ -158,7 +158,7 @@ def held_bytes(kept: Kept) -> int:
     return kept.numel() * kept.element_size() if isinstance(kept, Tensor) else kept.held_bytes
 
 
-def set_piece(room: Tensor | ScaledFp16 | ScaledInt8, at: slice, values: Tensor) -> None:
+def set_piece(room: Tensor | ScaledFp16 | ScaledInt4, at: slice, values: Tensor) -> None:
     if isinstance(room, Tensor):
         room[at] = values
     else:
@@ -173,7 +173,7 @@ class Offered:
     weight: float
     base_version: int
     gradient: Kept
-    residual: ScaledInt8 | None
+    residual: ScaledInt4 | None
     """Of error feedback, if this one is counted."""
 
 

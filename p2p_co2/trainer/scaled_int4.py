@@ -1,22 +1,21 @@
-"""fp32 values kept at a quarter of their size: what a codec lost of an offer, which the payload does not say.
+"""fp32 values kept at an eighth of their size: what a codec lost of an offer, which the payload does not say,
+and what rule "eager" keeps of its own.
 
 A peer needs its own outer gradient again when its round ends, and with error feedback what was lost goes into
 the next offer. The payload is there anyway and holds the gradient but for what the codec lost: an eighth of
-its norm in 4 bits, less in more. Of that a hundredth more or less is a thousandth of the gradient, whereas
-error feedback's decay alone drops a twentieth.
+its norm in 4 bits, less in more. Of that an eighth more or less is a sixtieth of the gradient. Over 60 rounds
+of error feedback on random gradients, int4's sum of all that was sent ended 0.154 gradients off, 0.128 with
+an exact residual and 0.91 without any. What "eager" corrects is added to the live parameters as it is kept
+here, so nothing of it counts twice, however coarse it is.
 
-``ScaledInt4`` has an eighth of the size, for what is finer or matters less: what a codec of 8 bits or more
-lost of an offer, which is a hundredth of it, and rule "eager"'s own offer in the mean and its correction.
-
-Law: values come back within 2^-7 of the largest of their block of ``BLOCK`` (2^-3 in four bits); a block of
-nothing above 2^-100 as zeros; values that came back are kept exactly the next time. Price: one rounding each
-way, on the worker, and six to eight passes over what stays in the cache.
+Law: values come back within 2^-3 of the largest of their block of ``BLOCK``; a block of nothing above 2^-100
+as zeros; values that came back are kept exactly the next time. Price: one rounding each way, on the worker,
+and eight passes over what stays in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,22 +24,22 @@ from p2p_co2.fragments.large_tensor import large_tensor
 
 BLOCK = 128
 """Values with one scale."""
+_HALF = BLOCK // 2
+_BITS = 3
+"""Of a magnitude."""
 _SMALLEST = 2.0**-100
 _AT_ONCE = 512
 """Blocks: what is made on the way of 256 KiB of values stays in the cache, and small in the allocator."""
 
 
-class ScaledInt8:
+class ScaledInt4:
     """fp32 [numel], set by pieces that begin at multiples of ``BLOCK`` and, but for the last, end there."""
-
-    _bits = 7
-    """Of a magnitude."""
-    _row_bytes = BLOCK
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
         blocks = -(-numel // BLOCK)
-        self._rows = large_tensor(blocks * self._row_bytes, torch.int8).view(blocks, self._row_bytes)
+        self._rows = large_tensor(blocks * _HALF, torch.int8).view(blocks, _HALF)
+        """Two values a byte: those of the first half of a block are the low ones."""
         self._shifts = torch.empty(blocks, dtype=torch.int8)
         """A value of 1 in row ``i`` stands for 2^_shifts[i]."""
 
@@ -62,13 +61,14 @@ class ScaledInt8:
 
     def _set_rows(self, first: int, rows: Tensor) -> None:
         """``rows``: fp32 [b, BLOCK], from block ``first`` on."""
-        blocks, most = slice(first, first + len(rows)), 2**self._bits - 1
+        blocks, most = slice(first, first + len(rows)), 2**_BITS - 1
         largest = torch.amax(rows.abs(), dim=1)
-        # The exponent of the largest, so that it becomes one of 2^(_bits - 1) to 2^_bits.
-        shifts = (largest.view(torch.int32) >> 23) - (126 + self._bits)
+        # The exponent of the largest, so that it becomes one of 2^(_BITS - 1) to 2^_BITS.
+        shifts = (largest.view(torch.int32) >> 23) - (126 + _BITS)
         inverse = torch.where(largest > _SMALLEST, _power_of_two(-shifts), 0.0)
         whole = (rows * inverse.unsqueeze(1)).round_().clamp_(-most, most)
-        self._pack(whole, self._rows[blocks])
+        codes = whole.to(torch.int8)
+        torch.bitwise_or(codes[:, :_HALF] & 15, codes[:, _HALF:] << 4, out=self._rows[blocks])
         self._shifts[blocks] = shifts.clamp_(min=-126)
 
     def __getitem__(self, at: slice) -> Tensor:
@@ -80,24 +80,18 @@ class ScaledInt8:
         for begin in range(first, last, _AT_ONCE):
             blocks = slice(begin, min(begin + _AT_ONCE, last))
             some = values[begin - first : blocks.stop - first]
-            self._unpack(self._rows[blocks], some)
+            codes = self._rows[blocks]
+            some[:, :_HALF] = (codes << 4) >> 4  # arithmetic shifts: the sign comes along
+            some[:, _HALF:] = codes >> 4
             some.mul_(_power_of_two(self._shifts[blocks].int()).unsqueeze(1))
         return values.view(-1)[start - first * BLOCK : stop - first * BLOCK]
 
-    def _pack(self, whole: Tensor, rows: Tensor) -> None:
-        """Integers as fp32 [b, BLOCK] into int8 [b, _row_bytes]."""
-        rows.copy_(whole)
-
-    def _unpack(self, rows: Tensor, whole: Tensor) -> None:
-        """The way back."""
-        whole.copy_(rows)
-
-    def with_values_of(self, before: Self | None, parts: Sequence[slice]) -> Self:
+    def with_values_of(self, before: ScaledInt4 | None, parts: Sequence[slice]) -> ScaledInt4:
         """These values, but those of ``before`` in ``parts``, which begin and end as blocks do; zeros without
         it."""
         if not parts:
             return self
-        mixed = type(self)(self._numel)
+        mixed = ScaledInt4(self._numel)
         mixed._rows.copy_(self._rows)
         mixed._shifts.copy_(self._shifts)
         for part in parts:
@@ -105,21 +99,6 @@ class ScaledInt8:
             mixed._rows[blocks] = 0 if before is None else before._rows[blocks]
             mixed._shifts[blocks] = 0 if before is None else before._shifts[blocks]
         return mixed
-
-
-class ScaledInt4(ScaledInt8):
-    """The same in four bits for each value: those of the first half of a block are the low ones."""
-
-    _bits = 3
-    _row_bytes = BLOCK // 2
-
-    def _pack(self, whole: Tensor, rows: Tensor) -> None:
-        codes = whole.to(torch.int8)
-        torch.bitwise_or(codes[:, : BLOCK // 2] & 15, codes[:, BLOCK // 2 :] << 4, out=rows)
-
-    def _unpack(self, rows: Tensor, whole: Tensor) -> None:
-        whole[:, : BLOCK // 2] = (rows << 4) >> 4  # arithmetic shifts: the sign comes along
-        whole[:, BLOCK // 2 :] = rows >> 4
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
