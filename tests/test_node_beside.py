@@ -154,3 +154,20 @@ async def test_a_message_goes_over_the_connection_by_which_it_is_there_sooner(
         links.post(B, b"more", bulk=True)
         await until(second.closed.done)  # it has carried nothing for long
         await until(lambda: len(first.carried) == 7)
+
+
+async def test_a_message_is_not_left_for_ever_to_a_connection_that_is_not_read() -> None:
+    grpc = FakeCarrier("grpc")
+    async with links_over(grpc) as (links, _):
+        await far_with_a_slow_first(links, grpc)
+        links.post(B, bytes(BESIDE_BYTES), bulk=True)
+        await until(lambda: len(grpc.links) == 2 and len(grpc.sent) == 2)
+        first, second = grpc.links
+        first.bytes_per_s = 1e9  # and takes nothing
+        second.bytes_per_s = 10 * BESIDE_BYTES  # a message is there after 0.1 s
+        for _ in range(4):
+            links.post(B, bytes(BESIDE_BYTES), bulk=True)
+        await until(lambda: len(second.carried) == 5)
+        assert first.carried == [b"hello"]
+        first.gate.set()
+        await links.drain(10.0)

@@ -92,17 +92,23 @@ class Lane:
     beside: asyncio.Task[None] | None = None
     """Carries bulk over a second connection."""
     link_beside: Link | None = None
+    left_at: float | None = None
+    """Since when the first bulk message is left to the connection by which it should be there sooner."""
     wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
     beside_failed_at: float = -1e9
 
-    def is_sooner_by_other(self, link: Link) -> bool:
+    def is_sooner_by_other(self, link: Link, now: float) -> bool:
         """Whether the first bulk message would be there sooner over the lane's other connection than over
-        ``link``: TCP may leave one of two at a hundredth of the line, and what that has taken is stuck."""
+        ``link``: TCP may leave one of two at a hundredth of the line, and what that has taken is stuck. How
+        long it has been left to the other counts against that: the receiver may be slow to read it."""
         other = self.link_beside if link is self.link else self.link
         if other is None or not self.bulk:
             return False
-        size_bytes = len(self.bulk[0].data)
-        return other.there_in_s(size_bytes) < link.there_in_s(size_bytes)
+        size_bytes, left_s = len(self.bulk[0].data), now - (now if self.left_at is None else self.left_at)
+        is_sooner = other.there_in_s(size_bytes) + left_s < link.there_in_s(size_bytes)
+        if is_sooner and self.left_at is None:
+            self.left_at = now
+        return is_sooner
 
 
 class LineTurns:

@@ -273,14 +273,14 @@ class Links:
             if link.acknowledged is not None and not link.acknowledged.has_room:
                 await self._wait(lane, link)
                 continue
-            if lane.is_sooner_by_other(link):
+            if lane.is_sooner_by_other(link, time.monotonic()):
                 await _wait_for_news(lane.wake, LOOK_AGAIN_S)
                 continue
             await self._send_bulk(lane, link, self._next_bulk(lane).data)
 
     def _next_bulk(self, lane: Lane) -> Bulk:
         """The lane's next bulk message, whose turn it is."""
-        lane.turn_at = None
+        lane.turn_at = lane.left_at = None
         message = lane.bulk.popleft()
         lane.bulk_bytes -= len(message.data)
         self._queued_bytes -= len(message.data)
@@ -294,7 +294,7 @@ class Links:
         try:
             while link is not None and lane.link is not None:
                 wait_s = self._wait_s(peer, lane, time.monotonic()) if lane.bulk else math.inf
-                if wait_s <= 0 and lane.is_sooner_by_other(link):
+                if wait_s <= 0 and lane.is_sooner_by_other(link, time.monotonic()):
                     wait_s = LOOK_AGAIN_S
                 if wait_s <= 0:
                     message = self._next_bulk(lane)
