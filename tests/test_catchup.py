@@ -6,6 +6,7 @@ Lying donors are in test_catchup_liars, slow and lost ones in test_catchup_donor
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 
 import pytest
@@ -229,24 +230,31 @@ def test_the_history_is_bounded_and_keeps_the_newest_of_each_fragment() -> None:
     assert history.held_bytes <= max(1010, HISTORY_BYTES_SHARE * 2000 + 1000)
 
 
-def test_a_mean_beyond_the_bound_goes_once_all_have_it() -> None:
-    """Unless somebody who loads a state needs it next, and only as far as the bound asks for."""
+@pytest.mark.parametrize("mean_bytes", [140, 500])
+def test_a_mean_beyond_the_bound_goes_once_all_have_it(mean_bytes: int) -> None:
+    """Unless somebody who loads a state needs it next; small ones only as far as the bound asks for it."""
     everywhere: set[tuple[int, int]] = set()
-    shape = Shape((500, 500, 10), (2000, 2000, 2000))  # the bound: 750
+    shape = Shape((mean_bytes,) * 4, (2000,) * 4)  # of small ones 1000 bytes may stay
     machine = CatchUp(IDENTITIES[1], RUN, shape, lambda *place: place in everywhere)
     history = machine.donor.history
-    for fragment in range(3):
-        machine.moved(fragment, 1)
-        machine.remember(fragment, 1, Decision(), bytes(shape.mean_bytes[fragment]))
+    for version in (1, 2):
+        for fragment in range(4):
+            machine.moved(fragment, version)
+            machine.remember(fragment, version, Decision(), bytes(mean_bytes))
     history.shrink()
-    assert history.held_bytes == 1010  # somebody may still need them
-    history.hold({0: 0})
-    everywhere |= {(0, 1), (1, 1), (2, 1)}
+    newest = {(fragment, 2) for fragment in range(4)}
+    kept = {place for place in itertools.product(range(4), (1, 2)) if history.find(*place)}
+    assert kept == newest if mean_bytes == 500 else newest < kept
+    assert history.held_bytes == (2000 if mean_bytes == 500 else 980)  # somebody may still need them
+    history.hold({0: 1})
+    everywhere |= newest
     history.shrink()
-    kept = [fragment for fragment in range(3) if history.find(fragment, 1)]
-    assert kept == [0, 2]
+    if mean_bytes == 140:
+        assert history.held_bytes == 980
+        return
+    assert [fragment for fragment in range(4) if history.find(fragment, 2)] == [0]
     assert history.newest(1) == 0
-    machine.receive(Fetch(what=ROUND, fragment=1, version=1, request=1), LATE, 0.0)
+    machine.receive(Fetch(what=ROUND, fragment=1, version=2, request=1), LATE, 0.0)
     [(_, refusal)] = machine.messages_to_send()
     assert isinstance(refusal, Refusal)
     assert not refusal.again

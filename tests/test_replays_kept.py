@@ -34,7 +34,7 @@ def test_a_version_is_everywhere_once_all_live_peers_say_so(
 def test_a_mean_goes_when_all_have_begun_the_next_round_and_stays_while_one_lacks_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(history, "HISTORY_BYTES_SHARE", 0.0)  # as if means were large
+    monkeypatch.setattr(history, "LARGE_SHARE", 0.0)  # as if means were large
 
     async def work() -> None:
         world = World("a", "b", "c")

@@ -1,11 +1,12 @@
 """The means of the last rounds, kept so that a peer that missed a few can replay them.
 
-Law: all means together stay below ``HISTORY_BYTES_SHARE`` of the model, but for the newest of each fragment
-until all live peers have it (``is_everywhere``), and for those that somebody who loads a fragment's state
-needs next (``hold``): at most ``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
+Law: all means together stay below ``HISTORY_BYTES_SHARE`` of the model, and where one round of all fragments
+is more than ``LARGE_SHARE`` of it none is kept, but for the newest of each fragment until all live peers
+have it (``is_everywhere``), and for those that somebody who loads a fragment's state needs next (``hold``):
+at most ``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
 
 Price: with a codec of 8 bits or more, a peer that was not live for a round finds no mean to replay and loads
-the state, two to eight times the bytes. Four bits stay below the bound as they are.
+the state, two to eight times the bytes of one mean. With four bits one or two rounds are there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ HISTORY_ROUNDS_KEPT = 8
 """Rounds per fragment whose mean a donor can replay, if memory allows."""
 HISTORY_BYTES_SHARE = 0.25
 """All kept means together, as a share of the model's fp32 size."""
+LARGE_SHARE = 0.2
+"""Means of one round above this share (8 bits and more) save little against loading the state."""
 
 
 @dataclass
@@ -88,7 +91,9 @@ class History:
     def shrink(self) -> None:
         """Let go of what the law does not keep, as far as the bound asks for it. To be asked when a round has
         begun: then its members have the one before."""
-        bound = HISTORY_BYTES_SHARE * sum(self._shape.state_bytes) / 2  # a state is params and momentum
+        model_bytes = sum(self._shape.state_bytes) / 2  # a state is params and momentum
+        is_large = sum(self._shape.mean_bytes) > LARGE_SHARE * model_bytes
+        bound = 0 if is_large else HISTORY_BYTES_SHARE * model_bytes
         newest = {fragment: version for fragment, version in self._rounds}
         for fragment, version in list(self._rounds):
             if self.held_bytes <= bound:
