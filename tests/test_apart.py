@@ -85,6 +85,10 @@ def test_who_stands_where_lonely_rounds_began_is_waited_for_and_who_helped_to_ma
     camp = one_that_made(6, 2, behind).camp(0)
     assert camp is not None
     assert (camp.version, camp.wait_s) == (2, STANDING_S)
+    liars = {"d": said(2, "z"), "e": said(2, "z")}
+    camp = one_that_made(6, 2, behind | liars).camp(0)
+    assert camp is not None
+    assert camp.digest == state(2, "a")  # what is of our own past goes before what two say
     assert one_that_made(5, 3, behind).camp(0) is None  # others made version 3: it can be had of them
 
 
@@ -105,6 +109,15 @@ def test_of_a_past_that_is_not_known_nothing_follows() -> None:
         ({"b": said(8, "A", FINISHES)}, None),
         ({"b": said(7, "b", FINISHES), "c": said(9, "c", FINISHES)}, None),  # ours is what half have reached
         ({"b": said(7, "b", FINISHES), "c": said(7, "c", FINISHES)}, (7, "c")),
+        (
+            {
+                "b": said(8, "z", FINISHES),
+                "c": said(8, "z", FINISHES),
+                "d": said(7, "a", FINISHES),
+                "e": said(6, "a", FINISHES),
+            },
+            None,
+        ),  # most are with us, or were where we came from: two liars move nobody
         ({"b": said(8, "b", FINISHES), "c": said(8, "b", FINISHES)}, None),  # a majority: not for us to say
         ({"b": said(8, "b", FINISHES), "c": said(7, "c", TRAINS)}, None),  # the next round heals it
         ({"b": said(7, "b", FINISHES), "c": said(7, "b", FINISHES), "d": said(9, "d", FINISHES)}, (7, "b")),

@@ -107,8 +107,8 @@ class Apart:
                 standing.add(peer)
         if 2 * len(elsewhere) <= moving + node.membership.unheard + 1:
             return None
-        counts = Counter(elsewhere.values())
-        held = max(counts, key=lambda held: (counts[held] >= HOLDERS, held))
+        counts, ours = Counter(elsewhere.values()), {elsewhere[peer] for peer in standing}
+        held = max(counts, key=lambda held: (counts[held] >= HOLDERS, held in ours, held))
         if counts[held] < HOLDERS:
             return None
         holders = tuple(sorted(peer for peer in elsewhere if elsewhere[peer] == held))
@@ -122,12 +122,14 @@ class Apart:
         infos = {peer: info for peer, info in node.membership.live.items() if fragment < len(info.digests)}
         if {phase, *(info.status.phase for info in infos.values())} != {Status.DRAINING}:
             return None
-        agreed = node.agreed[fragment]
+        mine = node.agreed[fragment].version, node.agreed[fragment].digest
         states = {peer: (info.versions[fragment], info.digests[fragment]) for peer, info in infos.items()}
-        counts = Counter([*states.values(), (agreed.version, agreed.digest)])
-        if 2 * max(counts.values()) > counts.total():
+        counts = Counter([*states.values(), mine])
+        past = self._past.get(fragment, {})
+        with_us = sum(held == mine or past.get(held[0], (b"",))[0] == held[1] for held in states.values()) + 1
+        if 2 * max(with_us, *counts.values()) > counts.total():
             return None
         best = max(counts, key=lambda held: (held[0] <= middle, counts[held], held))
-        if best == (agreed.version, agreed.digest):
+        if best == mine:
             return None
         return Camp(*best, tuple(sorted(peer for peer in states if states[peer] == best)), STRONGEST_AFTER_S)
