@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.envelope import Opened, enveloped
+from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.profiles import profile_of
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
@@ -149,6 +151,49 @@ def test_who_knocks_at_a_cut_line_gets_through_when_tcp_knocks_again(
     else:
         assert what == "opened"
         assert at == pytest.approx(opens_at + 4 * path.delay_s)
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_bulk_waits_while_its_receiver_is_cut_off_or_restarts(is_cut: bool) -> None:
+    """It was lost at a machine that came back after a power cut; and what was held for a cut line could not
+    be forgotten any more."""
+    world = VirtualTime()
+    net = Internet(world, random.Random(1), 1.0)
+    here, there, again = (
+        Endpoint(PeerId(name), profile_of("fibre", 1, index), world.loop())
+        for index, name in enumerate(("a", "b", "b"))
+    )
+    net.endpoints = {one.peer: one for one in (here, there)}
+    came: list[tuple[str, bytes]] = []
+    nothing = LinkObserver(lambda *_: None, lambda *_: None, lambda *_: None)
+    links = VirtualLinks(net, here, nothing)
+
+    def hear(name: str) -> Callable[[PeerId, bytes], Coroutine[Any, Any, None]]:
+        async def on_message(sender: PeerId, data: bytes) -> None:
+            came.append((name, bytes(data)))
+
+        return on_message
+
+    there.on_message, again.on_message = hear("there"), hear("again")
+
+    def break_off() -> None:
+        if is_cut:
+            net.cut_pair(here.peer, there.peer)
+        else:
+            net.died(there, host_up=False)
+            net.endpoints[there.peer] = again
+
+    world.call_at(0.0, links.post, there.peer, b"first", True)
+    world.call_at(1.0, break_off)
+    for number in range(3):
+        piece = Piece(bytes([number]), False)
+        world.call_at(2.0, links.post, there.peer, bytes([number]), True, False, piece)
+    world.call_at(2.0, links.forget, b"\1", True)
+    world.call_at(5.0, net.heal)
+    world.run(15.0)
+    receiver = "there" if is_cut else "again"
+    assert came == [("there", b"first"), (receiver, b"\0"), (receiver, b"\2")]
+    assert links.queued_bytes == 0
 
 
 @pytest.mark.parametrize("seed", [3, 8])

@@ -239,11 +239,24 @@ class VirtualLinks:
         control, lane.control = lane.control, []
         for data in control:
             self._send(lane, data, bulk=False)
-        while lane.bulk and lane.path is not None and lane.free_at - self._world.now <= BUFFERED_S:
+        while lane.bulk and self._takes_bulk(lane) and lane.free_at - self._world.now <= BUFFERED_S:
             self._send(lane, lane.bulk.pop(0).data, bulk=True)
         if lane.bulk and lane.path is not None and not lane.is_timed:
             lane.is_timed = True
-            self._me.loop.call_at(lane.free_at - BUFFERED_S, self._release, lane)
+            now, room_at = self._world.now, lane.free_at - BUFFERED_S
+            self._me.loop.call_at(room_at if room_at > now else now + BUFFERED_S, self._release, lane)
+
+    def _takes_bulk(self, lane: _Lane) -> bool:
+        """Whether what is sent now leaves this end: what waits is not lost with a way, and may be
+        forgotten."""
+        receiver = lane.receiver
+        if lane.path is None or receiver is None or self._internet.is_cut(self._me.peer, receiver.peer):
+            return False
+        if receiver.is_up or not self._internet.answers_reset(receiver):
+            return True
+        receiver.on_gone.pop(self._me.peer, None)
+        self._hear_of_loss(receiver.peer, lane, "connection reset")
+        return False
 
     def _release(self, lane: _Lane) -> None:
         """The way has carried what was before the bulk that waits."""
