@@ -403,7 +403,7 @@ class Member:
         if self.exchange is not None:
             self.exchange.handle_timer(now)
         if now >= self._decide_by_at:
-            self._swarm.spoilt(self.coordinators[-1], "it was too late", now, cost_s=now - self.begun_at)
+            self._swarm.was_late(self.coordinators[-1], now, cost_s=now - self.begun_at)
             self._move_on(now)
         if self.failure:
             return

@@ -19,7 +19,7 @@ from p2p_co2.rounds.bounds import MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.deadline import Durations, Punctuality
 from p2p_co2.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.rounds.lateness import Lateness
-from p2p_co2.rounds.repute import Repute
+from p2p_co2.rounds.repute import NOT_BEGUN, Repute
 from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import CellShare
@@ -119,6 +119,12 @@ class Swarm:
         """As ``Repute.spoilt``, of others."""
         if coordinator != self.me:
             self.repute.spoilt(coordinator, why, now, rounds=rounds, cost_s=cost_s)
+
+    def was_late(self, coordinator: PeerId, now: float, *, cost_s: float) -> None:
+        """Its outcome did not come in time. Over several cells it may have waited for a council that is slow:
+        that counts as a round that others kept from beginning."""
+        rounds = NOT_BEGUN if self.cells > 1 else 1
+        self.spoilt(coordinator, "it was too late", now, rounds=rounds, cost_s=cost_s)
 
     def is_believed(self, signer: PeerId, now: float) -> bool:
         """Whether ``signer`` may tell of rounds that we are not in: keys are free to make, so only one that
