@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2p_co2.node.lanes import Lane, LineTurns, Piece
+from p2p_co2.node.lanes import Bulk, Lane, LineTurns, Piece
 from p2p_co2.node.meter import FAST_BYTES_PER_S, LinePace, UploadMeter
 from p2p_co2.wire.identity import PeerId
 from tests.test_node import B, C, FakeCarrier, FakeLink, Hands, burst, links_over, turns
@@ -194,3 +194,18 @@ async def test_what_nobody_needs_any_more_is_not_sent() -> None:
         await links.drain(10.0)
         assert sorted(grpc.sent) == sorted(2 * [b"on its way", b"slice 2", b"mean 2", b"chunk"])
         assert links._queued_bytes == links._lanes[B].bulk_bytes == 0
+
+
+async def test_the_cap_is_not_spent_on_what_is_dropped() -> None:
+    """Each lane's first message had its turn: an upload of 125 kB/s rested for 0.9 s, to 31 peers for 4."""
+    peers = tuple(PeerId(letter * 4) for letter in "bcdefgh")
+    async with links_over(FakeCarrier("grpc"), cap=125e3) as (links, _):
+        for peer in peers:
+            lane = links._lanes[peer] = Lane()
+            for attempt in (b"old", b"old", b"new"):
+                lane.bulk.append(Bulk(bytes(16384), Piece(attempt, False)))
+            links._wait_s(peer, lane, 100.0)
+        links.forget(b"old", means=True)
+        waits_s = [links._wait_s(peer, links._lanes[peer], 100.0) for peer in peers]
+        assert waits_s == pytest.approx([number * 16384 / 125e3 for number in range(len(peers))])
+        links._lanes.clear()

@@ -82,6 +82,11 @@ class Pace:
         self._free_at = at + size_bytes / self.bytes_per_s
         return max(now, at)
 
+    def give_back(self, size_bytes: int) -> None:
+        """A message that was admitted does not go: others need not wait for it."""
+        if self.bytes_per_s:
+            self._free_at -= size_bytes / self.bytes_per_s
+
 
 class LinePace(Pace):
     """A little more than a line has shown that it can do."""
