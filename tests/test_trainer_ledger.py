@@ -419,6 +419,9 @@ async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> Non
     assert await late.adopt(0, data, version) == version
     await donor.commit(replace(mean, round=2, base_version=1))
     assert exported[:] == data == state_bytes(late.states()[0])  # the export stays as it was
+    with pytest.raises(RemoteProtocolError):
+        await donor.adopt(0, data, version)  # an older one: only for who goes back to most others
+    assert await donor.adopt(0, data, version, goes_back=True) == version == donor.agreed()[0]
     donor.close()
     late.close()
 
