@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from p2p_co2.catchup.history import LARGE_SHARE
 from p2p_co2.config import ApplyRule, CodecName, RunConfig
 from p2p_co2.planning.exchange import Link, RoundTime, round_time
 from p2p_co2.planning.flow import Flow, flow
@@ -235,21 +236,22 @@ def _bytes_per_round(setting: Setting, sizes: Sequence[int], sent_share: float) 
 def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> float:
     """Memory of the exchange in copies of the parameters (fp32), at its largest moment: agreed parameters
     and momentum; what the rule and error feedback keep, of each open offer (half of all fragments at the end
-    of a run) and beside it (``trainer.offered``); the newest means, for late peers; and three payloads for
-    each open round: our own, the slices of our part, the mean."""
+    of a run) and beside it (``trainer.offered``); the newest means, for late peers (large ones until the
+    next round begins); and three payloads for each open round: our own, the slices of our part, the mean."""
     count = len(sizes)
     at_once = min(1.0, max(1.0, rounds.slowest_s / setting.round_s * count) / count)
     in_flight = max(0.5, at_once) if setting.rounds else at_once
     payload = sum(sizes) / (4 * setting.parameters)
     is_exact = payload >= 1.0  # fp32 loses nothing, and what is kept beyond the round is kept whole
-    lost, kept_whole = (0.0, 1.0) if is_exact else (0.25, 0.25)
+    lost, kept_whole = (0.0, 1.0) if is_exact else (0.125, 0.125)
+    means = payload * (1.0 - in_flight) if payload > LARGE_SHARE else payload
     if setting.rule == "eager":
         offer = 0.0  # it is kept until the next one
     elif setting.rule == "co2" or setting.error_feedback:
         offer = lost
     else:
         offer = 0.5 if payload < COARSE_BITS / 32 else 0.0
-    kept = 2.0 + 2 * kept_whole * (setting.rule == "eager") + lost * setting.error_feedback + payload
+    kept = 2.0 + 2 * kept_whole * (setting.rule == "eager") + lost * setting.error_feedback + means
     temporary = TEMPORARY_FRAGMENTS * max(setting.fragments) / setting.parameters
     return kept + in_flight * (offer + 3 * payload) + temporary
 
