@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from p2p_co2.catchup import CatchUp, Shape, chunk_digest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TURN_AFTER_S, Apart
 from p2p_co2.node.ledger import AgreedVersion
@@ -14,7 +15,8 @@ from p2p_co2.node.majority import Majority
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.telemetry.events import Event, Warned
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.messages_pb2 import Decision, Status
+from tests.round_network import RUN, make_identity
 
 ME = PeerId("me")
 TRAINS, FINISHES, RESTS, JOINS = Status.TRAINING, Status.DRAINING, Status.PAUSED, Status.JOINING
@@ -133,6 +135,19 @@ def test_where_all_finish_in_several_states_they_choose_one(
         assert camp is not None
         assert (camp.version, camp.digest) == (goes_to[0], state(*goes_to))
         assert camp.wait_s == STRONGEST_AFTER_S
+
+
+def test_who_goes_over_gives_nobody_what_it_made_alone() -> None:
+    """Its lonely rounds and states have the numbers of those that the others will make."""
+    catchup = CatchUp(make_identity(0), RUN, Shape((8, 8), (64, 64)))
+    for fragment in (0, 1):
+        catchup.remember(fragment, 3, Decision(), bytes(8))
+        data = bytes(64)
+        catchup.exported(fragment, 3, data, state(3, "a"), [chunk_digest(data)], 1.0)
+    catchup.turned_back(0)
+    history = catchup.donor.history
+    assert [history.find(fragment, 3) is None for fragment in (0, 1)] == [True, False]
+    assert (history.held_bytes, catchup.donor.exported_bytes()) == (8, 64)
 
 
 # ---- whole swarms
