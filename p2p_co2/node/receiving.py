@@ -144,19 +144,7 @@ class Receiving:
         """Give the body to its machine; False for bulk that nobody waited for."""
         node, kind, message, useful = self._node, opened.kind, opened.body, True
         if kind in _MEMBERSHIP:
-            if size_bytes > MAX_STATUS_BYTES:
-                raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
-            if not node.far.is_near(sender):
-                raise RemoteProtocolError("wrong cell", f"a {kind} from another cell")
-            if kind == "leave":
-                node.membership.receive(message, sender, now)
-                return True
-            if kind == "ping" and message.nonce:
-                node.membership.status = node.progress.status()  # a pong says where we are, not were
-            status = opened.status
-            if status.sights:
-                check_sights(status.sights, node.far.cells)
-            node.membership.receive(message, sender, now, status)
+            self._take_membership(opened, size_bytes, sender, now)
         elif kind in OUTLOOK_KINDS:
             if size_bytes > MAX_STATUS_BYTES:
                 raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
@@ -177,3 +165,20 @@ class Receiving:
         else:
             raise RemoteProtocolError("unknown message", "no body that this version knows")
         return useful
+
+    def _take_membership(self, opened: Opened, size_bytes: int, sender: PeerId, now: float) -> None:
+        """What peers of one cell say of themselves."""
+        node, kind, message = self._node, opened.kind, opened.body
+        if size_bytes > MAX_STATUS_BYTES:
+            raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
+        if not node.far.is_near(sender):
+            raise RemoteProtocolError("wrong cell", f"a {kind} from another cell")
+        if kind == "leave":
+            node.membership.receive(message, sender, now)
+            return
+        if kind == "ping" and message.nonce:
+            node.membership.status = node.progress.status()  # a pong says where we are, not were
+        status = opened.status
+        if status.sights:
+            check_sights(status.sights, node.far.cells)
+        node.membership.receive(message, sender, now, status)
