@@ -150,7 +150,9 @@ class Catching:
     def _look_at(self, fragment: int, agreed: AgreedVersion, joining: bool, now: float) -> None:
         outlook = self._node.far.outlook
         ours = self.majority.digest(fragment, agreed.version)
-        contradicted = ours not in (None, agreed.digest)
+        contradicted = ours not in (None, agreed.digest) and agreed.digest != outlook.digest(
+            fragment, agreed.version, ours or b""
+        )  # who is first of its cell to go over to what most cells hold does not come back
         newest, is_last = self._newest(fragment, contradicted)
         other = (
             outlook.other_digest(fragment, agreed.version, agreed.digest, is_ours=ours is not None)
@@ -263,8 +265,8 @@ class Catching:
         alive += tuple(peer for peer in self.majority.donors(fragment, version) if peer not in alive)
         far = tuple(peer for peer in donors if not self._node.far.is_near(peer))
         rounds = self._replayable(fragment)
-        if far and not self.majority.is_near_by(fragment, version, digest):
-            # Our whole cell is behind; another cell's round does not say who of ours is in it.
+        if far and self.majority.is_of_cells(fragment, version, digest):
+            # Our whole cell is elsewhere; another cell's round does not say who of ours is in it.
             goal = Goal(STATE, fragment, version, split_donors(far, fragment), digest, version)
         elif not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)

@@ -165,6 +165,13 @@ class Majority:
             if fragment < len(info.digests)
         )
 
+    def is_of_cells(self, fragment: int, version: int, digest: bytes) -> bool:
+        """Whether it is other cells that hold this state: nobody of ours does, or most cells do and most of
+        ours hold another one. Who is first of ours to go over must not send the rest to what they have."""
+        here, there = self.digest(fragment, version), self._node.far.outlook.digest(fragment, version)
+        is_outvoted = here not in (None, digest) and digest == there
+        return is_outvoted or not self.is_near_by(fragment, version, digest)
+
     def donors(self, fragment: int, version: int) -> tuple[PeerId, ...]:
         """Peers that have it; one that rests, whose owner wants the machine or the line, only if no other
         has."""
