@@ -203,7 +203,8 @@ class Catching:
         self._node.report(
             ev.Warned,
             text=f"fragment {fragment}: our version {version} is of another history than the version "
-            f"{camp.version} of most others, or of the strongest of them: going over to theirs",
+            f"{camp.version} of most others, or of the strongest of them: going over to theirs; "
+            "what only our history holds is lost",
         )
         self._targets[fragment] = camp.version, camp.digest, camp.holders
         self._started_from[fragment] = version
