@@ -217,6 +217,7 @@ class Membership:
         """Handle one message of the membership part; raises ``RemoteProtocolError`` for nonsense in it.
         ``status``: what it says of its sender, if that was read already."""
         if isinstance(message, Leave):
+            self._fell_silent.discard(sender)
             self._drop(
                 sender, f"left: {message.reason[:MAX_STRING] or 'no reason given'}", now, with_word=True
             )
@@ -405,7 +406,9 @@ class Membership:
         if self._live.pop(peer, None) is not None:
             self._gone[peer] = now, with_word  # who is live is not in it: it comes to its end
             if len(self._gone) > MAX_PEERS:
-                del self._gone[next(iter(self._gone))]
+                oldest = next(iter(self._gone))
+                del self._gone[oldest]
+                self._fell_silent.discard(oldest)
             self.revision += 1
             self._events.append(Left(peer, reason))
 

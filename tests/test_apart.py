@@ -60,6 +60,7 @@ def one_that_made(
         ({"b": said(3, "b"), "c": said(3, "b")}, 0, 1, 3),  # they made the same versions anew
         ({"b": said(4, "b"), "c": said(3, "b"), "d": said(3, "b")}, 0, 1, 3),  # what two hold
         ({"b": said(4, "b"), "c": said(4, "b"), "d": said(3, "b")}, 0, 1, 4),
+        ({n: said(4, "b") for n in "bcdef"} | {n: said(5, "z") for n in "yz"}, 0, 1, 4),  # two liars
         ({"b": said(4, "b"), "c": said(3, "b")}, 0, 1, None),  # no two hold one state
         ({"b": said(3, "b"), "c": said(8, "a")}, 0, 1, None),  # one against two
         ({"b": said(3, "b"), "c": said(3, "b"), "d": said(8, "a"), "e": said(8, "a")}, 0, 1, None),  # 2 liars

@@ -228,6 +228,17 @@ def test_who_fell_silent_counts_as_gone_of_late_while_the_dht_lists_it() -> None
     assert not machine.is_cut_off(now + 3 * CUT_OFF_S)
 
 
+def test_who_fell_silent_and_then_says_goodbye_is_not_waited_for() -> None:
+    machine, now = Membership(A), 100.0
+    machine.receive(Ping(status=Status()), PeerId("asleep"), now)
+    while machine.live:
+        now += 1.0
+        machine.handle_timer(now)
+    machine.receive(Leave(reason="stopped"), PeerId("asleep"), now)
+    machine.found([PeerId("asleep")], now + CUT_OFF_S + 1.0)  # its record is still in the DHT
+    assert not machine.is_cut_off(now + CUT_OFF_S + 1.0)
+
+
 def test_who_stays_when_all_say_goodbye_is_not_cut_off() -> None:
     machine = Membership(A)
     others = [PeerId(f"peer {index}") for index in range(5)]

@@ -184,9 +184,11 @@ async def test_what_nobody_needs_any_more_is_not_sent() -> None:
                 links.post(peer, b"mean " + attempt, bulk=True, piece=Piece(attempt, True))
             links.post(peer, b"chunk", bulk=True, served=True)
         for peer in (B, C):
-            links._lanes[peer].turn_at = 1.0
+            links._lanes[peer].turn_at = links._lanes[peer].left_at = 1.0
         links.forget(b"1", means=False)
-        assert {lane.turn_at for lane in links._lanes.values()} == {None}  # it was for what is dropped
+        assert {(lane.turn_at, lane.left_at) for lane in links._lanes.values()} == {
+            (None, None)
+        }  # of the dropped
         assert [one.data for one in links._lanes[B].bulk] == [b"mean 1", b"slice 2", b"mean 2", b"chunk"]
         links.forget(b"1", means=True)
         assert links._queued_bytes == 2 * len(b"slice 2mean 2chunk")

@@ -7,7 +7,9 @@ from, because nobody gives its versions any more.
 
 Law: more than half of all who move, of those that the DHT lists and that are not heard, and of us, must be
 elsewhere, two of them in one state: two liars take nobody back who hears more honest peers than them. Of
-versions that others helped to make nobody turns back before they are contradicted. Price: what was made alone
+versions that others helped to make nobody turns back before they are contradicted. Where all finish in
+several states of which none has a majority, the largest digest decides among equals: a liar who finishes with
+them may be who it is. Price: what was made alone
 is lost, but for what the tensor side takes back. In a swarm of cells the others' cells decide
 (``rounds.council``), and nobody turns back.
 """
@@ -84,10 +86,11 @@ class Apart:
             return None
         middle = self._majority.near_version(fragment)
         is_ahead = middle < self._node.agreed[fragment].version
-        return (self._behind(fragment) if is_ahead else None) or self._strongest(fragment, middle)
+        return (self._behind(fragment, middle) if is_ahead else None) or self._strongest(fragment, middle)
 
-    def _behind(self, fragment: int) -> Camp | None:
-        """The state of most others, who are behind us and not on our way."""
+    def _behind(self, fragment: int, middle: int) -> Camp | None:
+        """The state of most others, who are behind us and not on our way; one that is further than half of
+        them have come (``middle``) only where there is no other: two that say so may have made it up."""
         node, mine = self._node, self._node.agreed[fragment].version
         past, moving = self._past.get(fragment, {}), 0
         elsewhere: dict[PeerId, tuple[int, bytes]] = {}
@@ -108,7 +111,7 @@ class Apart:
         if 2 * len(elsewhere) <= moving + node.membership.unheard + 1:
             return None
         counts, ours = Counter(elsewhere.values()), {elsewhere[peer] for peer in standing}
-        held = max(counts, key=lambda held: (counts[held] >= HOLDERS, held in ours, held))
+        held = max(counts, key=lambda held: (held[0] <= middle, counts[held], held in ours, held))
         if counts[held] < HOLDERS:
             return None
         holders = tuple(sorted(peer for peer in elsewhere if elsewhere[peer] == held))

@@ -89,17 +89,14 @@ class Catching:
         """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known.
         False if there is nowhere to go, or if only peers of other cells are said to hold it: who says so may
         lie, or name liars, so ``look_around`` goes there as soon as our own watchers saw it."""
-        if self._is_hearsay(fragment, version, digest, donors):
+        far = any(not self._node.far.is_near(donor) for donor in donors)
+        if far and not self.majority.is_near_by(fragment, version, digest):  # hearsay
             now = self._node.now()
             self._heard_of[fragment] = version, now + HEARD_OF_S
             self._node.far.outlook.look_soon(now)
             self._looks_again = True
             return False
         return self._go_to(fragment, version, digest, donors)
-
-    def _is_hearsay(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
-        far = any(not self._node.far.is_near(donor) for donor in donors)
-        return far and not self.majority.is_near_by(fragment, version, digest)
 
     def _go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
         agreed = self._node.agreed[fragment]
@@ -202,9 +199,8 @@ class Catching:
         version = self._node.agreed[fragment].version
         self._node.report(
             ev.Warned,
-            text=f"fragment {fragment}: our version {version} is of another history than the version "
-            f"{camp.version} of most others, or of the strongest of them: going over to theirs; "
-            "what only our history holds is lost",
+            text=f"fragment {fragment}: our version {version} is of another history than {camp.version} of most "
+            "others, or of the strongest: going over to theirs; what only our history holds is lost",
         )
         self._targets[fragment] = camp.version, camp.digest, camp.holders
         self._started_from[fragment] = version
@@ -328,6 +324,9 @@ class Catching:
 
     async def _take_state(self, event: Fetched) -> None:
         fragment = event.goal.fragment
+        if fragment in self._back and self.apart.camp(fragment) is None:
+            self._drop_target(fragment)  # the others have come to us meanwhile
+            return
         majority = self.majority.digest(fragment, event.version)
         try:  # as when it was promised (``_vouch``), but for what was heard since
             if not any(map(self._node.far.is_near, event.donors)):

@@ -164,6 +164,7 @@ class Links:
     def _give_turn_back(self, lane: Lane) -> None:
         """The lane's first bulk message is dropped. Its share of a cap is not: an upload of 1 Mbit/s to 31
         peers would rest for 4 s."""
+        lane.left_at = None
         if lane.turn_at is not None:
             size_bytes, lane.turn_at = len(lane.bulk[0].data), None
             lane.pace.give_back(size_bytes)
@@ -183,6 +184,7 @@ class Links:
         while lane.bulk_bytes + size_bytes > MAX_QUEUED_BYTES - self._queued_bytes - size_bytes:
             if not lane.bulk:
                 return False
+            self._give_turn_back(lane)
             dropped_bytes = len(lane.bulk.popleft().data)
             lane.bulk_bytes -= dropped_bytes
             self._queued_bytes -= dropped_bytes
