@@ -59,7 +59,7 @@ def magnitude(flat: Tensor) -> float:
     if (fast := passes_for(flat)) is not None:
         return fast.magnitude(flat)
     low, high = torch.aminmax(flat)
-    largest = max(-float(low), float(high))
+    largest = abs(max(-float(low), float(high)))
     return largest if math.isfinite(largest) else math.inf
 
 

@@ -11,7 +11,7 @@ the codec lost (``FromPayload``). In copies of the fragment in fp32:
   it is in the next offer.
 
 How far a step took the agreed parameters is not kept either: it is computed again from the momentum that the
-step left and the mean that it applied, which donors keep (``FromStep``).
+step left and the mean that it applied, which donors keep for a while (``FromStep``).
 
 Law: nothing here changes once it is whole, so whoever holds it (a checkpoint, the next offer) reads the same
 values. Price: a decode for each piece that is read.
@@ -120,7 +120,8 @@ class FromStep:
     not change; ``gap``: its staleness gap penalty."""
 
     held_bytes = 0
-    """The momentum is the state's, the mean the donor's: of each fragment it keeps the newest."""
+    """The momentum is the state's. The mean is the donor's as long as somebody lacks it; with Nesterov it is
+    held here from then to the next boundary."""
 
     def __init__(self, config: OuterConfig, codec: Codec, mean: Buffer, momentum: Tensor, gap: float) -> None:
         self._config, self._codec, self._momentum, self._gap = config, codec, momentum, gap
