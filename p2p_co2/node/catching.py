@@ -199,8 +199,8 @@ class Catching:
         version = self._node.agreed[fragment].version
         self._node.report(
             ev.Warned,
-            text=f"fragment {fragment}: our version {version} is of another history than {camp.version} of most "
-            "others, or of the strongest: going over to theirs; what only our history holds is lost",
+            text=f"fragment {fragment}: our version {version} is of another history than {camp.version} of "
+            "most others, or of the strongest: going over to theirs; what only our history holds is lost",
         )
         self._targets[fragment] = camp.version, camp.digest, camp.holders
         self._started_from[fragment] = version
