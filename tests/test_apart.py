@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2p_co2.catchup import CatchUp, Shape, chunk_digest
+from p2p_co2.catchup import STATE, CatchUp, Fetched, Goal, Shape, chunk_digest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TURN_AFTER_S, Apart
+from p2p_co2.node.catching import Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.majority import Majority
 from p2p_co2.simnet import EventLog, Settings, Swarm
@@ -152,6 +153,32 @@ def test_who_goes_over_gives_nobody_what_it_made_alone() -> None:
 
 
 # ---- whole swarms
+
+
+@pytest.mark.parametrize("they_come", [False, True])
+async def test_what_was_loaded_to_go_back_is_not_taken_once_the_others_have_come(they_come: bool) -> None:
+    """A state takes minutes over a slow line; meanwhile they may have fetched what we made alone."""
+    others = {PeerId(name): said(9, "a") if they_come else said(3, "b") for name in "bc"}
+    apart, adopted = one_that_made(6, 3, {}), list[AgreedVersion]()
+
+    async def adopt(fragment: int, data: bytes, agreed: AgreedVersion, *, goes_back: bool) -> None:
+        assert goes_back
+        adopted.append(agreed)
+
+    node = apart._node
+    node.membership.live = others  # type: ignore[assignment]
+    node.far.is_near = lambda peer: True  # type: ignore[method-assign]
+    node.catchup = SimpleNamespace(ask_swarm=lambda vouch: None)  # type: ignore[assignment]
+    node.deciding = SimpleNamespace(adopt=adopt)  # type: ignore[assignment]
+    node.report = lambda kind, **fields: None  # type: ignore[method-assign]
+    catching = Catching(node)
+    catching.apart = apart
+    catching._back.add(0)
+    catching._targets[0] = (3, state(3, "b"), tuple(others))
+    goal = Goal(STATE, 0, 3, tuple(others), state(3, "b"))
+    await catching._take_state(Fetched(goal, 3, b"", Decision(), state(3, "b"), tuple(others), 1.0, 0))
+    assert adopted == ([] if they_come else [AgreedVersion(3, state(3, "b"))])
+    assert not catching._back
 
 
 @dataclass(frozen=True)
