@@ -2,16 +2,14 @@
 
 A laboratory, not a swarm: four peers live in one process and the network is a number of inner steps. The
 outer maths and the codec are the product's own (``p2p_co2.outer``, ``p2p_co2.codec``); only the byte GPT is
-the laboratory's, because the peers' parameters are stacked on a leading dimension and trained as one
-computation.
+the laboratory's (``loss_model``). Rows "as held" go through what a peer's process holds, too
+(``FragmentLedger``): what it keeps of its own offers takes four bits there (residuals of error feedback,
+eager's corrections), here fp32.
 
-Law: the peers' gradients are independent; a stacked step equals four separate ones to 1e-5
-(tests/test_loss_table.py). All rows of a seed see the same start, the same windows of text and the same
+Law: all rows of a seed see the same start, the same windows of text and the same
 learning rates, so rows compare pairwise.
 Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (2501.18512), Eager updates (2502.12996), CO2
 (2401.16265).
-Price: 64 tokens per peer and inner step, so gradients are noisy and losses lie far above what the model can
-reach.
 
     python benchmarks/loss_table.py --rounds 30 --out loss_30.jsonl     # appends; skips rows that are there
     python benchmarks/loss_table.py --rounds 30 --out loss_30.jsonl --table
@@ -26,48 +24,43 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from loss_model import (
+    CONTEXT,
+    FRAGMENTS,
+    PARAMETERS,
+    Stacked,
+    Windows,
+    flatten,
+    gradients,
+    held_out_loss,
+    learning_rate,
+    start_params,
+    unflatten_,
+)
+
 from p2p_co2 import outer
-from p2p_co2.codec import get_codec
-from p2p_co2.config import ApplyRule, CodecName, OuterConfig
+from p2p_co2.averaging import mean_of_parts
+from p2p_co2.codec import encode_with_residual, get_codec
+from p2p_co2.config import ApplyRule, CodecConfig, CodecName, OuterConfig, RunConfig
+from p2p_co2.node.ledger import PartWeights
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
+from p2p_co2.trainer.fragment_ledger import FragmentLedger
 
 PEERS, H = 4, 30
-VOCAB, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 128, 4, 2
-PEAK_LR, FLOOR, WARMUP_STEPS = 2e-3, 0.1, 45
-HELD_OUT_WINDOWS = 512
-
-# Fragments are contiguous in the flat vector: embeddings and head, all attention, and one MLP per block.
-_FRAGMENTS: tuple[tuple[tuple[str, int, int], ...], ...] = (
-    (("wte", VOCAB, WIDTH), ("wpe", CONTEXT, WIDTH), ("smear", 1, WIDTH), ("head", WIDTH, VOCAB)),
-    (
-        ("qkv0", WIDTH, 3 * WIDTH),
-        ("out0", WIDTH, WIDTH),
-        ("qkv1", WIDTH, 3 * WIDTH),
-        ("out1", WIDTH, WIDTH),
-    ),
-    (("up0", WIDTH, 4 * WIDTH), ("down0", 4 * WIDTH, WIDTH)),
-    (("up1", WIDTH, 4 * WIDTH), ("down1", 4 * WIDTH, WIDTH)),
-)
-SHAPES = {name: (rows, columns) for fragment in _FRAGMENTS for name, rows, columns in fragment}
-PARAMETERS = sum(rows * columns for rows, columns in SHAPES.values())
-
-Stacked = dict[str, Tensor]
-"""Parameters of M models: name -> fp32 [M, rows, columns], contiguous."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the table. ``delay`` in inner steps; ``rule`` "data-parallel" averages gradients at every
-    step."""
+    step. ``feedback``: error feedback. ``as_held``: through the ledger of a peer's process."""
 
     name: str
     rule: str
@@ -79,6 +72,12 @@ class Row:
     nesterov: bool = True
     gap_penalty: bool = True
     blocking_rounds: int = 0
+    feedback: bool = False
+    as_held: bool = False
+
+    @property
+    def codec_config(self) -> CodecConfig:
+        return CodecConfig(name=self.codec, error_feedback=self.feedback)
 
     def outer_config(self) -> OuterConfig:
         rule: ApplyRule = self.rule  # type: ignore[assignment]
@@ -113,104 +112,15 @@ def _rows() -> list[Row]:
         rows.append(Row(f"keep d{delay} first awaited", "keep", delay, blocking_rounds=1))
     rows.append(Row(f"blend d{H} first awaited", "blend", H, blocking_rounds=1))
     rows.append(Row(f"co2 d{H} first awaited", "co2", H, lr=1.0, nesterov=False, blocking_rounds=1))
+    # What keeping one's own offers in four bits costs: each with fp32, and as a process holds it.
+    for row in [row for row in rows if row.name in {"keep d3", f"co2 d{H}", f"eager d{H}"}]:
+        corrected = replace(row, name=f"{row.name} feedback", feedback=True)
+        rows.append(corrected)
+        rows += [replace(one, name=f"{one.name} as held", as_held=True) for one in (row, corrected)]
     return rows
 
 
 ROWS = _rows()
-
-
-# The stacked model
-
-
-def start_params(seed: int, models: int) -> Stacked:
-    """The same start for every model: matrices scaled by their inputs, a head of zeros, so the first loss is
-    ln 256."""
-    generator = torch.Generator().manual_seed(seed)
-    scales = {"wte": 1.0, "wpe": 0.1, "smear": 0.0, "head": 0.0}
-    params: Stacked = {}
-    for name, (rows, columns) in SHAPES.items():
-        scale = 0.0 if name[:-1] in {"out", "down"} else scales.get(name, rows**-0.5)
-        params[name] = (torch.randn(rows, columns, generator=generator) * scale).repeat(models, 1, 1)
-    return params
-
-
-def losses(params: Stacked, windows: Tensor) -> Tensor:
-    """Mean cross-entropy of each model on its own windows.
-
-    ``windows``: int64 [M, B, T + 1]. Returns fp32 [M], nats per byte.
-    """
-    models, batch, length = windows.shape
-    length -= 1
-    inputs, targets = windows[..., :-1], windows[..., 1:]
-    rows = (inputs + VOCAB * torch.arange(models)[:, None, None]).flatten()
-    hidden = params["wte"].view(models * VOCAB, WIDTH)[rows].view(models, batch, length, WIDTH)
-    # A learned share of the embedding before, as in the product's byte GPT: pairs of bytes are seen from the
-    # start.
-    hidden = hidden + (0.5 + params["smear"][:, None]) * F.pad(hidden[:, :, :-1], (0, 0, 1, 0))
-    hidden = (hidden + params["wpe"][:, None, :length]).view(models, batch * length, WIDTH)
-    for layer in range(LAYERS):
-        mixed = torch.bmm(F.layer_norm(hidden, (WIDTH,)), params[f"qkv{layer}"])
-        query, key, value = mixed.view(models * batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        query, key = F.layer_norm(query, query.shape[-1:]), F.layer_norm(key, key.shape[-1:])
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed = mixed.transpose(1, 2).reshape(models, batch * length, WIDTH)
-        hidden = hidden + torch.bmm(mixed, params[f"out{layer}"])
-        mixed = F.relu(torch.bmm(F.layer_norm(hidden, (WIDTH,)), params[f"up{layer}"]))
-        hidden = hidden + torch.bmm(mixed, params[f"down{layer}"])
-    logits = torch.bmm(F.layer_norm(hidden, (WIDTH,)), params["head"])
-    each = F.cross_entropy(logits.view(-1, VOCAB), targets.flatten(), reduction="none")
-    return each.view(models, -1).mean(1)
-
-
-def gradients(params: Stacked, windows: Tensor) -> list[Tensor]:
-    """One gradient per tensor of ``params``; the sum over models keeps them independent."""
-    return list(torch.autograd.grad(losses(params, windows).sum(), list(params.values())))
-
-
-def flatten(params: Stacked, names: Sequence[str]) -> Tensor:
-    """fp32 [M, n]: the named tensors, one flat vector per model."""
-    return torch.cat([params[name].detach().flatten(1) for name in names], 1)
-
-
-def unflatten_(params: Stacked, names: Sequence[str], flat: Tensor) -> None:
-    """Write ``flat`` ([M, n]) back into the named tensors."""
-    sizes = [params[name][0].numel() for name in names]
-    with torch.no_grad():
-        for name, piece in zip(names, flat.split(sizes, 1), strict=True):
-            params[name].copy_(piece.view_as(params[name]))
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Warm-up, then a cosine from ``PEAK_LR`` down to ``FLOOR`` of it: the papers' schedule, the same for all
-    rows."""
-    if step < WARMUP_STEPS:
-        return PEAK_LR * (step + 1) / WARMUP_STEPS
-    done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
-    return PEAK_LR * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-class Windows:
-    """The text as windows of ``CONTEXT + 1`` tokens: ``step`` gives [PEERS, 1, CONTEXT + 1] int64, fixed by
-    the seed."""
-
-    def __init__(self, corpus: Corpus, seed: int, steps: int) -> None:
-        generator = torch.Generator().manual_seed(7919 * seed + 1)
-        self._text, self._span = corpus.train, torch.arange(CONTEXT + 1)
-        self._starts = torch.randint(len(self._text) - CONTEXT - 1, (steps, PEERS, 1, 1), generator=generator)
-
-    def step(self, index: int) -> Tensor:
-        return self._text[self._starts[index] + self._span].long()
-
-
-def held_out_loss(params: Stacked, corpus: Corpus) -> float:
-    """Loss of the first model on a fixed set of held-out windows, the same for all rows and seeds."""
-    generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(len(corpus.held_out) - CONTEXT - 1, (HELD_OUT_WINDOWS, 1), generator=generator)
-    windows = corpus.held_out[starts + torch.arange(CONTEXT + 1)].long()
-    first = {name: tensor[:1].detach() for name, tensor in params.items()}
-    with torch.no_grad():
-        pieces = [losses(first, piece[None]) for piece in windows.split(32)]
-    return float(torch.stack(pieces).mean())
 
 
 # The outer loop
@@ -235,6 +145,7 @@ class FragmentLab:
         self._gradients = self._snapshots = torch.empty(0)
         self._base_version = self._apply_at = 0
         self._corrections: list[Tensor | None] = [None] * PEERS
+        self._residuals: list[Tensor | None] = [None] * PEERS
         self._overwrites = row.rule in {"co2", "eager"}
         self._exchanges = self._overwrites and row.delay >= H
         self._awaited = row.blocking_rounds
@@ -266,14 +177,25 @@ class FragmentLab:
     def _transfer(self, values: Tensor) -> Tensor:
         return self._codec.decode(self._codec.encode(values))[: values.numel()]
 
+    def _offered(self, peer: int, gradient: Tensor) -> Tensor:
+        """What the others get of it. Every round commits with everybody here, so a residual moves on at
+        once."""
+        if not self._row.feedback:
+            return self._transfer(gradient)
+        decay = self._row.codec_config.error_feedback_decay
+        encoded, self._residuals[peer] = encode_with_residual(
+            self._codec, gradient, self._residuals[peer], decay
+        )
+        return self._codec.decode(encoded)[: gradient.numel()]
+
     def _send(self) -> None:
         self._snapshots = flatten(self._params, self._names)
         pairs = zip(self._snapshots, self._corrections, strict=True)
         self._gradients = torch.stack([outer.outer_gradient(self.state, live, past) for live, past in pairs])
         self._base_version = self.state.version
         total = torch.zeros_like(self.state.params)
-        for gradient in self._gradients:
-            total += self._transfer(gradient)
+        for peer, gradient in enumerate(self._gradients):
+            total += self._offered(peer, gradient)
         self._mean = self._transfer(total / PEERS)
 
     def _step(self) -> tuple[outer.OuterState, float]:
@@ -323,10 +245,80 @@ class FragmentLab:
         unflatten_(self._params, self._names, merged)
 
 
+class HeldFragment:
+    """One fragment of all peers, each with the ledger that its process would have: as ``FragmentLab``, with
+    what a peer keeps between rounds as coarse as it is kept.
+
+    Under co2 and eager the live parameters meet a mean at the next boundary, whenever it came.
+    """
+
+    def __init__(self, row: Row, names: Sequence[str], offset: int, params: Stacked) -> None:
+        self._row, self._names, self._params, self._offset = row, names, params, offset
+        self._codec = get_codec(row.codec)
+        run = RunConfig(outer=row.outer_config(), codec=row.codec_config)
+        start = flatten(params, names)
+        self._peers = [
+            FragmentLedger(run, self._codec, str(peer), outer.init(start[peer])) for peer in range(PEERS)
+        ]
+        everybody = {str(peer): 1.0 for peer in range(PEERS)}
+        self._parts = [PartWeights(0, self._codec.blocks(start.shape[1]), everybody)]
+        self.gaps: list[float] = []
+        self._mean: bytes | None = None  # in flight
+        self._base_version = self._apply_at = 0
+
+    def boundary(self, step: int) -> None:
+        """``step``: inner steps done so far."""
+        if self._mean is not None and step >= self._apply_at:
+            self._commit()
+        if step >= H and step % H == self._offset:
+            self._send()
+            self._apply_at = step + self._row.delay
+            if not self._row.delay:
+                self._commit()
+
+    def flush(self) -> None:
+        """The run ends: what is in flight is awaited and applied to the agreed state."""
+        if self._mean is not None:
+            self._commit()
+
+    def agreed(self) -> Tensor:
+        """fp32 [1, n]"""
+        return self._peers[0].state.params[None]
+
+    def _send(self) -> None:
+        live, payloads = flatten(self._params, self._names), []
+        for peer, ledger in enumerate(self._peers):
+            offer = ledger.offer(live[peer].clone(), 1.0)
+            payloads.append((str(peer), 1.0, offer.payload))
+            self._base_version = offer.base_version
+            self._merge_(live, peer, offer.merge)
+        self._mean = mean_of_parts(self._codec, payloads)
+        unflatten_(self._params, self._names, live)
+
+    def _commit(self) -> None:
+        mean = self._mean
+        assert mean is not None
+        live, round_ = flatten(self._params, self._names), self._peers[0].state.version + 1
+        for peer, ledger in enumerate(self._peers):
+            done = ledger.commit(round_, self._base_version, lambda: self._decoded(mean), self._parts, mean)
+            self._merge_(live, peer, done.merge)
+        self.gaps.append(done.report.gap)
+        self._mean = None
+        unflatten_(self._params, self._names, live)
+
+    def _decoded(self, mean: bytes) -> Tensor:
+        values = self._codec.decode(torch.frombuffer(bytearray(mean), dtype=torch.uint8))
+        return values[: self._peers[0].state.params.numel()]
+
+    def _merge_(self, live: Tensor, peer: int, merge: outer.Merge | None) -> None:
+        if merge is not None:
+            live[peer] = live[peer] * merge.keep + merge.addend
+
+
 def simulate(row: Row, rounds: int, seed: int, corpus: Corpus) -> dict[str, object]:
     """Train one row; returns its line of the output file."""
     steps, started_at = rounds * H, time.perf_counter()
-    windows = Windows(corpus, seed, steps)
+    windows = Windows(corpus, seed, steps, PEERS)
     data_parallel = row.rule == "data-parallel"
     params = start_params(seed, 1 if data_parallel else PEERS)
     for tensor in params.values():
@@ -364,17 +356,18 @@ def simulate(row: Row, rounds: int, seed: int, corpus: Corpus) -> dict[str, obje
 
 
 def _names_of_fragments(count: int) -> list[list[str]]:
-    names = [[name for name, _, _ in fragment] for fragment in _FRAGMENTS]
+    names = [[name for name, _, _ in fragment] for fragment in FRAGMENTS]
     return names if count == len(names) else [[name for group in names for name in group]]
 
 
-def _fragments(row: Row, params: Stacked) -> list[FragmentLab]:
+def _fragments(row: Row, params: Stacked) -> Sequence[FragmentLab | HeldFragment]:
     groups = _names_of_fragments(row.fragments)
     offsets = [math.ceil(index * H / len(groups)) for index in range(len(groups))]
-    return [FragmentLab(row, names, offset, params) for names, offset in zip(groups, offsets, strict=True)]
+    kind = HeldFragment if row.as_held else FragmentLab
+    return [kind(row, names, offset, params) for names, offset in zip(groups, offsets, strict=True)]
 
 
-def _write_agreed(row: Row, params: Stacked, fragments: Sequence[FragmentLab]) -> None:
+def _write_agreed(row: Row, params: Stacked, fragments: Sequence[FragmentLab | HeldFragment]) -> None:
     for names, fragment in zip(_names_of_fragments(row.fragments), fragments, strict=True):
         unflatten_(params, names, fragment.agreed().expand(PEERS, -1))
 
