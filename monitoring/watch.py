@@ -17,7 +17,7 @@ from monitoring.facts import PeerFacts, SwarmFacts
 from monitoring.history import History
 from monitoring.model import Model
 from monitoring.peer_state import ONLINE
-from monitoring.words import UNKNOWN, clock, figure, percent, plain, size
+from monitoring.words import UNKNOWN, ago, clock, figure, percent, plain, size
 from p2p_co2.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 
@@ -94,7 +94,9 @@ def frame(facts: SwarmFacts, width: int, height: int) -> RenderableType:
 
 def _head(facts: SwarmFacts) -> RenderableType:
     loss = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
-    kind = "held-out" if facts.loss_agreed is not None else "training"
+    kind = "training"
+    if facts.loss_agreed is not None:
+        kind = f"held-out{ago(facts.loss_agreed_at, facts.at)}"
     of = f" of {facts.rounds_total}" if facts.rounds_total else ""
     title = Text.assemble(
         (plain(facts.run or "a run", 64), "bold"), f"  {plain(facts.place, 80)}  ",

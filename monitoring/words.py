@@ -86,6 +86,13 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def ago(at: float | None, now: float) -> str:
+    """How long before ``now`` a figure was measured; "" if it is not known or it has just been."""
+    if at is None or not now - at >= 1.0:
+        return ""
+    return f", {clock(now - at)} ago"
+
+
 def date(at: float | None) -> str:
     """A moment as local time: hh:mm:ss today, else with the day."""
     if at is None or not math.isfinite(at) or abs(at) > 1e11:

@@ -164,6 +164,13 @@ def test_the_terminal_shows_swarm_and_staleness(model: Model) -> None:
     assert "5 troubles: Round 13" in line(model.facts())
 
 
+def test_the_terminal_says_how_old_the_held_out_loss_is(model: Model) -> None:
+    facts = model.facts()
+    console = Console(width=160, record=True, force_terminal=True)
+    console.print(frame(facts.model_copy(update={"loss_agreed_at": facts.at - 95.0}), 160, 40))
+    assert "(held-out, 1:35 ago)" in console.export_text()
+
+
 def test_watching_without_a_terminal_prints_lines_and_ends() -> None:
     feed = MadeFeed(MadeSwarm(2, start_at=START))
     feed.advance(20)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal
-from monitoring.words import clock, figure, percent, plain, size
+from monitoring.words import ago, clock, figure, percent, plain, size
 from p2p_co2.telemetry.events import PeerJoined
 from p2p_co2.telemetry.view import fold
 from tests.told_run import FACTS, IDS, frame, printed, story, swarm
@@ -33,6 +33,8 @@ def test_words_for_figures() -> None:
         "-",
     ]
     assert (clock(59.6), clock(3600), clock(-5), clock(None)) == ("1:00", "1:00:00", "0:00", "-")
+    assert (ago(40.0, 130.4), ago(130.0, 130.4), ago(140.0, 130.4)) == (", 1:30 ago", "", "")
+    assert (ago(None, 130.4), ago(math.nan, 130.4)) == ("", "")
     assert (figure(12345.6), figure(math.inf), percent(0.985)) == ("12,346", "-", "98.5 %")
     assert (plain("a\x1b[31m\n b", 20), plain("abcdef", 4)) == ("a?[31m b", "abc…")
 

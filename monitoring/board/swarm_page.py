@@ -8,7 +8,7 @@ from monitoring import charts
 from monitoring.board.shell import Chart, Frame, Tile, card, split_unit
 from monitoring.facts import SwarmFacts, Trouble
 from monitoring.history import SWARM
-from monitoring.words import clock, figure, percent, plain, size
+from monitoring.words import ago, clock, figure, percent, plain, size
 
 
 class SwarmPage:
@@ -54,7 +54,9 @@ class SwarmPage:
     def refresh(self, facts: SwarmFacts) -> None:
         tiles = self._tiles
         measured = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
-        kind = "held-out, agreed parameters" if facts.loss_agreed is not None else "training, mean of peers"
+        kind = "training, mean of peers"
+        if facts.loss_agreed is not None:
+            kind = f"held-out{ago(facts.loss_agreed_at, facts.at)}; agreed parameters"
         tiles["loss"].set(figure(measured, 3), facts.loss_unit.replace(" per ", "/"), kind)
         tiles["peers-online"].set(figure(facts.peers_online), "", f"of {facts.peers_known} known")
         total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
