@@ -3,9 +3,10 @@ few cores do not slow each other down, and what it costs to lose peers shows. It
 the first of ``torch.optim`` that a process makes imports torch's compiler: a second of CPU and 70 MB for each
 of dozens of processes.
 
-Two variables of the environment change one process and not the run: after ``PACED_RAISE_AFTER`` steps the
-data raise, as a user's faulty code would; into the file ``PACED_SAMPLES`` goes a line every few seconds with
-what the process holds (memory, descriptors, threads, asyncio tasks).
+Three variables of the environment change one process and not the run: after ``PACED_RAISE_AFTER`` steps the
+data raise, as a user's faulty code would; after ``PACED_TEAR_AFTER`` memory ends in the middle of the next
+outer step; into the file ``PACED_SAMPLES`` goes a line every few seconds with what the process holds (memory,
+descriptors, threads, asyncio tasks).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from p2p_co2.outer import stepping
 from p2p_co2.recipes import Recipe
 
 SAMPLE_EVERY_S = 10.0
@@ -64,6 +66,7 @@ class Descent:
 def make(step_s: float = 0.1, width: int = 32) -> Recipe:
     """``step_s``: seconds that a step rests; ``width`` of the two layers."""
     raise_after = int(os.environ.get("PACED_RAISE_AFTER", "0"))
+    tear_after = int(os.environ.get("PACED_TEAR_AFTER", "0"))
     samples = os.environ.get("PACED_SAMPLES", "")
 
     def batches(seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -74,6 +77,8 @@ def make(step_s: float = 0.1, width: int = 32) -> Recipe:
             steps += 1
             if raise_after and steps > raise_after:
                 raise RuntimeError("the model of this peer is broken")
+            if tear_after and steps > tear_after:
+                stepping.take_piece_ = no_memory
             if samples and time.monotonic() - sampled_at >= SAMPLE_EVERY_S:
                 sampled_at = time.monotonic()
                 with Path(samples).open("a") as file:
@@ -87,6 +92,12 @@ def make(step_s: float = 0.1, width: int = 32) -> Recipe:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     return Recipe(model, batches, loss, optimizer=Descent)  # type: ignore[arg-type]  # see the class
+
+
+def no_memory(*_: object) -> tuple[int, float]:
+    """In place of ``stepping.take_piece_``: the momentum is that of the next state then, the parameters are
+    not."""
+    raise MemoryError("no memory is left")
 
 
 def sample() -> dict[str, float]:

@@ -94,7 +94,7 @@ class Bench:
                 for parameter in self.model.parameters():
                     parameter.add_(1.0)
             self.sync.after_step(tokens=10, loss=1.0)
-            self.ledger.states()  # let the worker finish what was asked
+            self.ledger.agreed()  # let the worker finish what was asked
 
     def commit(self, fragment: int) -> None:
         """The round of this peer's last offer for ``fragment`` commits, with it alone in the mean."""
@@ -118,7 +118,7 @@ class PatientOutcomes(queue.SimpleQueue[Any]):
         self.bench, self.now_s = bench, now_s
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        self.bench.ledger.states()
+        self.bench.ledger.agreed()
         try:
             return self.get_nowait()
         except queue.Empty:

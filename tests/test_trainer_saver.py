@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from p2p_co2.checkpoint import Checkpoint, load
+from p2p_co2.codec import get_codec
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.fragments.plan import plan_fragments
@@ -26,6 +27,8 @@ from p2p_co2.trainer.fragment_ledger import Rebase
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.saver import Saver
 from tests.test_trainer import Bench
+
+BLOCK = 128
 
 
 class Saving:
@@ -52,7 +55,7 @@ class Saving:
         """Have a moment among the outcomes."""
         self.saver.keep_up()  # the first time, pages are made
         self.finish()
-        self.bench.ledger.states()  # the worker has told it
+        self.bench.ledger.agreed()  # the worker has told it
 
     def finish(self) -> None:
         self.saver._thread.submit(lambda: None).result()
@@ -70,9 +73,9 @@ class Saving:
 
     def others_move(self, fragment: int, by: float) -> None:
         """A round without us commits."""
-        size = self.bench.ledger.states()[fragment].params.numel()
-        mean = torch.full((size,), -by).numpy().tobytes()
-        parts = (PartWeights(0, len(mean) // 512, {"other": 1.0}),)
+        blocks = get_codec("fp32").blocks(self.plan.fragments.fragments[fragment].numel)
+        mean = torch.full((blocks * BLOCK,), -by).numpy().tobytes()
+        parts = (PartWeights(0, blocks, {"other": 1.0}),)
         asyncio.run(self.bench.ledger.commit(AgreedMean(fragment, 1, 0, mean, parts)))
 
     def live(self) -> dict[str, Tensor]:

@@ -5,10 +5,11 @@ One ``FragmentLedger`` lives on the worker thread. It turns a snapshot of live p
 committed mean into the next agreed state plus a ``Merge`` that the training thread applies whenever it next
 passes by.
 
-Laws: the state changes only in ``commit`` and ``adopt``; ``abort`` changes nothing that is agreed; an offer
-that did not reach the mean, wholly or in some parts, goes back into this peer's live parameters or stays
-there, so that its work is offered again (ALGORITHMS.md, laws 2 and 5). Residuals of error feedback advance
-only where the offer was counted.
+Laws: the state changes only in ``commit`` and ``adopt``, and one of them that fails in its middle leaves the
+fragment torn (``wholeness``); ``abort`` changes nothing that is agreed; an offer that did not reach the mean,
+wholly or in some parts, goes back into this peer's live parameters or stays there, so that its work is
+offered again (ALGORITHMS.md, laws 2 and 5). Residuals of error feedback advance only where the offer was
+counted.
 
 Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight what ``offered`` says, at
 most a half; with error feedback an eighth for the residual; under "eager" an eighth for the correction at the
@@ -41,6 +42,7 @@ from p2p_co2.trainer.offered import FromMean, FromPayload, FromStep, Kept, Offer
 from p2p_co2.trainer.pieces import piece_values, pieces, within
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from p2p_co2.trainer.scaled_int4 import ScaledInt4
+from p2p_co2.trainer.wholeness import Wholeness
 
 COARSE_BITS = 9
 """Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
@@ -104,6 +106,7 @@ class FragmentLedger:
         self._is_coarse = 8 * codec.block_bytes < COARSE_BITS * codec.block_values
         self._is_exact = codec.name == "fp32"
         self.state = state
+        self.wholeness = Wholeness()
         self._is_lent, self._loans = False, list[Loan]()
         self.residual: ScaledInt4 | None = None
         """Of error feedback, once an offer was counted."""
@@ -124,6 +127,7 @@ class FragmentLedger:
     def lend(self, loan: Loan | None = None) -> OuterState:
         """The state, for somebody who holds it while the swarm goes on: its memory is not written to until
         ``loan`` has ended; without one, never."""
+        self.wholeness.check()
         if loan is None:
             self._is_lent = True
         else:
@@ -150,6 +154,7 @@ class FragmentLedger:
         """Encode what this peer learned. ``snapshot``: fp32 [n], live parameters at the schedule point; owned
         from now on. ``weight``: the offer's, which tells it from other attempts at the same round. Raises
         ``ValueError`` if a value is not finite."""
+        self.wholeness.check()
         if self._in_flight is not None:
             raise LocalProtocolError(f"round {self._in_flight.round} is still in flight")
         base_version = self._origin_version if self._delayed else self.state.version
@@ -168,18 +173,16 @@ class FragmentLedger:
             gradient = FromPayload(
                 self._codec, payload, size, lost, self.residual, feedback.error_feedback_decay
             )
-        self._in_flight = Offered(
-            round=self.state.version + 1,
-            weight=weight,
-            base_version=base_version,
-            gradient=gradient,
-            residual=lost if feedback.error_feedback else None,
-        )
-        merge = None
+        residual = lost if feedback.error_feedback else None
+        mine = Offered(self.state.version + 1, weight, base_version, gradient, residual)
+        merge, encoded = None, payload.numpy().data
         if self._delayed:
             assert isinstance(gradient, FromPayload)
-            merge = self._boundary_merge(snapshot, gradient)
-        return EncodedOffer(self._in_flight.round, base_version, payload.numpy().data, error, merge)
+            # It sets the live parameters out anew: who does not hear of that must not be saved.
+            with self.wholeness.changing(f"setting out for round {mine.round}"):
+                merge = self._boundary_merge(snapshot, gradient)
+        self._in_flight = mine
+        return EncodedOffer(mine.round, base_version, encoded, error, merge)
 
     def _boundary_merge(self, snapshot: Tensor, fresh: FromPayload) -> Merge:
         """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is
@@ -209,9 +212,16 @@ class FragmentLedger:
         """
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
-        old, refused = self.state, ""
         self._settle_loans()
         self._hold_offset()
+        with self.wholeness.changing(f"the outer step of round {round_}"):
+            return self._take_step(round_, base_version, decode, parts, encoded)
+
+    def _take_step(
+        self, round_: int, base_version: int, decode: Callable[[], Tensor], parts: Sequence[PartWeights],
+        encoded: Buffer,
+    ) -> Applied:  # fmt: skip
+        old, refused = self.state, ""
         try:
             new, report = self._step(min(base_version, old.version), decode, encoded)
         except RemoteProtocolError as error:
@@ -265,13 +275,13 @@ class FragmentLedger:
         mine = self._in_flight
         if mine is None or mine.round != round_:
             return False, None
+        merge = None
+        if self._delayed:
+            merge = Merge(1.0, large_tensor(self.state.params.numel()))
+            for at in self._pieces():
+                torch.neg(mine.gradient[at], out=merge.addend[at])
         self._in_flight, self._withdrawn = None, mine
-        if not self._delayed:
-            return True, None
-        addend = large_tensor(self.state.params.numel())
-        for at in self._pieces():
-            torch.neg(mine.gradient[at], out=addend[at])
-        return True, Merge(1.0, addend)
+        return True, merge
 
     def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Merge:
         """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
@@ -284,6 +294,10 @@ class FragmentLedger:
         nothing is kept.
         """
         self._settle_loans()
+        with self.wholeness.changing(f"taking over the others' version {state.version}"):
+            return self._take_over(state, parts)
+
+    def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None) -> Merge:
         is_newer = state.version > self.state.version
         mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
         if self.in_doubt or (is_newer and (is_foreign or self.is_resumed)):

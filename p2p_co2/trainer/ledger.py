@@ -85,9 +85,12 @@ class TensorLedger:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def agreed(self) -> list[AgreedVersion]:
-        """Where every fragment is, all at one moment. Any thread; waits for the worker."""
+        """Where every fragment is, all at one moment. Any thread; waits for the worker. Raises as
+        ``Wholeness.check``."""
 
         def read() -> list[AgreedVersion]:
+            for fragment in self._fragments:
+                fragment.wholeness.check()
             pairs = zip(self._fragments, self._digests, strict=True)
             return [AgreedVersion(fragment.state.version, digest) for fragment, digest in pairs]
 
@@ -253,10 +256,11 @@ class TensorLedger:
 
     def _moved(self, fragment: int, outcome: Callable[[], Outcome]) -> AgreedVersion:
         # The training thread need not wait for the digest: its next offer queues up behind this work.
-        self._tell(outcome())
-        state = self._fragments[fragment].state
-        self._digests[fragment] = state_digest(state)
-        return AgreedVersion(state.version, self._digests[fragment])
+        ledger = self._fragments[fragment]
+        with ledger.wholeness.changing(f"telling of version {ledger.state.version}"):
+            self._tell(outcome())
+            self._digests[fragment] = state_digest(ledger.state)
+        return AgreedVersion(ledger.state.version, self._digests[fragment])
 
     def _admitted(self, data: Buffer, blocks: int) -> Iterator[Tensor]:
         """``admit`` piece by piece: a copy of the whole costs more than the check. Raises as ``admit``."""

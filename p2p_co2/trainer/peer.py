@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from p2p_co2.checkpoint import swarm_digest
 from p2p_co2.config import RunConfig
-from p2p_co2.errors import EnvironmentFault
+from p2p_co2.errors import EnvironmentFault, LocalProtocolError
 from p2p_co2.governor import Governor
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
@@ -192,7 +192,7 @@ class Peer:
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
         try:
             self.save()
-        except EnvironmentFault:
+        except (EnvironmentFault, LocalProtocolError):
             reason += ", without a last checkpoint"
             raise
         finally:
