@@ -142,7 +142,9 @@ def describe(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
             words = f"{me} lost its {event.carrier} link to {name(event.other)}: {event.reason}"
         case CaughtUp():
             span = f"version {event.from_version} to {event.to_version} of fragment {event.fragment}"
+            lost = event.rounds_given_up
             words = f"{me} caught up, {span}, by {event.how} from {name(event.donor)}"
+            words += f"; given up: {lost} round{'s' if lost > 1 else ''} that it made alone" if lost else ""
         case MessageRefused():
             words = f"{me} refused a message from {name(event.other)}: {event.reason}"
         case RoundCommitted() | RoundAborted() | SendSkipped():

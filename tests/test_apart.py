@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -9,12 +10,12 @@ import pytest
 
 from p2p_co2.catchup import STATE, CatchUp, Fetched, Goal, Shape, chunk_digest
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TURN_AFTER_S, Apart
+from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TURN_AFTER_S, Apart, Camp
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.majority import Majority
 from p2p_co2.simnet import EventLog, Settings, Swarm
-from p2p_co2.telemetry.events import Event, Warned
+from p2p_co2.telemetry.events import CaughtUp, Event, RoundCommitted, Warned
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Decision, Status
 from tests.round_network import RUN, make_identity
@@ -104,6 +105,31 @@ def test_of_a_past_that_is_not_known_nothing_follows() -> None:
     apart = one_that_made(PAST_KEPT + 4, 2, others)
     assert apart.camp(0) is None
     assert len(apart._past[0]) == PAST_KEPT
+
+
+@pytest.mark.parametrize(
+    ("version", "history", "given_up"),
+    [
+        (3, "b", 6),  # made anew by the others
+        (2, "a", 6),  # where our lonely rounds began
+        (5, "a", 3),  # somebody fetched three of them
+        (8, "b", 6),
+        (9, "b", 0),  # ahead of us: it may hold all that we made
+    ],
+)
+def test_what_was_made_alone_is_counted_where_it_is_given_up(
+    version: int, history: str, given_up: int
+) -> None:
+    apart = one_that_made(6, 2, {})
+    words = apart.loss(0, Camp(version, state(version, history), (), TURN_AFTER_S))
+    assert words == "what only our history holds is lost" + (
+        f", {given_up} rounds of this peer alone among it" if given_up else ""
+    )
+    apart.moved(0, AgreedVersion(version, state(version, history)), None)
+    assert apart.given_up == {0: given_up}
+    of_two = one_that_made(0, 8, {})
+    of_two.moved(0, AgreedVersion(3, state(3, "b")), None)
+    assert of_two.given_up == {0: 0}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +228,7 @@ class Asleep:
 @pytest.mark.parametrize(
     ("peers", "fault", "text"),
     [
-        (3, Asleep(20.0, 45.0), "what only our history holds is lost"),  # they wake before its end
+        (3, Asleep(20.0, 45.0), "rounds of this peer alone among it"),  # they wake before its end
         (4, Asleep(20.0, 60.0), "went without a word"),  # long after it
         (3, Asleep(20.0, 48.0, is_net=True), "going over to theirs"),
     ],
@@ -213,10 +239,15 @@ def test_one_that_trained_alone_and_those_who_wake_end_in_one_state(
     """Each ended with a state of its own, after waiting for the others as long as an end may take."""
     clock = ClockConfig(mode="time", round_s=4.0, rounds=12)
     run, told = RunConfig(name="sleepers", fragments=2, clock=clock), list[str]()
+    alone, given_up = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
 
     def hear(event: Event) -> None:
         if isinstance(event, Warned):
             told.append(event.text)
+        elif isinstance(event, RoundCommitted) and event.group_size == 1:
+            alone[event.peer, event.fragment] += 1
+        elif isinstance(event, CaughtUp):
+            given_up[event.peer, event.fragment] += event.rounds_given_up
 
     log = EventLog(digests=False)
     log.readers.append(hear)
@@ -227,3 +258,5 @@ def test_one_that_trained_alone_and_those_who_wake_end_in_one_state(
     assert len(result.digests) == peers
     assert len(set(result.digests.values())) == 1
     assert any(text in words for words in told)
+    assert given_up.total() > 0
+    assert given_up <= alone

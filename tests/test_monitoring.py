@@ -15,7 +15,7 @@ from monitoring.terminal import plain_line
 from monitoring.words import news
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.telemetry.events import PeerLeft, PeerStarted
+from p2p_co2.telemetry.events import CaughtUp, PeerLeft, PeerStarted
 from p2p_co2.telemetry.view import fold
 from tests.told_run import FACTS, IDS, frame, hostile_view, printed, story, swarm
 
@@ -117,6 +117,15 @@ def test_markup_control_characters_and_nan_do_not_break_a_reader(tmp_path: Path)
         assert "\x07" not in text
     assert "[red]$x_?[31m?" in frame(view)
     draw_run(view, tmp_path / "hostile.png", title="$", loss_start=math.nan)
+
+
+@pytest.mark.parametrize(("rounds", "words"), [(0, ""), (1, "1 round"), (3, "3 rounds")])
+def test_rounds_that_a_peer_gave_up_are_told(rounds: int, words: str) -> None:
+    span = {"fragment": 0, "from_version": 7, "to_version": 4, "bytes": 8, "duration_s": 0.1}
+    event = CaughtUp(at=9.0, peer=IDS["ada"], how="state", donor=IDS["bob"], rounds_given_up=rounds, **span)
+    told = [said for _, said in news(fold([*story("ada", "bob"), event]), 99)]
+    (line,) = (said for said in told if "ada caught up" in said)
+    assert line.endswith(f"; given up: {words} that it made alone" if rounds else "by state from ~BBBBBB")
 
 
 # ---- picture

@@ -59,18 +59,39 @@ class Apart:
         self._past: dict[int, dict[int, tuple[bytes, bool]]] = {}
         """Per fragment: by version its digest, and whether this peer made it alone."""
         self.since: dict[int, float] = {}
+        self.given_up: dict[int, int] = {}
+        """Per fragment: rounds that this peer made alone, which the last state that it took over lacks."""
 
     def moved(self, fragment: int, agreed: AgreedVersion, group: Collection[PeerId] | None) -> None:
         """Our state is about to be ``agreed``: by a round of ``group``, or (None) somebody else's whole
         state, of whose past we know nothing."""
         past, before = self._past.setdefault(fragment, {}), self._node.agreed[fragment]
         if group is None:
+            self.given_up[fragment] = self._alone_beyond(fragment, agreed.version, agreed.digest)
             past.clear()
         elif not past:
             past[before.version] = before.digest, False
         past[agreed.version] = agreed.digest, group is not None and set(group) == {self._node.me}
         while len(past) > PAST_KEPT:
             del past[next(iter(past))]
+
+    def _alone_beyond(self, fragment: int, version: int, digest: bytes) -> int:
+        """How many rounds in a row, the newest, this peer made alone that a state of ``version`` lacks: at
+        most, since it may come of one of ours; 0 of a newer one, which may hold all of them."""
+        past, newest = self._past.get(fragment, {}), self._node.agreed[fragment].version
+        if version > newest:
+            return 0
+        held = version if past.get(version, (b"",))[0] == digest else -1
+        made = newest
+        while made > held and past.get(made, (b"", False))[1]:
+            made -= 1
+        return newest - made
+
+    def loss(self, fragment: int, camp: Camp) -> str:
+        """What going there costs, in words."""
+        alone = self._alone_beyond(fragment, camp.version, camp.digest)
+        rounds = f", {alone} round{'s' if alone > 1 else ''} of this peer alone among it" if alone else ""
+        return f"what only our history holds is lost{rounds}"
 
     def where_to(self, fragment: int, now: float) -> Camp | None:
         """As ``camp``, once it has lasted."""

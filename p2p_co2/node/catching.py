@@ -200,7 +200,7 @@ class Catching:
         self._node.report(
             ev.Warned,
             text=f"fragment {fragment}: our version {version} is of another history than {camp.version} of "
-            "most others, or of the strongest: going over to theirs; what only our history holds is lost",
+            f"most others, or of the strongest: going over to theirs; {self.apart.loss(fragment, camp)}",
         )
         self._targets[fragment] = camp.version, camp.digest, camp.holders
         self._started_from[fragment] = version
@@ -371,6 +371,7 @@ class Catching:
             donors=len(event.donors),
             bytes=len(event.data),
             duration_s=event.duration_s,
+            rounds_given_up=self.apart.given_up.pop(fragment, 0),
         )
 
     def _drop_target(self, fragment: int) -> None:
