@@ -24,7 +24,7 @@ from p2p_co2.node.meter import (
 )
 from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
-from p2p_co2.transport.base import OnMessage, OnRefused
+from p2p_co2.transport.base import OnMessage, OnRefused, Seen
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import PeerRecord
@@ -37,7 +37,8 @@ class FakeLink:
         self._carrier, self.peer, self.carrier, self.way = carrier, peer, carrier.name, carrier.way
         self.acknowledged: Acknowledged | None = None
         self.is_far, self.gate = carrier.is_far, carrier.gate
-        self.queued_s = 0.0
+        self.queued_s: float | None = 0.0
+        self.there_bytes = 0
         self.bytes_per_s = 0.0
         """0.0: unknown."""
         self.carried: list[bytes] = []
@@ -51,6 +52,9 @@ class FakeLink:
         self.carried.append(data)
         if self.acknowledged is not None:
             self.acknowledged.sent(len(data), time.monotonic())
+
+    def look(self) -> Seen:
+        return Seen(self.queued_s, self.there_bytes)
 
     def there_in_s(self, size_bytes: int) -> float:
         return size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
@@ -398,14 +402,14 @@ def test_who_asks_late_loses_nothing_up_to_a_bound() -> None:
 def test_a_line_that_was_measured_low_is_found_out_in_a_few_bursts() -> None:
     pace, line, shown, bursts = LinePace(), 2e6, 1e6, 0
     while shown < 0.99 * line:
-        pace.follow(shown)
+        pace.follow(shown, 0.0, 0.0)
         shown, bursts = min(line, pace.bytes_per_s), bursts + 1
     assert bursts <= 4
-    pace.follow(shown * 0.99)
+    pace.follow(shown * 0.99, 0.0, 0.0)
     assert pace.bytes_per_s == pytest.approx(1.2 * 0.99 * line)  # full: turns bind again
-    pace.follow(0.0)
+    pace.follow(0.0, 0.0, 0.0)
     assert not pace.bytes_per_s
-    pace.follow(FAST_BYTES_PER_S)
+    pace.follow(FAST_BYTES_PER_S, 0.0, 0.0)
     assert not pace.bytes_per_s
 
 

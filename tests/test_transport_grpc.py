@@ -20,7 +20,7 @@ from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, Tran
 from p2p_co2.node.links import BESIDE_BYTES, LinkObserver, Links
 from p2p_co2.transport import send_buffer
 from p2p_co2.transport.admission import Admission
-from p2p_co2.transport.base import Link
+from p2p_co2.transport.base import Link, Seen
 from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier, GrpcLink, how_it_ended
 from p2p_co2.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendBuffer
 from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
@@ -191,11 +191,14 @@ async def test_a_slow_connection_holds_little_beside_a_fast_one_to_the_same_peer
 
 
 def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -> None:
-    info = struct.Struct("B67xI76xI")
-    assert send_buffer._waits_s(info.pack(1, 90_000, 40_000)) == 0.05
-    assert send_buffer._waits_s(info.pack(1, 40_000, 90_000)) == 0.0
-    assert send_buffer._waits_s(info.pack(7, 90_000, 40_000)) == 0.0  # closed
-    assert send_buffer._waits_s(info.pack(1, 90_000, 40_000)[:120]) == 0.0  # an old kernel does not say
+    # state, segment, acknowledged out of turn, last acknowledgement, round trip, acknowledged, shortest
+    info = struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
+    assert send_buffer._seen(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)) == (0.05, 7000 + 2 * 1448)
+    assert send_buffer._seen(info.pack(1, 1448, 0, 20, 40_000, 7000, 90_000)) == (0.0, 7000)
+    assert send_buffer._seen(info.pack(1, 1448, 0, 600, 90_000, 7000, 40_000)) == (None, 7000)  # it was so
+    assert send_buffer._seen(info.pack(7, 1448, 0, 20, 90_000, 7000, 40_000)) == (None, 7000)  # closed
+    an_old_kernels = info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)[:120]
+    assert send_buffer._seen(an_old_kernels) == (None, 0)  # does not say
 
 
 def test_when_more_would_be_there_by_a_connection() -> None:
@@ -204,10 +207,22 @@ def test_when_more_would_be_there_by_a_connection() -> None:
     there_in_s = send_buffer._there_in_s
     sent_soon = info.pack(1, 1000, 10, 100_000, 100, 400_000, 30_000)
     assert there_in_s(sent_soon, 40_000) == 0.2  # 80 kB at 400 kB/s
-    assert there_in_s(info.pack(1, 1000, 10, 100_000, 2, 400_000, 30_000), 20_000) == 1.0  # of 60 kB/s
+    assert there_in_s(info.pack(1, 1000, 10, 100_000, 20, 900_000, 30_000), 20_000) == 0.1  # of 600 kB/s
     assert there_in_s(info.pack(1, 1000, 0, 0, 0, 0, 0), 5) == 5.0  # it has not begun
     assert there_in_s(info.pack(7, 1000, 10, 100_000, 100, 400_000, 30_000), 40_000) == 0.0  # closed
     assert there_in_s(sent_soon[:120], 40_000) == 0.0  # an old kernel does not say
+
+
+def test_a_connection_that_measures_the_way_goes_on_soon_and_one_that_crawls_does_not() -> None:
+    """194 kB were handed to one of 25 kB/s, beside one that measured the way with 0.5 MB to carry."""
+    info = struct.Struct("=B15xI4xI40xI8xI20xQ32xI4x")
+    measures = info.pack(1, 1448, 270, 500_000, 4, 1_000_000, 107_000)
+    crawls = info.pack(1, 1448, 4, 250_000, 8, 25_000, 0)
+    assert send_buffer._there_in_s(measures, 32_768) == pytest.approx(0.2 + 0.5 + 0.53, abs=0.01)
+    assert send_buffer._there_in_s(crawls, 32_768) == pytest.approx(1.54, abs=0.01)
+    assert send_buffer._there_in_s(info.pack(1, 1448, 4, 100_000, 4, 1_000_000, 0), 0) == pytest.approx(
+        4 * 1448 / (3 * 4 * 1448 / 0.1)
+    )  # a little goes at once
 
 
 async def test_a_connection_that_is_handed_a_message_counts_it_as_on_its_way(
@@ -238,13 +253,15 @@ async def test_what_waits_before_a_link_is_what_the_kernel_says(
         files = link.send_buffer.files  # its own, and perhaps one that fetched the certificate before
         assert files
         told = struct.Struct("B147xI")
-        monkeypatch.setattr(send_buffer, "_waits_s", lambda info: 0.03 if told.unpack(info) > (1, 0) else 0.0)
-        assert link.queued_s == 0.03  # it is established, and has a shortest round trip
+        monkeypatch.setattr(
+            send_buffer, "_seen", lambda info: Seen(0.03, 5) if told.unpack(info) > (1, 0) else Seen()
+        )
+        assert link.look() == (0.03, 5 * len(files))  # established, and has a shortest round trip
         open_files = set(os.listdir("/proc/self/fd"))
-        assert [link.queued_s for _ in range(20)] == [0.03] * 20
+        assert len({link.look() for _ in range(20)}) == 1
         assert len(set(os.listdir("/proc/self/fd")) - open_files) < 10  # looking leaves nothing open
         link.send_buffer.files = [(name, inode + 1) for name, inode in files]  # other files, by now
-        assert link.queued_s == 0.0
+        assert link.look() == (None, 0)
         await link.close()
 
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median_low
 from typing import NamedTuple
 
 from google.protobuf.message import Message
@@ -28,7 +27,12 @@ from p2p_co2.wire.messages_pb2 import Mean, Part
 QUEUE_LOOK_S = 0.04
 """How often it is looked at what waits before the line."""
 MOST_LOOKED_AT = 9
-"""Lanes that are asked for that: a look costs 25 us, and there may be 63."""
+"""Lanes that are asked for that: a look costs 25 us for each connection, and there may be 63 lanes."""
+LONGEST_LOOK_S, STANDING_S = 0.2, 0.03
+"""From one look to the next: more than the first is a pause, in which nothing was to be seen; where more than
+the second waits before and after it, the line was full."""
+COMMON_OF = 4
+"""The lane counts on which what is under way waits least, once one of so many has been left out."""
 
 
 class UnderWay(NamedTuple):
@@ -97,6 +101,11 @@ class Lane:
     wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
     beside_failed_at: float = -1e9
 
+    @property
+    def links(self) -> list[Link]:
+        """Its connections."""
+        return [link for link in (self.link, self.link_beside) if link is not None]
+
     def is_sooner_by_other(self, link: Link, now: float) -> bool:
         """Whether the first bulk message would be there sooner over the lane's other connection than over
         ``link``: TCP may leave one of two at a hundredth of the line, and what that has taken is stuck. How
@@ -118,14 +127,17 @@ class LineTurns:
         self._lanes, self._meter = lanes, meter
         self._line = LinePace()
         self._looked_at, self._waits_s = -1e9, 0.0
-        """When, and what, ``_queued_s`` saw."""
+        """When, and what, ``_look`` saw."""
+        self._there_bytes: dict[Link, int] = {}
+        """Of those that it saw."""
 
     def ask(self, lane: Lane, size_bytes: int, now: float) -> tuple[float, bool]:
         """(when, True): the lane has its turn then. (when, False): it is to ask again then. Who has less left
         to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
         self._meter.rest(now)
-        queued_s = self._queued_s(now) if self._meter.may_ease else 0.0
-        is_eased = self._line.follow(self._meter.bytes_per_s, queued_s)
+        self._look(now)
+        queued_s = self._waits_s if self._meter.may_ease else 0.0
+        is_eased = self._line.follow(self._meter.bytes_per_s, queued_s, now)
         turn_s = self._line.turn_s(size_bytes)
         if is_eased and turn_s:
             self._meter.eased(now)
@@ -147,11 +159,34 @@ class LineTurns:
             if one is not lane and one.link is not None and one.link.is_far
         )
 
-    def _queued_s(self, now: float) -> float:
-        """How long what is under way to far peers waits before the line, as the median of them tells."""
-        if now - self._looked_at >= QUEUE_LOOK_S:
-            carrying = [one.link for one in self._lanes.values() if one.carrying or one.bulk]
-            far = [link for link in carrying if link is not None and link.is_far]
-            waits_s = [link.queued_s for link in far[:: -(-len(far) // MOST_LOOKED_AT) or 1]]
-            self._looked_at, self._waits_s = now, median_low(waits_s) if waits_s else 0.0
-        return self._waits_s
+    def _look(self, now: float) -> None:
+        """See how long what is under way to far peers waits before the line that is common to all: a way on
+        which it waits longer has a queue of its own besides, as before the receiver's line. While it waits
+        the line carries all it can: so much has come to be there since the last look."""
+        if now - self._looked_at < QUEUE_LOOK_S:
+            return
+        far = [one for one in self._lanes.values() if one.link is not None and one.link.is_far]
+        if is_all := len(far) <= MOST_LOOKED_AT:
+            carrying = far
+        else:
+            carrying = [one for one in far if one.carrying or one.bulk]
+            carrying = carrying[:: -(-len(carrying) // MOST_LOOKED_AT) or 1]
+        seen = [{link: link.look() for link in one.links} for one in carrying]
+        least = (_least(one.queued_s for one in links.values()) for links in seen)
+        waits_s = sorted(one for one in least if one is not None)
+        waited_s, self._waits_s = self._waits_s, waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
+        there = {link: told.there_bytes for links in seen for link, told in links.items()}
+        if is_all and now - self._looked_at <= LONGEST_LOOK_S:
+            more = (
+                bytes_ - self._there_bytes[link]
+                for link, bytes_ in there.items()
+                if link in self._there_bytes
+            )
+            is_full = min(waited_s, self._waits_s) > STANDING_S
+            self._meter.came(sum(max(0, one) for one in more), now - self._looked_at, is_full)
+        self._looked_at, self._there_bytes = now, there
+
+
+def _least(seconds: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    return min((one for one in seconds if one is not None), default=None)

@@ -7,6 +7,10 @@ begins with fills buffers, which take it at any speed; its later half leaves at 
 that is measured. Routers' queues still fill and empty: over a second that can make a line seem faster by a
 third, so the best burst alone is not believed, but the second best.
 
+Where the kernel says what receivers have acknowledged, that counts instead of what it was handed: while a
+queue stands before the line, so much is what the line can do. Who acknowledged what has not come would break
+its own stream.
+
 A receiver that reads slowly, or says that nothing has come, or that all has, must not make a line seem slower
 or faster than it is. So each receiver's bytes only tell a stretch of time, in which so much went to all; that
 is one opinion of the line, and of the receivers' opinions the (upper) median counts, of those of earlier
@@ -33,6 +37,9 @@ MEASURABLE_BYTES = 256 << 10
 """A smaller burst says more about latency than about the link."""
 DRAINED_S, DRAINED_BYTES = 0.1, 1 << 20
 """A later half that took as long, or was as much, was not swallowed by buffers."""
+SEEN_S = 0.5
+"""What receivers acknowledge in so long says what the line carries. What it was handed says it but roughly:
+it lies in buffers, and a line of 2.9 MB/s seemed to carry from 2.3 to 5.8."""
 _MAX_MARKS = 512
 MAX_RECEIVERS = 64
 """Whose opinions are remembered."""
@@ -50,9 +57,14 @@ QUEUED_S, EASED_TIMES = 0.06, 0.95
 has shown, until the queue has gone: in a full queue TCP's shares decide which lane ends last, and what is
 lost is found out late. With it and turns by what is left to carry the last of the lanes ends 0.3 s after the
 others of its line, not 0.5 (a line of 20 Mbit/s with 1 % loss)."""
+LEAST_EASED_TIMES, EASE_PER_S, EASE_STEP_S = 0.8, 0.5, 0.1
+"""A line that was measured too high keeps its queue at ``EASED_TIMES``. So as long as the queue stays bulk
+leaves more and more slowly, by ``EASE_PER_S`` of the line each second, down to the first of these; where
+there is none that is taken back. A pause counts as ``EASE_STEP_S``."""
 EXPLAINED_SHARE = 0.75
 """A burst that was eased so, and was between so much and all of what the line has shown, says nothing: or a
-queue that others keep on the line would make it seem slower each time."""
+queue that others keep on the line would make it seem slower each time. Where receivers acknowledge more than
+``EASED_TIMES`` of it that is the line, since it is more than is sent."""
 EASED_IN_A_ROW = 4
 """After so many bursts that were eased one is not: a line that has become a little slower, or faster again
 behind a queue that stays, would else never be found out."""
@@ -93,12 +105,16 @@ class LinePace(Pace):
 
     def __init__(self) -> None:
         super().__init__(late_s=LATE_S)
+        self._eased_times, self._followed_at = EASED_TIMES, 0.0
 
-    def follow(self, shown_bytes_per_s: float, queued_s: float = 0.0) -> bool:
+    def follow(self, shown_bytes_per_s: float, queued_s: float, now: float) -> bool:
         """Keep to what the line shows; 0 means that nothing is known, and no limit. ``queued_s``: how long
         what is under way waits before the line. Returns whether it is eased for that."""
         is_eased = queued_s > QUEUED_S and 0 < shown_bytes_per_s < FAST_BYTES_PER_S
-        times = EASED_TIMES if is_eased else LINE_TIMES
+        change = EASE_PER_S * min(EASE_STEP_S, now - self._followed_at) * (-1 if is_eased else 1)
+        self._eased_times = min(EASED_TIMES, max(LEAST_EASED_TIMES, self._eased_times + change))
+        self._followed_at = now
+        times = self._eased_times if is_eased else LINE_TIMES
         self.bytes_per_s = times * shown_bytes_per_s if shown_bytes_per_s < FAST_BYTES_PER_S else 0.0
         return is_eased
 
@@ -127,6 +143,9 @@ class UploadMeter:
         self._all = _Marks(-1e9)
         """Bytes of this burst, to whomever."""
         self._to: dict[str, _Marks] = {}
+        self._came = {True: (0, 0.0), False: (0, 0.0)}
+        """(bytes, seconds) of this burst that receivers' kernels acknowledged, by whether the line was
+        full."""
         self._sending = 0
         self._is_eased, self._eased_bursts = False, 0
         self._seen: OrderedDict[str, tuple[tuple[float, ...], float]] = OrderedDict()
@@ -144,7 +163,7 @@ class UploadMeter:
         if not self.rest(now) and now - self._burst_started_at > LONGEST_BURST_S:
             self._conclude(now)
         if not self._all.bytes and not self._sending:
-            self._burst_started_at, self._all = now, _Marks(now)
+            self._begin(now)
         self._sending += 1
 
     def rest(self, now: float) -> bool:
@@ -170,6 +189,25 @@ class UploadMeter:
         self.rest(now)
         self._is_eased = True
 
+    def came(self, size_bytes: int, took_s: float, is_full: bool) -> None:
+        """So much came to be there, of all receivers' together. ``is_full``: while more waited."""
+        known_bytes, known_s = self._came[is_full]
+        self._came[is_full] = known_bytes + size_bytes, known_s + took_s
+
+    def _came_bytes_per_s(self) -> float:
+        """What the line carried in this burst while it was full; if it was not, or too short, what it carried
+        at least; 0.0 where too little was seen."""
+        full, other = self._came[True], self._came[False]
+        for size_bytes, took_s in (full, (full[0] + other[0], full[1] + other[1])):
+            if took_s >= SEEN_S:
+                return size_bytes / took_s
+        return 0.0
+
+    def _begin(self, now: float) -> None:
+        """A burst begins."""
+        self._burst_started_at, self._all = now, _Marks(now)
+        self._came = {True: (0, 0.0), False: (0, 0.0)}
+
     def finished(self, to: str, size_bytes: int, now: float) -> None:
         """The line to ``to`` has taken it, or failed to (0 bytes)."""
         self._sending -= 1
@@ -182,21 +220,23 @@ class UploadMeter:
 
     def _conclude(self, now: float) -> None:
         """Measure the burst so far; the next one begins."""
-        everything, each = self._all, list(self._to.items())
-        self._burst_started_at, self._all = now, _Marks(now)
+        everything, each, came = self._all, list(self._to.items()), self._came_bytes_per_s()
+        self._begin(now)
         self._to.clear()
         was_eased, self._is_eased = self._is_eased, False
         if everything.bytes < MEASURABLE_BYTES:
             return
         self._eased_bursts = self._eased_bursts + 1 if was_eased else 0
+        told_from = self.bytes_per_s * (EASED_TIMES if came else 1.0)
         for to, marks in each:
             middle_at, last_at = marks.later_half()
             left, drained_s = everything.until(last_at) - everything.until(middle_at), last_at - middle_at
             if drained_s < DRAINED_S and left < DRAINED_BYTES:
                 continue
-            rate = left / max(1e-6, drained_s)
-            if was_eased and EXPLAINED_SHARE * self.bytes_per_s <= rate < self.bytes_per_s:
+            rate = came or left / max(1e-6, drained_s)
+            if was_eased and EXPLAINED_SHARE * self.bytes_per_s <= rate < told_from:
                 continue
+            self._eased_bursts = 0 if came else self._eased_bursts
             known, _ = self._seen.pop(to, ((), 0.0))
             self._seen[to] = (*known, rate)[-BURSTS_KEPT:], last_at
         if not self._seen:

@@ -14,7 +14,7 @@ each direction may use another carrier.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.transport.acknowledged import Acknowledged
@@ -39,6 +39,16 @@ OnRefused = Callable[[PeerId | None, RemoteProtocolError], None]
 """(sender if it was proved, what it did): for counting and for the log."""
 
 
+class Seen(NamedTuple):
+    """What is seen of a link."""
+
+    queued_s: float | None = None
+    """How much longer than at best the way there and back takes now: what waits before the line, this
+    machine's own or the receiver's; None where that is not known, as of a link that carries nothing."""
+    there_bytes: int = 0
+    """What the receiver's kernel has acknowledged since the beginning; 0 where that is not known."""
+
+
 class Link(Protocol):
     """One way to one peer, ready to send."""
 
@@ -56,10 +66,8 @@ class Link(Protocol):
     def is_far(self) -> bool:
         """Whether it is a connection of its own over a way on which a second one beside it may help."""
 
-    @property
-    def queued_s(self) -> float:
-        """How much longer than at best the way there and back takes now: what waits before the line, as a
-        rule this machine's own; 0.0 where that is not known."""
+    def look(self) -> Seen:
+        """What the kernel knows of the way."""
 
     def there_in_s(self, size_bytes: int) -> float:
         """When a message of this size would be there if it were sent now; 0.0 where that is not known."""

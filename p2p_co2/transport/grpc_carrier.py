@@ -40,6 +40,7 @@ from p2p_co2.transport.base import (
     MESSAGE_TIMEOUT_S,
     OnMessage,
     OnRefused,
+    Seen,
     check_incoming,
     check_outgoing,
 )
@@ -255,10 +256,9 @@ class GrpcLink:
         """See ``Link``."""
         return self.send_buffer is not None and self.send_buffer.is_far
 
-    @property
-    def queued_s(self) -> float:
+    def look(self) -> Seen:
         """See ``Link``."""
-        return self.send_buffer.queued_s() if self.send_buffer is not None else 0.0
+        return self.send_buffer.look() if self.send_buffer is not None else Seen()
 
     def there_in_s(self, size_bytes: int) -> float:
         """See ``Link``."""

@@ -29,6 +29,7 @@ from p2p_co2.transport.base import (
     MESSAGE_TIMEOUT_S,
     OnMessage,
     OnRefused,
+    Seen,
     check_incoming,
     check_outgoing,
 )
@@ -243,8 +244,6 @@ class Libp2pLink:
     carrier = "libp2p"
     is_far = False
     """The daemon puts all streams to a peer into one connection."""
-    queued_s = 0.0
-    """Unknown: the connection is the daemon's."""
 
     def __init__(self, peer: PeerId, stream: Stream, gone: Callable[[Libp2pLink], None]) -> None:
         self.peer = peer
@@ -259,8 +258,12 @@ class Libp2pLink:
         self.acknowledged: Acknowledged | None = None
         self._watcher = asyncio.create_task(self._watch(), name=f"libp2p link to {peer}")
 
+    def look(self) -> Seen:
+        """See ``Link``: nothing is known, the connection is the daemon's."""
+        return Seen()
+
     def there_in_s(self, size_bytes: int) -> float:
-        """See ``Link``: unknown, as ``queued_s``."""
+        """See ``Link``: unknown too."""
         return 0.0
 
     async def open(self, hello: bytes) -> None:

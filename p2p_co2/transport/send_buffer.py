@@ -23,6 +23,8 @@ import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from p2p_co2.transport.base import Seen
+
 UNSENT_BYTES = 32 << 10
 """Of one connection; one of three on a slow home link needs a twentieth of a second for as much."""
 SLOW_BYTES_PER_S, UNSENT_S, MOST_UNSENT_BYTES = 0.6e6, 0.2, 1 << 20
@@ -34,10 +36,14 @@ NEAR_S = 0.002
 """Round trips below this are of this machine or its network."""
 WINDOWS_EACH_TRIP = 3.0
 """What a connection may send in a round trip as it begins (BBR: 2.9). One that measures the way has almost no
-window for a while, at whatever rate it may send."""
-_ROUND_TRIP, _ROUND_TRIPS = struct.Struct("68xI"), struct.Struct("B67xI76xI")
-"""``tcpi_rtt``, and with it ``tcpi_state`` and ``tcpi_min_rtt``, in ``struct tcp_info`` of linux/tcp.h,
-microseconds."""
+window, at whatever rate it may send: what it takes waits for the end of that."""
+MEASURES_S = 0.2
+"""BBR measures the way for so long and a round trip (PROBE_RTT), every 10 s; then it goes on as before."""
+FRESH_MS = 100
+"""What a connection knows of round trips is as old as the last acknowledgement that it got."""
+_ROUND_TRIP, _SEEN = struct.Struct("68xI"), struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
+"""``tcpi_rtt``; and ``tcpi_state``, ``snd_mss``, ``sacked``, ``last_ack_recv`` (milliseconds), ``rtt``,
+``bytes_acked`` and ``min_rtt`` (microseconds), in ``struct tcp_info`` of linux/tcp.h."""
 _HELD = struct.Struct("B15xI4xI40xI8xI20xQ32xI4x")
 """``tcpi_state``, ``snd_mss``, ``unacked``, ``rtt``, ``snd_cwnd``, ``pacing_rate`` and ``notsent_bytes``."""
 _ESTABLISHED = 1
@@ -71,10 +77,11 @@ class SendBuffer:
             self._make_room(self._taken_bytes / self._taken_s)
             self._taken_bytes, self._taken_s = 0, 0.0
 
-    def queued_s(self) -> float:
-        """How much longer than at best a round trip takes now, where it takes longest; 0.0 where none is
-        known any more."""
-        return max((_waits_s(info) for info in self._infos(_ROUND_TRIPS.size)), default=0.0)
+    def look(self) -> Seen:
+        """See ``Link.look``."""
+        seen = [_seen(info) for info in self._infos(_SEEN.size)]
+        waits_s = [one.queued_s for one in seen if one.queued_s is not None]
+        return Seen(min(waits_s, default=None), sum(one.there_bytes for one in seen))
 
     def there_in_s(self, size_bytes: int) -> float:
         """When so much more will be there, as far as the kernel knows; 0.0 where it does not."""
@@ -144,22 +151,30 @@ def _copy_of(file: OpenFile) -> Iterator[socket.socket | None]:
         yield connection if os.fstat(connection.fileno()).st_ino == inode else None
 
 
-def _waits_s(info: bytes) -> float:
-    """By how much the round trip of a ``struct tcp_info`` is longer than the shortest; 0.0 of a connection
-    that is closed, and of an old kernel's that does not say."""
-    state, now_us, least_us = _ROUND_TRIPS.unpack(info) if len(info) == _ROUND_TRIPS.size else (0, 0, 0)
-    return float(max(0, now_us - least_us)) / 1e6 if state == _ESTABLISHED else 0.0
+def _seen(info: bytes) -> Seen:
+    """By how much the round trip of a ``struct tcp_info`` is longer than the shortest, unless the connection
+    is closed or has carried nothing for a while, and what is there, behind what was lost too; nothing of an
+    old kernel's that does not say."""
+    if len(info) < _SEEN.size:
+        return Seen()
+    state, segment_bytes, sacked, heard_ms_ago, now_us, there_bytes, least_us = _SEEN.unpack(info)
+    is_known = state == _ESTABLISHED and heard_ms_ago <= FRESH_MS
+    queued_s = max(0, now_us - least_us) / 1e6 if is_known else None
+    return Seen(queued_s, there_bytes + sacked * segment_bytes)
 
 
 def _there_in_s(info: bytes, more_bytes: int) -> float:
-    """When what a connection holds and ``more_bytes`` will be there, at the rate at which it may send now;
-    0.0 of one that is closed, and of an old kernel's that does not say."""
+    """When what a connection holds and ``more_bytes`` will be there, at the rate at which it may send now or
+    once it has measured the way; 0.0 of one that is closed, and of an old kernel's that does not say."""
     if len(info) < _HELD.size:
         return 0.0
     state, segment_bytes, under_way, trip_us, window, pacing, unsent_bytes = _HELD.unpack(info)
-    rate = min(pacing, WINDOWS_EACH_TRIP * 1e6 * window * segment_bytes / max(1, trip_us))
+    if state != _ESTABLISHED:
+        return 0.0
     held_bytes = under_way * segment_bytes + unsent_bytes + more_bytes
-    return held_bytes / max(1.0, rate) if state == _ESTABLISHED else 0.0
+    by_window_s = held_bytes / max(1.0, WINDOWS_EACH_TRIP * 1e6 * window * segment_bytes / max(1, trip_us))
+    by_pace_s = held_bytes / max(1.0, pacing)
+    return float(max(by_pace_s, min(by_window_s, MEASURES_S + trip_us / 1e6 + by_pace_s)))
 
 
 def _host_of(connection: socket.socket) -> str:

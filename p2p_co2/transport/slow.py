@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from p2p_co2.errors import ConfigError, PeerLost
 from p2p_co2.transport.acknowledged import Acknowledged
-from p2p_co2.transport.base import Carrier, Link, OnMessage, OnRefused, check_outgoing
+from p2p_co2.transport.base import Carrier, Link, OnMessage, OnRefused, Seen, check_outgoing
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
@@ -142,9 +142,8 @@ class SlowLink:
     def is_far(self) -> bool:
         return False  # all links of this process share one line here
 
-    @property
-    def queued_s(self) -> float:
-        return 0.0
+    def look(self) -> Seen:
+        return Seen()
 
     def there_in_s(self, size_bytes: int) -> float:
         return 0.0
