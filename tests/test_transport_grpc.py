@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -191,14 +192,65 @@ async def test_a_slow_connection_holds_little_beside_a_fast_one_to_the_same_peer
 
 
 def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -> None:
-    # state, segment, acknowledged out of turn, last acknowledgement, round trip, acknowledged, shortest
-    info = struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
-    assert send_buffer._seen(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)) == (0.05, 7000 + 2 * 1448)
-    assert send_buffer._seen(info.pack(1, 1448, 0, 20, 40_000, 7000, 90_000)) == (0.0, 7000)
-    assert send_buffer._seen(info.pack(1, 1448, 0, 600, 90_000, 7000, 40_000)) == (None, 7000)  # it was so
-    assert send_buffer._seen(info.pack(7, 1448, 0, 20, 90_000, 7000, 40_000)) == (None, 7000)  # closed
-    an_old_kernels = info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)[:120]
-    assert send_buffer._seen(an_old_kernels) == (None, 0)  # does not say
+    # state, segment, acknowledged out of turn, last acknowledgement, round trip, rate, acknowledged, shortest
+    info = struct.Struct("=B15xI8xI24xI8xI32xQ8xQ20xI")
+    seen = send_buffer._seen
+    assert seen(info.pack(1, 1448, 2, 20, 90_000, 600_000, 7000, 40_000)) == (0.05, 7000 + 2 * 1448, 6e5)
+    assert seen(info.pack(1, 1448, 0, 20, 40_000, 600_000, 7000, 90_000)) == (0.0, 7000, 6e5)
+    assert seen(info.pack(1, 1448, 0, 600, 90_000, 600_000, 7000, 40_000)) == (None, 7000, 6e5)  # it was so
+    assert seen(info.pack(7, 1448, 0, 20, 90_000, 600_000, 7000, 40_000)) == (None, 7000, 0.0)  # closed
+    an_old_kernels = info.pack(1, 1448, 2, 20, 90_000, 600_000, 7000, 40_000)[:120]
+    assert seen(an_old_kernels) == (None, 0, 0.0)  # does not say
+
+
+BBR_INFO = 26
+"""``TCP_CC_INFO`` of linux/tcp.h; BBR's begins with the rate that it has learned, 8 bytes."""
+
+
+def learned_bytes_per_s(connection: socket.socket) -> int:
+    told = connection.getsockopt(socket.IPPROTO_TCP, BBR_INFO, 20)
+    return int.from_bytes(told[:8], sys.byteorder)
+
+
+def test_a_connection_that_begins_anew_has_forgotten_how_slow_the_way_was() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    with ours, theirs:
+        try:
+            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        except OSError:
+            pytest.skip("this kernel has no BBR, or keeps it from us")
+        ours.sendall(bytes(100_000))
+        while len(theirs.recv(100_000, socket.MSG_PEEK)) < 100_000:
+            pass
+        assert learned_bytes_per_s(ours) > 0
+        send_buffer._begin_anew(ours)
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"bbr"
+        assert learned_bytes_per_s(ours) == 0
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        send_buffer._begin_anew(ours)
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+
+
+async def test_a_connection_begins_anew_ever_more_seldom_where_that_does_not_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[float] = []
+    monkeypatch.setattr(send_buffer, "NEAR_S", 0.0)
+    async with open_pair("grpc", tmp_path) as (a, b):
+        link = await a.carrier.connect(b.record)
+        assert isinstance(link, GrpcLink)
+        assert link.send_buffer is not None
+        link.send_buffer.files = link.send_buffer.files[:1]
+        for now in range(1000, 1400):
+            monkeypatch.setattr(send_buffer, "_begin_anew", lambda _, at=now: began.append(at))
+            link.begin_anew(now)
+        assert began == [1000, 1002, 1006, 1014, 1030, 1062, 1126, 1190, 1254, 1318, 1382]
+        link.begin_anew(9000.0)
+        link.begin_anew(9003.0)
+        assert began[-2:] == [1399, 1399]  # it was well for long
+        await link.close()
 
 
 def test_when_more_would_be_there_by_a_connection() -> None:
@@ -256,12 +308,12 @@ async def test_what_waits_before_a_link_is_what_the_kernel_says(
         monkeypatch.setattr(
             send_buffer, "_seen", lambda info: Seen(0.03, 5) if told.unpack(info) > (1, 0) else Seen()
         )
-        assert link.look() == (0.03, 5 * len(files))  # established, and has a shortest round trip
+        assert link.look() == (0.03, 5 * len(files), 0.0)  # established, and has a shortest round trip
         open_files = set(os.listdir("/proc/self/fd"))
         assert len({link.look() for _ in range(20)}) == 1
         assert len(set(os.listdir("/proc/self/fd")) - open_files) < 10  # looking leaves nothing open
         link.send_buffer.files = [(name, inode + 1) for name, inode in files]  # other files, by now
-        assert link.look() == (None, 0)
+        assert link.look() == (None, 0, 0.0)
         await link.close()
 
 

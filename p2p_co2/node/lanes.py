@@ -31,6 +31,9 @@ MOST_LOOKED_AT = 9
 LONGEST_LOOK_S, STANDING_S = 0.2, 0.03
 """From one look to the next: more than the first is a pause, in which nothing was to be seen; where more than
 the second waits before and after it, the line was full."""
+CRAWLS_OF = 8
+"""A connection that may send less than this part of its lane's share of the line crawls: BBR left one of two
+at 5 kB/s of 1 MB/s for good, and from 50 kB/s it took four seconds."""
 COMMON_OF = 4
 """The lane counts on which what is under way waits least, once one of so many has been left out."""
 
@@ -185,6 +188,11 @@ class LineTurns:
             is_full = min(waited_s, self._waits_s) > STANDING_S
             self._meter.came(sum(max(0, one) for one in more), now - self._looked_at, is_full)
         self._looked_at, self._there_bytes = now, there
+        share = self._meter.bytes_per_s / (CRAWLS_OF * max(1, sum(bool(one.bulk) for one in far)))
+        for lane, links in zip(carrying, seen, strict=True):
+            for link, told in links.items():
+                if lane.bulk and 0 < told.at_most_bytes_per_s < share:
+                    link.begin_anew(now)
 
 
 def _least(seconds: Iterable[float | None]) -> float | None:

@@ -47,6 +47,8 @@ class Seen(NamedTuple):
     machine's own or the receiver's; None where that is not known, as of a link that carries nothing."""
     there_bytes: int = 0
     """What the receiver's kernel has acknowledged since the beginning; 0 where that is not known."""
+    at_most_bytes_per_s: float = 0.0
+    """How fast it may send now, of each of its connections the fastest; 0.0 where that is not known."""
 
 
 class Link(Protocol):
@@ -68,6 +70,10 @@ class Link(Protocol):
 
     def look(self) -> Seen:
         """What the kernel knows of the way."""
+
+    def begin_anew(self, now: float) -> None:
+        """Let TCP find out anew how fast the way is, if it is such that this helps and was not so a moment
+        ago."""
 
     def there_in_s(self, size_bytes: int) -> float:
         """When a message of this size would be there if it were sent now; 0.0 where that is not known."""

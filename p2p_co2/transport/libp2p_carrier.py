@@ -262,6 +262,9 @@ class Libp2pLink:
         """See ``Link``: nothing is known, the connection is the daemon's."""
         return Seen()
 
+    def begin_anew(self, now: float) -> None:
+        """See ``Link``: the connection is not ours to change."""
+
     def there_in_s(self, size_bytes: int) -> float:
         """See ``Link``: unknown too."""
         return 0.0

@@ -39,11 +39,14 @@ WINDOWS_EACH_TRIP = 3.0
 window, at whatever rate it may send: what it takes waits for the end of that."""
 MEASURES_S = 0.2
 """BBR measures the way for so long and a round trip (PROBE_RTT), every 10 s; then it goes on as before."""
+ANEW_AFTER_S, MOST_ANEW_AFTER_S = 2.0, 64.0
+"""A connection that still crawls so long after TCP began anew may do so again, after twice as long each time
+up to the second of these: a receiver that is slow itself gets more than it can take for three round trips."""
 FRESH_MS = 100
 """What a connection knows of round trips is as old as the last acknowledgement that it got."""
-_ROUND_TRIP, _SEEN = struct.Struct("68xI"), struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
+_ROUND_TRIP, _SEEN = struct.Struct("68xI"), struct.Struct("=B15xI8xI24xI8xI32xQ8xQ20xI")
 """``tcpi_rtt``; and ``tcpi_state``, ``snd_mss``, ``sacked``, ``last_ack_recv`` (milliseconds), ``rtt``,
-``bytes_acked`` and ``min_rtt`` (microseconds), in ``struct tcp_info`` of linux/tcp.h."""
+``pacing_rate``, ``bytes_acked`` and ``min_rtt`` (microseconds), in ``struct tcp_info`` of linux/tcp.h."""
 _HELD = struct.Struct("B15xI4xI40xI8xI20xQ32xI4x")
 """``tcpi_state``, ``snd_mss``, ``unacked``, ``rtt``, ``snd_cwnd``, ``pacing_rate`` and ``notsent_bytes``."""
 _ESTABLISHED = 1
@@ -63,6 +66,7 @@ class SendBuffer:
         self._bound_bytes = UNSENT_BYTES if self.is_far else MOST_UNSENT_BYTES
         self._last_at = -1e9
         self._taken_bytes, self._taken_s = 0, 0.0
+        self._anew_at, self._anew_after_s = -1e9, ANEW_AFTER_S
         self.handing_bytes = 0
         """Of messages that it is to take and has not."""
 
@@ -81,7 +85,20 @@ class SendBuffer:
         """See ``Link.look``."""
         seen = [_seen(info) for info in self._infos(_SEEN.size)]
         waits_s = [one.queued_s for one in seen if one.queued_s is not None]
-        return Seen(min(waits_s, default=None), sum(one.there_bytes for one in seen))
+        at_most = max((one.at_most_bytes_per_s for one in seen), default=0.0)
+        return Seen(min(waits_s, default=None), sum(one.there_bytes for one in seen), at_most)
+
+    def begin_anew(self, now: float) -> None:
+        """See ``Link.begin_anew``."""
+        if now - self._anew_at < self._anew_after_s:
+            return
+        is_soon = now - self._anew_at < 2 * self._anew_after_s
+        self._anew_after_s = min(MOST_ANEW_AFTER_S, 2 * self._anew_after_s) if is_soon else ANEW_AFTER_S
+        self._anew_at = now
+        for one in self.files:
+            with _copy_of(one) as connection:
+                if connection is not None:
+                    _begin_anew(connection)
 
     def there_in_s(self, size_bytes: int) -> float:
         """When so much more will be there, as far as the kernel knows; 0.0 where it does not."""
@@ -157,10 +174,20 @@ def _seen(info: bytes) -> Seen:
     old kernel's that does not say."""
     if len(info) < _SEEN.size:
         return Seen()
-    state, segment_bytes, sacked, heard_ms_ago, now_us, there_bytes, least_us = _SEEN.unpack(info)
+    state, segment_bytes, sacked, heard_ms_ago, now_us, pacing, there_bytes, least_us = _SEEN.unpack(info)
     is_known = state == _ESTABLISHED and heard_ms_ago <= FRESH_MS
     queued_s = max(0, now_us - least_us) / 1e6 if is_known else None
-    return Seen(queued_s, there_bytes + sacked * segment_bytes)
+    at_most = float(pacing) if state == _ESTABLISHED else 0.0
+    return Seen(queued_s, there_bytes + sacked * segment_bytes, at_most)
+
+
+def _begin_anew(connection: socket.socket) -> None:
+    """Have BBR forget what it has learned of the way: it doubles its rate each round trip then. Other ways of
+    congestion control do not learn a rate."""
+    control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+    if control == b"bbr":
+        for one in (b"reno", control):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, one)
 
 
 def _there_in_s(info: bytes, more_bytes: int) -> float:

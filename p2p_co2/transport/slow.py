@@ -145,6 +145,9 @@ class SlowLink:
     def look(self) -> Seen:
         return Seen()
 
+    def begin_anew(self, now: float) -> None:
+        """See ``Link``: it is as fast as the line."""
+
     def there_in_s(self, size_bytes: int) -> float:
         return 0.0
 
