@@ -31,6 +31,16 @@ def test_a_version_is_everywhere_once_all_live_peers_say_so(
     assert rounds.is_everywhere(0, 4) is is_everywhere
 
 
+def test_who_is_left_alone_keeps_what_it_has() -> None:
+    """Those it lost may come back, and nobody else can give it to them."""
+    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)), 32, 1)
+    rounds.set_peers({A.peer_id: PeerView(versions=(4,))}, 1.0)
+    rounds.set_state(0, 4, bytes(32))
+    assert rounds.is_everywhere(0, 4)
+    rounds.set_peers({}, 2.0)
+    assert not rounds.is_everywhere(0, 4)
+
+
 def test_a_mean_goes_when_all_have_begun_the_next_round_and_stays_while_one_lacks_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -143,12 +143,13 @@ class Rounds:
 
     def is_everywhere(self, fragment: int, version: int) -> bool:
         """Whether all live peers are known to hold ``version``: they say so, or they are in the round after
-        it. Never in a swarm of several cells, whose others we do not hear."""
+        it. Never in a swarm of several cells, whose others we do not hear, and for who is alone."""
         member = self._fragments[fragment].member
         there = member.attempt.shares if member is not None and member.attempt.round > version else {}
         others = [peer for peer in self._swarm.live if peer not in there]
         known = [self._swarm.version_of(peer, fragment) for peer in others]
-        return self._swarm.cells == 1 and all(one is not None and one >= version for one in known)
+        is_known = self._swarm.cells == 1 and len(self._swarm.live) > 1
+        return is_known and all(one is not None and one >= version for one in known)
 
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
