@@ -120,9 +120,7 @@ class Catching:
         self._started_from.setdefault(fragment, self._node.agreed[fragment].version)
         decision = Decision.FromString(event.decision)
         goal = Goal(ROUND, fragment, event.round, event.owners)
-        fetched = Fetched(
-            goal, event.round, bytes(event.mean), decision, b"", event.owners, event.duration_s, 0
-        )
+        fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
         self._node.spawn(self._take_round(fetched))
 
     def look_around(self, now: float) -> None:
@@ -407,7 +405,7 @@ class Catching:
             piece = event.data[part.start_block * block_bytes : part.stop_block * block_bytes]
             if digest_of(piece) != part.digest:
                 raise RemoteProtocolError("wrong digest", f"of the mean of round {event.version}")
-        return agreed_mean(outcome, bytes(event.data))
+        return agreed_mean(outcome, event.data)
 
     def _blame(self, event: Fetched, reason: str, detail: str) -> None:
         """All its donors signed for these very bytes."""
