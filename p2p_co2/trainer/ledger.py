@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRef
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.rounds.events import Step
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger, Rebase
-from p2p_co2.trainer.loan import Loan
+from p2p_co2.trainer.loan import Loan, Turns
 
 _T = TypeVar("_T")
 
@@ -116,7 +115,7 @@ class TensorLedger:
             residuals: dict[int, Values] = {
                 f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None
             }
-            busy = threading.Lock()
+            busy = Turns()
             loans = [Loan(busy) for _ in self._fragments]
             states = [one.lend(loan) for one, loan in zip(self._fragments, loans, strict=True)]
             self.outcomes.put(Moment(states, residuals, rebases, loans))

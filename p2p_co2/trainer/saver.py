@@ -34,7 +34,7 @@ from p2p_co2.trainer.loan import Loan
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.synchroniser import Synchroniser
 
-_PIECE = 1 << 18
+_PIECE = 1 << 16
 """Values that are changed at once: in memory they are there three times."""
 _IN_PART = "a round failed while it took the agreed state, which is not taken whole (earlier ones are whole)"
 
