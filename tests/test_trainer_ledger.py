@@ -23,6 +23,7 @@ from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRef
 from p2p_co2.outer import Merge
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.offered import held_bytes
 
 PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
 BLOCK = 128
@@ -193,6 +194,26 @@ def test_residuals_advance_only_where_the_offer_was_counted() -> None:
     peer.ledger.abort(2)
     assert peer.ledger.residual is residual
     assert torch.equal(residual[:], before)
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+def test_at_a_boundary_what_was_sent_and_the_residual_are_all_of_the_work(rule: str) -> None:
+    """Nothing else is kept of an offer in flight. Where it comes to nothing, what was sent comes back."""
+    torch.manual_seed(2)
+    run = run_config(PLAIN.model_copy(update={"rule": rule}), codec="int4", feedback=True)
+    peer, worked = Simulated("a", run, torch.zeros(BLOCK * 2)), torch.zeros(BLOCK * 2)
+    for _ in range(3):
+        drift = torch.randn(BLOCK * 2)
+        peer.live, worked = peer.live + drift, worked + drift
+        peer.offer()
+        assert peer.ledger._in_flight is not None
+        assert held_bytes(peer.ledger._in_flight.gradient) == 0
+        peer.take(peer.ledger.abort(1)[1])
+    assert peer.ledger.residual is not None
+    all_of_it = peer.live - peer.ledger.residual[:]
+    # A residual is kept to an eighth of its block's largest value.
+    assert (worked - all_of_it).norm() < 0.05 * worked.norm()
+    assert (worked - all_of_it).norm() < 0.5 * (worked - peer.live).norm()
 
 
 THERE = outer.init(torch.full((2 * BLOCK,), 100.0))._replace(version=7)

@@ -8,8 +8,8 @@ passes by.
 Laws: the state changes only in ``commit`` and ``adopt``, and one of them that fails in its middle leaves the
 fragment torn (``wholeness``); ``abort`` changes nothing that is agreed; an offer that did not reach the mean,
 wholly or in some parts, goes back into this peer's live parameters or stays there, so that its work is
-offered again (ALGORITHMS.md, laws 2 and 5). Residuals of error feedback advance only where the offer was
-counted.
+offered again (ALGORITHMS.md, laws 2 and 5). Under "keep" and "blend" residuals of error feedback advance only
+where the offer was counted; under "co2" and "eager" with the offer: what comes back there is what was sent.
 
 Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight what ``offered`` says, at
 most a half; with error feedback an eighth for the residual; under "eager" an eighth for the correction at the
@@ -160,20 +160,22 @@ class FragmentLedger:
         base_version = self._origin_version if self._delayed else self.state.version
         feedback, size = self._run.codec, self.state.params.numel()
         room = lost = None
-        if self._delayed or feedback.error_feedback:
+        if feedback.error_feedback:
             lost = None if self._is_exact else ScaledInt4(size)
-        elif self._is_coarse:
+        elif self._is_coarse and not self._delayed:
             room = ScaledFp16(size, piece_values(self._codec))
         payload, error = OfferEncoding(
             self._codec, self.state, self._offset, snapshot, self.residual, feedback.error_feedback_decay,
             room, lost,
         ).encode()  # fmt: skip
         gradient: Kept | None = room
-        if gradient is None:
+        if self._delayed:
+            gradient = FromPayload(self._codec, payload, size)  # what comes back, if it does: what was sent
+        elif gradient is None:
             gradient = FromPayload(
                 self._codec, payload, size, lost, self.residual, feedback.error_feedback_decay
             )
-        residual = lost if feedback.error_feedback else None
+        residual = None if self._delayed else lost
         mine = Offered(self.state.version + 1, weight, base_version, gradient, residual)
         merge, encoded = None, payload.numpy().data
         if self._delayed:
@@ -181,6 +183,7 @@ class FragmentLedger:
             # It sets the live parameters out anew: who does not hear of that must not be saved.
             with self.wholeness.changing(f"setting out for round {mine.round}"):
                 merge = self._boundary_merge(snapshot, gradient)
+            self.residual = lost
         self._in_flight = mine
         return EncodedOffer(mine.round, base_version, encoded, error, merge)
 

@@ -3,8 +3,9 @@
 Almost nothing is kept for that alone. The payload is in the round anyway, and holds the gradient but for what
 the codec lost (``FromPayload``). In copies of the fragment in fp32:
 
-- "co2" and "eager", and error feedback under any rule: what was lost, at an eighth of its size (1/8); with
-  error feedback that is the next residual;
+- "co2" and "eager": nothing. What comes back of an offer that was not counted is what would have counted;
+  what the codec lost is in the residual, or lost as it is in every round without error feedback;
+- "keep" and "blend" with error feedback: what was lost, at an eighth of its size (1/8), the next residual;
 - "keep" and "blend" without it, with a codec of 8 bits or less: the gradient itself at half precision (1/2),
   because the live parameters are to keep nothing of what such a codec loses;
 - "keep" and "blend" without it and with a finer one: nothing. What fp16 lost stays in the live parameters, so
