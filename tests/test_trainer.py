@@ -148,6 +148,28 @@ def test_fragments_are_sent_at_their_schedule_points(bench: Bench) -> None:
     assert bench.sync.position == pytest.approx(1.0)
 
 
+def test_a_snapshot_that_would_wait_behind_another_is_taken_later_and_training_does_not_wait(
+    bench: Bench,
+) -> None:
+    release = threading.Event()
+    bench.ledger._worker.submit(release.wait)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            bench.sync.after_step(tokens=10, loss=1.0)
+
+    train(5)  # fragment 1 is due at step 2, fragment 0 at step 4
+    assert list(bench.sync._account.in_flight) == [1]
+    release.set()
+    bench.ledger.states()
+    train(1)  # fragment 1 is due again, and in flight
+    bench.ledger.states()
+    assert [(offer.fragment, int(offer.weight)) for offer in bench.wire.offers] == [(1, 20), (0, 60)]
+    assert [fields["fragment"] for fields in bench.wire.seen(ev.SendSkipped)] == [1]
+    train(2)  # it is not sent twice
+    assert len(bench.wire.offers) == 2
+
+
 def test_two_processes_of_a_peer_offer_the_same_work_with_different_weights() -> None:
     """Else a mean that holds the lost process's offer would pass for one that holds the new one's."""
     weights = []

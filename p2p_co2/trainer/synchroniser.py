@@ -40,6 +40,8 @@ REST_BEAT_S, REST_REPORT_EVERY_S = 0.1, 10.0
 """While resting: how soon a wish to go on is seen, and how often the peer tells of itself."""
 WAIT_BEAT_S = 0.01
 """While standing still: how soon what the network thread has concluded is seen. Outcomes are at once."""
+PUT_OFF_BELOW_S = 1.0
+"""Where steps take longer, one that two fragments are due in takes both snapshots."""
 RATE_DECAY = 0.8
 
 
@@ -88,6 +90,10 @@ class Synchroniser:
         self._account = WorkAccount(run, start.tokens, versions)
         self._is_flushing = False
         self._told_finished = frozenset[int]()
+        self._encoding: Future[None] | None = None
+        """Of the last snapshot."""
+        self._put_off: list[int] = []
+        """Fragments that are due, and whose snapshot would wait behind another one."""
         self._held: deque[tuple[int, Outcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
         self._started_at = time.monotonic()
@@ -126,9 +132,11 @@ class Synchroniser:
         self.inner_steps += 1
         self.tokens += tokens
         self._losses.append(loss)
+        is_encoded = self._is_encoded()  # before its merge, which has the snapshot's memory, is taken
         self.take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        self._await_first([f for f in self._account.due(last, self.position) if self._send(f)])
+        due = self._account.due(last, self.position)
+        self._await_first(self._send_due(due, is_encoded, entered_at - self._returned_at))
         self._returned_at = time.monotonic()
         self.exposed_s += self._returned_at - entered_at - self._saving_s
         if self._returned_at - self._reported_at >= REPORT_EVERY_S:
@@ -141,6 +149,24 @@ class Synchroniser:
             self.clock.observe(position + (now - at) / self._run.clock.round_s, now)
         self._advanced_at = now
         return self.clock.position(now, self.inner_steps)
+
+    def _is_encoded(self) -> bool:
+        """Whether no snapshot waits for its encoding. One that would wait behind it is taken some steps later
+        instead: of fresher work, and without room of its own."""
+        return self._encoding is None or self._encoding.done()
+
+    def _send_due(self, points: Sequence[int], is_encoded: bool, step_s: float) -> list[int]:
+        """Offer what is due: what was put off, and what passed a point just now. Returns what was sent."""
+        due, sent = list(dict.fromkeys([*self._put_off, *points])), list[int]()
+        one_by_one = step_s < PUT_OFF_BELOW_S and not self._account.awaited(due)
+        self._put_off = []
+        for fragment in due:
+            may_wait = fragment not in self._account.in_flight
+            if may_wait and (not is_encoded or (one_by_one and sent)):
+                self._put_off.append(fragment)
+            elif self._send(fragment):
+                sent.append(fragment)
+        return sent
 
     def _send(self, fragment: int) -> bool:
         """Offer it, unless its last round is still in flight; whether it did."""
@@ -157,8 +183,8 @@ class Synchroniser:
         if first:
             self._wait(lambda: self.stopped or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
 
-    def _offer(self, fragment: int) -> Future[None]:
-        """Done once the snapshot, which takes a fragment's size in fp32, has been encoded."""
+    def _offer(self, fragment: int) -> None:
+        """Take a snapshot, which takes a fragment's size in fp32 until it is encoded, and offer it."""
         weight = self._account.send(
             fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
             now=time.monotonic(), chance=random.random(),
@@ -178,7 +204,7 @@ class Synchroniser:
             )
 
         snapshot, taken = self.live.snapshot(fragment), self._account.taken[fragment]
-        return self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded)
+        self._encoding = self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded)
 
     # ---- outcomes
 
@@ -238,6 +264,7 @@ class Synchroniser:
             self._first_step_at += rested_s
         self.position, self.phase = self._advance(time.monotonic()), Status.TRAINING
         self._account.forget_missed()
+        self._put_off.clear()
         self._report(ev.Resumed, paused_s=rested_s)
         self.report()
 
@@ -347,17 +374,22 @@ class Synchroniser:
     def _offer_the_rest(self, bound_s: float) -> None:
         """Offer what this peer learned since its last contributions until it is counted, or time is up."""
         ending, open_ = Ending(self._count, time.monotonic(), bound_s), self._account.in_flight
+        self._wait(self._may_take_next, bound_s)
         while not self.stopped:
             uncounted = [f for f in self._account.uncounted(self.tokens) if f not in self._wire.over()]
             self._show()
             todo = ending.next(uncounted, open_.keys(), time.monotonic())
             if todo is None:
                 return
+            in_flight = len(open_) + len(todo[0])
             for fragment in todo[0]:
-                offered = self._offer(fragment)
-                self._wait(lambda: self.stopped or offered.done(), todo[1])  # noqa: B023
-            in_flight = len(open_)
+                self._offer(fragment)
+                self._wait(self._may_take_next, todo[1])
             self._wait(lambda: self.stopped or len(open_) < in_flight, todo[1])  # noqa: B023
+
+    def _may_take_next(self) -> bool:
+        """Whether the last snapshot's memory is free again."""
+        return self.stopped or (self._is_encoded() and self._ledger.outcomes.empty())
 
     def _finished(self) -> frozenset[int]:
         """Once the run is over: fragments for which this peer has nothing more to offer."""
