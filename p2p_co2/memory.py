@@ -62,6 +62,9 @@ class Joined:
             begins += len(piece)
         return b"".join(taken)
 
+    def __bytes__(self) -> bytes:
+        return b"".join(self._pieces)
+
 
 LARGE_BYTES = 4 << 20
 """At least this large, a block is mapped on its own. Smaller ones, of which training makes many, stay with

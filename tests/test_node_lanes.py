@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from p2p_co2.node.envelope import unsent
 from p2p_co2.node.lanes import Bulk, Lane, LineTurns, Piece
 from p2p_co2.node.meter import FAST_BYTES_PER_S, LinePace, UploadMeter
 from p2p_co2.transport.base import Seen
+from p2p_co2.wire.bulk import with_data
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Mean
 from tests.test_node import B, C, FakeCarrier, FakeLink, Hands, burst, links_over, turns
 
 
@@ -321,6 +324,27 @@ async def test_what_nobody_needs_any_more_is_not_sent() -> None:
         await links.drain(10.0)
         assert sorted(grpc.sent) == sorted(2 * [b"on its way", b"slice 2", b"mean 2", b"chunk"])
         assert links._queued_bytes == links._lanes[B].bulk_bytes == 0
+
+
+async def test_data_that_waits_is_joined_as_it_is_sent_and_once_for_all_who_take_it_then() -> None:
+    """Else each waits beside what it was taken from, in pieces that leave holes in the allocator's arena."""
+    payload, grpc = bytearray(16384), FakeCarrier("grpc")
+    grpc.gate.clear()
+    async with links_over(grpc, known=(B, C)) as (links, _):
+        mean = unsent(with_data(Mean(part=1), memoryview(payload)), b"")
+        for peer in (B, C):
+            links.post(peer, b"on its way", bulk=True)
+            await turns()
+            links.post(peer, mean, bulk=True)
+            links.post(peer, b"behind it", bulk=True)
+        payload[:] = b"x" * len(payload)  # as nobody does
+        grpc.gate.set()
+        await links.drain(10.0)
+        sent = [data for data in grpc.sent if data not in (b"on its way", b"behind it")]
+        assert len(sent) == 2
+        assert sent[0] is sent[1]
+        assert sent[0].endswith(payload)
+        assert links._joined_last == (None, b"")
 
 
 async def test_the_cap_is_not_spent_on_what_is_dropped() -> None:

@@ -13,11 +13,15 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.memory import Joined
 from p2p_co2.wire import bulk
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
 from p2p_co2.wire.status import PeerStatus, read_status
 
+Unsent = bytes | Joined
+"""A message that may wait before it is sent: ``bytes(message)`` are its bytes, and nobody may change the data
+that it was given until then."""
 PADDING_BYTES = 4 << 10
 """A message may be so much longer than twice what this version understands of it."""
 
@@ -73,11 +77,17 @@ def kind_of(message: Message) -> str:
 
 
 def enveloped(message: Message, head: bytes) -> bytes:
-    """The bytes of an envelope, joined by hand to its ``head`` (version and run, serialised): setting a field
-    of a message copies what is set, and bodies are large."""
+    """The bytes of an envelope behind its ``head`` (version and run, serialised)."""
+    return bytes(unsent(message, head))
+
+
+def unsent(message: Message, head: bytes) -> Unsent:
+    """The same, written by hand: setting a field of a message copies what is set, and bodies are large. Data
+    beside its message is not even copied to its place before the bytes are asked for."""
     body = bulk.serialised(message)
     size = sum(map(len, body))
-    return b"".join((head, _FIELD_OF_TYPE[message.__class__][1], bulk.varint(size), *body))
+    pieces = head, _FIELD_OF_TYPE[message.__class__][1], bulk.varint(size), *body
+    return b"".join(pieces) if len(body) == 1 else Joined(*pieces)
 
 
 _FIELD_OF_TYPE = {

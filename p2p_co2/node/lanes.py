@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import Message
 
+from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.meter import LinePace, Pace, UploadMeter
 from p2p_co2.transport.base import Link
 from p2p_co2.wire.identity import PeerId
@@ -63,7 +64,7 @@ def piece_of(message: Message, kind: str) -> Piece | None:
 class Bulk(NamedTuple):
     """A bulk message that waits."""
 
-    data: bytes
+    data: Unsent
     piece: Piece | None
 
     def is_stale(self, attempt: bytes, means: bool) -> bool:
@@ -75,7 +76,7 @@ class Bulk(NamedTuple):
 class Lane:
     """What goes to one peer."""
 
-    control: deque[bytes] = field(default_factory=deque)
+    control: deque[Unsent] = field(default_factory=deque)
     bulk: deque[Bulk] = field(default_factory=deque)
     bulk_bytes: int = 0
     pace: Pace = field(default_factory=Pace)

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.lanes import Bulk, Lane, LineTurns, Piece, UnderWay
 from p2p_co2.node.meter import Pace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
@@ -104,6 +105,7 @@ class Links:
         self._turns = LineTurns(self._lanes, self._meter)
         self._used: dict[str, str] = {}
         self._queued_bytes = 0
+        self._joined_last: tuple[Unsent | None, bytes] = (None, b"")
         self.up_bytes = 0
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
@@ -118,7 +120,7 @@ class Links:
         self._paces = bytes_per_s
 
     def post(
-        self, peer: PeerId, data: bytes, bulk: bool, served: bool = False, piece: Piece | None = None
+        self, peer: PeerId, data: Unsent, bulk: bool, served: bool = False, piece: Piece | None = None
     ) -> bool:
         """Queue a message; False if it was dropped because the queue is full. ``served``: bulk that ``peer``
         asked for, so that asking without reading costs us little. ``piece``: what ``forget`` knows it by."""
@@ -272,7 +274,7 @@ class Links:
     async def _send_until_idle(self, peer: PeerId, lane: Lane, link: Link) -> None:
         while lane.control or lane.bulk:
             if lane.control:
-                data = lane.control.popleft()
+                data = bytes(lane.control.popleft())
                 self._cap.admit_at(len(data), time.monotonic())  # counts, but does not wait
                 await link.send(data)
                 self.up_bytes += len(data)
@@ -354,11 +356,11 @@ class Links:
             lane.turn_at, lane.asked_line = self._turns.ask(lane, size_bytes, now)
         return lane.turn_at - now
 
-    async def _send_bulk(self, lane: Lane, link: Link, data: bytes) -> None:
+    async def _send_bulk(self, lane: Lane, link: Link, data: Unsent) -> None:
         self._meter.started(time.monotonic())
         lane.carrying += 1
         try:
-            await link.send(data)
+            await link.send(self._joined(data))
         except BaseException:
             lane.carrying -= 1
             self._meter.finished(link.peer, 0, time.monotonic())
@@ -369,6 +371,18 @@ class Links:
             return
         lane.under_way.append(UnderWay(link.acknowledged.sent_bytes, len(data)))
         self._hear(link.peer, lane, link.acknowledged)  # it may have been there before ``send`` returned
+
+    def _joined(self, data: Unsent) -> bytes:
+        """Its bytes. A mean goes to all members, to most of them at the same time: the last ones are kept as
+        long as bulk waits."""
+        last, joined = self._joined_last
+        if last is not data:
+            joined = bytes(data)
+        if not self._queued_bytes:
+            self._joined_last = None, b""
+        elif joined is not data:
+            self._joined_last = data, joined
+        return joined
 
     def _hear(self, peer: PeerId, lane: Lane, acknowledged: Acknowledged) -> None:
         """The peer says that more is there."""

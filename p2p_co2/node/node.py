@@ -23,7 +23,7 @@ from p2p_co2.errors import LocalProtocolError, TransportError
 from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership, quiet_beat_s
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
-from p2p_co2.node.envelope import Opened, enveloped, kind_of, opened
+from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
 from p2p_co2.node.far import Far
 from p2p_co2.node.lanes import piece_of
 from p2p_co2.node.ledger import AgreedVersion, Ledger
@@ -234,14 +234,14 @@ class Node:
         self._sleep_until(self._next_timer_at() if timers else self._news_at())
 
     def _send_all(self) -> bool:
-        sent, links = False, self.links
+        sent, kind, links = False, "", self.links
         last: Message | None = None
-        data, kind = b"", ""
+        data: Unsent = b""
         for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
             for peer, message in machine.messages_to_send():
                 sent = True
                 if message is not last:  # a mean goes to all members, one after the other
-                    last, data, kind = message, enveloped(message, self._envelope_head), kind_of(message)
+                    last, data, kind = message, unsent(message, self._envelope_head), kind_of(message)
                 taken = links.post(peer, data, kind in BULK, kind == "chunk", piece_of(message, kind))
                 if kind == "chunk" and not taken:
                     self.receiving.overasked(peer)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import LinkObserver, LinkTraffic
 from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
@@ -74,7 +75,7 @@ class Outgoing(Protocol):
 
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None: ...
     def post(
-        self, peer: PeerId, data: bytes, bulk: bool, served: bool = False, piece: Piece | None = None
+        self, peer: PeerId, data: Unsent, bulk: bool, served: bool = False, piece: Piece | None = None
     ) -> bool: ...
     def forget(self, attempt: bytes, means: bool) -> None: ...
     def carriers_used(self) -> dict[str, str]: ...

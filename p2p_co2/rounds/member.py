@@ -153,15 +153,13 @@ class Member:
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
             if self.exchange is None:
-                self._averaged(job.part, mean, mine.reduced(mean), now)
+                self._averaged(job.part, mine.reduced(mean, self._parts[job.part].place), now)
                 return
             self._joined(job.part, self.exchange.give(job.part, mean, mine.summed(mean)), now)
 
-    def _averaged(self, part: int, mean: Buffer, contributors: Contributors, now: float) -> None:
-        """The encoded mean of our own part is made."""
-        state = self._parts[part]
-        state.place[:] = mean
-        state.hold(contributors, self.attempt)
+    def _averaged(self, part: int, contributors: Contributors, now: float) -> None:
+        """The encoded mean of our own part is made, and in its place."""
+        self._parts[part].hold(contributors, self.attempt)
         self._check(now)
 
     def listen(self, peer: PeerId) -> bool:
@@ -200,12 +198,14 @@ class Member:
     def _joined(self, part: int, done: Joined | None, now: float) -> None:
         """The mean of a part over all cells, for ours, if it is here."""
         if done is not None and part in self._jobs and self._parts[part].mean is None:
-            mean, contributors = done[0], tuple((one, self.attempt.shares[one].weight) for one in done[1])
+            contributors = tuple((one, self.attempt.shares[one].weight) for one in done[1])
+            place = self._parts[part].place
+            place[:] = done[0]
             send_mean(
-                self.attempt, part, self._parts[part].generation, mean, contributors,
+                self.attempt, part, self._parts[part].generation, place, contributors,
                 swarm=self._swarm, outlet=self._outlet,
             )  # fmt: skip
-            self._averaged(part, mean, contributors, now)
+            self._averaged(part, contributors, now)
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""

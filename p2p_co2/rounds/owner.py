@@ -188,16 +188,18 @@ class PartJob:
         self.job = None
         return contributors
 
-    def reduced(self, mean: Buffer) -> Contributors:
-        """Send the encoded mean to all other members; returns the contributors."""
+    def reduced(self, mean: Buffer, place: memoryview) -> Contributors:
+        """Put the encoded mean to its ``place`` and send it to all other members from there; returns the
+        contributors."""
         if len(mean) != self._size_bytes:
             raise LocalProtocolError(
                 f"the mean of part {self.part} has {len(mean)} bytes, not {self._size_bytes}"
             )
         assert self.job is not None
         contributors = tuple((piece.peer, piece.weight) for piece in self.job.slices)
+        place[:] = mean
         send_mean(
-            self.attempt, self.part, self.generation, mean, contributors,
+            self.attempt, self.part, self.generation, place, contributors,
             swarm=self._swarm, outlet=self._outlet,
         )  # fmt: skip
         self.is_done = True

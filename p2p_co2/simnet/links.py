@@ -11,7 +11,9 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
+from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.lanes import Bulk, Piece
 from p2p_co2.node.links import MAX_LANES, MAX_QUEUED_BYTES, MAX_QUEUED_CONTROL, MAX_SERVED_BYTES, LinkObserver
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
@@ -62,7 +64,7 @@ class VirtualLinks:
         """Bulk on the uplink: when it will have left, whose it is, how much."""
         self._measured_bytes = 0.0
         self._sized: tuple[bytes, float] = b"", 0.0
-        self._posted = b""
+        self._posted: Unsent = b""
         self._parcel = Parcel()
         """What was posted last: the same bytes go to many, one after the other."""
         self._is_closed = False
@@ -99,7 +101,7 @@ class VirtualLinks:
         """As ``Links.set_paces``; lines here are paced by themselves."""
 
     def post(
-        self, peer: PeerId, data: bytes, bulk: bool, served: bool = False, piece: Piece | None = None
+        self, peer: PeerId, data: Unsent, bulk: bool, served: bool = False, piece: Piece | None = None
     ) -> bool:
         if data is not self._posted:
             self._posted, self._parcel = data, Parcel(data)
@@ -240,7 +242,7 @@ class VirtualLinks:
         for data in control:
             self._send(lane, data, bulk=False)
         while lane.bulk and self._takes_bulk(lane) and lane.free_at - self._world.now <= BUFFERED_S:
-            self._send(lane, lane.bulk.pop(0).data, bulk=True)
+            self._send(lane, cast(Parcel, lane.bulk.pop(0).data), bulk=True)
         if lane.bulk and lane.path is not None and not lane.is_timed:
             lane.is_timed = True
             now, room_at = self._world.now, lane.free_at - BUFFERED_S

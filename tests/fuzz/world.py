@@ -107,7 +107,7 @@ class MemoryLinks:
         self, peer: PeerId, data: bytes, bulk: bool, served: bool = False, piece: Piece | None = None
     ) -> bool:
         self.up_bytes += len(data)
-        self._world.send(self._me, peer, data)
+        self._world.send(self._me, peer, bytes(data))
         return True
 
     def forget(self, attempt: bytes, means: bool) -> None:
