@@ -12,7 +12,10 @@ from google.protobuf.message import DecodeError, Message
 from p2p_co2.averaging import mean_of_parts
 from p2p_co2.codec import get_codec
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import Aborted, Committed, FellBehind, PayloadShape, open_decision
+from p2p_co2.node.envelope import kind_of
+from p2p_co2.node.lanes import Bulk, piece_of
+from p2p_co2.node.receiving import BULK
+from p2p_co2.rounds import Aborted, Committed, FellBehind, PayloadShape, Stale, open_decision
 from p2p_co2.rounds.cells import (
     assign_roots,
     check_cell_ready,
@@ -159,6 +162,24 @@ def test_three_cells_agree_on_the_sum_of_everybody() -> None:
         ) * 4
     assert not net.refused
     assert len({peer.states[0] for peer in net.peers.values()}) == 1
+
+
+def test_all_that_was_sent_for_a_round_that_is_over_is_told_to_be_of_no_use() -> None:
+    """Sums and means between cells travel in the council's attempt, slices and means in the cell's."""
+    net = network()
+    for round_ in (1, 2):
+        net.offer_all(round_=round_)
+        net.run_until_settled()
+        net.run(1.0)
+    told = {(name, event.attempt, event.means) for name, event in net.events if isinstance(event, Stale)}
+    bulk = [one for one in net.sent if kind_of(one[2]) in BULK]
+    assert {kind_of(message) for _, _, message in bulk} == BULK - {"chunk"}
+    for source, _, message in bulk:
+        piece = piece_of(message, kind_of(message))
+        assert piece is not None
+        of_round_1 = message.key.round == 1  # type: ignore[attr-defined]
+        stale = [Bulk(b"", piece).is_stale(*one) for name, *one in told if name == source]
+        assert any(stale) == (of_round_1 or not piece.is_mean)  # means of the last may complete a slower one
 
 
 def test_a_decision_names_the_cell_and_binds_the_others() -> None:

@@ -23,7 +23,7 @@ from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.meter import LinePace, Pace, UploadMeter
 from p2p_co2.transport.base import Link
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Mean, Part
+from p2p_co2.wire.messages_pb2 import CellMean, CellPart, Mean, Part
 
 QUEUE_LOOK_S = 0.04
 """How often it is looked at what waits before the line."""
@@ -48,7 +48,8 @@ class UnderWay(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a bulk message is a piece of: a slice in an attempt at a round, or a mean."""
+    """What a bulk message is a piece of: a slice in an attempt at a round, or a mean; between cells a cell's
+    sum, or the mean over all cells, in the council's attempt."""
 
     attempt: bytes
     is_mean: bool
@@ -56,9 +57,9 @@ class Piece(NamedTuple):
 
 def piece_of(message: Message, kind: str) -> Piece | None:
     """Of a message of the protocol, by its kind."""
-    if not isinstance(message, Part | Mean):
+    if not isinstance(message, Part | Mean | CellPart | CellMean):
         return None
-    return Piece(message.key.attempt, kind == "mean")
+    return Piece(message.key.attempt, kind in ("mean", "cell_mean"))
 
 
 class Bulk(NamedTuple):

@@ -60,6 +60,11 @@ class Attempt:
     """Of a round over several cells, as the council's coordinator fixed it."""
 
     @property
+    def ids(self) -> tuple[bytes, ...]:
+        """Under which its pieces travel: its own, and the council's for what goes between cells."""
+        return (self.id,) if self.council is None else (self.id, self.council.key.attempt)
+
+    @property
     def succession_s(self) -> float:
         """What a successor of the coordinator may need: slices again, and over cells the sums of all."""
         return self.parts_within_s + (2 * self.council.sums_within_s if self.council is not None else 0.0)

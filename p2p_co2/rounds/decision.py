@@ -237,8 +237,9 @@ class Verdicts:
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """Attempts that we were in, with their rounds."""
-        self._left: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
-        """The last of them that has committed, and those since that we left before they were decided."""
+        self._left: deque[tuple[int, tuple[bytes, ...]]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        """The last of them that has committed, and those since that we left before they were decided; with
+        all their ids."""
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
@@ -258,25 +259,28 @@ class Verdicts:
         if attempt not in self._ended:
             self._ended.append(attempt)
 
-    def leave(self, round_: int, attempt: bytes, emit: Callable[[Stale], None]) -> None:
-        """``end`` an attempt that we were in, and tell what nobody needs any more: its slices and, if it has
-        committed only when the next one ends, for slower members, its means."""
-        self.end(attempt)
+    def leave(self, round_: int, ids: tuple[bytes, ...], emit: Callable[[Stale], None]) -> None:
+        """``end`` an attempt that we were in (``Attempt.ids``), and tell what nobody needs any more: its
+        slices and, if it has committed only when the next one ends, for slower members, its means. The sums
+        of its cell are slices of the council's attempt: all cells have what they need once one commits."""
+        for one in ids:
+            self.end(one)
         known = self._commits.get(round_)
-        has_committed = known is not None and known[1].key.attempt == attempt
-        is_over = known is not None or attempt in self._aborts  # else the others go on without us
+        has_committed = known is not None and known[1].key.attempt == ids[0]
+        is_over = known is not None or ids[0] in self._aborts  # else the others go on without us
         if not is_over:
-            self._left.append((round_, attempt))
+            self._left.append((round_, ids))
             return
         if has_committed:
             self.outrun(round_ + 1, emit)
-            self._left.append((round_, attempt))
-        emit(Stale(attempt, means=not has_committed))
+            self._left.append((round_, ids))
+        for one in ids:
+            emit(Stale(one, means=not has_committed))
 
     def outrun(self, version: int, emit: Callable[[Stale], None]) -> None:
         """``version`` has been reached: means of rounds before its own are of no use to anybody. Who slept in
         an attempt, or lost its line, hears of no outcome, but takes a later state."""
-        for _, attempt in (left for left in self._left if left[0] < version):
+        for attempt in (one for round_, ids in self._left if round_ < version for one in ids):
             emit(Stale(attempt, means=True))
         later = [left for left in self._left if left[0] >= version]
         self._left.clear()

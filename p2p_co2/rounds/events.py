@@ -238,8 +238,8 @@ class Overheard:
 
 @dataclass(frozen=True)
 class Stale:
-    """Slices of ``attempt`` that wait to be sent are of no use to anybody; with ``means``, nor are its
-    means."""
+    """Slices of ``attempt`` (of a council's: sums) that wait to be sent are of no use to anybody; with
+    ``means``, nor are its means."""
 
     attempt: bytes
     means: bool

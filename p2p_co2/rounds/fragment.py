@@ -438,9 +438,7 @@ class FragmentRounds:
     def _end(self) -> None:
         """Forget the open offer and all that was held for it."""
         if self.member is not None:
-            self.verdicts.leave(self.member.attempt.round, self.member.attempt.id, self._outlet.emit)
-            if self.member.exchange is not None:
-                self.verdicts.end(self.member.exchange.council.key.attempt)
+            self.verdicts.leave(self.member.attempt.round, self.member.attempt.ids, self._outlet.emit)
             self._coordination.member_left(self.member.attempt.id)
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
