@@ -11,13 +11,16 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2p_co2.digest import digest as sha256
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import ReduceWanted
+from p2p_co2.rounds import Committed, ReduceWanted
+from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.attempt import seal_begin
+from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST, begun_key, begun_member, drain, one_machine, part_of, refusal
-from tests.round_network import RUN, make_identity
+from tests.round_network import RUN, forged_commit, make_identity
 
 
 def test_the_forging_tests_have_a_foreign_coordinator() -> None:
@@ -222,6 +225,28 @@ def test_forged_means_and_results() -> None:
     assert refusal(machine, reassign, first) == "wrong owner"
     reassign.owner, reassign.generation = first, 1000
     assert refusal(machine, reassign, first) == "wrong generation"
+
+
+def test_a_next_commit_that_one_liar_signs_hurries_nobody_who_waits_for_the_bytes_of_the_last() -> None:
+    machine, begin, first, other = begun_member()
+    signer = next(one for one in map(make_identity, range(3)) if one.peer_id == first)
+    machine.receive(begin, first, 0.5)
+    outcome = wire.Outcome(key=begin.key, run=RUN, committed=True, state_digest=DIGEST, members=begin.members)
+    theirs = bytes(range(64))
+    for part, digest in zip(begin.parts, (sha256(bytes(64)), sha256(theirs)), strict=True):
+        told = outcome.parts.add(start_block=part.start_block, stop_block=part.stop_block, digest=digest)
+        told.contributors.extend(wire.Contributor(peer=one.peer, weight=one.weight) for one in begin.members)
+    for sender in (first, other):
+        machine.receive(part_of(), sender, 1.0)
+    (wanted,) = [event for event in drain(machine) if isinstance(event, ReduceWanted)]
+    machine.reduced(wanted.job, bytes(64), 1.0)
+    machine.receive(sign_outcome(signer, outcome), first, 1.0)
+    machine.receive(forged_commit(signer, 2, bytes(32), [first, other]), first, 1.1)
+    machine.handle_timer(1.1 + limits.GRACE_S)
+    assert machine.is_completing(0)
+    mean = wire.Mean(key=begin.key, part=1, total=64, data=theirs, contributors=outcome.parts[1].contributors)
+    machine.receive(mean, other, 1.2 + limits.GRACE_S)
+    assert [event.round for event in drain(machine) if isinstance(event, Committed)] == [1]
 
 
 # ---- floods and noise

@@ -172,7 +172,8 @@ def completing_of(parts_within_s: float) -> Completing:
         0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)), (BlockRange(0, 2),), (NAMES[1],),
         (frozenset(NAMES),), DIGEST, NAMES[1], parts_within_s, 12.0,
     )  # fmt: skip
-    return Completing(Receiver(attempt), wire.Decision(), wire.Outcome(), swarm, 100.0)  # type: ignore[arg-type]
+    outcome = wire.Outcome(key=attempt.key())
+    return Completing(Receiver(attempt), wire.Decision(), outcome, swarm, 100.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("parts_within_s", "most_s"), [(2.0, 30.0), (60.0, 240.0), (300.0, 1200.0)])
@@ -193,6 +194,10 @@ def test_who_is_overtaken_waits_for_what_is_on_its_way_and_no_longer(gap_s: floa
         now += gap_s
         completing.came(now)
     completing.overtaken(now)
+    completing.handle_timer(now + max(bounds.GRACE_S, 3 * gap_s))
+    assert not completing.has_stalled  # its owner has not said that it is there
+    completing._swarm.set_live({name: PeerView(1e6, versions=(2,)) for name in NAMES})
+    completing.peers_changed(now)
     completing.handle_timer(now + 2.9 * gap_s)
     assert not completing.has_stalled  # a slow line's next piece comes late as the others did
     completing.handle_timer(now + max(bounds.GRACE_S, 3 * gap_s))

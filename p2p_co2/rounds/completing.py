@@ -51,6 +51,7 @@ class Completing:
             self._patience_s, patience_s = bounds.GRACE_S, member.patience_s(now)
         self._give_up_at = now + min(patience_s, swarm.shape.round_cap_s)
         self._came_at, self._widest_gap_s = now, 0.0
+        self._is_overtaken = False
         self.came(now)
 
     def committed(self, offered_at: float, now: float) -> Committed | Overheard | None:
@@ -79,11 +80,21 @@ class Completing:
         self._stalls_at = now + self._patience_s
 
     def overtaken(self, now: float) -> None:
-        """The next round has committed: its members send no more of this one's means than is on its way."""
-        self._patience_s = min(self._patience_s, max(bounds.GRACE_S, 3 * self._widest_gap_s))
-        self._stalls_at = min(self._stalls_at, now + self._patience_s)
+        """The next round has committed, somebody says: its members send no more of this one's means than is
+        on its way. Whether it has, those who owe us means say themselves: one liar may sign any commit."""
+        self._is_overtaken = True
+        self._look_where_owners_are(now)
+
+    def _look_where_owners_are(self, now: float) -> None:
+        fragment, next_ = self.outcome.key.fragment, self.outcome.key.round + 1
+        versions = [self._swarm.version_of(peer, fragment) for peer in self._member.owners_of_missing()]
+        if self._is_overtaken and all((version or 0) >= next_ for version in versions):
+            self._is_overtaken = False  # told once
+            self._patience_s = min(self._patience_s, max(bounds.GRACE_S, 3 * self._widest_gap_s))
+            self._stalls_at = min(self._stalls_at, now + self._patience_s)
 
     def peers_changed(self, now: float) -> None:
+        self._look_where_owners_are(now)
         if any(not self._swarm.is_live(owner) for owner in self._member.owners_of_missing()):
             self._stalls_at = min(self._stalls_at, now + bounds.GRACE_S)
 
