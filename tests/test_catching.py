@@ -235,6 +235,36 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(
     assert given_up == ([] if says_last else [0])
 
 
+def test_that_a_fragment_could_not_be_brought_up_is_told_once_for_each_state() -> None:
+    """At the end of a run in several states it was told every five seconds."""
+    told: list[str] = []
+    live = {PeerId(name): heard(Status.TRAINING, versions=(5,), digests=(GOOD,)) for name in "ab"}
+    node = SimpleNamespace(
+        membership=SimpleNamespace(live=live, revision=1),
+        agreed=[AgreedVersion(3, GOOD)],
+        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
+        far=all_near(),
+        rounds=SimpleNamespace(forget_outcome=lambda fragment, round_, is_proved: None),
+        catchup=SimpleNamespace(
+            ask_swarm=lambda vouch: None,
+            want=lambda goal, now: None,
+            shape=SimpleNamespace(replayable=lambda fragment: 8),
+        ),
+        now=lambda: 20.0,
+        report=lambda kind, text: told.append(text),
+        give_up_offer=lambda fragment: None,
+    )
+    catching = Catching(node)  # type: ignore[arg-type]
+    counts = []
+    for version, here in ((4, 3), (4, 3), (5, 3), (5, 3), (5, 4), (5, 4)):
+        node.agreed[0] = AgreedVersion(here, GOOD)
+        assert catching.go_to(0, version, b"", ())
+        catching.handle(FetchFailed(Goal(ROUND, 0, version, ()), "a: round not kept", 0))
+        counts.append(len(told))
+    assert counts == [1, 1, 2, 2, 3, 3]
+    assert told[0] == "fragment 0 could not catch up yet: a: round not kept"
+
+
 def test_a_dispute_between_donors_is_told_with_their_names() -> None:
     told: list[str] = []
     node = SimpleNamespace(

@@ -64,6 +64,8 @@ class Catching:
         self._started_from: dict[int, int] = {}
         self._again_at: dict[int, float] = {}
         """When a fragment that could not be brought up is tried again."""
+        self._told_of: dict[int, object] = {}
+        """For which state of a fragment, and on the way to which version, it was told that it could not."""
         self._back: set[int] = set()
         """Fragments that go back to where most others are (``apart``)."""
         self._last: set[int] = set()
@@ -178,10 +180,8 @@ class Catching:
             or b""
         )
         if newest <= agreed.version:
-            self._node.report(
-                ev.Warned,
-                text=f"fragment {fragment} differs from the majority at version {version}: taking theirs",
-            )
+            text = f"fragment {fragment} differs from the majority at version {version}: taking theirs"
+            self._node.report(ev.Warned, text=text)
         donors = self.majority.donors(fragment, version)
         if not near:
             donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
@@ -305,7 +305,10 @@ class Catching:
         self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
         if not by_few:  # else one peer's word would end an offer that the others are making a round of
             self._node.give_up_offer(fragment)
-        self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
+        news = self._node.agreed[fragment], target and target[0]
+        if self._told_of.get(fragment) != news:  # it is tried every few seconds, to the end of a run
+            self._told_of[fragment] = news
+            self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
 
     async def _take_round(self, event: Fetched) -> None:
         fragment = event.goal.fragment
@@ -332,9 +335,7 @@ class Catching:
                 if seen not in (None, event.digest):
                     raise DigestMismatch(f"the state of version {event.version} is not what other cells hold")
             if majority is not None and majority != event.digest and not self._is_told_by_far(event):
-                raise DigestMismatch(
-                    f"the state of version {event.version} is not the one that most peers report"
-                )
+                raise DigestMismatch(f"the state of version {event.version} is not what most peers report")
             told = self._told_by_far(fragment, event.donors)
             if event.version > told + AHEAD_AT_MOST and self.majority.is_too_far(fragment, event.version):
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
@@ -390,9 +391,7 @@ class Catching:
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
         if not self.majority.may_decide(PeerId(outcome.decided_by), group):
-            raise RemoteProtocolError(
-                OTHER_HISTORY, "decided by somebody who is neither in its group nor here"
-            )
+            raise RemoteProtocolError(OTHER_HISTORY, "decided by one who is neither in its group nor here")
         if not self.majority.is_most(group):
             raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
         agreed = self._node.agreed[fragment]
