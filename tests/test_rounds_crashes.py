@@ -8,11 +8,13 @@ import pytest
 from google.protobuf.message import Message
 
 from p2p_co2.rounds import Aborted, Committed, OutcomeWithoutBytes, ReduceJob, open_decision
+from p2p_co2.rounds.coordination import NEVER_TOLD
 from p2p_co2.rounds.decision import content_of
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_network import RUN, Faults, Network
+from tests.round_machine import SHAPE, begun_member, refusal
+from tests.round_network import RUN, Faults, Network, make_identity
 
 
 def crash_when(
@@ -84,6 +86,51 @@ def test_a_crash_in_any_phase_leaves_nobody_behind(phase: str, role: str) -> Non
             commits = [e for n, e in net.endings().items() if not isinstance(e, Aborted)]
             if detect_s == 1.0 and phase not in {"half of BEGIN"}:
                 assert len(commits) >= 4, [getattr(e, "reason", "") for e in net.endings().values()]
+
+
+@pytest.mark.parametrize("peers", [4, 6])
+def test_a_coordinator_that_dies_before_it_has_told_its_successor_costs_one_attempt(peers: int) -> None:
+    """The others vote to a successor that still asks for the round: it ends the attempt that it knows nothing
+    of. They waited for it for up to 8 s, in a group of its own too few were left, and it counted their votes
+    as offences."""
+    net = Network(peers)
+    first, successor, *others = coordination_order(net.names, 0, 1)
+    net.detect_s = 0.5
+    died_at: list[float] = []
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        if source == first and isinstance(message, wire.Part):  # it sends its slices after all BEGINs
+            net.crash(first)
+            died_at.append(net.now)
+        return not (source == first and to == successor and isinstance(message, wire.Begin))
+
+    net.on_send = on_send
+    net.keep_offering(period_s=0.2)
+    net.run(1.0)
+    assert died_at
+    net.run(died_at[0] + 2.5 - net.now)
+    assert [net.peers[name].version >= 1 for name in (successor, *others)] == [True] * (peers - 1)
+    aborted = {name: event.reason for name, event in net.events if isinstance(event, Aborted)}
+    assert aborted == dict.fromkeys(others, NEVER_TOLD)
+    assert not net.refused
+
+
+def test_who_ended_an_attempt_for_want_of_a_begin_does_not_take_part_in_it_later() -> None:
+    machine, begin, first, other = begun_member()
+    vote = wire.Result(key=begin.key)
+    for sender in (other, first, other):
+        machine.receive(vote, sender, 1.0)
+    told = [(to, message) for to, message in machine.messages_to_send() if isinstance(message, wire.Decision)]
+    assert [to for to, _ in told] == [other, first, other]
+    assert len({message.signature for _, message in told}) == 1
+    outcome = open_decision(told[0][1], RUN, SHAPE)
+    assert (outcome.committed, outcome.reason) == (False, NEVER_TOLD)
+    machine.receive(begin, first, 1.1)
+    assert not [m for _, m in machine.messages_to_send() if isinstance(m, wire.Part)]
+    assert machine.open_offers()
+    stranger = make_identity(7).peer_id
+    vote.key.attempt = bytes(range(16))
+    assert refusal(machine, vote, stranger) == "unknown round"
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -108,6 +108,43 @@ def test_half_of_the_swarm_does_not_make_again_a_round_that_the_other_half_has_m
         assert any(isinstance(event, Began) for event in drain(machine)) == begins, theirs
 
 
+@pytest.mark.parametrize(
+    ("past", "asks_them"), [((True,), True), ((True, True, False), True), ((True, False, False), False)]
+)
+def test_where_half_of_the_swarm_has_made_a_round_one_of_them_is_asked_for_it(
+    past: tuple[bool, ...], asks_them: bool
+) -> None:
+    """A newcomer that heard one other, or who missed a decision: its own round could not begin, and ended as
+    aborted after 0 s."""
+    me, *others = (make_identity(i).peer_id for i in range(len(past) + 1))
+    round_ = next(n for n in range(1, 1000) if coordination_order([me, *others], 0, n)[0] == me)
+    machine = one_machine(*range(1, len(others) + 1))
+    machine.set_state(0, round_ - 1, DIGEST)
+    versions = [round_ if made else round_ - 1 for made in past]
+    views = {peer: PeerView(versions=(version,)) for peer, version in zip(others, versions, strict=True)}
+    machine.set_peers({me: PeerView(), **views}, 0.0)
+    machine.offer(offer_of(round_), 0.0)
+    asked = [to for to, message in machine.messages_to_send() if isinstance(message, wire.Ready)]
+    assert [views[to].versions == (round_,) for to in asked] == [True] * asks_them
+    assert not any(isinstance(event, Aborted) for event in drain(machine))
+
+
+def test_a_newcomer_that_coordinates_waits_as_long_as_the_run_plans() -> None:
+    """It has seen no rounds: it waited 10 s for those who ask another coordinator, in rounds of 4 s."""
+    for version, waited_s in ((0, limits.GATHER_DEFAULT_S), (7, 1.0)):
+        net = Network(4, shape=PayloadShape(8, (16,), round_s=4.0))
+        for name in net.names:
+            net.set_state(name, 0, version, DIGEST)
+        net.tell_everybody()
+        *early, silent = coordination_order(net.names, 0, version + 1)
+        for name in early:
+            net.offer(name, version + 1)
+        net.run(15.0)
+        (began,) = [event for _, event in net.events if isinstance(event, Began)]
+        assert silent not in began.group
+        assert began.waited_s == pytest.approx(waited_s, abs=0.1)
+
+
 def test_a_group_is_no_larger_than_its_size_and_the_others_learn_the_outcome() -> None:
     net = Network(4, group_size=2)
     net.offer_all()

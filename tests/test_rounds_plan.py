@@ -257,18 +257,19 @@ def test_votes_are_waited_for_as_long_as_past_rounds_needed_at_most_as_long_agai
 
 
 def test_ready_is_waited_for_at_most_a_share_of_the_time_between_rounds() -> None:
-    cadence = Cadence()
-    assert cadence.gather_cap_s == limits.GATHER_CAP_S
+    assert Cadence().gather_cap_s(5) == limits.GATHER_CAP_S
+    cadence = Cadence(planned_s=20.0)
+    assert [cadence.gather_cap_s(round_) for round_ in (1, 2)] == [limits.GATHER_CAP_S, 5.0]
     for round_, at in [(1, 100.0), (2, 108.0), (4, 124.0), (3, 125.0), (5, 132.0)]:
         cadence.committed(round_, at)
     assert cadence.period_s == 8.0
-    assert cadence.gather_cap_s == 2.0
+    assert cadence.gather_cap_s(6) == 2.0
     history = ReadyHistory()
     for round_ in range(1, 9):
         history.arrived(round_, 0.0)
         history.arrived(round_, 5.0)
     assert history.deadline_s(9) == 6.25
-    assert history.deadline_s(9, cadence.gather_cap_s) == 2.0
+    assert history.deadline_s(9, cadence.gather_cap_s(9)) == 2.0
 
 
 def test_who_missed_two_deadlines_is_not_awaited_until_it_is_in_time() -> None:

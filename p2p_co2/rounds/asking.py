@@ -112,8 +112,9 @@ class Asking:
 
     def _ask_next(self, now: float) -> None:
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
-        if self._is_retry and not self.asked:
-            order = [p for p in self._ahead(order) if not self._swarm.repute.is_passed_over(p, now)] + order
+        ahead = [p for p in self._ahead(order) if not self._swarm.repute.is_passed_over(p, now)]
+        if not self.asked and (self._is_retry or 2 * len(ahead) >= len(order)):
+            order = ahead + order
         left = [peer for peer in order if peer not in self.asked]
         if not left or len(self.asked) >= bounds.MAX_ASKED:
             self.failure = f"no coordinator answered (asked {named(self.asked)})"
@@ -124,8 +125,9 @@ class Asking:
         self._send(now)
 
     def _ahead(self, order: list[PeerId]) -> list[PeerId]:
-        """Those who say that they are past this round. After an abort one of them is asked first: it knows
-        the decision, or says where it is. Not before: a claim alone must not draw everybody's READY."""
+        """Those who say that they are past this round. After an abort, or if they are half of the swarm,
+        without which no round can begin, one of them is asked first: it knows the decision, or says where it
+        is. Else not: a claim alone must not draw everybody's READY."""
         fragment, round_ = self.offer.fragment, self.offer.round
         return [peer for peer in order if (self._swarm.version_of(peer, fragment) or 0) >= round_]
 

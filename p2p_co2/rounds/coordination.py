@@ -30,6 +30,7 @@ from p2p_co2.wire.messages_pb2 import Begin, Decision, Listen, Outcome, Ready, R
 
 Place = tuple[int, int]
 """(fragment, round)"""
+NEVER_TOLD = "the coordinator was lost before it had told its successor"
 
 
 class _Begun:
@@ -68,7 +69,9 @@ class Coordination:
         self._history = [ReadyHistory() for _ in range(fragments)]
         self.observed = [Durations() for _ in range(fragments)]
         """Per fragment, from BEGIN to the last slice, as the parts that we own have seen it."""
-        self.cadences = [Cadence() for _ in range(fragments)]
+        # A council waits long for its first cells, and so do they.
+        planned_s = swarm.shape.round_s if swarm.cells == 1 else 0.0
+        self.cadences = [Cadence(planned_s) for _ in range(fragments)]
         self._votes = [Durations() for _ in range(fragments)]
         """Per fragment, from a quorum to the last vote."""
         self._votes_until: OrderedDict[bytes, float] = OrderedDict()
@@ -291,6 +294,16 @@ class Coordination:
                 raise RemoteProtocolError("unknown round", "RESULT")
             tally = self._tally(mine, now)
         tally.result(message, sender, now)
+
+    def decline(self, message: Result, sender: PeerId, verdicts: Verdicts, digest: bytes) -> None:
+        """``sender`` votes to us, as to the successor of a lost coordinator, in an attempt whose BEGIN never
+        came here: we can decide nothing, and it would wait for us, and all who are not in it for it. As the
+        coordinator that it follows we end it."""
+        outcome = Outcome(key=message.key, run=self._run, state_digest=digest, reason=NEVER_TOLD)
+        outcome.members.add(peer=self._swarm.me, weight=1.0, base_version=message.key.round - 1)
+        decision = sign_outcome(self._identity, outcome)
+        verdicts.keep(decision, outcome)
+        self._outlet.send(sender, decision)
 
     def late_result(self, message: Result, sender: PeerId, now: float) -> None:
         """A vote for what has been decided: it may have been in time all the same."""

@@ -146,7 +146,7 @@ class Councils:
             wait_s = bounds.GATHER_CAP_S
         elif cadence.period_s or self._swarm.shape.round_s:
             # A cell that is left out costs its peers a round and a state each.
-            wait_s = cadence.gather_cap_s
+            wait_s = cadence.gather_cap_s(round_)
         else:
             wait_s = history.deadline_s(round_)
         give_up_at = now + max(wait_s, bounds.GATHER_CAP_S)

@@ -47,13 +47,14 @@ class Gathering:
         self.sums_s = 0.0
         """What the owners of the last BEGIN are given for the exchange among cells."""
         self.first_at = now
-        self._adaptive_s = history.deadline_s(round_, cadence.gather_cap_s)
-        self.in_time_until = now + cadence.gather_cap_s
+        cap_s = cadence.gather_cap_s(round_)
+        self._adaptive_s = history.deadline_s(round_, cap_s)
+        self.in_time_until = now + cap_s
         """Who comes by then is worth waiting for."""
         self._cheap_s, self._last_gather_s = cadence.cheap_s, cadence.last_gather_s
         self.give_up_at = now + max(self._adaptive_s, bounds.GATHER_CAP_S)
         self._is_overdue = False
-        self._least_s = gather_least_s(cadence.gather_cap_s)
+        self._least_s = gather_least_s(cap_s)
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
         self._swarm, self._outlet, self._history = swarm, outlet, history

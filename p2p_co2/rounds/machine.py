@@ -346,8 +346,18 @@ class Rounds:
         over = fragment.verdicts.has_ended(attempt) and not self._coordination.counts(attempt)
         if self._answer(fragment, message, sender):
             self._coordination.late_result(message, sender, now)
+        elif not over and self._was_never_told(fragment, message.key) and self._swarm.is_live(sender):
+            self._coordination.decline(message, sender, fragment.verdicts, fragment.digest)
         elif not over:
             self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
+
+    def _was_never_told(self, fragment: FragmentRounds, key: wire.RoundKey) -> bool:
+        """Whether others are in an attempt at the round for which we still ask. Over several cells it is the
+        council's."""
+        asking, is_ours = fragment.asking, self._coordination.counts(key.attempt)
+        return (
+            asking is not None and asking.offer.round == key.round and not is_ours and self._swarm.cells == 1
+        )
 
     def _answer(
         self, fragment: FragmentRounds, message: wire.Result | wire.AskOutcome, sender: PeerId
