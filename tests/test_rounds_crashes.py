@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from p2p_co2.rounds import Aborted, Committed, OutcomeWithoutBytes, ReduceJob, open_decision
 from p2p_co2.rounds.coordination import NEVER_TOLD
 from p2p_co2.rounds.decision import content_of
+from p2p_co2.rounds.repute import NOT_BEGUN
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -108,11 +109,16 @@ def test_a_coordinator_that_dies_before_it_has_told_its_successor_costs_one_atte
     net.keep_offering(period_s=0.2)
     net.run(1.0)
     assert died_at
-    net.run(died_at[0] + 2.5 - net.now)
+    repute = [net.peers[name].machine._swarm.repute for name in others]
+    blamed: set[float] = set()
+    while net.now < died_at[0] + 2.5:
+        net.run(0.005)
+        blamed |= {one._known(successor).spoilt for one in repute}
     assert [net.peers[name].version >= 1 for name in (successor, *others)] == [True] * (peers - 1)
     aborted = {name: event.reason for name, event in net.events if isinstance(event, Aborted)}
     assert aborted == dict.fromkeys(others, NEVER_TOLD)
     assert not net.refused
+    assert blamed == {0.0, NOT_BEGUN}  # it could do nothing
 
 
 def test_who_ended_an_attempt_for_want_of_a_begin_does_not_take_part_in_it_later() -> None:

@@ -329,7 +329,7 @@ class FragmentRounds:
             if self._rival is None:
                 why = f"it ended round {outcome.key.round} with: {outcome.reason}"
                 begun = self.member.attempt if self.member is not None else None
-                rounds = self.judging.rounds_spoilt(begun, outcome.reason)
+                rounds = self.judging.rounds_spoilt(begun, outcome.reason, signer)
                 self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=now - self._offered_at)
             self._abort(outcome.reason, now)
 

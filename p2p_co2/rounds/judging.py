@@ -61,10 +61,11 @@ class Judging:
         could_tell = self._swarm.is_live(signer) and len(self._swarm.live) > 2
         self._swarm.repute.lied(signer, why, now, is_proved=is_proved and could_tell)
 
-    def rounds_spoilt(self, attempt: Attempt | None, reason: str) -> float:
-        """What an abort of ``attempt`` (None: of no round that began) counts against its coordinator. Over
-        several cells it may only pass on what another cell did, and the council blames that one."""
-        if attempt is None:
+    def rounds_spoilt(self, attempt: Attempt | None, reason: str, signer: PeerId) -> float:
+        """What an abort of ``attempt`` (None: of no round that began) counts against its coordinator. A
+        successor seldom can do better. Over several cells it may only pass on what another cell did, and the
+        council blames that one."""
+        if attempt is None or signer != attempt.coordinator:
             return NOT_BEGUN
         is_its = attempt.council is None or reason.startswith(failure_of(self._swarm.cell))
         return 1.0 if is_its else NOT_BEGUN
