@@ -70,7 +70,8 @@ class Bulk(NamedTuple):
 
     def is_stale(self, attempt: bytes, means: bool) -> bool:
         """Whether it is of ``attempt``; of its means only if ``means``."""
-        return self.piece in ((attempt, False), (attempt, means))
+        piece = self.piece
+        return piece is not None and piece.attempt == attempt and (means or not piece.is_mean)
 
 
 @dataclass
