@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, Committed, OutcomeWithoutBytes, ReduceJob, open_decision
+from p2p_co2.rounds import Aborted, Committed, OutcomeWithoutBytes, PayloadShape, ReduceJob, open_decision
 from p2p_co2.rounds.coordination import NEVER_TOLD
 from p2p_co2.rounds.decision import content_of
 from p2p_co2.rounds.repute import NOT_BEGUN
-from p2p_co2.rounds.swarm import coordination_order
+from p2p_co2.rounds.swarm import coordination_order, short
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from tests.round_machine import SHAPE, begun_member, refusal
@@ -119,6 +120,78 @@ def test_a_coordinator_that_dies_before_it_has_told_its_successor_costs_one_atte
     assert aborted == dict.fromkeys(others, NEVER_TOLD)
     assert not net.refused
     assert blamed == {0.0, NOT_BEGUN}  # it could do nothing
+
+
+@pytest.mark.parametrize(("untold", "asks"), [(1, True), (3, False)])
+def test_a_coordinator_that_dies_before_it_has_told_other_members_costs_one_attempt(
+    untold: int, asks: bool
+) -> None:
+    """Who asks the successor for the round shows that it is not in it. One that asks somebody else loses its
+    part; the parts of three were given to one another again and again, since these had the fewest by then."""
+    net = Network(9)
+    order = coordination_order(net.names, 0, 1)
+    first, silent = order[0], order[-untold:]
+    net.detect_s = 0.5
+    died_at: list[float] = []
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        if source == first and isinstance(message, wire.Part):
+            net.crash(first)
+            died_at.append(net.now)
+        if source in silent and isinstance(message, wire.Ready) and not asks:
+            return to == first
+        return not (source == first and to in silent and isinstance(message, wire.Begin))
+
+    net.on_send = on_send
+    net.keep_offering(period_s=0.2)
+    net.run(1.0)
+    assert died_at
+    net.run(died_at[0] + (2.5 if asks else 15.0) - net.now)
+    assert all(net.peers[name].version >= 1 for name in order[1:] if asks or name not in silent)
+    reasons = {event.reason for _, event in net.events if isinstance(event, Aborted)}
+    assert reasons == ({f"the coordinator was lost before it had told {short(silent[0])}"} if asks else set())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_coordinators_that_die_amid_begin_hold_up_the_others_for_seconds(seed: int) -> None:
+    """Six of nine, each when it has told a random number of its group: rounds of 4 s stood still for up to
+    32 s."""
+    net = Network(9, seed, Faults(latency_s=(0.01, 0.1)), shape=PayloadShape(8, (16,), round_s=4.0))
+    net.detect_s = 0.7
+    next_at, left, deaths = net.now + 10.0, -1, 0
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        nonlocal next_at, left, deaths
+        if isinstance(message, wire.Begin) and net.peers[source].alive and net.now >= next_at and deaths < 6:
+            left = left - 1 if left >= 0 else net.random.randint(0, 7)
+            if left <= 0:
+                net.crash(source)
+                next_at, left, deaths = net.now + 8.0, -1, deaths + 1
+                return False
+        return True
+
+    def offer_in_time(name: PeerId, period_s: float) -> None:
+        if (
+            name not in net.busy
+            and net.peers[name].alive
+            and net.now >= began_at + 4 * net.peers[name].version
+        ):
+            net.busy.add(name)
+            net.offer(name, net.peers[name].version + 1)
+        net.at(net.now + period_s, lambda: offer_in_time(name, period_s))
+
+    began_at, net.on_send = net.now, on_send
+    net._offer_again = offer_in_time  # type: ignore[method-assign]
+    net.keep_offering(period_s=0.1)
+    made_at = [net.now]
+    while net.now < began_at + 90.0:
+        net.run(0.1)
+        if max(peer.version for peer in net.peers.values()) >= len(made_at):
+            made_at.append(net.now)
+    assert deaths == 6
+    assert max(later - at for at, later in pairwise(made_at)) < 7.0
+    assert len(made_at) > 22
+    assert len({peer.states[0] for peer in net.peers.values() if peer.alive}) == 1
 
 
 def test_who_ended_an_attempt_for_want_of_a_begin_does_not_take_part_in_it_later() -> None:

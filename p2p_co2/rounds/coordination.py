@@ -77,6 +77,8 @@ class Coordination:
         self._votes_until: OrderedDict[bytes, float] = OrderedDict()
         """Until when a vote for an attempt that has committed would have been in time."""
         self._moved: list[tuple[int, frozenset[PeerId]]] = [(0, frozenset())] * fragments
+        self._askers: list[set[PeerId]] = [set() for _ in range(fragments)]
+        """Per fragment, who asks us for the round that we are in: live peers."""
         self._counter = 0
         self.delegation: Delegation | None = None
         if swarm.cells > 1:
@@ -107,6 +109,7 @@ class Coordination:
             self._answer_begun(self._begun[place], message, sender, now)
             return
         if self._is_elsewhere(place, [sender], now):
+            self._note_asker(place, sender)
             return
         if self.delegation is not None and self.delegation.answers_ready(place, message, sender, now):
             return
@@ -191,6 +194,17 @@ class Coordination:
             waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=within_s)
             self._outlet.send(peer, waiting if known is None else known[0])
         return True
+
+    def _note_asker(self, place: Place, peer: PeerId) -> None:
+        """``peer`` asks for a round that we are in: if it should be in it, too, it does not know."""
+        if self.joined_until(place) is not None:
+            self._askers[place[0]].add(peer)
+            for tally in [one for one in self._tallies.values() if one.attempt.fragment == place[0]]:
+                self._tell_askers(tally)
+
+    def _tell_askers(self, tally: Tally) -> None:
+        if self._swarm.cells == 1:
+            tally.never_told(self._askers[tally.attempt.fragment])
 
     def withdraw(self, place: Place, peer: PeerId) -> None:
         """Forget a READY: its peer left, wants another round, or (we) ended the offer."""
@@ -314,14 +328,16 @@ class Coordination:
         """Our own member follows us from now on: we decide in the place of a lost coordinator."""
         tally = self._tallies.get(member.attempt.id) or self._tally(member.attempt, now)
         tally.take_over(*member.ownership(), member.term(), now)
+        self._tell_askers(tally)
         if self.delegation is not None:
             self.delegation.took_over(member.attempt)
 
-    def member_left(self, attempt: bytes) -> None:
+    def member_left(self, attempt: Attempt) -> None:
         """Our own member has the outcome: a tally that only waited to succeed is over."""
-        tally = self._tallies.get(attempt)
+        self._askers[attempt.fragment].clear()
+        tally = self._tallies.get(attempt.id)
         if tally is not None and (tally.successor or tally.get_timer() is None):
-            del self._tallies[attempt]
+            del self._tallies[attempt.id]
             if self.delegation is not None:
                 self.delegation.forget(tally.attempt)
 

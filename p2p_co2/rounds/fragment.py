@@ -439,7 +439,7 @@ class FragmentRounds:
         """Forget the open offer and all that was held for it."""
         if self.member is not None:
             self.verdicts.leave(self.member.attempt.round, self.member.attempt.ids, self._outlet.emit)
-            self._coordination.member_left(self.member.attempt.id)
+            self._coordination.member_left(self.member.attempt)
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
         self.offer = self.asking = self.member = self._rival = self._ahead.waiting = self._completing = None

@@ -22,7 +22,7 @@ A mean that is sent again also costs least: no slice has to travel twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -59,6 +59,8 @@ class Tally:
         self._generations = [0] * len(attempt.ranges)
         self._is_held = [False] * len(attempt.ranges)
         """Whether the part's present owner was chosen because it holds the mean."""
+        self._lost_by: set[PeerId] = set()
+        """Whose parts were given to others."""
         self._votes: dict[PeerId, Result] = {}
         self._contents: dict[PeerId, bytes] = {}
         """Of the complete votes: what each says."""
@@ -85,6 +87,13 @@ class Tally:
         """Somebody above us has given the round up."""
         if not self.is_decided:
             self._abort(reason)
+
+    def never_told(self, peers: Set[PeerId]) -> None:
+        """These still ask for the round: BEGIN never came to them. A successor need not wait for what they
+        own to be lost, and nobody can have committed without it."""
+        missing = (peers & set(self._owners)) - self._heard
+        if self.successor and not self.is_decided and missing:
+            self._abort(f"the coordinator was lost before it had told {named(sorted(missing))}")
 
     def has_heard(self, peer: PeerId) -> bool:
         return peer in self._heard
@@ -217,6 +226,7 @@ class Tally:
             told = max(vote.parts[part].generation for vote in self._votes.values())
             self._generations[part] = max(self._generations[part], told)
             living = holders[part][1]
+            self._lost_by.add(self._owners[part])
             heirs = living or [peer for peer in self._living() if peer != self._owners[part]]
             first = self._term * (bounds.MAX_REASSIGNS + 1)
             generation = max(self._generations[part] + 1, first)
@@ -237,9 +247,10 @@ class Tally:
 
     def _heir(self, heirs: list[PeerId]) -> PeerId:
         """Of those who may take a lost part, the one with the fewest. Who was given none by BEGIN has a link
-        that could not carry one (``parts``), and comes after all others."""
-        loads = Counter(self._owners)
-        return min(heirs, key=lambda peer: (peer not in self.attempt.owners, loads[peer], heirs.index(peer)))
+        that could not carry one (``parts``), and comes after all others, but for those who lost one: BEGIN
+        may never have come to them, and they have the fewest since."""
+        loads, given, lost = Counter(self._owners), set(self.attempt.owners), self._lost_by
+        return min(heirs, key=lambda peer: (peer in lost, peer not in given, loads[peer], heirs.index(peer)))
 
     def _holders(self, part: int) -> tuple[list[PeerId], list[PeerId]]:
         """Who holds the newest mean of a part: all who voted so, and those of them who live."""
