@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from p2p_co2.catchup import STATE, CatchUp, Fetched, Goal, Shape, chunk_digest
+from p2p_co2.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape, chunk_digest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TURN_AFTER_S, Apart, Camp
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.majority import Majority
 from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.telemetry.events import CaughtUp, Event, RoundCommitted, Warned
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Status
+from p2p_co2.wire.messages_pb2 import Decision, Fetch, Status
 from tests.round_network import RUN, make_identity
 
 ME = PeerId("me")
@@ -37,7 +39,7 @@ def said(version: int, history: str, phase: Status.Phase = TRAINS) -> SimpleName
 
 def one_that_made(
     alone: int, together: int, others: dict[str, SimpleNamespace], *,
-    phase: Status.Phase = TRAINS, unheard: int = 0, cells: int = 1,
+    phase: Status.Phase = TRAINS, unheard: int = 0, cells: int = 1, given: int = 99,
 ) -> Apart:  # fmt: skip
     """A peer that made ``together`` rounds with another, and ``alone`` after them."""
     live = {PeerId(name): info for name, info in others.items()}
@@ -47,6 +49,7 @@ def one_that_made(
         far=SimpleNamespace(cells=cells),
         membership=SimpleNamespace(live=live, unheard=unheard, revision=0),
         progress=SimpleNamespace(local=SimpleNamespace(phase=phase)),
+        catchup=SimpleNamespace(given=lambda fragment: given),
     )
     apart = Apart(node, Majority(node))  # type: ignore[arg-type]
     for version in range(1, together + alone + 1):
@@ -127,9 +130,23 @@ def test_what_was_made_alone_is_counted_where_it_is_given_up(
     )
     apart.moved(0, AgreedVersion(version, state(version, history)), None)
     assert apart.given_up == {0: given_up}
+    others_lack_them = one_that_made(6, 2, {}, given=2)
+    words = others_lack_them.loss(0, Camp(2, state(2, "a"), (), TURN_AFTER_S))
+    assert words == "what only our history holds is lost, but 6 rounds of this peer alone, offered again"
     of_two = one_that_made(0, 8, {})
     of_two.moved(0, AgreedVersion(3, state(3, "b")), None)
     assert of_two.given_up == {0: 0}
+
+
+@pytest.mark.parametrize(
+    ("alone", "given", "cells", "is_unshared"),
+    [(6, -1, 1, True), (6, 2, 1, True), (6, 3, 1, False), (6, -1, 2, False), (0, -1, 1, False)],
+)
+def test_what_was_made_alone_is_nobody_else_s_if_nobody_was_given_any(
+    alone: int, given: int, cells: int, is_unshared: bool
+) -> None:
+    apart = one_that_made(alone, 2, {}, given=given, cells=cells)
+    assert apart.is_unshared(0) == is_unshared
 
 
 @pytest.mark.parametrize(
@@ -172,7 +189,12 @@ def test_who_goes_over_gives_nobody_what_it_made_alone() -> None:
         catchup.remember(fragment, 3, Decision(), bytes(8))
         data = bytes(64)
         catchup.exported(fragment, 3, data, state(3, "a"), [chunk_digest(data)], 1.0)
+    assert catchup.given(0) == -1
+    asked = Fetch(request=1, what=ROUND, fragment=0, version=3, want_chunk=True)
+    catchup.donor.receive(asked, PeerId("b"), 1.0)
+    assert [catchup.given(fragment) for fragment in (0, 1)] == [3, -1]
     catchup.turned_back(0)
+    assert catchup.given(0) == -1
     history = catchup.donor.history
     assert [history.find(fragment, 3) is None for fragment in (0, 1)] == [True, False]
     assert (history.held_bytes, catchup.donor.exported_bytes()) == (8, 64)
@@ -228,7 +250,7 @@ class Asleep:
 @pytest.mark.parametrize(
     ("peers", "fault", "text"),
     [
-        (3, Asleep(20.0, 45.0), "rounds of this peer alone among it"),  # they wake before its end
+        (3, Asleep(20.0, 45.0), "rounds of this peer alone, offered again"),  # they wake before its end
         (4, Asleep(20.0, 60.0), "went without a word"),  # long after it
         (3, Asleep(20.0, 48.0, is_net=True), "going over to theirs"),
     ],
@@ -253,8 +275,22 @@ def test_one_that_trained_alone_and_those_who_wake_end_in_one_state(
     log.readers.append(hear)
     faults = fault  # a plan like ``Churn`` and ``Storm``
     settings = Settings(run=run, peers=peers, seed=1, faults=faults, profile="fibre")  # type: ignore[arg-type]
-    result = Swarm(settings, log).run()
+    given_back = list[int]()
+
+    class Watched(CountingLedger):
+        def _adopt(self, fragment: int, *arguments: Any) -> AgreedVersion:
+            before = sum(self.fragments[fragment].counted)
+            try:
+                return super()._adopt(fragment, *arguments)
+            finally:
+                given_back.append(before - sum(self.fragments[fragment].counted))
+
+    swarm = Swarm(settings, log, make_ledger=Watched)
+    result = swarm.run()
     assert result.violations == []
+    lost = swarm.books.written_off["counted in a history that was given up"]
+    assert max(given_back) > 0
+    assert fault.is_net or sum(filter(lambda units: units > 0, given_back)) == lost
     assert len(result.digests) == peers
     assert len(set(result.digests.values())) == 1
     assert any(text in words for words in told)

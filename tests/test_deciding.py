@@ -45,7 +45,9 @@ def node_with(live: list[PeerId], group_size: int = 32) -> Any:
         agreed=[AgreedVersion(4, START)],
         membership=SimpleNamespace(live=infos, quiet_s=0.0),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
-        catching=SimpleNamespace(apart=SimpleNamespace(moved=lambda *of: None)),
+        catching=SimpleNamespace(
+            apart=SimpleNamespace(moved=lambda *of: None, is_unshared=lambda fragment: True)
+        ),
     )
 
 
@@ -62,7 +64,7 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
 
     class Told:
         async def adopt(
-            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, goes_back: bool
+            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, *how: bool
         ) -> AgreedVersion:
             told.append(parts)
             return agreed
@@ -86,7 +88,7 @@ async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
 
     class Adopts:
         async def adopt(
-            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, goes_back: bool
+            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, *how: bool
         ) -> AgreedVersion:
             return agreed
 

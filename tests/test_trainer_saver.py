@@ -23,7 +23,7 @@ from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import saver as saver_module
-from p2p_co2.trainer.fragment_ledger import Rebase
+from p2p_co2.trainer.offered import Rebase
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.saver import Saver
 from tests.test_trainer import Bench

@@ -123,6 +123,10 @@ class CatchUp:
         nobody any more."""
         self.donor.turned_back(fragment)
 
+    def given(self, fragment: int) -> int:
+        """The newest version, state or round, of which this peer has sent anybody a chunk; -1 for none."""
+        return self.donor.given[fragment]
+
     def exported(
         self,
         fragment: int,

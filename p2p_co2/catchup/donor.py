@@ -74,6 +74,8 @@ class Donor:
         self._began_at: dict[int, float] = {}
         """When the tensor side was asked for the exports that are waited for."""
         self._rests_until = -math.inf
+        self.given = [-1] * len(shape.state_bytes)
+        """Of each fragment, the newest version of which anybody was sent a chunk."""
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``CatchUp.held``."""
@@ -116,6 +118,7 @@ class Donor:
         for key in [key for key in self._exports if key[0] == fragment]:
             del self._exports[key]
         self._exports_changed()
+        self.given[fragment] = -1  # the numbers begin anew
 
     def receive(self, fetch: Fetch, sender: PeerId, now: float) -> None:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
@@ -246,6 +249,7 @@ class Donor:
             chunk=fetch.chunk,
             data=bytes(data[chunk_at(fetch.chunk, len(data), self._shape.chunk_bytes)]),
         )
+        self.given[fetch.fragment] = max(self.given[fetch.fragment], fetch.version)
         self._out.send(peer, chunk)
 
     def _refuse_version(self, fetch: Fetch, peer: PeerId, version: int) -> None:

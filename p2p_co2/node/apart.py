@@ -9,9 +9,9 @@ Law: more than half of all who move, of those that the DHT lists and that are no
 elsewhere, two of them in one state: two liars take nobody back who hears more honest peers than them. Of
 versions that others helped to make nobody turns back before they are contradicted. Where all finish in
 several states of which none has a majority, the largest digest decides among equals: a liar who finishes with
-them may be who it is. Price: what was made alone
-is lost, but for what the tensor side takes back. In a swarm of cells the others' cells decide
-(``rounds.council``), and nobody turns back.
+them may be who it is. Price: the versions made alone are lost; their work is offered again, unless somebody
+was given any of them (``trainer.alone``). In a swarm of cells the others' cells decide (``rounds.council``),
+and nobody turns back.
 """
 
 from __future__ import annotations
@@ -87,11 +87,22 @@ class Apart:
             made -= 1
         return newest - made
 
+    def is_unshared(self, fragment: int) -> bool:
+        """Whether nobody can have any of the newest rounds in a row that this peer made alone."""
+        if self._node.far.cells > 1:
+            return False
+        newest = self._node.agreed[fragment].version
+        made = self._alone_beyond(fragment, newest, b"")
+        is_whole = 0 < made < PAST_KEPT  # of more, nobody remembers what was given away
+        return is_whole and self._node.catchup.given(fragment) <= newest - made
+
     def loss(self, fragment: int, camp: Camp) -> str:
         """What going there costs, in words."""
         alone = self._alone_beyond(fragment, camp.version, camp.digest)
-        rounds = f", {alone} round{'s' if alone > 1 else ''} of this peer alone among it" if alone else ""
-        return f"what only our history holds is lost{rounds}"
+        rounds = f"{alone} round{'s' if alone > 1 else ''} of this peer alone"
+        if alone and self.is_unshared(fragment):
+            return f"what only our history holds is lost, but {rounds}, offered again"
+        return "what only our history holds is lost" + (f", {rounds} among it" if alone else "")
 
     def where_to(self, fragment: int, now: float) -> Camp | None:
         """As ``camp``, once it has lasted."""

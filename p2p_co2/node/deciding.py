@@ -175,7 +175,8 @@ class Deciding:
             return
         known = self._node.rounds.next_commit(fragment)
         parts = None if known is None else weights_of(known)
-        version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back)
+        is_unshared = self._node.catching.apart.is_unshared(fragment)
+        version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back, is_unshared)
         if goes_back:
             self._node.catchup.turned_back(fragment)
         self._adopted = fragment

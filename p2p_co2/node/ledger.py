@@ -98,7 +98,9 @@ class Ledger(Protocol):
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
         goes_back: bool = False,
+        is_unshared: bool = False,
     ) -> AgreedVersion:
         """Take over a donor's state. ``parts``: who is in the round after the state that we hold, None if
-        nobody told us; ``goes_back``: it may be an older one, of another history. Raises
-        ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""
+        nobody told us; ``goes_back``: it may be an older one, of another history;
+        ``is_unshared``: nobody has the rounds that we made alone of late, so their work is offered again.
+        Raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""

@@ -86,6 +86,8 @@ class _Fragment:
     doubtful_units: int = 0
     """Work up to this unit may have been offered by an earlier process, which nobody remembers."""
     in_doubt: bool = False
+    before_alone: list[int] | None = None
+    """``counted`` before the newest rounds in a row that this peer made alone."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,11 @@ class CountingLedger:
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
         goes_back: bool = False,
+        is_unshared: bool = False,
     ) -> AgreedVersion:
-        return await self._ask(len(data), lambda: self._adopt(fragment, data, agreed, parts, goes_back))
+        return await self._ask(
+            len(data), lambda: self._adopt(fragment, data, agreed, parts, goes_back, is_unshared)
+        )
 
     # ---- the steps
 
@@ -221,6 +226,9 @@ class CountingLedger:
             return AgreedVersion(before.version, before.digest)
         after = State.of(mean.fragment, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
+        is_sure = mine.withdrawn is None and not mine.in_doubt and min(mine.counted) >= mine.doubtful_units
+        is_alone = is_sure and all(part.weights.keys() == {self.peer} for part in mean.parts)
+        mine.before_alone = (mine.before_alone or list(mine.counted)) if is_alone else None
         offer = self._count(mean.fragment, mean.round, mean.parts)
         everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)
         ended = mine.in_flight is not None
@@ -267,6 +275,7 @@ class CountingLedger:
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None,
         goes_back: bool = False,
+        is_unshared: bool = False,
     ) -> AgreedVersion:
         mine, before = self.fragments[fragment], self.fragments[fragment].state
         lanes = unpack(bytes(data[: 8 * (1 + len(before.sums))]))
@@ -275,11 +284,15 @@ class CountingLedger:
             raise RemoteProtocolError("bad state", f"version {after.version}, not {agreed.version}")
         if after.digest != agreed.digest:
             raise DigestMismatch("the state does not have the digest its donor promised")
+        was_in_doubt = mine.in_doubt
         if mine.in_doubt:
             self._write_off(fragment, "may be in another history", [self.work.units])
             mine.in_doubt = False
         elif after.version > before.version:
             self._settle_doubts(fragment, parts)
+        if is_unshared and mine.before_alone is not None and not was_in_doubt:
+            mine.counted = mine.before_alone
+        mine.before_alone = None
         ended = mine.in_flight is not None
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.adopted(fragment, before, after, mine.counted)

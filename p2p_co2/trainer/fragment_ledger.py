@@ -16,7 +16,8 @@ most a half; with error feedback an eighth for the residual; under "eager" an ei
 last boundary, and from the commit to the next one an eighth for the offer. How far the params have moved
 under "co2" and "eager" takes nothing, but a half (1 with fp32) where two rounds commit between two
 boundaries. A step takes the memory of the old state, unless somebody else holds it (``lend``); under "keep"
-and "blend" it needs 1 for the merge, under the others nothing.
+and "blend" it needs 1 for the merge, under the others nothing. Who makes rounds alone holds a half for that
+(``alone``).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
+from p2p_co2.trainer.alone import Alone
 from p2p_co2.trainer.loan import SETTLE_S, Loan
 from p2p_co2.trainer.offer_encoding import OfferEncoding
-from p2p_co2.trainer.offered import FromMean, FromPayload, FromStep, Kept, Offered, Sum, set_piece
+from p2p_co2.trainer.offered import FromMean, FromPayload, FromStep, Kept, Offered, Rebase, Sum, set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces, within
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from p2p_co2.trainer.scaled_int4 import ScaledInt4
@@ -75,27 +77,6 @@ class Applied:
     """Why the mean was not applied although it was agreed ("" if it was): every peer refuses alike."""
 
 
-@dataclass(frozen=True)
-class Rebase:
-    """How live parameters that set out ``offset`` away from ``old`` are measured from ``new`` instead. fp32
-    [n] each, never changed: held, not copied."""
-
-    old: Tensor
-    new: Tensor
-    offset: Kept | None
-    gradient: Kept | None
-    """The work that was taken out of them, and is in flight."""
-
-    def addend(self, at: slice) -> Tensor:
-        """What the live parameters gain there; a new tensor."""
-        new = self.new[at]
-        addend = torch.zeros_like(new) if self.new is self.old else new - self.old[at]
-        for gone in (self.offset, self.gradient):
-            if gone is not None:
-                addend.sub_(gone[at])
-        return addend
-
-
 class FragmentLedger:
     """See the module. ``start``: the fragment's values at version 0, fp32 [n]; or a ``state`` to go on
     from. Either is the ledger's from now on, memory and all."""
@@ -106,7 +87,7 @@ class FragmentLedger:
         self._is_coarse = 8 * codec.block_bytes < COARSE_BITS * codec.block_values
         self._is_exact = codec.name == "fp32"
         self.state = state
-        self.wholeness = Wholeness()
+        self.wholeness, self._alone = Wholeness(), Alone(codec, peer, run.cells)
         self._is_lent, self._loans = False, list[Loan]()
         self.residual: ScaledInt4 | None = None
         """Of error feedback, once an offer was counted."""
@@ -239,6 +220,11 @@ class FragmentLedger:
         if mine is not None:
             self._advance_residual(mine, missed)
             self._remember_stale(mine, report, parts, missed)
+        if not refused:
+            # What may be counted in another attempt, or was offered by an earlier process, is not only ours.
+            is_sure = self._withdrawn is None and not (self.is_resumed or self.in_doubt)
+            mean = FromMean(self._codec, encoded, new.params.numel()) if is_sure else None
+            self._alone.committed(mean, parts, new.params.numel())
         if mine is not None and not missed:
             # What an earlier process did, or another attempt may have counted, was in this offer as well.
             self.is_resumed = self.in_doubt = False
@@ -286,9 +272,12 @@ class FragmentLedger:
         self._in_flight, self._withdrawn = None, mine
         return True, merge
 
-    def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Merge:
+    def adopt(
+        self, state: OuterState, parts: Sequence[PartWeights] | None = None, is_unshared: bool = False
+    ) -> Merge:
         """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
         parameters. ``parts``: who is in the round after our state, None if its outcome is not known.
+        ``is_unshared``: nobody has the rounds that this peer made alone of late, and their work goes back.
 
         A newer state may hold this peer's last offers. Where the outcome does not say, they are taken for
         counted: that costs at most the work of one offer, once. The other guess would count it twice, and a
@@ -298,9 +287,9 @@ class FragmentLedger:
         """
         self._settle_loans()
         with self.wholeness.changing(f"taking over the others' version {state.version}"):
-            return self._take_over(state, parts)
+            return self._take_over(state, parts, is_unshared)
 
-    def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None) -> Merge:
+    def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None, is_unshared: bool) -> Merge:
         is_newer = state.version > self.state.version
         mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
         if self.in_doubt or (is_newer and (is_foreign or self.is_resumed)):
@@ -311,6 +300,9 @@ class FragmentLedger:
             if mine is not None:
                 self._give_counted_work_(merge.addend, mine, missed)
                 self._advance_residual(mine, missed)
+            if is_unshared:
+                self._alone.put_back_(merge.addend)
+        self._alone.forget()
         self._in_flight = self._withdrawn = None
         self.state = state
         self._set_out(state.version)

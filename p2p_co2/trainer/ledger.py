@@ -29,8 +29,9 @@ from p2p_co2.memory import Buffer, Joined
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.rounds.events import Step
-from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger, Rebase
+from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
 from p2p_co2.trainer.loan import Loan, Turns
+from p2p_co2.trainer.offered import Rebase
 
 _T = TypeVar("_T")
 
@@ -237,6 +238,7 @@ class TensorLedger:
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
         goes_back: bool = False,
+        is_unshared: bool = False,
     ) -> AgreedVersion:
         def work() -> AgreedVersion:
             ledger = self._fragments[fragment]
@@ -248,7 +250,7 @@ class TensorLedger:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
-            ended, merge = ledger.has_offered, ledger.adopt(state, parts)
+            ended, merge = ledger.has_offered, ledger.adopt(state, parts, is_unshared)
             return self._moved(fragment, lambda: Outcome(fragment, state.version, merge, ends_offer=ended))
 
         return await self._ask(work)

@@ -179,6 +179,27 @@ class Offered:
     """Of error feedback, if this one is counted."""
 
 
+@dataclass(frozen=True)
+class Rebase:
+    """How live parameters that set out ``offset`` away from ``old`` are measured from ``new`` instead. fp32
+    [n] each, never changed: held, not copied."""
+
+    old: Tensor
+    new: Tensor
+    offset: Kept | None
+    gradient: Kept | None
+    """The work that was taken out of them, and is in flight."""
+
+    def addend(self, at: slice) -> Tensor:
+        """What the live parameters gain there; a new tensor."""
+        new = self.new[at]
+        addend = torch.zeros_like(new) if self.new is self.old else new - self.old[at]
+        for gone in (self.offset, self.gradient):
+            if gone is not None:
+                addend.sub_(gone[at])
+        return addend
+
+
 def _decoded(codec: Codec, payload: Tensor | memoryview, at: slice, numel: int) -> Tensor:
     """The values ``at`` of ``numel`` ones that are encoded in ``payload``: fp32, a new tensor."""
     start, stop, _ = at.indices(numel)

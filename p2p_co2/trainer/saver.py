@@ -28,9 +28,9 @@ from torch import Tensor
 from p2p_co2.checkpoint import Checkpoint, Saving, reserve
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
-from p2p_co2.trainer.fragment_ledger import Rebase
 from p2p_co2.trainer.ledger import Moment, TensorLedger
 from p2p_co2.trainer.loan import Loan
+from p2p_co2.trainer.offered import Rebase
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.synchroniser import Synchroniser
 
