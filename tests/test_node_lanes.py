@@ -10,6 +10,7 @@ import pytest
 from p2p_co2.node.envelope import unsent
 from p2p_co2.node.lanes import Bulk, Lane, LineTurns, Piece
 from p2p_co2.node.meter import FAST_BYTES_PER_S, LinePace, UploadMeter
+from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Seen
 from p2p_co2.wire.bulk import with_data
 from p2p_co2.wire.identity import PeerId
@@ -109,7 +110,7 @@ def test_a_line_is_what_receivers_acknowledge_while_it_is_full_not_what_buffers_
         for part in range(40):
             meter.started(now)
             is_full = part * 0.05 >= 2.0 - full_s
-            meter.came(50_000 if is_full else 40_000, 0.05, is_full)
+            meter.came(50_000 if is_full else 40_000, 0.05, is_full, now + 0.05)
             now += 0.05
             meter.finished("b", 250_000 if part > 35 else 20_000, now)  # buffers take it all at the end
         assert meter.rest(now + 1)
@@ -131,7 +132,7 @@ def test_who_is_eased_need_not_fill_the_line_to_know_it_where_more_comes_than_is
             meter.eased(now)
         for _ in range(40):
             meter.started(now)
-            meter.came(50_000 if not number else int(share_that_came * 50_000), 0.05, True)
+            meter.came(50_000 if not number else int(share_that_came * 50_000), 0.05, True, now + 0.05)
             now += 0.05
             meter.finished("b", 40_000, now)
         assert meter.rest(now + 1)
@@ -143,7 +144,7 @@ def test_who_is_eased_need_not_fill_the_line_to_know_it_where_more_comes_than_is
 def test_too_little_seen_of_a_burst_says_nothing_of_the_line() -> None:
     meter = UploadMeter()
     meter.started(1000.0)
-    meter.came(10_000, 0.4, True)
+    meter.came(10_000, 0.4, True, 1000.4)
     meter.finished("b", 500_000, 1000.5)
     meter.started(1000.5)
     meter.finished("b", 500_000, 1001.0)
@@ -155,7 +156,7 @@ async def test_what_came_is_counted_of_connections_that_were_seen_before() -> No
     came: list[tuple[int, bool]] = []
 
     class Told(UploadMeter):
-        def came(self, size_bytes: int, took_s: float, is_full: bool) -> None:
+        def came(self, size_bytes: int, took_s: float, is_full: bool, now: float) -> None:
             assert took_s == pytest.approx(0.05)
             came.append((size_bytes, is_full))
 
@@ -180,6 +181,64 @@ async def test_what_came_is_counted_of_connections_that_were_seen_before() -> No
     look(5.22, 96_000, 0, 0, 0.1)  # too soon
     look(7.0, 996_000, 0, 0, 0.1)  # after a pause
     assert came == [(40_000, True), (40_000, False), (32_000, False), (0, True)]
+
+
+async def test_what_came_is_not_the_line_beside_bulk_that_the_kernel_does_not_tell_of() -> None:
+    came: list[int] = []
+
+    class Told(UploadMeter):
+        def came(self, size_bytes: int, took_s: float, is_full: bool, now: float) -> None:
+            came.append(size_bytes)
+
+    grpc, libp2p, meter = FakeCarrier("grpc"), FakeCarrier("libp2p"), Told()
+    grpc.is_far, meter.bytes_per_s = True, 1e6
+    first, relayed = FakeLink(grpc, B), FakeLink(libp2p, C)
+    relayed.acknowledged = Acknowledged()
+    lanes = {B: Lane(link=first, carrying=1), C: Lane(link=relayed)}
+    line_turns = LineTurns(lanes, meter)
+    for number, relays in enumerate((0, 0, 1, 1, 0)):
+        lanes[C].carrying = relays
+        first.there_bytes += 10_000 * (number + 1)
+        line_turns.ask(lanes[B], 16_000, 5.0 + 0.05 * number)
+    assert came == [20_000, 50_000]
+
+
+@pytest.mark.parametrize("has_queue", [False, True])
+def test_a_receiver_that_reads_slowly_does_not_make_the_line_seem_slower(has_queue: bool) -> None:
+    meter, message_bytes = UploadMeter(), 16_384
+    for number in range(6):
+        now = 1000.0 + 100 * number
+        for step in range(100):  # "d" goes on alone, behind a queue of its own
+            sent = "bbbcccd" if step < 25 else "d"
+            for to in sent:
+                meter.started(now)
+                meter.finished(to, message_bytes, now + 0.05)
+            now += 0.05
+            meter.came(len(sent) * message_bytes, 0.05, has_queue and step >= 25, now)
+        assert meter.rest(now + 1)
+        assert meter.bytes_per_s == pytest.approx(7 * message_bytes / 0.05, rel=0.1)
+
+
+def test_a_long_way_does_not_make_the_line_seem_slower_from_burst_to_burst() -> None:
+    meter, trip_s = UploadMeter(), 0.3
+    burst(meter, 1_000_000, 1000.0, 1.0)
+    for number in range(30):
+        now = 2000.0 + 10 * number
+        meter.rest(now)
+        pace, looked_at, sent, seen = 1.2 * meter.bytes_per_s, now, deque[float](), 0
+        for _ in range(92):  # 1.5 MB over a line that has room for more
+            meter.started(now)
+            now += 16_384 / pace
+            sent.append(now)
+            meter.finished("b", 16_384, now)
+            if now - looked_at >= 0.04:
+                there = sum(at + trip_s <= now for at in sent)
+                meter.came(16_384 * (there - seen), now - looked_at, False, now)
+                looked_at, seen = now, there
+        assert meter.rest(now + 1)
+        if meter.bytes_per_s > 2e6:
+            return
+    pytest.fail(f"{meter.bytes_per_s:.0f} after 30 bursts at 1.2 of what was shown")
 
 
 async def test_a_connection_that_crawls_begins_anew() -> None:

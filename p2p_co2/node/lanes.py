@@ -165,10 +165,18 @@ class LineTurns:
             if one is not lane and one.link is not None and one.link.is_far
         )
 
+    @property
+    def _carries_untold(self) -> bool:
+        """Whether bulk is under way of which only the peer says what is there, as through relays: it may have
+        most of the line."""
+        links = (one.link for one in self._lanes.values() if one.carrying)
+        return any(link is not None and link.acknowledged is not None for link in links)
+
     def _look(self, now: float) -> None:
         """See how long what is under way to far peers waits before the line that is common to all: a way on
         which it waits longer has a queue of its own besides, as before the receiver's line. While it waits
-        the line carries all it can: so much has come to be there since the last look."""
+        the line carries all it can: so much has come to be there since the last look, unless it also carries
+        what the kernel does not tell of."""
         if now - self._looked_at < QUEUE_LOOK_S:
             return
         far = [one for one in self._lanes.values() if one.link is not None and one.link.is_far]
@@ -182,14 +190,14 @@ class LineTurns:
         waits_s = sorted(one for one in least if one is not None)
         waited_s, self._waits_s = self._waits_s, waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
         there = {link: told.there_bytes for links in seen for link, told in links.items()}
-        if is_all and now - self._looked_at <= LONGEST_LOOK_S:
+        if is_all and now - self._looked_at <= LONGEST_LOOK_S and not self._carries_untold:
             more = (
                 bytes_ - self._there_bytes[link]
                 for link, bytes_ in there.items()
                 if link in self._there_bytes
             )
             is_full = min(waited_s, self._waits_s) > STANDING_S
-            self._meter.came(sum(max(0, one) for one in more), now - self._looked_at, is_full)
+            self._meter.came(sum(max(0, one) for one in more), now - self._looked_at, is_full, now)
         self._looked_at, self._there_bytes = now, there
         share = self._meter.bytes_per_s / (CRAWLS_OF * max(1, sum(bool(one.bulk) for one in far)))
         for lane, links in zip(carrying, seen, strict=True):

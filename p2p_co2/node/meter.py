@@ -12,10 +12,11 @@ queue stands before the line, so much is what the line can do. Who acknowledged 
 its own stream.
 
 A receiver that reads slowly, or says that nothing has come, or that all has, must not make a line seem slower
-or faster than it is. So each receiver's bytes only tell a stretch of time, in which so much went to all; that
-is one opinion of the line, and of the receivers' opinions the (upper) median counts, of those of earlier
-bursts too. Laws: of three receivers one liar moves nothing; over any stretch the bytes that a ``Pace``
-admits are at most its rate times the length, and that of ``late_s``, plus one message.
+or faster than it is. So each receiver's bytes only tell a stretch of time, in which so much went to all, or
+was acknowledged by all: who goes on alone after the others tells of its own line. That is one opinion of the
+line, and of the receivers' opinions the (upper) median counts, of those of earlier bursts too. Laws: of three
+receivers one that reads as it likes moves nothing; over any stretch the bytes that a ``Pace`` admits are at
+most its rate times the length, and that of ``late_s``, plus one message.
 
 Price: bursts that buffers swallow are not measured at all: a fast link with little to send stays unknown, and
 counts like the others'. With one or two receivers a liar among them is believed, up to what was handed over:
@@ -25,9 +26,11 @@ what that can do to a round is bounded there (``rounds.parts``).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from statistics import median_high
+from typing import NamedTuple
 
 BURST_GAP_S = 0.1
 """A pause longer than this ends a burst."""
@@ -143,9 +146,8 @@ class UploadMeter:
         self._all = _Marks(-1e9)
         """Bytes of this burst, to whomever."""
         self._to: dict[str, _Marks] = {}
-        self._came = {True: (0, 0.0), False: (0, 0.0)}
-        """(bytes, seconds) of this burst that receivers' kernels acknowledged, by whether the line was
-        full."""
+        self._came: deque[_Came] = deque(maxlen=_MAX_MARKS)
+        """Of this burst."""
         self._sending = 0
         self._is_eased, self._eased_bursts = False, 0
         self._seen: OrderedDict[str, tuple[tuple[float, ...], float]] = OrderedDict()
@@ -189,24 +191,14 @@ class UploadMeter:
         self.rest(now)
         self._is_eased = True
 
-    def came(self, size_bytes: int, took_s: float, is_full: bool) -> None:
-        """So much came to be there, of all receivers' together. ``is_full``: while more waited."""
-        known_bytes, known_s = self._came[is_full]
-        self._came[is_full] = known_bytes + size_bytes, known_s + took_s
-
-    def _came_bytes_per_s(self) -> float:
-        """What the line carried in this burst while it was full; if it was not, or too short, what it carried
-        at least; 0.0 where too little was seen."""
-        full, other = self._came[True], self._came[False]
-        for size_bytes, took_s in (full, (full[0] + other[0], full[1] + other[1])):
-            if took_s >= SEEN_S:
-                return size_bytes / took_s
-        return 0.0
+    def came(self, size_bytes: int, took_s: float, is_full: bool, now: float) -> None:
+        """So much came to be there until now, of all receivers' together. ``is_full``: while more waited."""
+        self._came.append(_Came(now, size_bytes, took_s, is_full))
 
     def _begin(self, now: float) -> None:
         """A burst begins."""
         self._burst_started_at, self._all = now, _Marks(now)
-        self._came = {True: (0, 0.0), False: (0, 0.0)}
+        self._came = deque(maxlen=_MAX_MARKS)
 
     def finished(self, to: str, size_bytes: int, now: float) -> None:
         """The line to ``to`` has taken it, or failed to (0 bytes)."""
@@ -220,19 +212,21 @@ class UploadMeter:
 
     def _conclude(self, now: float) -> None:
         """Measure the burst so far; the next one begins."""
-        everything, each, came = self._all, list(self._to.items()), self._came_bytes_per_s()
+        everything, each, began_at = self._all, list(self._to.items()), self._burst_started_at
+        seen = self._came
         self._begin(now)
         self._to.clear()
         was_eased, self._is_eased = self._is_eased, False
         if everything.bytes < MEASURABLE_BYTES:
             return
         self._eased_bursts = self._eased_bursts + 1 if was_eased else 0
-        told_from = self.bytes_per_s * (EASED_TIMES if came else 1.0)
         for to, marks in each:
             middle_at, last_at = marks.later_half()
             left, drained_s = everything.until(last_at) - everything.until(middle_at), last_at - middle_at
             if drained_s < DRAINED_S and left < DRAINED_BYTES:
                 continue
+            came = _came_bytes_per_s(seen, began_at, last_at)
+            told_from = self.bytes_per_s * (EASED_TIMES if came else 1.0)
             rate = came or left / max(1e-6, drained_s)
             if was_eased and EXPLAINED_SHARE * self.bytes_per_s <= rate < told_from:
                 continue
@@ -250,6 +244,29 @@ class UploadMeter:
 def _believed(rates: Sequence[float]) -> float:
     """Of one receiver's bursts."""
     return sorted(rates)[-2] if len(rates) > 2 else max(rates)
+
+
+class _Came(NamedTuple):
+    """What receivers' kernels acknowledged from one look to the next."""
+
+    at: float
+    """When that was seen."""
+    size_bytes: int
+    took_s: float
+    is_full: bool
+
+
+def _came_bytes_per_s(seen: Iterable[_Came], began_at: float, last_at: float) -> float:
+    """What the line carried from ``began_at`` to ``last_at`` while it was full. If it was not, or too short,
+    what it carried at least: in the later half, since in the first round trip nothing comes. 0.0 where too
+    little was seen."""
+    until = list(takewhile(lambda one: one.at <= last_at, seen))
+    middle_at = (began_at + last_at) / 2
+    for some in ([one for one in until if one.is_full], [one for one in until if one.at > middle_at]):
+        took_s = sum(one.took_s for one in some)
+        if took_s >= SEEN_S:
+            return sum(one.size_bytes for one in some) / took_s
+    return 0.0
 
 
 class _Marks:
