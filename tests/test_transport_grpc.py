@@ -233,6 +233,32 @@ def test_a_connection_that_begins_anew_has_forgotten_how_slow_the_way_was() -> N
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
 
 
+def test_a_connection_keeps_the_congestion_control_that_we_could_not_give_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Restricted(socket.socket):
+        """As where tcp_allowed_congestion_control lacks what a route gives."""
+
+        def setsockopt(self, level: int, option: int, value: bytes) -> None:  # type: ignore[override]
+            if value == b"bbr":
+                raise PermissionError
+            super().setsockopt(level, option, value)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+    try:
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+    except OSError:
+        ours.close()
+        pytest.skip("this kernel has no BBR, or keeps it from us")
+    with Restricted(fileno=ours.detach()) as connection:
+        monkeypatch.setattr("p2p_co2.transport.send_buffer.socket.socket", Restricted)
+        with pytest.raises(PermissionError):
+            send_buffer._begin_anew(connection)
+        control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert control.rstrip(b"\0") == b"bbr"
+
+
 async def test_a_connection_begins_anew_ever_more_seldom_where_that_does_not_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,11 +183,16 @@ def _seen(info: bytes) -> Seen:
 
 def _begin_anew(connection: socket.socket) -> None:
     """Have BBR forget what it has learned of the way: it doubles its rate each round trip then. Other ways of
-    congestion control do not learn a rate."""
+    congestion control do not learn a rate. Raises ``OSError``: nothing has changed. An administrator may give
+    BBR to a connection (by its route) and keep it from us: once away, it would not come back. So that is
+    tried on a socket that carries nothing first."""
     control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-    if control == b"bbr":
-        for one in (b"reno", control):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, one)
+    if control != b"bbr":
+        return
+    with socket.socket() as trial:
+        for some in (trial, connection):
+            for one in (b"reno", control):
+                some.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, one)
 
 
 def _there_in_s(info: bytes, more_bytes: int) -> float:
