@@ -39,7 +39,7 @@ def said(version: int, history: str, phase: Status.Phase = TRAINS) -> SimpleName
 
 def one_that_made(
     alone: int, together: int, others: dict[str, SimpleNamespace], *,
-    phase: Status.Phase = TRAINS, unheard: int = 0, cells: int = 1, given: int = 99,
+    phase: Status.Phase = TRAINS, unheard: int = 0, cells: int = 1, given: int = 99, heard: int = -1,
 ) -> Apart:  # fmt: skip
     """A peer that made ``together`` rounds with another, and ``alone`` after them."""
     live = {PeerId(name): info for name, info in others.items()}
@@ -50,6 +50,7 @@ def one_that_made(
         membership=SimpleNamespace(live=live, unheard=unheard, revision=0),
         progress=SimpleNamespace(local=SimpleNamespace(phase=phase)),
         catchup=SimpleNamespace(given=lambda fragment: given),
+        rounds=SimpleNamespace(given=lambda fragment: heard),
     )
     apart = Apart(node, Majority(node))  # type: ignore[arg-type]
     for version in range(1, together + alone + 1):
@@ -132,20 +133,24 @@ def test_what_was_made_alone_is_counted_where_it_is_given_up(
     assert apart.given_up == {0: given_up}
     others_lack_them = one_that_made(6, 2, {}, given=2)
     words = others_lack_them.loss(0, Camp(2, state(2, "a"), (), TURN_AFTER_S))
-    assert words == "what only our history holds is lost, but 6 rounds of this peer alone, offered again"
+    kept = "the work of 6 rounds of this peer alone is kept for our next offer"
+    assert words == f"what only our history holds is lost; {kept}"
     of_two = one_that_made(0, 8, {})
     of_two.moved(0, AgreedVersion(3, state(3, "b")), None)
     assert of_two.given_up == {0: 0}
 
 
 @pytest.mark.parametrize(
-    ("alone", "given", "cells", "is_unshared"),
-    [(6, -1, 1, True), (6, 2, 1, True), (6, 3, 1, False), (6, -1, 2, False), (0, -1, 1, False)],
-)
+    ("alone", "given", "heard", "cells", "is_unshared"),
+    [
+        (6, -1, -1, 1, True), (6, 2, 2, 1, True), (6, 3, -1, 1, False), (6, -1, 3, 1, False),
+        (6, -1, -1, 2, False), (0, -1, -1, 1, False),
+    ],
+)  # fmt: skip
 def test_what_was_made_alone_is_nobody_else_s_if_nobody_was_given_any(
-    alone: int, given: int, cells: int, is_unshared: bool
+    alone: int, given: int, heard: int, cells: int, is_unshared: bool
 ) -> None:
-    apart = one_that_made(alone, 2, {}, given=given, cells=cells)
+    apart = one_that_made(alone, 2, {}, given=given, heard=heard, cells=cells)
     assert apart.is_unshared(0) == is_unshared
 
 
@@ -250,7 +255,7 @@ class Asleep:
 @pytest.mark.parametrize(
     ("peers", "fault", "text"),
     [
-        (3, Asleep(20.0, 45.0), "rounds of this peer alone, offered again"),  # they wake before its end
+        (3, Asleep(20.0, 45.0), "rounds of this peer alone is kept for our next offer"),  # they wake before its end
         (4, Asleep(20.0, 60.0), "went without a word"),  # long after it
         (3, Asleep(20.0, 48.0, is_net=True), "going over to theirs"),
     ],

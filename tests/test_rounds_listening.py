@@ -99,6 +99,9 @@ def test_a_late_peer_has_the_mean_with_the_members_and_its_work_is_not_in_it() -
     net.run(5.0)
     assert {peer.states[0] for peer in net.peers.values()} == {net.peers[late].states[0]}
     assert not net.refused
+    begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
+    owners = {PeerId(part.owner) for part in begin.parts}
+    assert {name for name in net.names if net.peers[name].machine.given(0) == 1} == owners
 
 
 def test_its_next_offer_is_in_the_next_round() -> None:

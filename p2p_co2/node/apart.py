@@ -94,14 +94,15 @@ class Apart:
         newest = self._node.agreed[fragment].version
         made = self._alone_beyond(fragment, newest, b"")
         is_whole = 0 < made < PAST_KEPT  # of more, nobody remembers what was given away
-        return is_whole and self._node.catchup.given(fragment) <= newest - made
+        given = max(self._node.catchup.given(fragment), self._node.rounds.given(fragment))
+        return is_whole and given <= newest - made
 
     def loss(self, fragment: int, camp: Camp) -> str:
         """What going there costs, in words."""
         alone = self._alone_beyond(fragment, camp.version, camp.digest)
         rounds = f"{alone} round{'s' if alone > 1 else ''} of this peer alone"
         if alone and self.is_unshared(fragment):
-            return f"what only our history holds is lost, but {rounds}, offered again"
+            return f"what only our history holds is lost; the work of {rounds} is kept for our next offer"
         return "what only our history holds is lost" + (f", {rounds} among it" if alone else "")
 
     def where_to(self, fragment: int, now: float) -> Camp | None:

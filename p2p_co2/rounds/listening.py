@@ -111,10 +111,13 @@ class Ear:
         self._asked: PeerId | None = None
         self._heard = 0
         """Attempts, since we are where we are."""
+        self.given = -1
+        """The newest round of which this peer promised its means to a listener."""
 
     def moved(self, version: int, digest: bytes) -> None:
         """Our state is another one now."""
         self._heard = 0
+        self.given = min(self.given, version)  # of one that we went back from, the numbers begin anew
         if self.listening is not None and not _follows(self.listening.attempt, version, digest):
             self.stop()
 
@@ -154,6 +157,7 @@ class Ear:
         if self.listening is not None and self.hears(attempt):
             self.listening.promised(sender)
         elif member is not None and member.attempt.id == attempt and member.listen(sender):
+            self.given = member.attempt.round
             self._outlet.send(sender, message)
 
     def mean(self, message: Mean, sender: PeerId) -> bool:

@@ -129,6 +129,10 @@ class Rounds:
         known = None if mine.version is None else mine.verdicts.commit(mine.version + 1)
         return known[1] if known is not None and known[1].state_digest == mine.digest else None
 
+    def given(self, fragment: int) -> int:
+        """The newest round whose means this peer promised to one that was not in it; -1 for none."""
+        return self._fragments[fragment].ear.given
+
     def has_closed(self, fragment: int) -> bool:
         """Whether our cell makes no more rounds of a fragment in this run."""
         return self._swarm.has_closed(fragment)
