@@ -255,7 +255,7 @@ class Asleep:
 @pytest.mark.parametrize(
     ("peers", "fault", "text"),
     [
-        (3, Asleep(20.0, 45.0), "rounds of this peer alone is kept for our next offer"),  # they wake before its end
+        (3, Asleep(20.0, 45.0), "is kept for our next offer"),  # they wake before its end
         (4, Asleep(20.0, 60.0), "went without a word"),  # long after it
         (3, Asleep(20.0, 48.0, is_net=True), "going over to theirs"),
     ],
