@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -168,6 +169,32 @@ def test_a_snapshot_that_would_wait_behind_another_is_taken_later_and_training_d
     assert [fields["fragment"] for fields in bench.wire.seen(ev.SendSkipped)] == [1]
     train(2)  # it is not sent twice
     assert len(bench.wire.offers) == 2
+
+
+def test_no_fragment_loses_its_rounds_where_more_are_due_than_steps_are_made() -> None:
+    """Each went every second round: of two that were due in a step the second waited for its next point."""
+    bench = Bench(8, ClockConfig(mode="time"))
+    bench.sync.clock.position = lambda now, inner_steps: inner_steps / 4  # type: ignore[method-assign]
+    for _ in range(40):
+        bench.sync.after_step(tokens=10, loss=1.0)
+        bench.ledger.agreed()
+        for fragment in list(bench.sync._account.in_flight):
+            bench.commit(fragment)
+    bench.ledger.close()
+    sent = Counter(offer.fragment for offer in bench.wire.offers)
+    assert set(sent) == set(range(8))
+    assert min(sent.values()) >= 9
+
+
+def test_at_most_half_of_the_fragments_wait_behind_a_snapshot() -> None:
+    bench, release = Bench(4), threading.Event()
+    bench.ledger._worker.submit(release.wait)
+    for _ in range(4):
+        bench.sync.after_step(tokens=10, loss=1.0)
+    sent = list(bench.sync._account.in_flight)
+    release.set()
+    bench.ledger.close()
+    assert sent == [1, 2]
 
 
 def test_two_processes_of_a_peer_offer_the_same_work_with_different_weights() -> None:

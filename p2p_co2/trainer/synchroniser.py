@@ -93,7 +93,7 @@ class Synchroniser:
         self._encoding: Future[None] | None = None
         """Of the last snapshot."""
         self._put_off: list[int] = []
-        """Fragments that are due, and whose snapshot would wait behind another one."""
+        """Fragments that are due, and whose snapshot would wait behind another one: at most half of all."""
         self._held: deque[tuple[int, Outcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
         self._started_at = time.monotonic()
@@ -156,12 +156,13 @@ class Synchroniser:
         return self._encoding is None or self._encoding.done()
 
     def _send_due(self, points: Sequence[int], is_encoded: bool, step_s: float) -> list[int]:
-        """Offer what is due: what was put off, and what passed a point just now. Returns what was sent."""
+        """Offer what is due: what was put off, and what passed a point just now. Returns what was sent. At
+        most half of the fragments wait: one that waits for its next point has lost a round."""
         due, sent = list(dict.fromkeys([*self._put_off, *points])), list[int]()
         one_by_one = step_s < PUT_OFF_BELOW_S and not self._account.awaited(due)
         self._put_off = []
-        for fragment in due:
-            may_wait = fragment not in self._account.in_flight
+        for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
+            may_wait = fragment not in self._account.in_flight and 2 * waiting <= self._count
             if may_wait and (not is_encoded or (one_by_one and sent)):
                 self._put_off.append(fragment)
             elif self._send(fragment):
