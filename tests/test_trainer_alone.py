@@ -13,7 +13,8 @@ from torch import Tensor
 from p2p_co2 import outer
 from p2p_co2.averaging import mean_of_parts
 from p2p_co2.config import OuterConfig
-from p2p_co2.node.ledger import PartWeights
+from p2p_co2.node.ledger import PartWeights, agreed_mean
+from p2p_co2.wire.messages_pb2 import Outcome
 from tests.test_trainer_ledger import BLOCK, PLAIN, Simulated, run_config
 
 SIZE = 2 * BLOCK
@@ -21,11 +22,13 @@ MINE, OURS = [PartWeights(0, 2, {"a": 1.0})], [PartWeights(0, 2, {"a": 1.0, "b":
 THEIRS = outer.init(torch.full((SIZE,), 100.0))
 
 
-def learn(peer: Simulated, parts: list[PartWeights] = MINE, by: Tensor | float = 0.0) -> Tensor:
+def learn(
+    peer: Simulated, parts: list[PartWeights] = MINE, by: Tensor | float = 0.0, is_alone: bool = True
+) -> Tensor:
     """An inner step and a round; the mean that it applied."""
     peer.live = peer.live + by
     mean = bytes(mean_of_parts(peer.codec, [("a", 1.0, peer.offer())]))
-    peer.commit(mean, parts)
+    peer.commit(mean, parts, is_alone=is_alone)
     return peer.codec.decode(torch.frombuffer(bytearray(mean), dtype=torch.uint8))
 
 
@@ -71,6 +74,11 @@ def with_others(peer: Simulated) -> None:
     learn(peer, OURS, by=1.0)
 
 
+def in_a_group(peer: Simulated) -> None:
+    """The others' slices came too late, the mean is theirs as well."""
+    learn(peer, by=1.0, is_alone=False)
+
+
 def given_up_before(peer: Simulated) -> None:
     """Another attempt at the round may hold the work."""
     peer.live = peer.live + 1.0
@@ -90,7 +98,7 @@ def resumed(peer: Simulated) -> None:
     learn(peer, by=1.0)
 
 
-@pytest.mark.parametrize("then", [with_others, given_up_before, in_doubt, resumed])
+@pytest.mark.parametrize("then", [with_others, in_a_group, given_up_before, in_doubt, resumed])
 def test_what_others_may_have_stays_where_it_is(then: Callable[[Simulated], None]) -> None:
     peer = Simulated("a", run_config(PLAIN), torch.zeros(SIZE))
     learn(peer, by=2.0)
@@ -108,3 +116,12 @@ def test_rounds_that_were_given_to_others_and_rounds_of_cells_stay_where_they_ar
     of_cells = Simulated("a", run_config(PLAIN).model_copy(update={"cells": 2}), torch.zeros(SIZE))
     learn(of_cells, by=2.0)
     assert torch.equal(go_over(of_cells), torch.zeros(SIZE))
+
+
+@pytest.mark.parametrize(("members", "is_alone"), [("a", True), ("ab", False)])
+def test_a_round_is_made_alone_where_nobody_else_is_in_its_group(members: str, is_alone: bool) -> None:
+    outcome = Outcome()
+    for name in members:
+        outcome.members.add(peer=name)
+    outcome.parts.add(stop_block=2).contributors.add(peer="a", weight=1.0)
+    assert agreed_mean(outcome, b"").is_alone is is_alone

@@ -25,13 +25,15 @@ class PartWeights:
 
 @dataclass(frozen=True)
 class AgreedMean:
-    """A committed round: the encoded mean of the whole fragment and who is in it."""
+    """A committed round: the encoded mean of the whole fragment and who is in it. ``is_alone``: its group is
+    one peer; where only one of a group was counted, the others have it all the same."""
 
     fragment: int
     round: int
     base_version: int
     mean: Buffer
     parts: tuple[PartWeights, ...]
+    is_alone: bool = False
 
 
 @Derived
@@ -48,7 +50,8 @@ def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     parts = weights_of(outcome)
     of_members = min(member.base_version for member in outcome.members)
     base_version = outcome.base_version if outcome.cells else of_members
-    return AgreedMean(outcome.key.fragment, outcome.key.round, base_version, mean, parts)
+    is_alone = len(outcome.members) == 1 and not outcome.cells
+    return AgreedMean(outcome.key.fragment, outcome.key.round, base_version, mean, parts, is_alone)
 
 
 @dataclass(frozen=True)

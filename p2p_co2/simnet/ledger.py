@@ -227,7 +227,9 @@ class CountingLedger:
         after = State.of(mean.fragment, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
         is_sure = mine.withdrawn is None and not mine.in_doubt and min(mine.counted) >= mine.doubtful_units
-        is_alone = is_sure and all(part.weights.keys() == {self.peer} for part in mean.parts)
+        is_alone = (
+            is_sure and mean.is_alone and all(part.weights.keys() == {self.peer} for part in mean.parts)
+        )
         mine.before_alone = (mine.before_alone or list(mine.counted)) if is_alone else None
         offer = self._count(mean.fragment, mean.round, mean.parts)
         everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)

@@ -30,7 +30,8 @@ class Alone:
         self._sum: ScaledFp16 | None = None
 
     def committed(self, mean: FromMean | None, parts: Sequence[PartWeights], numel: int) -> None:
-        """A round of ``parts`` applied ``mean``; None if some of it may be in others' history as well."""
+        """A round of ``parts`` applied ``mean``; None if others were in its group, counted or not, or if
+        some of it may be in others' history as well."""
         if (
             not self._is_one_cell
             or mean is None

@@ -186,11 +186,11 @@ class FragmentLedger:
 
     def commit(
         self, round_: int, base_version: int, decode: Callable[[], Tensor], parts: Sequence[PartWeights],
-        encoded: Buffer,
+        encoded: Buffer, is_alone: bool = False,
     ) -> Applied:  # fmt: skip
         """Take the outer step of an agreed mean. ``encoded``: its bytes, which nobody changes; ``decode``:
         makes fp32 [n] of them, ours from then on, where it is needed whole; ``base_version`` the oldest in
-        the group.
+        the group; ``is_alone``: nobody else is in it.
 
         Raises ``LocalProtocolError`` if ``round_`` is not the next version.
         """
@@ -199,11 +199,11 @@ class FragmentLedger:
         self._settle_loans()
         self._hold_offset()
         with self.wholeness.changing(f"the outer step of round {round_}"):
-            return self._take_step(round_, base_version, decode, parts, encoded)
+            return self._take_step(round_, base_version, decode, parts, encoded, is_alone)
 
     def _take_step(
         self, round_: int, base_version: int, decode: Callable[[], Tensor], parts: Sequence[PartWeights],
-        encoded: Buffer,
+        encoded: Buffer, is_alone: bool,
     ) -> Applied:  # fmt: skip
         old, refused = self.state, ""
         try:
@@ -222,7 +222,7 @@ class FragmentLedger:
             self._remember_stale(mine, report, parts, missed)
         if not refused:
             # What may be counted in another attempt, or was offered by an earlier process, is not only ours.
-            is_sure = self._withdrawn is None and not (self.is_resumed or self.in_doubt)
+            is_sure = is_alone and self._withdrawn is None and not (self.is_resumed or self.in_doubt)
             mean = FromMean(self._codec, encoded, new.params.numel()) if is_sure else None
             self._alone.committed(mean, parts, new.params.numel())
         if mine is not None and not missed:

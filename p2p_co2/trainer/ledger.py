@@ -192,7 +192,9 @@ class TensorLedger:
                 return AgreedVersion(ledger.state.version, self._digests[mean.fragment])
             ended = ledger.has_offered
             decode = partial(self._decode, mean.mean, ledger.state.params.numel())
-            applied = ledger.commit(mean.round, mean.base_version, decode, mean.parts, mean.mean)
+            applied = ledger.commit(
+                mean.round, mean.base_version, decode, mean.parts, mean.mean, mean.is_alone
+            )
             return self._moved(
                 mean.fragment,
                 lambda: Outcome(
