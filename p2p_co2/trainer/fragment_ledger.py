@@ -90,7 +90,7 @@ class FragmentLedger:
         self.wholeness, self._alone = Wholeness(), Alone(codec, peer, run.cells)
         self._is_lent, self._loans = False, list[Loan]()
         self.residual: ScaledInt4 | None = None
-        """Of error feedback, once an offer was counted."""
+        """Of error feedback, once an offer was counted; under "co2" and "eager" once one was made."""
         self._in_flight: Offered | None = None
         self._withdrawn: Offered | None = None
         """The last offer for the next version that was given up: a commit may still turn out to hold it."""

@@ -176,7 +176,7 @@ class Offered:
     base_version: int
     gradient: Kept
     residual: ScaledInt4 | None
-    """Of error feedback, if this one is counted."""
+    """Of error feedback, if this one is counted; None under "co2" and "eager", where it is so already."""
 
 
 @dataclass(frozen=True)
