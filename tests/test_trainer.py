@@ -160,9 +160,10 @@ def test_a_snapshot_that_would_wait_behind_another_is_taken_later_and_training_d
             bench.sync.after_step(tokens=10, loss=1.0)
 
     train(5)  # fragment 1 is due at step 2, fragment 0 at step 4
-    assert list(bench.sync._account.in_flight) == [1]
-    release.set()
+    in_flight = list(bench.sync._account.in_flight)
+    release.set()  # before anything may fail: a worker that waits would keep the process
     bench.ledger.states()
+    assert in_flight == [1]
     train(1)  # fragment 1 is due again, and in flight
     bench.ledger.states()
     assert [(offer.fragment, int(offer.weight)) for offer in bench.wire.offers] == [(1, 20), (0, 60)]
