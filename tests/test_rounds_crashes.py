@@ -8,14 +8,22 @@ from itertools import pairwise
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, Committed, OutcomeWithoutBytes, PayloadShape, ReduceJob, open_decision
+from p2p_co2.rounds import (
+    Aborted,
+    Committed,
+    OutcomeWithoutBytes,
+    PayloadShape,
+    PeerView,
+    ReduceJob,
+    open_decision,
+)
 from p2p_co2.rounds.coordination import NEVER_TOLD
 from p2p_co2.rounds.decision import content_of
 from p2p_co2.rounds.repute import NOT_BEGUN
 from p2p_co2.rounds.swarm import coordination_order, short
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_machine import SHAPE, begun_member, refusal
+from tests.round_machine import SHAPE, begun_member
 from tests.round_network import RUN, Faults, Network, make_identity
 
 
@@ -152,6 +160,35 @@ def test_a_coordinator_that_dies_before_it_has_told_other_members_costs_one_atte
     assert reasons == ({f"the coordinator was lost before it had told {short(silent[0])}"} if asks else set())
 
 
+@pytest.mark.parametrize("peers", [6, 8])
+def test_an_owner_that_asks_again_ends_no_attempt_that_was_committed(peers: int) -> None:
+    """Restarted, or a liar: its means are there. The successor aborted what its coordinator had committed."""
+    net = Network(peers)
+    net.detect_s = 0.5
+    order, deliver = coordination_order(net.names, 0, 1), net.deliver
+    first, successor, owner = order[0], order[1], order[-1]
+
+    def ask_again(source: PeerId, to: PeerId, message: Message) -> None:
+        if to == owner and isinstance(message, wire.Begin):
+            ready = next(m for s, _, m in net.sent if s == owner and isinstance(m, wire.Ready))
+            net.at(net.now + 0.02, lambda: deliver(owner, successor, ready))
+        deliver(source, to, message)
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        if source == first and isinstance(message, wire.Decision) and to != successor:
+            net.crash(first)
+            return True  # the only one who hears it
+        return source != first or not isinstance(message, wire.Decision)
+
+    net.deliver, net.on_send = ask_again, on_send  # type: ignore[method-assign]
+    net.keep_offering(period_s=0.5)
+    net.run(5.0)
+    assert not net.peers[first].alive
+    assert not [event for _, event in net.events if isinstance(event, Aborted)]
+    assert [net.peers[name].version >= 1 for name in order[1:]] == [True] * (peers - 1)
+    net.check_agreement()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_coordinators_that_die_amid_begin_hold_up_the_others_for_seconds(seed: int) -> None:
     """Six of nine, each when it has told a random number of its group: rounds of 4 s stood still for up to
@@ -197,19 +234,29 @@ def test_coordinators_that_die_amid_begin_hold_up_the_others_for_seconds(seed: i
 def test_who_ended_an_attempt_for_want_of_a_begin_does_not_take_part_in_it_later() -> None:
     machine, begin, first, other = begun_member()
     vote = wire.Result(key=begin.key)
-    for sender in (other, first, other):
-        machine.receive(vote, sender, 1.0)
+    machine.set_peers({other: PeerView(1e6)}, 0.9)  # the coordinator is lost
+    machine.messages_to_send()
+    for _ in range(2):
+        machine.receive(vote, other, 1.0)
     told = [(to, message) for to, message in machine.messages_to_send() if isinstance(message, wire.Decision)]
-    assert [to for to, _ in told] == [other, first, other]
+    assert [to for to, _ in told] == [other, other]
     assert len({message.signature for _, message in told}) == 1
     outcome = open_decision(told[0][1], RUN, SHAPE)
     assert (outcome.committed, outcome.reason) == (False, NEVER_TOLD)
     machine.receive(begin, first, 1.1)
     assert not [m for _, m in machine.messages_to_send() if isinstance(m, wire.Part)]
     assert machine.open_offers()
-    stranger = make_identity(7).peer_id
     vote.key.attempt = bytes(range(16))
-    assert refusal(machine, vote, stranger) == "unknown round"
+    machine.receive(vote, make_identity(7).peer_id, 1.2)  # a stranger
+    assert not [m for _, m in machine.messages_to_send() if isinstance(m, wire.Decision)]
+
+
+def test_a_vote_that_overtakes_begin_ends_nothing() -> None:
+    machine, begin, first, other = begun_member()
+    machine.receive(wire.Result(key=begin.key), other, 1.0)
+    assert not machine.messages_to_send()
+    machine.receive(begin, first, 1.1)
+    assert [m for _, m in machine.messages_to_send() if isinstance(m, wire.Part)]
 
 
 @pytest.mark.parametrize("seed", range(60))

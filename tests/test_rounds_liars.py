@@ -97,6 +97,26 @@ def test_a_coordinator_that_lets_rounds_fail_is_passed_over(
     assert all(event.lasts_s <= LONGEST_S for event in blamed)
 
 
+def test_votes_that_overtake_begin_keep_nobody_out_of_a_round() -> None:
+    """A member told the others of each attempt before their BEGIN came: they ended it, and blamed nobody. 9
+    rounds were made in this time."""
+    net = Network(8, seed=1)
+    liar, deliver = Liar(net, lambda liar, to, message: True), net.deliver
+
+    def overtake(source: PeerId, to: PeerId, message: Message) -> None:
+        if to == liar.name and isinstance(message, wire.Begin):
+            vote = wire.Result(key=message.key)
+            for name in [one for one in net.names if one not in (liar.name, source)]:
+                net.at(net.now + 0.005, lambda name=name: deliver(liar.name, name, vote))  # type: ignore[misc]
+        deliver(source, to, message)
+
+    net.deliver = overtake  # type: ignore[method-assign]
+    net.keep_offering(period_s=5.0)
+    net.run(200.0)
+    assert min(peer.version for peer in net.peers.values()) >= CALM
+    assert not [event for _, event in net.events if isinstance(event, Aborted | Distrusted)]
+
+
 def _for_everybody(liar: Liar, to: PeerId) -> wire.Decision:
     peer = liar.net.peers[to]
     return forged_commit(liar.identity, peer.version + 1, peer.states[0][1], liar.net.names)

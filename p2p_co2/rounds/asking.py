@@ -56,6 +56,11 @@ class Asking:
         self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
 
+    def has_lost_coordinator(self) -> bool:
+        """Whether somebody who was asked is gone: it may have begun without telling us. Else its BEGIN may
+        be on its way, whatever a member says that has heard it first."""
+        return any(not self._swarm.is_live(peer) for peer in self.asked)
+
     def mistrust(self) -> None:
         """Who was asked told us what cannot be: ask the next one at once."""
         self._tries, self._timer_at = TRIES, self._sent_at

@@ -109,7 +109,7 @@ class Coordination:
             self._answer_begun(self._begun[place], message, sender, now)
             return
         if self._is_elsewhere(place, [sender], now):
-            self._note_asker(place, sender)
+            self._note_asker(place, sender, now)
             return
         if self.delegation is not None and self.delegation.answers_ready(place, message, sender, now):
             return
@@ -195,16 +195,16 @@ class Coordination:
             self._outlet.send(peer, waiting if known is None else known[0])
         return True
 
-    def _note_asker(self, place: Place, peer: PeerId) -> None:
+    def _note_asker(self, place: Place, peer: PeerId, now: float) -> None:
         """``peer`` asks for a round that we are in: if it should be in it, too, it does not know."""
         if self.joined_until(place) is not None:
             self._askers[place[0]].add(peer)
             for tally in [one for one in self._tallies.values() if one.attempt.fragment == place[0]]:
-                self._tell_askers(tally)
+                self._tell_askers(tally, now)
 
-    def _tell_askers(self, tally: Tally) -> None:
+    def _tell_askers(self, tally: Tally, now: float) -> None:
         if self._swarm.cells == 1:
-            tally.never_told(self._askers[tally.attempt.fragment])
+            tally.never_told(self._askers[tally.attempt.fragment], now)
 
     def withdraw(self, place: Place, peer: PeerId) -> None:
         """Forget a READY: its peer left, wants another round, or (we) ended the offer."""
@@ -296,6 +296,10 @@ class Coordination:
         """Whether we are counting the votes of an attempt."""
         return attempt in self._tallies
 
+    def has_signed_commit(self, attempt: bytes) -> bool:
+        """Of one of the last attempts."""
+        return attempt in self._votes_until
+
     def on_result(self, message: Result, sender: PeerId, mine: Attempt | None, now: float) -> None:
         """A vote. ``mine`` is the attempt if our own member is in it: we may become its coordinator.
 
@@ -328,7 +332,7 @@ class Coordination:
         """Our own member follows us from now on: we decide in the place of a lost coordinator."""
         tally = self._tallies.get(member.attempt.id) or self._tally(member.attempt, now)
         tally.take_over(*member.ownership(), member.term(), now)
-        self._tell_askers(tally)
+        self._tell_askers(tally, now)
         if self.delegation is not None:
             self.delegation.took_over(member.attempt)
 

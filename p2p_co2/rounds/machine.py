@@ -26,6 +26,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
+from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import check_place, read_key
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.decision import open_decision
@@ -350,18 +351,20 @@ class Rounds:
         over = fragment.verdicts.has_ended(attempt) and not self._coordination.counts(attempt)
         if self._answer(fragment, message, sender):
             self._coordination.late_result(message, sender, now)
-        elif not over and self._was_never_told(fragment, message.key) and self._swarm.is_live(sender):
-            self._coordination.decline(message, sender, fragment.verdicts, fragment.digest)
+        elif not over and (asking := self._asks_beside(fragment, message.key)) is not None:
+            is_told_of = self._swarm.is_live(sender) and asking.has_lost_coordinator()
+            if is_told_of and not self._coordination.has_signed_commit(attempt):
+                self._coordination.decline(message, sender, fragment.verdicts, fragment.digest)
         elif not over:
             self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
 
-    def _was_never_told(self, fragment: FragmentRounds, key: wire.RoundKey) -> bool:
-        """Whether others are in an attempt at the round for which we still ask. Over several cells it is the
-        council's."""
+    def _asks_beside(self, fragment: FragmentRounds, key: wire.RoundKey) -> Asking | None:
+        """The offer for which we still ask, if others are in an attempt at its round. Over several cells
+        that is the council's."""
         asking, is_ours = fragment.asking, self._coordination.counts(key.attempt)
-        return (
-            asking is not None and asking.offer.round == key.round and not is_ours and self._swarm.cells == 1
-        )
+        if asking is None or asking.offer.round != key.round or is_ours or self._swarm.cells > 1:
+            return None
+        return asking
 
     def _answer(
         self, fragment: FragmentRounds, message: wire.Result | wire.AskOutcome, sender: PeerId

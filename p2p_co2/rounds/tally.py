@@ -61,6 +61,10 @@ class Tally:
         """Whether the part's present owner was chosen because it holds the mean."""
         self._lost_by: set[PeerId] = set()
         """Whose parts were given to others."""
+        self._askers: set[PeerId] = set()
+        """Who asks for the round as if it were not in it."""
+        self._lack: list[set[PeerId]] = [set() for _ in attempt.ranges]
+        """Per part, who said last that its mean is not there."""
         self._votes: dict[PeerId, Result] = {}
         self._contents: dict[PeerId, bytes] = {}
         """Of the complete votes: what each says."""
@@ -88,12 +92,20 @@ class Tally:
         if not self.is_decided:
             self._abort(reason)
 
-    def never_told(self, peers: Set[PeerId]) -> None:
-        """These still ask for the round: BEGIN never came to them. A successor need not wait for what they
-        own to be lost, and nobody can have committed without it."""
-        missing = (peers & set(self._owners)) - self._heard
-        if self.successor and not self.is_decided and missing:
-            self._abort(f"the coordinator was lost before it had told {named(sorted(missing))}")
+    def never_told(self, peers: Set[PeerId], now: float) -> None:
+        """These still ask for the round: BEGIN never came to them, or they were restarted, or they lie."""
+        self._askers |= peers
+        self._evaluate(now)
+
+    def _untold(self) -> list[PeerId]:
+        """Owners that still ask for the round, for whose means a successor need not wait: too few are left
+        who may hold these, so nobody can have committed with them. Their word alone does not show that."""
+        lost_by = self._askers - self._heard
+        parts = [i for i, owner in enumerate(self._owners) if owner in lost_by and not self._is_held[i]]
+        able = (self.attempt.shares.keys() - lost_by - self._lack[part] for part in parts)
+        told = zip(parts, able, strict=True)
+        lost = {self._owners[part] for part, peers in told if not self.attempt.is_quorum(peers)}
+        return sorted(lost) if self.successor else []
 
     def has_heard(self, peer: PeerId) -> bool:
         return peer in self._heard
@@ -117,6 +129,8 @@ class Tally:
             raise RemoteProtocolError("not a member", "RESULT")
         self._check(message)
         self._heard.add(sender)
+        for told, lack in zip(message.parts, self._lack, strict=True):
+            (lack.discard if told.digest else lack.add)(sender)
         stale = [i for i, part in enumerate(message.parts) if part.generation < self._generations[i]]
         if stale and self._reassigned:
             for part in stale:
@@ -165,6 +179,9 @@ class Tally:
                 return
         else:
             self._quorum_at = None
+        if untold := self._untold():
+            self._abort(f"the coordinator was lost before it had told {named(untold)}")
+            return
         timed_out = now - self._began_at >= self._swarm.shape.round_cap_s
         if not timed_out and self._reassign_lost(now, heard_all=final or not waiting):
             return
