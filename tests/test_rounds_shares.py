@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from p2p_co2.config import CodecConfig, OuterConfig
-from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.rounds import PayloadShape, PeerView, ReduceWanted, bounds
 from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
@@ -239,7 +238,7 @@ class Books:
 
     def _noting_commit(self, fragment: int, commit: Callable[..., Any]) -> Callable[..., Any]:
         def noting(
-            round_: int, base_version: int, mean: torch.Tensor, parts: Sequence[PartWeights], encoded: Buffer
+            round_: int, base_version: int, mean: torch.Tensor, parts: Sequence[PartWeights], *rest: Any
         ) -> Any:
             me, values = self._trainer.me, self._codec.block_values
             for part in parts:
@@ -248,7 +247,7 @@ class Books:
                     offer = self._offers[fragment, round_, part.weights[me]]
                     self.counted[fragment][place] += offer[place]
             self.partly += len({me in part.weights for part in parts}) > 1
-            return commit(round_, base_version, mean, parts, encoded)
+            return commit(round_, base_version, mean, parts, *rest)
 
         return noting
 
