@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.node import node
-from p2p_co2.node.envelope import enveloped
+from p2p_co2.node.envelope import Unsent
 from p2p_co2.telemetry.events import Event, RoundCommitted
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.trainer import connect
@@ -48,12 +48,14 @@ class Doom:
         self.commits += isinstance(event, RoundCommitted)
 
     def install(self) -> None:
-        def doomed(message: Message, head: bytes) -> bytes:
+        written = node.unsent  # where messages leave by another way this fails: else nobody would die
+
+        def doomed(message: Message, head: bytes) -> Unsent:
             if self.commits >= self.after and message.__class__.__name__.lower() == self.kind:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return enveloped(message, head)
+            return written(message, head)
 
-        node.enveloped = doomed  # type: ignore[attr-defined]
+        node.unsent = doomed
 
 
 def main() -> None:
