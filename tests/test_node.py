@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
-from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.node.lanes import Bulk, Lane
-from p2p_co2.node.links import MAX_QUEUED_BYTES, LinkObserver, Links
+from p2p_co2.node.links import MAX_QUEUED_BYTES
 from p2p_co2.node.meter import (
     DRAINED_BYTES,
     FAST_BYTES_PER_S,
@@ -24,105 +20,8 @@ from p2p_co2.node.meter import (
 )
 from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
-from p2p_co2.transport.base import OnMessage, OnRefused, Seen
-from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import PeerRecord
-
-B, C = PeerId("b"), PeerId("c")
-
-
-class FakeLink:
-    def __init__(self, carrier: FakeCarrier, peer: PeerId) -> None:
-        self._carrier, self.peer, self.carrier, self.way = carrier, peer, carrier.name, carrier.way
-        self.acknowledged: Acknowledged | None = None
-        self.is_far, self.gate = carrier.is_far, carrier.gate
-        self.queued_s: float | None = 0.0
-        self.there_bytes, self.at_most_bytes_per_s = 0, 0.0
-        self.began_anew: list[float] = []
-        self.bytes_per_s = 0.0
-        """0.0: unknown."""
-        self.carried: list[bytes] = []
-        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def send(self, data: bytes) -> None:
-        await self.gate.wait()
-        if self.closed.done():
-            raise PeerLost(self.closed.result())
-        self._carrier.sent.append(data)
-        self.carried.append(data)
-        if self.acknowledged is not None:
-            self.acknowledged.sent(len(data), time.monotonic())
-
-    def look(self) -> Seen:
-        return Seen(self.queued_s, self.there_bytes, self.at_most_bytes_per_s)
-
-    def begin_anew(self, now: float) -> None:
-        self.began_anew.append(now)
-
-    def there_in_s(self, size_bytes: int) -> float:
-        return size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
-
-    async def close(self) -> None:
-        if not self.closed.done():
-            self.closed.set_result("closed by us")
-
-    async def wait_closed(self) -> str:
-        return await asyncio.shield(self.closed)
-
-
-class FakeCarrier:
-    def __init__(self, name: str, reachable: bool = True, way: str = "direct") -> None:
-        self.name, self.reachable, self.way = name, reachable, way
-        self.is_far = False
-        self.sent: list[bytes] = []
-        self.links: list[FakeLink] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        return None
-
-    async def connect(self, record: PeerRecord) -> FakeLink:
-        if not self.reachable:
-            raise TransportError("connection refused")
-        self.links.append(FakeLink(self, PeerId(record.peer)))
-        return self.links[-1]
-
-    async def close(self) -> None:
-        return None
-
-
-@dataclass
-class Heard:
-    opened: list[tuple[str, str, str]] = field(default_factory=list)
-    lost: list[tuple[str, str, str]] = field(default_factory=list)
-    unreachable: list[tuple[str, str]] = field(default_factory=list)
-
-
-@asynccontextmanager
-async def links_over(
-    *carriers: FakeCarrier, cap: float = 0.0, known: tuple[PeerId, ...] = (B,)
-) -> AsyncIterator[tuple[Links, Heard]]:
-    heard = Heard()
-    observer = LinkObserver(
-        lambda *event: heard.opened.append(event),
-        lambda *event: heard.lost.append(event),
-        lambda *event: heard.unreachable.append(event),
-    )
-
-    async def find(peer: PeerId, fresh: bool) -> PeerRecord | None:
-        return PeerRecord(peer=peer) if peer in known else None
-
-    async with asyncio.TaskGroup() as tasks:
-        links = Links(carriers, find, observer, tasks, cap)
-        yield links, heard
-        await links.close()
-
-
-async def turns(count: int = 20) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
+from tests.made_links import B, C, FakeCarrier, FakeLink, Hands, links_over, turns
 
 
 async def test_the_preferred_carrier_is_used_and_the_order_kept() -> None:
@@ -415,16 +314,6 @@ def test_a_line_that_was_measured_low_is_found_out_in_a_few_bursts() -> None:
     assert not pace.bytes_per_s
     pace.follow(FAST_BYTES_PER_S, 0.0, 0.0)
     assert not pace.bytes_per_s
-
-
-class Hands:
-    """A clock that stands where it is put."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(

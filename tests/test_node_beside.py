@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2p_co2.node.links import BESIDE_BYTES, Links
-from tests.test_node import B, FakeCarrier, links_over, turns
+from tests.made_links import B, FakeCarrier, links_over, turns
 from tests.transport_peers import until
 
 

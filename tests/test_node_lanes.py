@@ -15,7 +15,8 @@ from p2p_co2.transport.base import Seen
 from p2p_co2.wire.bulk import with_data
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Mean
-from tests.test_node import B, C, FakeCarrier, FakeLink, Hands, burst, links_over, turns
+from tests.made_links import B, C, FakeCarrier, FakeLink, Hands, links_over, turns
+from tests.test_node import burst
 
 
 def test_a_line_with_a_queue_before_it_is_eased_until_it_is_gone() -> None:
