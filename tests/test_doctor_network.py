@@ -59,12 +59,20 @@ def test_clocks(offsets_s: list[float], state: State) -> None:
 
 
 def test_rates_of_several_are_what_passed_together() -> None:
-    slow, quick = Passed(100_000, 1.0), Passed(300_000, 0.5)
-    assert together([slow, quick]) == 400_000
+    slow, quick = Passed(100_000, 1.0, ended_at=1.0), Passed(300_000, 0.5, ended_at=1.0)
+    assert together([slow, quick]) == together([quick, slow]) == 400_000
     assert together([]) is None
     assert rate_finding("upload", {"a": slow, "b": quick}, []).state == OK
     assert rate_finding("upload", {"a": slow}, []).state == LIMITED
     assert rate_finding("upload", {}, ["seed 1: refused: busy"]).state == UNKNOWN
+
+
+def test_a_line_measured_twice_in_turn_is_no_line_of_twice_the_rate() -> None:
+    """A seed that was busy measures after the other: each had 2.5 MB/s to itself."""
+    first, after = Passed(2_500_000, 1.0, ended_at=1.0), Passed(2_500_000, 1.0, ended_at=2.4)
+    assert together([after, first]) == 2_500_000
+    half_over = Passed(2_500_000, 1.0, ended_at=1.5)
+    assert together([first, half_over]) == pytest.approx(5_000_000 / 1.5)
 
 
 def test_round_trips() -> None:

@@ -53,10 +53,16 @@ class Look:
 
 @dataclass(frozen=True)
 class Passed:
-    """What came through in one measurement, counted by the end that received it, without the first frame."""
+    """What came through in one measurement, counted by the end that received it, without the first frame.
+    ``ended_at``: by our monotonic clock."""
 
     size_bytes: int
     duration_s: float
+    ended_at: float
+
+    @property
+    def began_at(self) -> float:
+        return self.ended_at - self.duration_s
 
     @property
     def bytes_per_s(self) -> float:
@@ -92,8 +98,9 @@ class Prober:
         asked_at, round_trip_s = await self._ask_for_bulk(Probe(send_bytes=size_bytes))
         with _gone(self.peer):
             taken, duration_s, _ = await take_bulk(self._reader, size_bytes)
-        here_s = time.monotonic() - asked_at - round_trip_s
-        return _at_our_pace(_passed(taken, duration_s), here_s, size_bytes)
+        ended_at = time.monotonic()
+        here_s = ended_at - asked_at - round_trip_s
+        return _at_our_pace(_passed(taken, duration_s, ended_at), here_s, size_bytes)
 
     async def upload(self, size_bytes: int) -> Passed:
         """From here to there, up to ``size_bytes``; the last question of a stream. No faster than it went by
@@ -110,7 +117,7 @@ class Prober:
                 answering.cancel()
                 await asyncio.gather(answering, return_exceptions=True)
         here_s = answered_at - began_at - round_trip_s
-        return _at_our_pace(_passed(answer.bytes, answer.duration_s), here_s, size_bytes)
+        return _at_our_pace(_passed(answer.bytes, answer.duration_s, answered_at), here_s, size_bytes)
 
     async def _ask_for_bulk(self, probe: Probe) -> tuple[float, float]:
         """(when it was asked, round trip) by our monotonic clock. Of two round trips the shorter one: one end
@@ -181,11 +188,11 @@ def _gone(peer: PeerId) -> Iterator[None]:
 def _at_our_pace(passed: Passed, here_s: float, asked_bytes: int) -> Passed:
     """``passed``, but no faster than all of it, the first frame too, in ``here_s`` by our clock."""
     without_first = passed.size_bytes / (passed.size_bytes + min(FRAME_BYTES, asked_bytes))
-    return Passed(passed.size_bytes, max(passed.duration_s, here_s * without_first))
+    return Passed(passed.size_bytes, max(passed.duration_s, here_s * without_first), passed.ended_at)
 
 
-def _passed(size_bytes: int, duration_s: float) -> Passed:
+def _passed(size_bytes: int, duration_s: float, ended_at: float) -> Passed:
     """Raises ``TransportError`` where too little came to tell a rate."""
     if not size_bytes or not math.isfinite(duration_s) or duration_s < 0:
         raise TransportError("too little came through to measure a rate")
-    return Passed(size_bytes, max(duration_s, LEAST_MEASURED_S))
+    return Passed(size_bytes, max(duration_s, LEAST_MEASURED_S), ended_at)

@@ -8,6 +8,7 @@ bounds, since the other end may be the slower one; so several are asked at once.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import statistics
@@ -209,9 +210,14 @@ async def _passed(
 
 
 def together(passed: Iterable[Passed]) -> float | None:
-    """Bytes per second of measurements that began at the same time."""
-    known = list(passed)
-    return sum(one.size_bytes for one in known) / max(one.duration_s for one in known) if known else None
+    """Bytes per second while any of them ran: meant to run at once, but who was busy with somebody else comes
+    after the others, and each alone then had the whole line."""
+    known = sorted(passed, key=lambda one: one.began_at)
+    running_s, until = 0.0, -math.inf
+    for one in known:
+        running_s += max(0.0, one.ended_at - max(one.began_at, until))
+        until = max(until, one.ended_at)
+    return sum(one.size_bytes for one in known) / running_s if known else None
 
 
 def rate_finding(name: str, known: Mapping[str, Passed], troubles: Sequence[str]) -> Finding:
