@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -159,13 +160,12 @@ def _files_to(host: str, port: int) -> list[OpenFile]:
 def _copy_of(file: OpenFile) -> Iterator[socket.socket | None]:
     """The connection, on a copy of its descriptor; None if that is another file's by now. It is found anew
     each time: a copy of ours would keep the connection open. What fails because it has broken is left."""
-    name, inode = file
-    connection = _socket_of(name)
+    connection = _socket_of(*file)
     if connection is None:
         yield None
         return
     with contextlib.closing(connection), contextlib.suppress(OSError):
-        yield connection if os.fstat(connection.fileno()).st_ino == inode else None
+        yield connection
 
 
 def _seen(info: bytes) -> Seen:
@@ -234,22 +234,35 @@ def _connections(port: int) -> Iterator[tuple[str, socket.socket]]:
             connection.close()
 
 
-def _socket_of(name: str) -> socket.socket | None:
-    """A socket on a copy of descriptor ``name``, so that closing it leaves the original alone."""
+def _socket_of(name: str, inode: int | None = None) -> socket.socket | None:
+    """A socket on a copy of descriptor ``name``, so that closing it leaves the original alone; None if that
+    is none, or not the one of ``inode``. Only where that is not known the kernel is asked for its family and
+    type, which takes longer than all else. No other file is copied: to close the copy of one that somebody
+    has locked (fcntl(2); SQLite does) would unlock it."""
     try:
-        if not os.readlink(_OPEN_FILES / name).startswith("socket:"):
+        if not _is_socket(int(name), inode):
             return None
         copy = os.dup(int(name))
     except OSError:
         return None  # another thread has closed it meanwhile
     try:
+        if not _is_socket(copy, inode):
+            os.close(copy)  # another thread has opened a file by that number
+            return None
         # A default timeout of the user's changes the original with the copy. Where there is none nothing is
         # set: another thread that makes it non-blocking at this moment would find that undone.
         blocks = socket.getdefaulttimeout() is not None and os.get_blocking(copy)
-        connection = socket.socket(fileno=copy)
+        family, kind, protocol = (-1, -1, -1) if inode is None else (socket.AF_INET, socket.SOCK_STREAM, 0)
+        connection = socket.socket(family, kind, protocol, fileno=copy)
         if blocks:
             os.set_blocking(copy, True)
     except OSError:
-        os.close(copy)  # another thread has opened a file by that number
+        os.close(copy)
         return None
     return connection
+
+
+def _is_socket(descriptor: int, inode: int | None) -> bool:
+    """Whether it is one, and the one of ``inode``. Raises ``OSError``."""
+    found = os.fstat(descriptor)
+    return stat.S_ISSOCK(found.st_mode) and inode in (None, found.st_ino)
