@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from p2p_co2.node.lanes import Bulk, Lane
-from p2p_co2.node.links import MAX_QUEUED_BYTES
+from p2p_co2.node.lanes import Bulk, Lane, Piece
+from p2p_co2.node.links import MAX_QUEUED_BYTES, MAX_SERVED_BYTES
 from p2p_co2.node.meter import (
     DRAINED_BYTES,
     FAST_BYTES_PER_S,
@@ -115,6 +115,29 @@ async def test_who_takes_nothing_off_our_hands_takes_no_room_from_the_others(
         lane = links._lanes[B]
         assert lane.bulk[-1].data == b"0499"  # the oldest went
         assert links._queued_bytes == lane.bulk_bytes == sum(len(one.data) for one in lane.bulk)
+
+
+async def test_what_a_peer_asks_for_has_room_whatever_of_our_rounds_waits_for_it() -> None:
+    """A chunk of a round that it missed was dropped behind 4 MiB of the next one, and it asked again after
+    two seconds: by then the next round had begun without it as well."""
+    grpc, piece, chunk = FakeCarrier("grpc"), bytes(MAX_SERVED_BYTES), bytes(MAX_SERVED_BYTES // 8)
+    async with links_over(grpc) as (links, _):
+        links.post(B, b"first", bulk=True)
+        await turns()
+        grpc.gate.clear()
+        links.post(B, b"on its way", bulk=True)
+        await turns()
+        assert links.post(B, piece, bulk=True, piece=Piece(b"1", False))
+        assert [links.post(B, chunk, bulk=True, served=True) for _ in range(9)] == [True] * 8 + [False]
+        links.forget(b"1", means=True)
+        assert not links.post(B, chunk, bulk=True, served=True)
+        assert links.post(B, b"ours", bulk=True)
+        grpc.gate.set()
+        await turns(200)
+        assert [len(data) for data in grpc.sent[2:]] == [len(chunk)] * 8 + [len(b"ours")]
+        assert (links._queued_bytes, links._lanes[B].bulk_bytes) == (0, 0)
+        assert links.post(B, chunk, bulk=True, served=True)
+        await links.drain(1.0)
 
 
 async def test_the_upload_cap_holds() -> None:

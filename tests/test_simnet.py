@@ -11,7 +11,7 @@ import pytest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.envelope import Opened, enveloped
 from p2p_co2.node.lanes import Piece
-from p2p_co2.node.links import LinkObserver
+from p2p_co2.node.links import MAX_SERVED_BYTES, LinkObserver
 from p2p_co2.profiles import profile_of
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
@@ -194,6 +194,21 @@ def test_bulk_waits_while_its_receiver_is_cut_off_or_restarts(is_cut: bool) -> N
     receiver = "there" if is_cut else "again"
     assert came == [("there", b"first"), (receiver, b"\0"), (receiver, b"\2")]
     assert links.queued_bytes == 0
+
+
+def test_what_a_peer_asks_for_has_room_whatever_of_our_rounds_waits_for_it() -> None:
+    world = VirtualTime()
+    net = Internet(world, random.Random(1), 1.0)
+    here, there = (
+        Endpoint(PeerId(name), profile_of("fibre", 1, index), world.loop())
+        for index, name in enumerate(("a", "b"))
+    )
+    net.endpoints = {one.peer: one for one in (here, there)}
+    links = VirtualLinks(net, here, LinkObserver(lambda *_: None, lambda *_: None, lambda *_: None))
+    slice_, chunk = bytes(MAX_SERVED_BYTES), bytes(MAX_SERVED_BYTES // 4)
+    assert links.post(there.peer, slice_, bulk=True, piece=Piece(b"1", False))
+    taken = [links.post(there.peer, chunk, bulk=True, served=True) for _ in range(5)]
+    assert taken == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("seed", [3, 8])

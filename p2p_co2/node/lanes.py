@@ -67,6 +67,8 @@ class Bulk(NamedTuple):
 
     data: Unsent
     piece: Piece | None
+    is_served: bool = False
+    """Whether the receiver asked for it."""
 
     def is_stale(self, attempt: bytes, means: bool) -> bool:
         """Whether it is of ``attempt``; of its means only if ``means``."""
@@ -81,6 +83,8 @@ class Lane:
     control: deque[Unsent] = field(default_factory=deque)
     bulk: deque[Bulk] = field(default_factory=deque)
     bulk_bytes: int = 0
+    served_bytes: int = 0
+    """Of these, what the receiver asked for."""
     pace: Pace = field(default_factory=Pace)
     turn_at: float | None = None
     """When the first bulk message may go, as far as it has asked for its turns."""
@@ -106,6 +110,19 @@ class Lane:
     """Since when the first bulk message is left to the connection by which it should be there sooner."""
     wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
     beside_failed_at: float = -1e9
+
+    def put(self, message: Bulk, *, first: bool = False) -> None:
+        """Let bulk wait: behind all that does, or before it."""
+        (self.bulk.appendleft if first else self.bulk.append)(message)
+        self.bulk_bytes += len(message.data)
+        self.served_bytes += len(message.data) if message.is_served else 0
+
+    def take(self) -> Bulk:
+        """The first bulk message, which waits no more."""
+        message = self.bulk.popleft()
+        self.bulk_bytes -= len(message.data)
+        self.served_bytes -= len(message.data) if message.is_served else 0
+        return message
 
     @property
     def links(self) -> list[Link]:

@@ -48,7 +48,8 @@ MAX_QUEUED_BYTES = 1 << 30
 takes nothing off our hands takes the room of its own messages only, the oldest first (rounds go by, and the
 protocol asks again for what still matters)."""
 MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
-"""Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
+"""Bulk bytes waiting for one peer that it asked for itself, whatever waits for it besides: twice what a
+fetcher asks for at once."""
 MAX_LANES = 2 * MAX_PEERS
 MAX_QUEUED_CONTROL = 4096
 BESIDE_BYTES = 256 << 10
@@ -132,11 +133,10 @@ class Links:
         if bulk:
             if not lane.bulk and not lane.carrying:
                 lane.counted_until = time.monotonic()
-            overasked = served and lane.bulk_bytes + len(data) > MAX_SERVED_BYTES
+            overasked = served and lane.served_bytes + len(data) > MAX_SERVED_BYTES
             if overasked or not self._make_room(lane, len(data)):
                 return False
-            lane.bulk.append(Bulk(data, piece))
-            lane.bulk_bytes += len(data)
+            lane.put(Bulk(data, piece, served))
             self._queued_bytes += len(data)
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL:
@@ -187,9 +187,7 @@ class Links:
             if not lane.bulk:
                 return False
             self._give_turn_back(lane)
-            dropped_bytes = len(lane.bulk.popleft().data)
-            lane.bulk_bytes -= dropped_bytes
-            self._queued_bytes -= dropped_bytes
+            self._queued_bytes -= len(lane.take().data)
         return True
 
     def carriers_used(self) -> dict[str, str]:
@@ -294,8 +292,7 @@ class Links:
     def _next_bulk(self, lane: Lane) -> Bulk:
         """The lane's next bulk message, whose turn it is."""
         lane.turn_at = lane.left_at = None
-        message = lane.bulk.popleft()
-        lane.bulk_bytes -= len(message.data)
+        message = lane.take()
         self._queued_bytes -= len(message.data)
         return message
 
@@ -320,8 +317,7 @@ class Links:
                 else:
                     await _wait_for_news(lane.wake_beside, left_s)
         except TransportError:
-            lane.bulk.appendleft(message)
-            lane.bulk_bytes += len(message.data)
+            lane.put(message, first=True)
             self._queued_bytes += len(message.data)
             lane.beside_failed_at = time.monotonic()
             lane.wake.set()

@@ -114,14 +114,15 @@ class VirtualLinks:
         if bulk:
             self._count_gone()
             full = self._queued_bytes + len(data) > MAX_QUEUED_BYTES
-            if full or (served and lane.bulk_bytes + len(data) > MAX_SERVED_BYTES):
+            served_bytes = sum(len(one.data) for one in lane.bulk if one.is_served) if served else 0
+            if full or (served and served_bytes + len(data) > MAX_SERVED_BYTES):
                 return False
             lane.bulk_bytes += len(data)
             self._queued_bytes += len(data)
         elif len(lane.control) >= MAX_QUEUED_CONTROL:
             return False
         if bulk:
-            lane.bulk.append(Bulk(data, piece))
+            lane.bulk.append(Bulk(data, piece, served))
         elif lane.path is not None:
             self._send(lane, data, bulk=False)
         else:
