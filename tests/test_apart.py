@@ -152,6 +152,13 @@ def test_what_was_made_alone_is_nobody_else_s_if_nobody_was_given_any(
 ) -> None:
     apart = one_that_made(alone, 2, {}, given=given, heard=heard, cells=cells)
     assert apart.is_unshared(0) == is_unshared
+    assert apart.may_stay_unshared(0) == (is_unshared or (not alone and cells == 1))
+
+
+def test_of_more_rounds_than_are_remembered_nothing_goes_back() -> None:
+    apart = one_that_made(PAST_KEPT + 4, 2, {}, given=-1)
+    assert not apart.is_unshared(0)
+    assert not apart.may_stay_unshared(0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import OTHER_HISTORY, Catching
 from p2p_co2.node.deciding import Deciding
-from p2p_co2.node.ledger import AgreedVersion, PartWeights
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, agreed_mean
 from p2p_co2.rounds import Offer, PayloadShape, PeerView, Rounds
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.telemetry.events import RoundAborted
@@ -118,6 +118,27 @@ async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
         await coroutine
     assert said == [RoundAborted]
     node.rounds.offer(Offer(0, 5, 4, digest(b"theirs"), bytes(32), 1.0), 2.0)
+
+
+@pytest.mark.parametrize("is_ours_alone", [True, False])
+async def test_work_that_others_have_a_part_of_is_not_kept_to_go_back(is_ours_alone: bool) -> None:
+    """Of lonely rounds; that would be half a copy for as long as nobody joins in."""
+    told: list[bool] = []
+
+    class Told:
+        async def commit(self, mean: AgreedMean) -> AgreedVersion:
+            told.append(mean.is_alone)
+            return AgreedVersion(4, START)
+
+    node = node_with(MEMBERS)
+    node.rounds = node.progress = node.catchup = Mock()
+    node.refresh = node.pump = Mock()
+    node.catching.apart.may_stay_unshared = lambda fragment: is_ours_alone
+    fetched = round_of([node.me])
+    mean = agreed_mean(Outcome.FromString(fetched.decision.outcome), fetched.data)
+    assert mean.is_alone
+    await Deciding(node, cast(Any, Told()), cast(Any, None)).take(mean, fetched.decision)
+    assert told == [is_ours_alone]
 
 
 def round_of(members: list[PeerId]) -> Fetched:

@@ -14,6 +14,7 @@ from p2p_co2 import outer
 from p2p_co2.averaging import mean_of_parts
 from p2p_co2.config import OuterConfig
 from p2p_co2.node.ledger import PartWeights, agreed_mean
+from p2p_co2.trainer.offered import FromMean
 from p2p_co2.wire.messages_pb2 import Outcome
 from tests.test_trainer_ledger import BLOCK, PLAIN, Simulated, run_config
 
@@ -68,6 +69,23 @@ def test_the_next_offer_is_all_that_was_learned_alone() -> None:
     peer.live = peer.live + 16.0
     go_over(peer)
     assert torch.equal(peer.live - peer.ledger.state.params, torch.full((SIZE,), 30.0))
+
+
+@pytest.mark.parametrize(("codec", "first"), [("int4", 0), ("int8", 0), ("fp16", 0), ("fp32", 2)])
+def test_the_first_lonely_round_is_kept_as_the_mean_that_a_donor_holds_and_several_as_half_a_copy(
+    codec: str, first: int
+) -> None:
+    """In bytes for each value, beside the mean itself."""
+    peer = Simulated("a", run_config(PLAIN, codec), torch.zeros(SIZE))
+    alone = peer.ledger._alone
+    learn(peer, by=1.0)
+    mean_bytes = peer.codec.payload_bytes(SIZE)
+    assert alone.held_bytes == (first * SIZE if first else mean_bytes)
+    assert isinstance(alone._sum, FromMean) is not bool(first)
+    learn(peer, by=2.0)
+    assert alone.held_bytes == 2 * SIZE
+    learn(peer, OURS)
+    assert alone.held_bytes == 0
 
 
 def with_others(peer: Simulated) -> None:

@@ -89,13 +89,18 @@ class Apart:
 
     def is_unshared(self, fragment: int) -> bool:
         """Whether nobody can have any of the newest rounds in a row that this peer made alone."""
-        if self._node.far.cells > 1:
+        return self._made_alone(fragment) > 0 and self.may_stay_unshared(fragment)
+
+    def may_stay_unshared(self, fragment: int) -> bool:
+        """The same, or there are none yet. Where this is false, it is so until the next round with others."""
+        made = self._made_alone(fragment)
+        if self._node.far.cells > 1 or made >= PAST_KEPT:  # of more, nobody remembers what was given away
             return False
-        newest = self._node.agreed[fragment].version
-        made = self._alone_beyond(fragment, newest, b"")
-        is_whole = 0 < made < PAST_KEPT  # of more, nobody remembers what was given away
         given = max(self._node.catchup.given(fragment), self._node.rounds.given(fragment))
-        return is_whole and given <= newest - made
+        return given <= self._node.agreed[fragment].version - made
+
+    def _made_alone(self, fragment: int) -> int:
+        return self._alone_beyond(fragment, self._node.agreed[fragment].version, b"")
 
     def loss(self, fragment: int, camp: Camp) -> str:
         """What going there costs, in words."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import chunk_at, chunk_count, chunk_digest
@@ -159,6 +160,8 @@ class Deciding:
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""
+        if mean.is_alone and not self._node.catching.apart.may_stay_unshared(mean.fragment):
+            mean = replace(mean, is_alone=False)  # what others have of it already does not go back
         version = await self._ledger.commit(mean)
         moved = self._agree(mean.fragment, version, members_of(decision)) and version.version == mean.round
         if moved:

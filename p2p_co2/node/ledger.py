@@ -26,7 +26,8 @@ class PartWeights:
 @dataclass(frozen=True)
 class AgreedMean:
     """A committed round: the encoded mean of the whole fragment and who is in it. ``is_alone``: its group is
-    one peer; where only one of a group was counted, the others have it all the same."""
+    one peer, and nobody has any of the rounds in a row that this one made so; where only one of a group was
+    counted, the others have it all the same."""
 
     fragment: int
     round: int

@@ -5,14 +5,16 @@ goes over to theirs (``node.apart``): then its rounds are in nobody's history, a
 their work back, as with an offer that came to nothing.
 
 Law: the outer gradients that were applied, each once, of the newest rounds in a row that hold nobody else's
-(ALGORITHMS.md, law 2): not the steps, whose lr and momentum come with the next round again. Price: half the
-fragment's size while it is alone; nothing before, and nothing after the next round with others.
+(ALGORITHMS.md, law 2): not the steps, whose lr and momentum come with the next round again. Price: of one
+such round its mean, which a donor keeps for the others anyway; of several half the fragment's size (of any
+with a codec that takes more); nothing before, and nothing after the next round with others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from p2p_co2.codec import Codec
@@ -27,11 +29,15 @@ class Alone:
 
     def __init__(self, codec: Codec, peer: str, cells: int) -> None:
         self._codec, self._peer, self._is_one_cell = codec, peer, cells == 1
-        self._sum: ScaledFp16 | None = None
+        self._sum: ScaledFp16 | FromMean | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._sum is None else self._sum.held_bytes
 
     def committed(self, mean: FromMean | None, parts: Sequence[PartWeights], numel: int) -> None:
-        """A round of ``parts`` applied ``mean``; None if others were in its group, counted or not, or if
-        some of it may be in others' history as well."""
+        """A round of ``parts`` applied ``mean``, whose bytes nobody changes; None if others were in its
+        group, counted or not, or if some of it may be in others' history as well."""
         if (
             not self._is_one_cell
             or mean is None
@@ -39,10 +45,14 @@ class Alone:
         ):
             self._sum = None
             return
-        is_first = self._sum is None
-        total = self._sum = self._sum or ScaledFp16(numel, piece_values(self._codec))
+        before = self._sum
+        if before is None and mean.held_bytes <= torch.float16.itemsize * numel:
+            self._sum = mean
+            return
+        total = before if isinstance(before, ScaledFp16) else ScaledFp16(numel, piece_values(self._codec))
         for at in pieces(self._codec, numel):
-            total.set(at, mean[at] if is_first else mean[at].add_(total[at]))
+            total.set(at, mean[at] if before is None else mean[at].add_(before[at]))
+        self._sum = total
 
     def forget(self) -> None:
         """They are in somebody's history, or nobody knows."""

@@ -90,21 +90,26 @@ class FromMean:
     changes; what owners signed, so they may be of any size and hold anything."""
 
     def __init__(self, codec: Codec, encoded: Buffer, numel: int) -> None:
-        self._codec, self._encoded, self._numel = codec, memoryview(encoded), numel
+        self._codec, self._encoded, self._numel = codec, encoded, numel
+
+    @property
+    def held_bytes(self) -> int:
+        """As long as nobody else needs the mean."""
+        return len(self._encoded)
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor. Only of one whose ``largest`` is finite."""
-        return _decoded(self._codec, self._encoded, at, self._numel)
+        return _decoded(self._codec, memoryview(self._encoded), at, self._numel)
 
     def largest(self) -> float:
         """The largest magnitude; inf if the bytes are not what a payload of this codec and size must be."""
         if len(self._encoded) != self._codec.payload_bytes(self._numel):
             return math.inf
-        largest, width = 0.0, self._codec.block_values
+        largest, width, encoded = 0.0, self._codec.block_values, memoryview(self._encoded)
         scratch = torch.empty(min(piece_values(self._codec), self._numel))
         for at in pieces(self._codec, self._numel):
             first, blocks = at.start // width, self._codec.blocks(at.stop - at.start)
-            rows = self._encoded[first * self._codec.block_bytes : (first + blocks) * self._codec.block_bytes]
+            rows = encoded[first * self._codec.block_bytes : (first + blocks) * self._codec.block_bytes]
             values = scratch[: at.stop - at.start]
             if not self._codec.decode_sound(rows, values):
                 try:
