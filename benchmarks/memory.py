@@ -17,9 +17,9 @@ setting saves it about a copy, which is credited to nobody in ``copies``.
 ``held`` is the table of what is held, by room, in the same unit, at the largest resident set that was seen
 when the training thread came by; the rest of the peak is temporary: snapshots, decoded means and merges on
 their way between threads, a quarter each (a fragment). The table of all cases goes to standard error as well,
-for people. ``caught_up`` counts fragments that a
-peer took over from the other as a state: a peer that gives one holds its bytes for a while, so a run in which
-a peer fell behind for a round (a busy machine) peaks higher.
+for people. ``caught_up`` counts rounds of a fragment that a peer was not in (it was ready too late, on a busy
+machine above all) and got from the other afterwards: the mean that it replays, or, ``states`` of them, the
+whole state. A run with many peaks higher: the other holds for a while what it gives, and what it did alone.
 
 Price: VmHWM counts what the allocator keeps as well, so it is an upper bound on what is used. The inner
 optimizer is SGD without momentum, so that nothing else has the parameters' size; the gradient's share is in
@@ -52,6 +52,7 @@ from json_workers import answer_of, say, spawn
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.memory import _pool, return_large_blocks
+from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import Peer, connect
 from p2p_co2.trainer.offered import FromPayload, Kept, held_bytes
 
@@ -166,6 +167,7 @@ def _row(
         "copies_over_plain": copies(swarm, own=False),
         "copies_all": [copies(run, own=True) for run in runs],
         "caught_up_all": [run["caught_up"] for run in runs],
+        "states_all": [run["states"] for run in runs],
         "within_bar": copies(swarm, own=True) <= BAR_COPIES,
         "rounds_applied": swarm["applied"],
         "alone_mb": round(alone[width, True] / 1e6),
@@ -181,7 +183,7 @@ def _run_alone(width: int, own_allocator: bool) -> dict[str, Any]:
 
 
 def _run_swarm(case: str, width: int) -> dict[str, Any]:
-    """The peer with the larger peak, and how often either caught up."""
+    """The peer with the larger peak, and how often either caught up, and by a whole state."""
     with tempfile.TemporaryDirectory() as folder:
         seed = spawn(__file__, "seed", case, folder)
         ticket = answer_of(seed)["address"]
@@ -196,8 +198,8 @@ def _run_swarm(case: str, width: int) -> dict[str, Any]:
                 process.stdin.close()
             for process in (*peers, seed):
                 process.wait(30)
-    caught_up = sum(answer["caught_up"] for answer in answers)
-    return {**max(answers, key=lambda answer: int(answer["peak_bytes"])), "caught_up": caught_up}
+    behind = {name: sum(answer[name] for answer in answers) for name in ("caught_up", "states")}
+    return {**max(answers, key=lambda answer: int(answer["peak_bytes"])), **behind}
 
 
 # ---- the workers
@@ -248,14 +250,22 @@ def _peer(case: str, width: str, folder: str, ticket: str) -> None:
     model, optimizer = _model(int(width))
     counts: Counter[str] = Counter()
     config = PeerConfig(folder=Path(folder), min_peers=PEERS, checkpoint_every_s=1.5)
-    peer = connect(ticket, config, lambda event: counts.update([event.kind])).start(model, optimizer)
+
+    def hear(event: ev.Event) -> None:
+        counts.update(["state" if isinstance(event, ev.CaughtUp) and event.how == "state" else event.kind])
+
+    peer = connect(ticket, config, hear).start(model, optimizer)
     most_bytes, held = 0, _held(peer)
     with peer:
         while peer.step(tokens=1, loss=_inner_step(model, optimizer, int(width))):
             if (now_bytes := _status_bytes("VmRSS")) > most_bytes:
                 most_bytes, held = now_bytes, _held(peer)
-    applied, caught_up = counts["fragment_applied"], counts["caught_up"]
-    say({"peak_bytes": _status_bytes("VmHWM"), "applied": applied, "caught_up": caught_up, "held": held})
+    say(
+        {
+            "peak_bytes": _status_bytes("VmHWM"), "applied": counts["fragment_applied"],
+            "caught_up": counts["caught_up"] + counts["state"], "states": counts["state"], "held": held,
+        }
+    )  # fmt: skip
     sys.stdin.read()
 
 
@@ -285,6 +295,9 @@ def _held(peer: Peer) -> dict[str, int]:
         "codec: residual": sum(_size(one.residual) for one in fragments),
         "trainer: gradient in flight, or what the codec lost of it": sum(
             _size(one.gradient) for one in in_flight
+        ),
+        "trainer: rounds made alone (the first: a past mean)": sum(
+            one._alone.held_bytes for one in fragments
         ),
         "rounds: payloads": sum(len(offer.payload) for offer in offers),
         "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
