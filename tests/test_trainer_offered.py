@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import numpy
 import pytest
 import torch
 
@@ -112,6 +116,35 @@ def test_between_two_boundaries_nothing_is_kept_of_how_far_the_agreed_parameters
     assert held_bytes(offset) == correction
     if rule == "co2":  # where the live parameters set out is where the agreed ones were
         torch.testing.assert_close(peer.ledger.state.params + offset[:], before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+def test_of_several_steps_between_two_boundaries_half_a_copy_is_kept_and_no_mean(rule: str) -> None:
+    """A peer that catches up takes several: their means were half a copy more of fp16."""
+    torch.manual_seed(5)
+    size = 5 * BLOCK
+    peer = Simulated("a", run_config(OuterConfig.model_validate({"rule": rule}), "fp16"), torch.zeros(size))
+    peer.live = peer.live + torch.randn(size)
+    peer.commit(peer.offer(), [PartWeights(0, 5, {"a": 1.0})])
+    peer.live = peer.live + torch.randn(size)
+    before = peer.ledger.state.params.clone()
+    kept = []
+    payloads = [peer.offer(), *(bytes(peer.codec.encode(torch.randn(size)).numpy()) for _ in range(2))]
+    offset = peer.ledger._offset
+    correction = torch.zeros(size) if offset is None else offset[:]
+    for payload in payloads:
+        mean = numpy.frombuffer(bytearray(payload), dtype=numpy.uint8)
+        kept.append(weakref.ref(mean))
+        peer.commit(mean.data, [PartWeights(0, 5, {"a" if len(kept) == 1 else "b": 1.0})])
+        del mean
+    gc.collect()
+    assert [one() is None for one in kept] == [True] * 3
+    offset = peer.ledger._offset
+    assert offset is not None
+    assert held_bytes(offset) == 2 * size
+    was = peer.ledger.state.params + offset[:] - correction
+    largest = float(offset[:].abs().max())  # fp16 rounds by 2^-12 of a value, three times
+    torch.testing.assert_close(was, before, rtol=0, atol=3 * 2.0**-11 * largest)
 
 
 @pytest.mark.parametrize("rule", ["co2", "eager"])

@@ -16,8 +16,8 @@ most a half; with error feedback an eighth for the residual; under "eager" an ei
 last boundary, and from the commit to the next one an eighth for the offer. How far the params have moved
 under "co2" and "eager" takes nothing, but a half (1 with fp32) where two rounds commit between two
 boundaries. A step takes the memory of the old state, unless somebody else holds it (``lend``); under "keep"
-and "blend" it needs 1 for the merge, under the others nothing. Who makes rounds alone holds a half for that
-(``alone``).
+and "blend" it needs 1 for the merge, under the others nothing. Who makes several rounds alone holds a half
+for that (``alone``).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge, OuterState, StepReport
+from p2p_co2.trainer import offered
 from p2p_co2.trainer.alone import Alone
 from p2p_co2.trainer.loan import SETTLE_S, Loan
 from p2p_co2.trainer.offer_encoding import OfferEncoding
@@ -215,7 +216,7 @@ class FragmentLedger:
         mine, missed = self._mine(round_, parts), self._missed(parts, refused)
         if self._delayed and not refused:
             moved = FromStep(self._run.outer, self._codec, encoded, new.momentum, report.gap)
-            self._offset = moved if self._offset is None else Sum(self._offset, moved)
+            self._offset = moved if self._offset is None else offered.both(self._offset, moved, self._codec)
         merge = self._merge_after(old, new, mine, missed, parts)
         if mine is not None:
             self._advance_residual(mine, missed)

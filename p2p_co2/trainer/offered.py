@@ -165,6 +165,17 @@ def held_bytes(kept: Kept) -> int:
     return kept.numel() * kept.element_size() if isinstance(kept, Tensor) else kept.held_bytes
 
 
+def both(earlier: Kept, moved: FromStep, codec: Codec) -> Kept:
+    """How far two steps, or more, took the agreed parameters back. What a room of half a copy holds of the
+    earlier ones is put into one with the last, which lets go of its mean."""
+    if not isinstance(earlier, ScaledFp16):
+        return Sum(earlier, moved)
+    room = ScaledFp16(len(earlier), piece_values(codec))  # somebody may hold the old one
+    for at in pieces(codec, len(earlier)):
+        room.set(at, earlier[at].add_(moved[at]))
+    return room
+
+
 def set_piece(room: Tensor | ScaledFp16 | ScaledInt4, at: slice, values: Tensor) -> None:
     if isinstance(room, Tensor):
         room[at] = values
