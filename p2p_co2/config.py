@@ -149,7 +149,13 @@ class RunConfig(_Frozen):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            raise _config_error("the published run manifest", error) from None
+            wrong = _config_error("the published run manifest", error)
+            problem = wrong.problem.partition(";")[0]  # whose cure is for who writes a run file
+            raise ConfigError(
+                wrong.where,
+                wrong.key,
+                f"{problem}; the run is of another version of p2p-co2, install the organiser's",
+            ) from None
 
 
 class LimitsConfig(_Frozen):

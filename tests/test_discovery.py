@@ -21,7 +21,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.discovery import records as rec
 from p2p_co2.discovery.dht import CALL_TIMEOUT_S
-from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.transport.hivemind_quiet import (
     DHTID,
     P2P,
@@ -34,7 +34,7 @@ from p2p_co2.transport.hivemind_quiet import (
 from p2p_co2.transport.libp2p_control import own_maddrs, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
 from tests.transport_peers import PATIENCE_S, free_port
 
@@ -150,6 +150,28 @@ async def test_no_manifest(tmp_path: Path) -> None:
     async with open_member(tmp_path / "seed", []) as seed:
         with pytest.raises(TransportError, match="start a seed"):
             await seed.discovery.fetch_manifest(seed.identity.peer_id)
+
+
+@pytest.mark.parametrize(
+    ("spoken", "named"), [(PROTOCOL_VERSION + 1, f"speaks version {PROTOCOL_VERSION + 1}"), (0, "")]
+)
+async def test_a_run_of_another_protocol_is_refused_by_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoken: int, named: str
+) -> None:
+    """Nobody in it would answer, and a peer that hears nobody trains alone. 0: the first did not write it."""
+    async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
+        with monkeypatch.context() as later:
+            later.setattr("p2p_co2.discovery.dht.PROTOCOL_VERSION", spoken)
+            later.setattr("p2p_co2.discovery.dht.__version__", "9.8\x1b[2J")
+            await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
+        if not named:
+            assert (await a.discovery.fetch_manifest(seed.identity.peer_id)).protocol == spoken
+            return
+        with pytest.raises(
+            TicketError, match=rf"{named}.*p2p-co2 9\.8\?\[2J.*install the organiser"
+        ) as refused:
+            await a.discovery.fetch_manifest(seed.identity.peer_id)
+        assert str(refused.value).isprintable()
 
 
 async def test_a_seed_dies_and_comes_back(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from p2p_co2.discovery.records import (
     peers_key,
     run_digest,
 )
-from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.transport.base import CLOSE_TIMEOUT_S
 from p2p_co2.transport.hivemind_quiet import (
     DHTID,
@@ -46,7 +46,7 @@ from p2p_co2.transport.hivemind_quiet import (
 from p2p_co2.transport.libp2p_control import daemon_errors, reach
 from p2p_co2.transport.libp2p_daemon import require_daemon
 from p2p_co2.wire.identity import Identity, PeerId, public_key_of
-from p2p_co2.wire.limits import MAX_CELLS, MAX_PEERS, MAX_RECORD_BYTES
+from p2p_co2.wire.limits import MAX_CELLS, MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
 
 REACH_TIMEOUT_S = 10.0
@@ -145,6 +145,7 @@ class Discovery:
             recipe_digest=recipe_digest,
             software=__version__,
             published_at=get_dht_time(),
+            protocol=PROTOCOL_VERSION,
         )
         sealed = self._identity.seal(MANIFEST_CONTEXT, manifest.SerializeToString())
         if len(sealed) > MAX_RECORD_BYTES:
@@ -161,7 +162,9 @@ class Discovery:
         """The run's manifest, if ``run_key`` (from the ticket) signed it and its settings have the run's
         digest.
 
-        From now on this node stores no other. Raises ``TransportError`` when it is not there.
+        From now on this node stores no other. Raises ``TransportError`` when it is not there, ``TicketError``
+        when the run's peers speak another version of the protocol: nobody would answer, and a peer that hears
+        nobody trains alone.
         """
         self._records.run_key = run_key
         (entries,) = await self._find([manifest_key(self._run)])
@@ -171,6 +174,7 @@ class Discovery:
             except RemoteProtocolError as error:
                 self._on_refused(NOBODY, error)
                 continue
+            _require_our_protocol(manifest)
             self._sealed_manifest = sealed
             self._records.spread(_cells_in(manifest.config))
             return manifest
@@ -339,6 +343,16 @@ def _cells_in(config: bytes) -> int:
         return 1  # who reads the settings will refuse them
     cells = settings.get("cells", 1) if isinstance(settings, dict) else 1
     return cells if isinstance(cells, int) and 1 <= cells <= MAX_CELLS else 1
+
+
+def _require_our_protocol(manifest: RunManifest) -> None:
+    spoken = manifest.protocol or 1  # the first version did not write it
+    if spoken != PROTOCOL_VERSION:
+        theirs = "".join(character if character.isprintable() else "?" for character in manifest.software)
+        raise TicketError(
+            f"this run speaks version {spoken} of the protocol (p2p-co2 {theirs}), and this p2p-co2 "
+            f"{__version__} speaks {PROTOCOL_VERSION}; install the organiser's version"
+        )
 
 
 def _owner(task: asyncio.Task[object]) -> object:

@@ -636,18 +636,20 @@ class PeerRecord(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ...) -> None: ...
 
 class RunManifest(_message.Message):
-    __slots__ = ("run", "config", "recipe_digest", "software", "published_at")
+    __slots__ = ("run", "config", "recipe_digest", "software", "published_at", "protocol")
     RUN_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     RECIPE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     config: bytes
     recipe_digest: bytes
     software: str
     published_at: float
-    def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., published_at: _Optional[float] = ...) -> None: ...
+    protocol: int
+    def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., published_at: _Optional[float] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class Signed(_message.Message):
     __slots__ = ("signer", "content", "signature")
