@@ -194,6 +194,38 @@ async def test_daemon_that_hangs_is_given_more_time_then_up(
         await start_p2p(tmp_path / "id", startup_timeout_s=0.05)
 
 
+@pytest.mark.parametrize("amid", ["start", "end"])
+async def test_who_is_cancelled_again_amid_a_start_or_an_end_leaves_nothing(
+    tmp_path: Path, own_tmp: Path, monkeypatch: pytest.MonkeyPatch, amid: str
+) -> None:
+    """A Ctrl-C cancels the start, and closing the loop cancels what that has still to clear away."""
+    started: list[libp2p_daemon.Daemon] = []
+    launch = libp2p_daemon._launch
+
+    async def launch_and_tell(arguments: list[str]) -> libp2p_daemon.Daemon:
+        started.append(await launch(arguments))
+        return started[-1]
+
+    monkeypatch.setattr(libp2p_daemon, "_launch", launch_and_tell)
+    Identity.load_or_create(tmp_path / "id")
+    if amid == "start":
+        (tmp_path / "p2pd").write_text("#!/bin/sh\ntrap '' TERM\nexec sleep 600\n")
+        (tmp_path / "p2pd").chmod(0o700)
+        monkeypatch.setattr(libp2p_daemon.importlib.resources, "files", lambda _: tmp_path)
+        task = asyncio.create_task(start_p2p(tmp_path / "id"))
+        await until(lambda: bool(started))
+    else:
+        task = asyncio.create_task(stop_p2p(await start_p2p(tmp_path / "id")))
+        await asyncio.sleep(0)  # else it never runs
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    (daemon,) = started
+    assert not daemon.folder.exists()
+    async with asyncio.timeout(PATIENCE_S):
+        await daemon.process.wait()
+
+
 async def test_daemon_has_our_identity_and_ends_with_us(tmp_path: Path) -> None:
     identity = Identity.load_or_create(tmp_path / "id")
     p2p = await start_p2p(tmp_path / "id")

@@ -92,17 +92,24 @@ class Daemon:
         self._signal(kill=True)
 
     async def stop(self) -> None:
-        """End the process and remove its folder."""
-        if self.process.returncode is None:
-            self._signal(kill=False)
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
+        """End the process and remove its folder. Cancelled meanwhile, it does both at once: who leaves amid
+        a start cancels that a second time."""
+        try:
+            if self.process.returncode is None:
+                self._signal(kill=False)
+                try:
+                    async with asyncio.timeout(STOP_TIMEOUT_S):
+                        await self.process.wait()
+                except TimeoutError:
+                    self._signal(kill=True)
                     await self.process.wait()
-            except TimeoutError:
+            await self._reader
+        except asyncio.CancelledError:
+            if self.process.returncode is None:
                 self._signal(kill=True)
-                await self.process.wait()
-        await self._reader
-        shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _signal(self, *, kill: bool) -> None:
         """Not by the process object: that looks whether it has ended, and who looks takes the exit status
@@ -164,11 +171,13 @@ async def stop_p2p(p2p: P2P) -> None:
     """End the client and its daemon; no process, task, socket or file is left. May be called twice."""
     control = p2p._client.control if p2p._client is not None else None
     tasks = [p2p._listen_task, control and control._read_task, control and control._write_task]
-    await p2p.shutdown()
-    await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
-    if isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
-        daemon, p2p.daemon = p2p.daemon, None
-        await daemon.stop()
+    try:
+        await p2p.shutdown()
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+    finally:  # also when cancelled
+        if isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
+            daemon, p2p.daemon = p2p.daemon, None
+            await daemon.stop()
 
 
 def require_daemon(p2p: P2P) -> None:
