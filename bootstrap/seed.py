@@ -110,18 +110,23 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
 
 def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
     run = read_run_config(options.run_file) if options.run_file else RunConfig()
-    if not run.recipe_digest:
-        say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
-        with ctrl_c_ends():
-            from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
+    if run.recipe_digest:
+        return run
+    say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
+    with ctrl_c_ends():
+        from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
 
+    try:
         if run.recipe == BYTE_GPT:
             files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))
             if note := check_data(*files):
                 say(f"note: {note}")
         digest = recipe_digest(run.recipe, run.recipe_options)
-        run = run.model_copy(update={"recipe_digest": digest})
-    return run
+    except ConfigError as error:  # a recipe does not know which file named it
+        option = error.key.startswith("recipe_options")
+        key, problem = (error.key, error.problem) if option else ("recipe", str(error))
+        raise ConfigError(str(options.run_file or "the run"), key, problem) from None
+    return run.model_copy(update={"recipe_digest": digest})
 
 
 def _known_seeds(folder: Path, seed: _Seed) -> tuple[str, ...]:

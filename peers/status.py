@@ -99,7 +99,7 @@ class StatusLines:
             case PeerJoined():
                 text = f"peer {event.other} is here"
             case PeerLeft():
-                text = f"peer {event.other} left: {event.reason}"
+                text = f"peer {event.other} left: {event.reason.removeprefix('left: ')}"
             case RoundAborted():
                 text = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"
             case CaughtUp():

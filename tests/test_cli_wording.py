@@ -24,7 +24,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.peer_options import peer_config
 from p2p_co2.process import FolderLock
 from p2p_co2.recipes import check_data
-from p2p_co2.telemetry.events import Progress, TrainingEnded
+from p2p_co2.telemetry.events import PeerLeft, Progress, TrainingEnded
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, peer_id_of
 from peers import daemon
@@ -163,6 +163,36 @@ def test_a_seed_refuses_a_text_that_nobody_could_read(tmp_path: Path) -> None:
     run_file.write_text(f'[recipe_options]\ntext = "{tmp_path / "binary.txt"}"\n')
     with pytest.raises(ConfigError, match="not UTF-8"):
         serve_run(SeedOptions(run_file=run_file, folder=tmp_path / "seed"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "words"),
+    [
+        (
+            "[recipe_options]\nlearning_rate = -1.0",
+            "recipe_options.learning_rate",
+            "positive number, got -1.0",
+        ),
+        ("[recipe_options]\nwidht = 3", "recipe_options.widht", "unknown option; byte-gpt knows .*width"),
+        ("[recipe_options]\ntokens = '.'", "recipe_options.tokens", "cannot read"),
+        ("recipe = 'nope'", "recipe", "nope: no such recipe; write"),
+        ("recipe = 'gone.py:make'", "recipe", "gone.py: no such file"),
+    ],
+)
+def test_a_recipes_fault_names_the_run_file_and_its_key(
+    tmp_path: Path, settings: str, key: str, words: str
+) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(settings + "\n")
+    with pytest.raises(ConfigError, match=rf"^{run_file}: {key}: .*{words}"):
+        serve_run(SeedOptions(run_file=run_file, folder=tmp_path / "seed"))
+
+
+def test_who_left_is_said_to_have_left_once() -> None:
+    said: list[str] = []
+    StatusLines(said.append).see(PeerLeft(at=0.0, peer="a", other="b", reason="left: stopped"))
+    assert len(said) == 1
+    assert said[0].endswith("peer b left: stopped")
 
 
 def test_a_demo_that_did_not_begin_leaves_no_folder(
