@@ -40,7 +40,9 @@ SHAPE = Shape(mean_bytes=(MAX_DATA_BYTES + 5, 10, 10), state_bytes=(SMALL, LARGE
 IDENTITIES = [Identity.generate() for _ in range(6)]
 LATE, *DONORS = (identity.peer_id for identity in IDENTITIES)
 D1, D2, D3, D4, D5 = DONORS
-CONTENT = [random.Random(fragment).randbytes(size) for fragment, size in enumerate(SHAPE.state_bytes)]
+CONTENT = [
+    random.Random(fragment).randbytes(size) for fragment, size in enumerate((*SHAPE.state_bytes, LARGE))
+]
 MEAN = random.Random(9).randbytes(SHAPE.mean_bytes[0])
 LATENCY_S = 0.02
 

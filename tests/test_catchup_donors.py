@@ -15,10 +15,15 @@ from p2p_co2.catchup import (
     FetchFailed,
     Shape,
 )
-from p2p_co2.catchup.source import SLOW_CAP_S
+from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
+from p2p_co2.catchup.source import OUTRUN_S, SLOW_CAP_S
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest
 from tests.catchup_world import D1, D2, D3, DONORS, LARGE, LATE, SMALL, World, lying, zero
+
+HALF = 16 * MAX_DATA_BYTES - 5
+"""Two states of this size are loaded side by side."""
 
 
 def test_a_silent_donor_is_replaced_and_a_silent_swarm_ends_the_wait() -> None:
@@ -56,6 +61,77 @@ def test_a_donor_much_slower_than_the_others_is_dropped_and_its_chunks_given_awa
     world.run()
     assert world.fetched().duration_s < LARGE / 8e6 + 3.0
     assert len(world.chunks_from(D1)) <= 1
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_what_a_slow_donor_owes_of_one_state_is_still_to_be_had_when_the_next_is_asked_for(
+    which: int,
+) -> None:
+    """The others had dropped that state to make room for the next: it ended in a failure, its chunks lost."""
+    slow, shape = DONORS[which], Shape((10,) * 4, (SMALL, HALF, HALF, HALF))
+    world = World(donors=4, rate=2e6, shape=shape)
+    given = count(1)
+
+    def tamper(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == slow and isinstance(message, Chunk) and next(given) >= 8:
+            world.rates[slow] = 30e3
+        return message
+
+    world.tamper = tamper
+    for fragment in (1, 2, 3, 0):
+        world.want(fragment)
+    world.run(enough=4)
+    assert sorted(event.goal.fragment for event in world.events if isinstance(event, Fetched)) == [0, 1, 2, 3]
+    assert world.now - 10.0 < sum(shape.state_bytes) / 6e6 + 1.0
+    assert max(machine.donor.exported_bytes() for machine in world.machines.values()) <= EXPORTS_FREE_BYTES
+
+
+def test_who_was_outrun_is_asked_for_no_more_chunks_but_where_nobody_else_is() -> None:
+    world = World(donors=3)
+    world.rates |= {D1: 20e3, D2: 4e6, D3: 4e6}
+    world.want(fragment=1)
+    world.run()
+    before = world.chunks_from(D1)
+    world.want(fragment=2)
+    world.run(enough=2)
+    assert world.chunks_from(D1) == before
+    assert len(before) == 1
+    world.rates[D1] = 4e6
+    for peer in (D2, D3):
+        world.machines[LATE].forget_donor(peer, world.now)
+        del world.machines[peer]
+    world.want(fragment=0)
+    world.run(enough=3)
+    assert len(world.chunks_from(D1)) > 1  # nobody else is left
+    world = World(donors=3)
+    world.rates |= {D1: 20e3, D2: 4e6, D3: 4e6}
+    world.want(fragment=1)
+    world.run()
+    world.rates[D1] = 4e6
+    world.now += OUTRUN_S
+    world.want(fragment=2)
+    world.run(enough=2)
+    assert len(world.chunks_from(D1)) > 5  # it may be quick by now
+
+
+def test_what_one_owes_who_was_outrun_in_another_download_is_asked_for_anew_as_soon_as_one_is_free() -> None:
+    size = 8 * MAX_DATA_BYTES
+    world = World(donors=2, rate=2e6, shape=Shape((10,) * 4, (SMALL, size, size, size)))
+    world.rates[D2] = 0.4e6
+    for fragment in (1, 2, 3):
+        world.want(fragment)
+    world.run(enough=3)
+    assert world.now - 10.0 < 3 * size / 2e6  # what the quick one alone would have taken
+
+
+def test_who_was_cut_off_itself_takes_none_of_its_donors_for_slow() -> None:
+    world = World(donors=4)
+    world.rates |= {D1: 0.5e6, D2: 0.7e6, D3: 1e6, DONORS[3]: 2e6}
+    world.tamper = lambda sender, message: None if sender != LATE and 11.0 < world.now < 14.0 else message
+    world.want(fragment=1)
+    world.run()
+    world.fetched()
+    assert world.machines[LATE].held()["MAX_OUTRUN"][0] == 0
 
 
 def test_a_swarm_that_is_slow_throughout_is_waited_for() -> None:

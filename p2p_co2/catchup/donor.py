@@ -51,10 +51,12 @@ class _Export:
         if len(self.asked_at) > MAX_WAITING:
             del self.asked_at[next(iter(self.asked_at))]
 
+    def asked_last_at(self) -> float:
+        return max(self.asked_at.values(), default=self.made_at)
+
     def ends_at(self) -> float:
         longest_s = EXPORT_LONGEST_S + len(self.data) / EXPORT_SLOWEST_BYTES_PER_S
-        kept_until = max(self.asked_at.values(), default=self.made_at) + EXPORT_KEPT_S
-        return min(kept_until, self.made_at + longest_s)
+        return min(self.asked_last_at() + EXPORT_KEPT_S, self.made_at + longest_s)
 
     def is_idle(self, but_for: PeerId, now: float) -> bool:
         """Whether nobody else has asked for it of late: who asks for another state is through with it."""
@@ -199,10 +201,12 @@ class Donor:
             self._refuse_version(fetch, peer, current)
 
     def _make_room(self, fetch: Fetch, peer: PeerId, now: float) -> bool:
-        """Drop exports that nobody uses, as far as it takes; False if those in use leave no room."""
+        """Drop exports that nobody uses, as far as it takes; False if those in use leave no room. What was
+        asked for longest ago goes first: who still loads another has just said so (``still_loads``)."""
         wanted = self._shape.state_bytes[fetch.fragment]
         pending = sum(self._shape.state_bytes[fragment] for fragment in self._waiting)
         idle = [key for key, known in self._exports.items() if known.is_idle(peer, now)]
+        idle.sort(key=lambda key: self._exports[key].asked_last_at())
         for key in (*idle, None):
             held = self.exported_bytes() + pending
             if not held or held + wanted <= EXPORTS_FREE_BYTES:

@@ -16,6 +16,7 @@ messages and times alone.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from p2p_co2.catchup.manifest import (
     chunk_digest,
     content_of,
 )
-from p2p_co2.catchup.source import WINDOW_MOST, Source
+from p2p_co2.catchup.source import WINDOW_MOST, Outrun, Source
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -63,6 +64,7 @@ class Context:
     load: Callable[[PeerId], int]
     vouch: Vouch
     chunk_bytes: int
+    outrun: Outrun
 
 
 class Download:
@@ -173,6 +175,11 @@ class Download:
             self._reserve.extend(new)
             self._fill(now)
 
+    def still_loads(self) -> None:
+        """Tell the donors, by asking once more for what they promised."""
+        for source in self._useful() if self._chosen is not None else ():
+            self._context.out.send(source.peer, self._manifest_wanted(source))
+
     # ---- time
 
     def get_timer(self) -> float | None:
@@ -191,6 +198,8 @@ class Download:
         for source in list(self.sources.values()):
             ends_at = self._patience_ends_at(source)
             if ends_at is not None and now >= ends_at:
+                if source.asked and self._moved_at > (source.heard_at + now) / 2:  # it is not our own line
+                    self._context.outrun.note(source.peer, now)
                 self._lose(source, f"silent for {now - max(source.heard_at, source.asked_at):.1f} s", now)
             elif source.again_at is not None and now >= source.again_at:
                 self._ask_manifest(source, now)
@@ -223,6 +232,12 @@ class Download:
             wanted -= 1
 
     def _ask_manifest(self, source: Source, now: float) -> None:
+        source.held = bool(self._held) and self._chosen is None
+        source.request = self._context.next_request()
+        source.asked_at, source.again_at = now, None
+        self._context.out.send(source.peer, self._manifest_wanted(source))
+
+    def _manifest_wanted(self, source: Source) -> Fetch:
         goal = self.goal
         fetch = Fetch(what=goal.what, fragment=goal.fragment, version=goal.oldest or goal.version)
         if goal.what == ROUND:
@@ -231,14 +246,17 @@ class Download:
             fetch.version = fetch.newest = self._chosen.version
         elif self._held:
             fetch.version = fetch.newest = self._held
-        source.held = bool(self._held) and self._chosen is None
-        source.request = fetch.request = self._context.next_request()
-        source.asked_at, source.again_at = now, None
-        self._context.out.send(source.peer, fetch)
+        fetch.request = source.request
+        return fetch
 
     def _useful(self) -> list[Source]:
         """The donors that promise what was chosen."""
         return [s for s in self.sources.values() if s.manifest is not None and s.content == self._content]
+
+    def _givers(self, now: float) -> list[Source]:
+        """Those of them that are asked for chunks."""
+        useful, outrun = self._useful(), self._context.outrun
+        return [source for source in useful if not outrun.is_slow(source.peer, now)] or useful
 
     def _answered(self) -> list[Source]:
         return [source for source in self.sources.values() if source.manifest is not None]
@@ -340,7 +358,7 @@ class Download:
 
     def _ask_chunks(self, now: float) -> None:
         assert self._chosen is not None
-        sources = self._useful()
+        sources = self._givers(now)
         for depth in range(WINDOW_MOST):  # one each, then a second each: nobody takes all of a small goal
             for source in sources:
                 room = len(source.asked) == depth < source.window
@@ -372,8 +390,12 @@ class Download:
         askers = Counter(
             chunk for source in self._useful() for chunk in source.asked if chunk in self._missing
         )
+        outrun = self._context.outrun
         waits = [
-            (source.expected_s(chunk, now, free.gap_s), chunk)
+            (
+                math.inf if outrun.is_slow(source.peer, now) else source.expected_s(chunk, now, free.gap_s),
+                chunk,
+            )
             for source in self._useful()
             for chunk in source.asked
             if askers[chunk] == 1
@@ -385,7 +407,7 @@ class Download:
         """When to see again whether a free donor should repeat what others owe."""
         if self._chosen is None or self._pending or not self._missing:
             return None
-        free = any(not source.asked for source in self._useful())
+        free = any(not source.asked for source in self._givers(self._looked_at))
         return self._looked_at + LOOK_EVERY_S if free else None
 
     # ---- the end

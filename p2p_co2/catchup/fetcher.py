@@ -23,7 +23,7 @@ from p2p_co2.catchup.goals import (
     Vouch,
 )
 from p2p_co2.catchup.kept import NothingKept, Store
-from p2p_co2.catchup.source import Source
+from p2p_co2.catchup.source import MAX_OUTRUN, Outrun, Source
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Manifest, Refusal
@@ -31,6 +31,8 @@ from p2p_co2.wire.messages_pb2 import Chunk, Manifest, Refusal
 QUARANTINE_S = 120.0
 """A donor that broke the rules is not asked again for so long."""
 MAX_QUARANTINED = 256
+SAID_AT_MOST = 8
+"""States loaded side by side of which donors are told that we still do: with more, each has few chunks."""
 
 
 class Fetcher:
@@ -47,7 +49,10 @@ class Fetcher:
         self._put_aside: set[int] = set()
         """Fragments whose download has waited for another one already."""
         self._requests = 0
-        self._context = Context(run, out, self._next_request, self._load, self._vouch, shape.chunk_bytes)
+        self._outrun = Outrun()
+        self._context = Context(
+            run, out, self._next_request, self._load, self._vouch, shape.chunk_bytes, self._outrun
+        )
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
@@ -112,7 +117,10 @@ class Fetcher:
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``CatchUp.held``."""
-        return {"MAX_QUARANTINED": (len(self._quarantined), MAX_QUARANTINED)}
+        return {
+            "MAX_QUARANTINED": (len(self._quarantined), MAX_QUARANTINED),
+            "MAX_OUTRUN": (len(self._outrun), MAX_OUTRUN),
+        }
 
     def get_timer(self) -> float | None:
         if not self._downloads:
@@ -142,9 +150,18 @@ class Fetcher:
             self._out.emit(FetchFailed(goal, "no donor is known", 0))
             return
         total_bytes = self._shape.bytes_of(goal.what, goal.fragment)
+        if goal.what == STATE:
+            self._say_what_is_loading()
         self._downloads[goal.fragment] = Download(
             goal, total_bytes, self._context, self._store_for(goal), now
         )
+
+    def _say_what_is_loading(self) -> None:
+        """Before we ask for another state: a donor without room for that drops what we asked it for longest
+        ago, which may well be a state whose last chunks another donor is long about."""
+        loading = [download for download in self._downloads.values() if download.goal.what == STATE]
+        for download in loading if len(loading) <= SAID_AT_MOST else ():
+            download.still_loads()
 
     def _store_for(self, goal: Goal) -> Store:
         """Rounds are small and are asked for anew."""

@@ -27,9 +27,31 @@ SLOW_FLOOR_S, SLOW_CAP_S = 2.0, 20.0
 SLOWER_THAN_ITSELF, SLOWER_THAN_OTHERS = 4.0, 8.0
 """A donor that pauses for longer than this many of its own slowest answers, or of the others' usual ones, is
 slow."""
+OUTRUN_S = 60.0
+"""A donor that was slow while others gave is asked for no chunk that others can give for so long."""
+MAX_OUTRUN = 256
 GAPS_KEPT = 8
 AGAIN_FIRST_S, AGAIN_MOST_S = 0.25, 2.0
 """A donor that said "again" is asked after the first, then after twice as long each time, up to the most."""
+
+
+class Outrun:
+    """The donors that were slow while others gave, in any download: each would cost the next one a chunk, and
+    the donor the time of its line that its rounds need."""
+
+    def __init__(self) -> None:
+        self._until: dict[PeerId, float] = {}
+
+    def note(self, peer: PeerId, now: float) -> None:
+        self._until = {slow: until for slow, until in self._until.items() if until > now}
+        if len(self._until) < MAX_OUTRUN:
+            self._until[peer] = now + OUTRUN_S
+
+    def is_slow(self, peer: PeerId, now: float) -> bool:
+        return self._until.get(peer, now) > now
+
+    def __len__(self) -> int:
+        return len(self._until)
 
 
 @dataclass
