@@ -16,6 +16,7 @@ from p2p_co2.node.catching import Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.majority import Majority
 from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simnet.inspection import HEAL_ROUNDS
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.telemetry.events import CaughtUp, Event, RoundCommitted, Warned
 from p2p_co2.wire.identity import PeerId
@@ -194,6 +195,31 @@ def test_where_all_finish_in_several_states_they_choose_one(
         assert camp.wait_s == STRONGEST_AFTER_S
 
 
+def test_who_says_that_it_holds_another_state_of_a_version_is_not_asked_for_it() -> None:
+    """Three that told no lie were taken for liars, and asked for nothing in two minutes."""
+    others = {"b": said(3, "b"), "c": said(3, "c"), "d": said(4, "d"), "e": said(2, "b")}
+    majority = one_that_made(2, 1, others)._majority
+    assert set(majority.donors(0, 3, state(3, "b"))) == {"b", "d"}
+    assert set(majority.donors(0, 3)) == {"b", "c", "d"}
+
+
+@pytest.mark.parametrize(
+    ("others", "is_contradicted"),
+    [
+        ({"b": said(3, "b"), "c": said(3, "c")}, False),  # ours and theirs and a third
+        ({"b": said(2, "b"), "c": said(3, "c")}, False),  # who gave it had not yet said that it has it
+        ({"b": said(3, "b"), "c": said(3, "a")}, True),
+        ({"b": said(3, "b"), "c": said(3, "c"), "d": said(3, "c")}, False),
+        ({"b": said(3, "b"), "c": said(3, "c"), "d": said(3, "c"), "e": said(3, "c")}, True),
+    ],
+)
+def test_a_state_is_not_refused_on_one_word_against_another(
+    others: dict[str, SimpleNamespace], is_contradicted: bool
+) -> None:
+    majority = one_that_made(2, 1, others)._majority
+    assert majority.is_contradicted(0, 3, state(3, "b"), [PeerId("b")]) == is_contradicted
+
+
 def test_who_goes_over_gives_nobody_what_it_made_alone() -> None:
     """Its lonely rounds and states have the numbers of those that the others will make."""
     catchup = CatchUp(make_identity(0), RUN, Shape((8, 8), (64, 64)))
@@ -308,3 +334,21 @@ def test_one_that_trained_alone_and_those_who_wake_end_in_one_state(
     assert any(text in words for words in told)
     assert given_up.total() > 0
     assert given_up <= alone
+
+
+@pytest.mark.parametrize(
+    ("at", "rounds", "seed"), [(20.0, 12, 1), (20.0, 12, 3), (25.0, 24, 15), (25.0, 24, 19), (25.0, 24, 35)]
+)
+def test_four_that_were_cut_off_from_one_another_are_soon_in_one_state(
+    at: float, rounds: int, seed: int
+) -> None:
+    """Each was in a state of its own for a minute, or one to the end, when it had taken the others for
+    liars."""
+    clock = ClockConfig(mode="time", round_s=4.0, rounds=rounds)
+    run, fault = RunConfig(name="sleepers", fragments=2, clock=clock), Asleep(at, at + 12.0, is_net=True)
+    settings = Settings(run=run, peers=4, seed=seed, faults=fault, profile="fibre")  # type: ignore[arg-type]
+    result = Swarm(settings, EventLog(digests=False)).run()
+    assert result.violations == []
+    assert result.forks > 0
+    assert result.longest_fork_s < 12.0 + HEAL_ROUNDS * clock.round_s
+    assert len(set(result.digests.values())) == 1

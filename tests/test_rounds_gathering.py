@@ -212,6 +212,42 @@ def test_three_histories_without_a_majority_become_one() -> None:
     assert net.peers[net.names[0]].version >= 10
 
 
+@pytest.mark.parametrize("past", [0, 1])
+def test_several_histories_become_one_as_soon_as_nobody_can_come_who_would_make_one_of_them_a_majority(
+    past: int,
+) -> None:
+    """All waited half a minute for one another, of which each was there with a state of its own; or
+    (``past``) for one that had made the round alone."""
+    net = Network(3 + past)
+    names = coordination_order(net.names, 0, 1)
+    ahead = names[3:]
+    for name in names:
+        net.set_state(name, 0, int(name in ahead), hashlib.sha256(name.encode()).digest())
+    views = {name: PeerView(1e6, True, (int(name in ahead),)) for name in names}
+    for name in names:
+        net.peers[name].machine.set_peers(views, net.now)
+    for name in names[:3]:
+        net.offer(name)
+    net.run(limits.GATHER_DEFAULT_S + 1.0)
+    told = [message for _, _, message in net.sent if isinstance(message, wire.Behind)]
+    assert len(told) == 2
+    assert {tuple(message.donors) for message in told} == {(names[0],)}
+
+
+def test_a_majority_that_may_still_come_is_waited_for() -> None:
+    net = Network(5)
+    names = coordination_order(net.names, 0, 1)
+    net.set_state(names[1], 0, 0, hashlib.sha256(b"another history").digest())
+    for name in names[:3]:
+        net.offer(name)
+    net.run(limits.GATHER_DEFAULT_S + 5.0)
+    assert not any(isinstance(message, wire.Behind) for _, _, message in net.sent)
+    net.offer(names[3])
+    net.run(5.0)
+    (began,) = [event for _, event in net.events if isinstance(event, Began)]
+    assert set(began.group) == {names[0], names[2], names[3]}
+
+
 def test_a_peer_known_to_be_behind_is_not_waited_for_but_counts() -> None:
     net = Network(3)
     net.offer_all()

@@ -163,7 +163,7 @@ class Catching:
         if self._node.rounds.is_completing(fragment):
             return  # its bytes are on their way
         if fragment in self._targets:
-            donors = self.majority.donors(fragment, self._targets[fragment][0])
+            donors = self.majority.donors(fragment, *self._targets[fragment][:2])
             self._node.catchup.add_donors(fragment, donors, now)
             return
         if now < self._again_at.get(fragment, 0.0):
@@ -182,7 +182,7 @@ class Catching:
         if newest <= agreed.version:
             text = f"fragment {fragment} differs from the majority at version {version}: taking theirs"
             self._node.report(ev.Warned, text=text)
-        donors = self.majority.donors(fragment, version)
+        donors = self.majority.donors(fragment, version, digest)
         if not near:
             donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
         if self._go_to(fragment, version, digest, donors) and is_last:
@@ -255,9 +255,10 @@ class Catching:
         if fragment not in self._targets:
             return
         version, digest, donors = self._targets[fragment]
+        near_digest = self.majority.digest(fragment, version) or digest
         current = self._node.agreed[fragment].version
         alive = tuple(peer for peer in donors if peer in self._node.membership.live)
-        alive += tuple(peer for peer in self.majority.donors(fragment, version) if peer not in alive)
+        alive += tuple(p for p in self.majority.donors(fragment, version, near_digest) if p not in alive)
         far = tuple(peer for peer in donors if not self._node.far.is_near(peer))
         rounds = self._replayable(fragment)
         if far and self.majority.is_of_cells(fragment, version, digest):
@@ -271,9 +272,7 @@ class Catching:
         else:
             # A state a little older will do, where donors are giving that one: the rounds since are replayed.
             oldest = version if whole else max(current + 1, version - rounds // 2)
-            goal = Goal(
-                STATE, fragment, version, alive, self.majority.digest(fragment, version) or digest, oldest
-            )
+            goal = Goal(STATE, fragment, version, alive, near_digest, oldest)
         self._node.catchup.want(goal, self._node.now())
 
     def _fetch_whole(self, fragment: int) -> None:
@@ -328,13 +327,13 @@ class Catching:
         if fragment in self._back and self.apart.camp(fragment) is None:
             self._drop_target(fragment)  # the others have come to us meanwhile
             return
-        majority = self.majority.digest(fragment, event.version)
         try:  # as when it was promised (``_vouch``), but for what was heard since
             if not any(map(self._node.far.is_near, event.donors)):
                 seen = self._node.far.outlook.digest(fragment, event.version)
                 if seen not in (None, event.digest):
                     raise DigestMismatch(f"the state of version {event.version} is not what other cells hold")
-            if majority is not None and majority != event.digest and not self._is_told_by_far(event):
+            wrong = self.majority.is_contradicted(fragment, event.version, event.digest, event.donors)
+            if wrong and not self._is_told_by_far(event):
                 raise DigestMismatch(f"the state of version {event.version} is not what most peers report")
             told = self._told_by_far(fragment, event.donors)
             if event.version > told + AHEAD_AT_MOST and self.majority.is_too_far(fragment, event.version):

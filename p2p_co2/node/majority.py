@@ -11,6 +11,7 @@ answer stands.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import split_donors
@@ -143,6 +144,21 @@ class Majority:
             return False
         return True if same else None
 
+    def is_contradicted(self, fragment: int, version: int, digest: bytes, donors: Collection[PeerId]) -> bool:
+        """Whether most of all who say what ``version`` was say something else than ``donors``, who gave it;
+        one word against another is nothing."""
+        votes = Counter(
+            info.digests[fragment]
+            for peer, info in self._node.membership.live.items()
+            if peer not in donors and fragment < len(info.digests) and info.versions[fragment] == version
+        )
+        agreed = self._node.agreed[fragment]
+        if agreed.version == version:
+            votes[agreed.digest] += 1
+        votes[digest] += len(donors)
+        most, count = votes.most_common(1)[0]
+        return most != digest and 2 * count > votes.total()
+
     def is_one_word(self, fragment: int, version: int) -> bool:
         """Whether less than half have reached ``version``, and no two of them say that they hold one state of
         it or later. What a few made together while they were cut off is taken, or both sides would go on for
@@ -172,13 +188,18 @@ class Majority:
         is_outvoted = here not in (None, digest) and digest == there
         return is_outvoted or not self.is_near_by(fragment, version, digest)
 
-    def donors(self, fragment: int, version: int) -> tuple[PeerId, ...]:
-        """Peers that have it; one that rests, whose owner wants the machine or the line, only if no other
-        has."""
+    def donors(self, fragment: int, version: int, digest: bytes = b"") -> tuple[PeerId, ...]:
+        """Peers that have it, or are further; not who says that its state of ``version`` is another than
+        ``digest``: it would be honest, and taken for a liar. One that rests, whose owner wants the machine or
+        the line, only if no other has."""
         phases = {
             peer: info.status.phase
             for peer, info in sorted(self._node.membership.live.items())
-            if fragment < len(info.versions) and info.versions[fragment] >= version
+            if fragment < len(info.digests)
+            and (
+                info.versions[fragment] > version
+                or (info.versions[fragment] == version and digest in (b"", info.digests[fragment]))
+            )
         }
         awake = [peer for peer, phase in phases.items() if phase != Status.PAUSED]
         return split_donors(awake or list(phases), fragment)

@@ -132,8 +132,9 @@ class SwarmProgress:
         if info.view is None:
             said = info.status
             info.view = _view_of(
-                said.phase, info.versions, said.upload_bytes_per_s, said.download_bytes_per_s, said.finished
-            )
+                said.phase, info.versions, said.upload_bytes_per_s, said.download_bytes_per_s, said.finished,
+                info.digests,
+            )  # fmt: skip
         assert isinstance(info.view, PeerView)
         return info.view
 
@@ -257,12 +258,12 @@ class SwarmProgress:
 @lru_cache(MAX_PEERS)
 def _view_of(
     phase: Status.Phase, versions: tuple[int, ...], upload_bytes_per_s: float, download_bytes_per_s: float,
-    finished_bits: bytes,
+    finished_bits: bytes, digests: tuple[bytes, ...],
 ) -> PeerView:  # fmt: skip
     bits = int.from_bytes(finished_bits, "little")
     finished = frozenset(f for f in range(len(versions)) if bits >> f & 1)
     is_training = _works(phase, len(finished) == len(versions))
-    return PeerView(upload_bytes_per_s, is_training, versions, download_bytes_per_s, finished)
+    return PeerView(upload_bytes_per_s, is_training, versions, download_bytes_per_s, finished, digests)
 
 
 def _works(phase: Status.Phase, has_finished: bool) -> bool:

@@ -61,14 +61,15 @@ class PayloadShape:
 @dataclass(frozen=True)
 class PeerView:
     """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown; ``download_bytes_per_s`` 0: no
-    cap. ``versions``: per fragment, may be empty. ``finished``: fragments for which it has nothing more to
-    offer in this run."""
+    cap. ``versions``, ``digests``: per fragment, may be empty. ``finished``: fragments for which it has
+    nothing more to offer in this run."""
 
     upload_bytes_per_s: float = 0.0
     training: bool = True
     versions: tuple[int, ...] = ()
     download_bytes_per_s: float = 0.0
     finished: frozenset[int] = frozenset()
+    digests: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

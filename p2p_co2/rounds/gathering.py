@@ -116,12 +116,31 @@ class Gathering:
         if self._is_overdue or is_complete:
             camp = self.agreeing()[1]
             late = self._is_late(camp, self._live(), now)  # after the abort we ask them: waiting is no help
-            if late or now >= self.give_up_at:
+            if late or now >= self.give_up_at or self._is_hopeless(now):
                 return True
             if not self.shortage(camp, now):
                 return is_complete or now >= self._grace_until
             self._enough_at = None
         return False
+
+    def _is_hopeless(self, now: float) -> bool:
+        """Whether no camp can begin whoever still comes: the states differ, and only ``heal`` helps."""
+        live = self._live()
+        missing = [peer for peer in live if peer not in self.readies and not self._is_past(peer)]
+        told = {peer: self._told_state(peer) for peer in missing}
+        camps = self._camps()
+        for digest in told.values():
+            if digest is not None:
+                camps.setdefault(digest, [])
+        return not any(
+            self._suffices([*camp, *(p for p in missing if told[p] in (None, digest))], live, now)
+            for digest, camp in camps.items()
+        )
+
+    def _told_state(self, peer: PeerId) -> bytes | None:
+        """The state that ``peer`` says it would start this round from; None if it may start from any."""
+        is_there = self._swarm.version_of(peer, self.fragment) == self.round - 1
+        return self._swarm.digest_of(peer, self.fragment) if is_there else None
 
     def _live(self) -> list[PeerId]:
         """Whose majority counts; with those who are done where a last round costs other cells a state."""
@@ -166,9 +185,7 @@ class Gathering:
         """The state digest that most READYs start from, and its peers, sorted. Of equal camps the one that
         may begin with half of the swarm comes first (``shortage``), then the heavier one, then the larger
         digest."""
-        camps: dict[bytes, list[PeerId]] = {}
-        for peer in sorted(self.readies):
-            camps.setdefault(self.readies[peer].state_digest, []).append(peer)
+        camps = self._camps()
 
         def strength(digest: bytes) -> tuple[int, bool, float, bytes]:
             weight = sum(self.readies[peer].weight for peer in camps[digest])
@@ -176,6 +193,17 @@ class Gathering:
 
         best = max(camps, key=strength)
         return best, camps[best]
+
+    def _camps(self) -> dict[bytes, list[PeerId]]:
+        camps: dict[bytes, list[PeerId]] = {}
+        for peer in sorted(self.readies):
+            camps.setdefault(self.readies[peer].state_digest, []).append(peer)
+        return camps
+
+    def _suffices(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
+        return 2 * len(camp) > len(live) or (
+            2 * len(camp) == len(live) and self._breaks_ties(camp, live, now)
+        )
 
     def _breaks_ties(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
         """Half of the swarm is enough where we are in that half and first by hash: no other half can say
@@ -188,14 +216,18 @@ class Gathering:
         """Whether somebody of the other half of the swarm says that it has made this round."""
         others = [peer for peer in live if peer not in camp] if 2 * len(camp) == len(live) else []
         others = [peer for peer in others if not self._swarm.repute.is_passed_over(peer, now)]
-        return any((self._swarm.version_of(peer, self.fragment) or 0) >= self.round for peer in others)
+        return any(map(self._is_past, others))
+
+    def _is_past(self, peer: PeerId) -> bool:
+        """Whether ``peer`` says that it has made this round."""
+        return (self._swarm.version_of(peer, self.fragment) or 0) >= self.round
 
     def shortage(self, camp: list[PeerId], now: float) -> str:
         """Why ``camp`` may not begin; empty if it may."""
         live = self._live()
         if self._is_too_late():
             return "most peers of this cell have nothing more to offer"
-        if 2 * len(camp) > len(live) or (2 * len(camp) == len(live) and self._breaks_ties(camp, live, now)):
+        if self._suffices(camp, live, now):
             return ""
         waited = f"within {now - self.first_at:.1f} s"
         if len(self.readies) > len(camp):

@@ -208,6 +208,11 @@ class Swarm:
         view = self.live.get(peer)
         return view.versions[fragment] if view is not None and fragment < len(view.versions) else None
 
+    def digest_of(self, peer: PeerId, fragment: int) -> bytes | None:
+        """The digest of its newest version that another peer tells; None if nobody told us."""
+        view = self.live.get(peer)
+        return view.digests[fragment] if view is not None and fragment < len(view.digests) else None
+
     def piece_bytes(self, receivers: Collection[PeerId], within_s: float = PIECE_S) -> int:
         """How large the pieces of what goes to all ``receivers`` at once may be, each to be gone
         ``within_s``."""
