@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from p2p_co2.digest import digest as sha256
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import Committed, ReduceWanted
+from p2p_co2.rounds import Committed, OutcomeWithoutBytes, ReduceWanted
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.attempt import seal_begin
 from p2p_co2.rounds.decision import sign_outcome
@@ -247,6 +247,48 @@ def test_a_next_commit_that_one_liar_signs_hurries_nobody_who_waits_for_the_byte
     mean = wire.Mean(key=begin.key, part=1, total=64, data=theirs, contributors=outcome.parts[1].contributors)
     machine.receive(mean, other, 1.2 + limits.GRACE_S)
     assert [event.round for event in drain(machine) if isinstance(event, Committed)] == [1]
+
+
+@pytest.mark.parametrize("committed", [0, 1])
+def test_of_a_part_that_got_another_owner_no_other_mean_is_committed_than_the_one_that_is_there(
+    committed: int,
+) -> None:
+    """The new owner's mean goes to the place of the old one's, which this peer had held and voted for."""
+    machine, begin, first, other = begun_member()
+    signer = next(one for one in map(make_identity, range(3)) if one.peer_id == first)
+    machine.receive(begin, first, 0.5)
+    for sender in (first, other):
+        machine.receive(part_of(), sender, 1.0)
+    (wanted,) = [event for event in drain(machine) if isinstance(event, ReduceWanted)]
+    machine.reduced(wanted.job, bytes(64), 1.0)
+    listed = [wire.Contributor(peer=one.peer, weight=one.weight) for one in begin.members]
+    means = bytes(range(64)), bytes(range(64, 128))
+    for generation, owner in enumerate((other, first)):
+        if generation:
+            moved = wire.Reassign(key=begin.key, part=1, owner=owner, generation=1, parts_within_s=5.0)
+            machine.receive(moved, first, 1.0)
+        mean = wire.Mean(
+            key=begin.key,
+            part=1,
+            generation=generation,
+            total=64,
+            data=means[generation],
+            contributors=listed,
+        )
+        machine.receive(mean, owner, 1.0)
+    outcome = wire.Outcome(key=begin.key, run=RUN, committed=True, state_digest=DIGEST, members=begin.members)
+    for part, content, generation in zip(
+        begin.parts, (bytes(64), means[committed]), (0, committed), strict=True
+    ):
+        outcome.parts.add(
+            start_block=part.start_block, stop_block=part.stop_block, generation=generation,
+            digest=sha256(content), contributors=listed,
+        )  # fmt: skip
+    machine.receive(sign_outcome(signer, outcome), first, 1.0)
+    events = drain(machine)
+    taken = [bytes(event.mean) for event in events if isinstance(event, Committed)]
+    assert taken == ([bytes(64) + means[1]] if committed else [])
+    assert any(isinstance(event, OutcomeWithoutBytes) for event in events) == (not committed)
 
 
 # ---- floods and noise
