@@ -2,7 +2,8 @@
 
 Stands on the floor of ``cli``, its only user; it exists so that ``peers`` and ``monitoring`` need not know
 each other. Laws: it only reads events, which come from several threads; it never raises into the thread that
-reports them. Price: a frame twice a second at most, about 5 ms of CPU each.
+reports them; a peer that did not come up leaves no table, so that a refusal is its one line. Price: a frame
+twice a second at most, about 5 ms of CPU each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from rich.console import Console
 
 from monitoring.terminal import LiveTerminal
-from p2p_co2.telemetry.events import Event, PeerFinished
+from p2p_co2.telemetry.events import Event, PeerFinished, PeerStarted
 from p2p_co2.telemetry.view import SwarmView
 
 FRAME_S = 0.5
@@ -28,13 +29,16 @@ class JoinWatch:
         self._view = SwarmView()
         self._next_at = 0.0
         self._last_words = ""
-        self._terminal: LiveTerminal | None = LiveTerminal("", None, console=self._console, own=True)
-        self._terminal.__enter__()
+        self._terminal: LiveTerminal | None = None
+        self._closed = False
 
     def see(self, event: Event) -> None:
         """Take in one event; any thread."""
         with self._lock:
             self._view.add(event)
+            if isinstance(event, PeerStarted) and self._terminal is None and not self._closed:
+                self._terminal = LiveTerminal("", None, console=self._console, own=True)
+                self._terminal.__enter__()
             if isinstance(event, PeerFinished):
                 self._last_words = f"left: {event.reason}; agreed state {event.digest[:16]}"
             if self._terminal is not None and time.monotonic() >= self._next_at:
@@ -49,6 +53,7 @@ class JoinWatch:
     def close(self) -> None:
         """Show where it ended and give the terminal back; may be called twice."""
         with self._lock:
+            self._closed = True
             if self._terminal is None:
                 return
             self._terminal.show(self._view)

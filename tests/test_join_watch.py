@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import re
 
+from event_samples import started
 from rich.console import Console
 from told_run import IDS, story
 
 from p2p_co2.join_watch import JoinWatch
-from p2p_co2.telemetry.events import PeerFinished
+from p2p_co2.telemetry.events import PeerFinished, Warned
 
 
 def terminal() -> tuple[Console, io.StringIO]:
@@ -35,10 +36,22 @@ def test_one_row_for_ones_own_peer_and_a_line_for_the_others() -> None:
     assert "board: http://127.0.0.1:1/?[2J" in shown(text)
 
 
+def test_a_peer_that_was_refused_leaves_no_table() -> None:
+    console, text = terminal()
+    watch = JoinWatch(console)
+    watch.say("looking for the swarm ...")
+    watch.see(Warned(at=1.0, peer=IDS["ada"], text="the disk is nearly full"))
+    watch.close()
+    watch.see(started(IDS["ada"]))
+    watch.close()
+    assert text.getvalue() == "looking for the swarm ...\n"
+
+
 def test_the_terminal_is_given_back_with_the_last_words() -> None:
     console, text = terminal()
     watch = JoinWatch(console)
     watch.say("looking for the swarm ...")
+    watch.see(started(IDS["ada"]))
     watch.see(
         PeerFinished(
             at=1.0, peer=IDS["ada"], reason="stopped", digest="ab" * 32, versions=(1,), carriers={},
