@@ -172,6 +172,8 @@ def _words_of_itself(event: Event, me: str) -> str:
     match event:
         case PeerStarted():
             words = f"started on {event.device}"
+            if event.resumed_from:
+                words += f", resumed at step {figure(event.inner_steps)}, round {figure(event.position, 1)}"
         case AgreedMeasured():
             words = f"measured the agreed parameters: held-out loss {figure(event.loss, 4)}"
         case CheckpointSaved():

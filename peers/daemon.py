@@ -23,7 +23,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.run_recipe import load_run_recipe
-from p2p_co2.telemetry.events import Event
+from p2p_co2.telemetry.events import Event, PeerStarted
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity
@@ -110,6 +110,9 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
         def on_event(event: Event) -> None:
             journal.write(event)
             watch.see(event)
+            if isinstance(event, PeerStarted) and event.resumed_from:
+                at = f"step {event.inner_steps}, round {event.position:.2f}"
+                watch.say(f"resumed from {event.resumed_from}: {at}")
 
         _join_and_train(options, device, running, on_event, watch.say)
         if journal.failed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +14,10 @@ from rich.console import Console
 
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal
-from monitoring.words import ago, clock, figure, percent, plain, size
+from monitoring.words import ago, clock, describe, figure, percent, plain, size
 from p2p_co2.telemetry.events import PeerJoined
 from p2p_co2.telemetry.view import fold
+from tests.event_samples import started
 from tests.told_run import FACTS, IDS, frame, printed, story, swarm
 
 # ---- by hand
@@ -37,6 +39,13 @@ def test_words_for_figures() -> None:
     assert (ago(None, 130.4), ago(math.nan, 130.4)) == ("", "")
     assert (figure(12345.6), figure(math.inf), percent(0.985)) == ("12,346", "-", "98.5 %")
     assert (plain("a\x1b[31m\n b", 20), plain("abcdef", 4)) == ("a?[31m b", "abc…")
+
+
+def test_who_goes_on_from_a_checkpoint_is_said_to() -> None:
+    anew = started("ada")
+    again = replace(anew, resumed_from="runs/peer/checkpoint", inner_steps=1695, position=21.0)
+    assert describe(anew, {"ada": "ada"})[1] == "ada started on cpu"
+    assert describe(again, {"ada": "ada"})[1] == "ada started on cpu, resumed at step 1,695, round 21.0"
 
 
 def test_a_frame_shows_every_peer_and_the_rounds() -> None:

@@ -24,6 +24,7 @@ from p2p_co2.telemetry.events import (
     LinkOpened,
     PeerFinished,
     PeerLeft,
+    PeerStarted,
     Progress,
     RoundCommitted,
     Warned,
@@ -201,6 +202,10 @@ def leave_and_resume(swarm: Swarm, two: Child) -> None:
     swarm.wait_until("the goodbye", lambda: len(swarm.events("one", PeerLeft)) > gone)
     again = swarm.join("two", "--resume", *TWO_OVER_LIBP2P)
     swarm.wait_until("a second start", lambda: swarm.events("two", Progress)[-1].inner_steps > steps)
+    begins = swarm.events("two", PeerStarted)[-1]
+    assert begins.inner_steps >= steps
+    told = f"checkpoint: step {begins.inner_steps}, round {begins.position:.2f}"
+    assert f"resumed from {begins.resumed_from.removesuffix('checkpoint')}{told}" in again.last_lines(100)
     swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since=left.at) == 2)
     assert again.running()
 

@@ -40,6 +40,11 @@ class PeerStarted(Event):
     """Digest of the run, hex."""
     upload_cap_bytes_per_s: float = 0.0
     """The user's own cap on what this peer sends; 0 for none."""
+    resumed_from: str = ""
+    """Where the checkpoint lies that it goes on from; "" if it starts anew."""
+    inner_steps: int = 0
+    """Of that checkpoint, as is the next."""
+    position: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

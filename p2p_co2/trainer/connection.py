@@ -166,6 +166,9 @@ class Connection:
                 fragments=len(plan.fragments),
                 run=run.digest().hex(),
                 upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
+                resumed_from="" if saved is None else str(self.config.folder / "checkpoint"),
+                inner_steps=progressed.inner_steps,
+                position=progressed.position,
             )
         )
         sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
