@@ -34,7 +34,7 @@ from bootstrap.local_swarm import (
 )
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError
-from p2p_co2.process import ctrl_c_ends, require_supported_platform
+from p2p_co2.process import ctrl_c_ends, full_disk_named, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
@@ -119,13 +119,20 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
     if trained_s != options.seconds:
         rounds = f"{config.clock.rounds} rounds of {options.round_s:g} s"
         print(f"--seconds {options.seconds:g} is made whole: {rounds}, {trained_s:g} s", flush=True)
-    return exit_status_of(lambda: _demonstrate(options, config, watch_with), STOPPED)
+    return exit_status_of(lambda: _in_folder(options, config, watch_with), STOPPED)
 
 
-def _demonstrate(
+def _in_folder(
     options: DemoOptions, config: RunConfig, watch_with: Callable[[RunConfig, Path], Watch]
 ) -> list[str]:
     folder = new_run_folder(options.folder, "demo")
+    with full_disk_named(folder):
+        return _demonstrate(options, config, watch_with, folder)
+
+
+def _demonstrate(
+    options: DemoOptions, config: RunConfig, watch_with: Callable[[RunConfig, Path], Watch], folder: Path
+) -> list[str]:
     try:
         config, loss_start = _prepared(options, config, folder)
     except BaseException:

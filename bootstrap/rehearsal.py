@@ -23,9 +23,10 @@ from bootstrap.exit_status import exit_status_of
 from bootstrap.lines import Line, LineChanges, lines_of
 from bootstrap.local_swarm import new_run_folder, remove_empty_run_folder
 from bootstrap.rehearsal_swarm import RehearsalSwarm, Traffic
+from bootstrap.run_file import recipe_of
 from p2p_co2.config import RunConfig, read_run_config, write_toml
 from p2p_co2.errors import ConfigError
-from p2p_co2.process import ctrl_c_ends, require_supported_platform
+from p2p_co2.process import ctrl_c_ends, full_disk_named, require_supported_platform
 from p2p_co2.telemetry.events import Event
 
 if TYPE_CHECKING:
@@ -95,7 +96,18 @@ def run_rehearsal(options: RehearsalOptions, watch_with: Callable[[RunConfig, Pa
         raise ConfigError("command line", "--carrier", f"auto, grpc or libp2p (got {options.carrier!r})")
     config = run_config(options)
     lines = lines_of(options.peers, options.profile, options.line, config.seed)
-    return exit_status_of(lambda: _rehearse(options, config, lines, watch_with), STOPPED)
+    return exit_status_of(lambda: _in_folder(options, config, lines, watch_with), STOPPED)
+
+
+def _in_folder(
+    options: RehearsalOptions,
+    config: RunConfig,
+    lines: list[Line],
+    watch_with: Callable[[RunConfig, Path], RehearsalWatch],
+) -> list[str]:
+    folder = new_run_folder(options.folder, "rehearsal")
+    with full_disk_named(folder):
+        return _rehearse(options, config, lines, watch_with, folder)
 
 
 def _rehearse(
@@ -103,8 +115,8 @@ def _rehearse(
     config: RunConfig,
     lines: list[Line],
     watch_with: Callable[[RunConfig, Path], RehearsalWatch],
+    folder: Path,
 ) -> list[str]:
-    folder = new_run_folder(options.folder, "rehearsal")
     try:
         config, recipe = _prepared(options, config, folder)
     except BaseException:
@@ -170,8 +182,10 @@ def _prepared(options: RehearsalOptions, config: RunConfig, folder: Path) -> tup
     torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
     if options.recipe:
         config = config.model_copy(update={"recipe": options.recipe, "recipe_digest": ""})
-    if not config.recipe_digest:
-        digest = recipe_digest(config.recipe, config.recipe_options)
-        config = config.model_copy(update={"recipe_digest": digest})
+    with recipe_of(options.run_file, given=bool(options.recipe)):
+        if not config.recipe_digest:
+            digest = recipe_digest(config.recipe, config.recipe_options)
+            config = config.model_copy(update={"recipe_digest": digest})
+        recipe = load_recipe(config.recipe, config.recipe_options, config.seed)
     (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
-    return config, load_recipe(config.recipe, config.recipe_options, config.seed)
+    return config, recipe

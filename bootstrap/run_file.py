@@ -1,8 +1,17 @@
-"""The default run as a file with every setting explained; ``p2p-co2 init`` prints it.
+"""The default run as a file with every setting explained (``p2p-co2 init`` prints it), and which file is at
+fault for a recipe.
 
-Law: read back, it is ``RunConfig()`` with another name: what the file says and what the defaults are cannot
-drift apart (a test holds them together).
+Law: read back, the default is ``RunConfig()`` with another name: what the file says and what the defaults are
+cannot drift apart (a test holds them together).
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from p2p_co2.errors import ConfigError
 
 DEFAULT_RUN_FILE = """\
 # A run of p2p-co2: what all its peers agree on. Any line may be left out; these are the defaults.
@@ -40,3 +49,18 @@ sync_delay_steps = 0           # apply no sooner than this many inner steps afte
 blend_alpha = 0.5              # rule "blend" only
 blocking_rounds = 0            # training waits (bounded) for this many first rounds of each fragment
 """
+
+
+@contextmanager
+def recipe_of(run_file: Path | None, given: bool = False) -> Iterator[None]:
+    """While entered, a recipe that is refused is so by the run file and its key, which the recipe does not
+    know. ``given``: the recipe, but not its options, was named on the command line."""
+    try:
+        yield
+    except ConfigError as error:
+        where = str(run_file or "the run")
+        if error.key.startswith("recipe_options"):
+            raise ConfigError(where, error.key, error.problem) from None
+        if given:
+            raise ConfigError("command line", "--recipe", str(error)) from None
+        raise ConfigError(where, "recipe", str(error)) from None

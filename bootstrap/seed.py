@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.process import (
@@ -25,6 +26,7 @@ from p2p_co2.process import (
     StopSignals,
     ctrl_c_ends,
     end_with_parent,
+    full_disk_named,
     require_supported_platform,
 )
 from p2p_co2.run_recipe import is_own
@@ -93,19 +95,23 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
         )
     require_supported_platform()
     end_with_parent(options.parent)
-    lock = FolderLock(options.folder)  # held until this process ends
+    with full_disk_named(options.folder):
+        lock = FolderLock(options.folder)  # held until this process ends
+        try:
+            asyncio.run(_until_stopped(_seed_of(options, run, given), say))
+        finally:
+            lock.release()
+    return 0
+
+
+def _seed_of(options: SeedOptions, run: RunConfig | None, given: Ticket | None) -> _Seed:
     identity = Identity.load_or_create(options.folder / "identity")
     if given:
-        seed = _Seed(options, identity, run, given.run, PeerId(given.run_key), tuple(given.seeds))
-    else:
-        assert run is not None
-        seed = _Seed(options, identity, run, run.digest(), identity.peer_id)
-        seed.known = _known_seeds(options.folder, seed)
-    try:
-        asyncio.run(_until_stopped(seed, say))
-    finally:
-        lock.release()
-    return 0
+        return _Seed(options, identity, run, given.run, PeerId(given.run_key), tuple(given.seeds))
+    assert run is not None
+    seed = _Seed(options, identity, run, run.digest(), identity.peer_id)
+    seed.known = _known_seeds(options.folder, seed)
+    return seed
 
 
 def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
@@ -116,16 +122,12 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
     with ctrl_c_ends():
         from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
 
-    try:
+    with recipe_of(options.run_file):
         if run.recipe == BYTE_GPT:
             files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))
             if note := check_data(*files):
                 say(f"note: {note}")
         digest = recipe_digest(run.recipe, run.recipe_options)
-    except ConfigError as error:  # a recipe does not know which file named it
-        option = error.key.startswith("recipe_options")
-        key, problem = (error.key, error.problem) if option else ("recipe", str(error))
-        raise ConfigError(str(options.run_file or "the run"), key, problem) from None
     return run.model_copy(update={"recipe_digest": digest})
 
 

@@ -250,6 +250,8 @@ def _read(kind: type[_Config], path: Path) -> _Config:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(str(path), "", "no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(str(path), "", "is a folder; name the file in it") from None
     except UnicodeDecodeError:
         raise ConfigError(str(path), "", "not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:

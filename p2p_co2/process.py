@@ -8,6 +8,7 @@ Price: Linux only, as is the libp2p daemon's wheel.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -94,6 +95,18 @@ class StopSignals:
         os._exit(128 + signal.SIGINT)
 
 
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """While entered, a write that finds the disk full says so with ``folder``: the kernel tells of the file
+    only who opens it, not who writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT} and error.filename is None:
+            error.filename = str(folder)
+        raise
+
+
 def is_kept(folder: Path) -> bool | None:
     """Whether a process has ``folder`` (``FolderLock``); None where nobody ever had, where we may not look,
     and where it was written elsewhere: a copy's lock is free, and so is that of another machine's folder seen
@@ -178,8 +191,13 @@ class FolderLock:
             raise EnvironmentFault(
                 f"{folder} is in use by process {holder}; give this one another --folder"
             ) from None
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{os.getpid()}\n{_place_of(self._file)}\n".encode(), 0)
+        try:
+            os.ftruncate(self._file, 0)
+            with full_disk_named(path):
+                os.pwrite(self._file, f"{os.getpid()}\n{_place_of(self._file)}\n".encode(), 0)
+        except OSError:
+            self.release()
+            raise
 
     def _taken(self) -> bool:
         """Take it; twice, since ``is_kept`` may be looking."""

@@ -102,6 +102,10 @@ def test_a_missing_run_file_is_named(tmp_path: Path) -> None:
     refused(run("seed", str(tmp_path / "no.toml")), "no.toml", "no such file")
 
 
+def test_a_folder_in_the_place_of_a_run_file_is_named(tmp_path: Path) -> None:
+    refused(run("seed", str(tmp_path)), str(tmp_path), "is a folder")
+
+
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
     refused(run("seed", str(tmp_path / "run.toml")), "run.toml", "not UTF-8")

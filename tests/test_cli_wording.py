@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.demo import DemoOptions, run_demo
+from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
 from bootstrap.seed import SeedOptions, seed_addresses, serve_run
 from monitoring.words import loss_unit
 from p2p_co2.checkpoint import load, load_agreed
@@ -32,6 +33,7 @@ from peers.daemon import JoinOptions, join_run
 from peers.doctor.machine import check_disk
 from peers.doctor.network import round_trips_finding
 from peers.status import StatusLines
+from tests.disks import fill
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -186,6 +188,38 @@ def test_a_recipes_fault_names_the_run_file_and_its_key(
     run_file.write_text(settings + "\n")
     with pytest.raises(ConfigError, match=rf"^{run_file}: {key}: .*{words}"):
         serve_run(SeedOptions(run_file=run_file, folder=tmp_path / "seed"))
+
+
+def test_a_rehearsal_names_who_named_the_recipe(tmp_path: Path) -> None:
+    run_file, folder = tmp_path / "run.toml", tmp_path / "rehearsal"
+    run_file.write_text("[recipe_options]\nlearning_rate = -1.0\n")
+    options = RehearsalOptions(run_file=run_file, folder=folder)
+    for recipe, words in (
+        ("", rf"^{run_file}: recipe_options.learning_rate: .*positive number, got -1.0"),
+        ("gone.py:make", r"^command line: --recipe: .*gone\.py: no such file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run_rehearsal(replace(options, recipe=recipe), lambda config, folder: pytest.fail("no lines"))
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize("command", ["seed", "demo", "rehearse"])
+def test_a_full_disk_is_told_of_with_its_folder(small_disk: Path, command: str) -> None:
+    folder = small_disk / command
+    if command == "seed":
+        Identity.load_or_create(folder / "identity")
+        (folder / "lock").touch()
+    fill(small_disk)
+    start = {
+        "seed": lambda: serve_run(SeedOptions(host="127.0.0.1", folder=folder)),
+        "demo": lambda: run_demo(DemoOptions(folder=folder), lambda *_: pytest.fail("it began")),
+        "rehearse": lambda: run_rehearsal(
+            RehearsalOptions(folder=folder), lambda *_: pytest.fail("it began")
+        ),
+    }
+    with pytest.raises(OSError, match="No space left") as caught:
+        start[command]()
+    assert str(caught.value.filename).startswith(str(folder))
 
 
 def test_who_left_is_said_to_have_left_once() -> None:

@@ -59,8 +59,11 @@ def test_files_that_are_not_there_or_not_text_or_not_readable(tmp_path: Path) ->
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="UTF-8"):
         read_run_config(tmp_path / "binary.toml")
-    with pytest.raises(EnvironmentFault, match="cannot read"):
+    with pytest.raises(ConfigError, match="is a folder"):
         read_run_config(tmp_path)
+    (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
+    with pytest.raises(EnvironmentFault, match="cannot read"):
+        read_run_config(tmp_path / "loop.toml")
 
 
 def test_peer_settings_are_read_like_run_settings(tmp_path: Path) -> None:
