@@ -25,14 +25,22 @@ ROUND_S = 3.0
 # ---- a swarm whose rounds take most of the time
 
 
-def contributions(rounds: int, left_out: int, stall_s: float) -> dict[str, str]:
+def contributions(
+    rounds: int,
+    left_out: int,
+    stall_s: float,
+    *,
+    seed: int = 3,
+    step_s: float = 0.075,
+    payload_mb: float = 8.0,
+) -> dict[str, str]:
     """Four peers on lines of 100 Mbit/s, 45 ms apart; each exchange of 8 MB takes about 2.0 s of a round of
     3.0 s, and the replay of a round 1.5 s. One peer stands still as a round begins. By peer, a letter for
     each round: x if it contributed, . if not."""
     clock = ClockConfig(mode="time", round_s=ROUND_S, rounds=rounds)
     settings = Settings(
-        run=RunConfig(name="left-out", fragments=1, clock=clock), peers=4, seed=3, blocks=(64,),
-        real_bytes_per_block=8e6 / 64, step_s=0.075, speed_spread=1.0, start_spread_s=0.1,
+        run=RunConfig(name="left-out", fragments=1, clock=clock), peers=4, seed=seed, blocks=(64,),
+        real_bytes_per_block=payload_mb * 1e6 / 64, step_s=step_s, speed_spread=1.0, start_spread_s=0.1,
         largest_skew_s=0.0, largest_drift=0.0,
     )  # fmt: skip
     swarm = Swarm(settings, EventLog(digests=False))
@@ -63,6 +71,31 @@ def test_a_peer_that_missed_a_round_is_not_behind_for_good() -> None:
     assert "." in left_out
     assert left_out.count(".") <= 2
     assert left_out.endswith("xxxxx")
+
+
+@pytest.mark.parametrize(("seed", "payload_mb"), [(6, 8.0), (8, 9.6), (4, 11.0), (5, 11.0)])
+def test_where_steps_are_long_and_rounds_short_nobody_is_left_out(seed: int, payload_mb: float) -> None:
+    """Steps are a quarter of a round, and an exchange takes 2.3 to 3 s of it: a mean may come just before a
+    peer's next point or just after it, and of peers that end their steps at other moments one was ready after
+    BEGIN. One of four missed up to nine rounds in a row."""
+    marks = contributions(
+        rounds=16, left_out=5, stall_s=0.0, seed=seed, step_s=ROUND_S / 4, payload_mb=payload_mb
+    )
+    assert set("".join(marks.values())) == {"x"}
+
+
+@pytest.mark.parametrize(
+    ("seed", "payload_mb", "stall_s"), [(6, 8.0, 3.0), (6, 9.6, 1.8), (6, 9.6, 3.0), (5, 11.0, 1.8)]
+)
+def test_who_missed_a_round_is_not_ready_just_after_the_others_have_begun_for_good(
+    seed: int, payload_mb: float, stall_s: float
+) -> None:
+    """Its replay ends as the others begin the next: they wait for it, and it offers as soon as it has met it,
+    not at its next point. It missed up to eleven in a row."""
+    marks = contributions(
+        rounds=16, left_out=5, stall_s=stall_s, seed=seed, step_s=ROUND_S / 4, payload_mb=payload_mb
+    )
+    assert 1 <= max(of.count(".") for of in marks.values()) <= 2
 
 
 # ---- one round

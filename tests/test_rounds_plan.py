@@ -23,6 +23,7 @@ from p2p_co2.rounds.deadline import (
     Punctuality,
     ReadyHistory,
     adaptive_deadline_s,
+    gather_least_s,
     parts_deadline_s,
     votes_deadline_s,
 )
@@ -233,6 +234,21 @@ def test_ready_deadline_learns_from_late_arrivals() -> None:
     assert history.deadline_s(40, 10.6 / 4) == 10.6 / 16  # a round of 10.6 s has room for steps of 0.5 s
     assert history.deadline_s(40, 1.0) == limits.GATHER_FLOOR_S
     assert history.deadline_s(40) == GATHER_LEAST_CAP_S
+
+
+def test_readies_are_waited_for_as_long_as_an_inner_step_within_their_cap() -> None:
+    """In rounds of 4.3 s with steps of 1 s the deadline was 0.3 s: who ended its step last was left out."""
+    assert gather_least_s(1.1) == limits.GATHER_FLOOR_S
+    assert [gather_least_s(4.0, step_s) for step_s in (0.4, 1.0, 2.0, 9.0)] == [1.0, 1.25, 2.5, 4.0]
+    history = ReadyHistory()
+    for round_ in range(1, 9):
+        history.arrived(round_, 10.0 * round_)
+        history.arrived(round_, 10.0 * round_ + 0.1)
+    assert [history.deadline_s(9, 4.0, step_s) for step_s in (0.0, 2.0)] == [1.0, 2.5]
+
+
+def test_who_is_a_round_behind_is_waited_for_half_of_the_time_between_rounds() -> None:
+    assert [Cadence().behind_s, Cadence(8.0).behind_s, Cadence(600.0).behind_s] == [0.0, 4.0, 30.0]
 
 
 def test_parts_deadline_is_the_links_time_with_a_margin_or_what_was_observed() -> None:

@@ -163,11 +163,11 @@ def test_a_flush_is_given_the_time_that_rounds_take_within_its_bounds() -> None:
 # ---- the account of work
 
 
-def account(mode: str = "time", rounds: int = 0, awaited: int = 0) -> WorkAccount:
+def account(mode: str = "time", rounds: int = 0, awaited: int = 0, count: int = 2) -> WorkAccount:
     """Of two fragments; 100 tokens were trained before."""
     clock = ClockConfig.model_validate({"mode": mode, "rounds": rounds})
-    run = RunConfig(fragments=2, clock=clock, outer=OuterConfig(blocking_rounds=awaited))
-    return WorkAccount(run, 100, [0, 0])
+    run = RunConfig(fragments=count, clock=clock, outer=OuterConfig(blocking_rounds=awaited))
+    return WorkAccount(run, 100, [0] * count)
 
 
 def send(made: WorkAccount, fragment: int, position: float, tokens: int, chance: float = 0.0) -> float:
@@ -210,21 +210,52 @@ def test_by_the_clock_a_fragment_that_missed_two_points_is_due_at_once(mode: str
     made = account(mode)
     send(made, 1, 0.5, 140)
     assert made.due(0.9, 1.0) == [0]
-    assert not made.may_send(1)
-    assert not made.may_send(1)
+    assert not made.may_send(1, awaits_begin=False)
+    assert not made.may_send(1, awaits_begin=False)
     assert made.due(1.9, 2.0) == [0]  # its round is open
     end(made, 1, 2.9)
     assert made.due(2.9, 3.0) == sent
     if mode == "time":
-        assert made.may_send(1)
+        assert made.may_send(1, awaits_begin=False)
         assert made.due(3.9, 4.0) == [0]
+
+
+@pytest.mark.parametrize(("mode", "count", "sent"), [("time", 1, [0]), ("time", 2, []), ("steps", 1, [])])
+def test_by_the_clock_a_single_fragment_that_missed_a_point_is_due_at_once(
+    mode: str, count: int, sent: list[int]
+) -> None:
+    """Of members that met a mean around their point, some before and some after it, these waited a round
+    longer."""
+    made = account(mode, count=count)
+    send(made, 0, 1.0, 140)
+    assert not made.may_send(0, awaits_begin=False)
+    end(made, 0, 2.1)
+    assert made.due(2.1, 2.2) == sent
+
+
+def test_an_offer_made_before_the_others_is_that_of_the_point_at_which_they_make_theirs() -> None:
+    """It was early at every point after that, and weighed a round less than it could."""
+    made = account(count=1)
+    send(made, 0, 0.9, 140)
+    assert not made.may_send(0, awaits_begin=True)
+    end(made, 0, 2.1)
+    assert made.due(2.1, 2.2) == []
+
+
+@pytest.mark.parametrize(("share", "sent"), [(0.0, [0, 1]), (0.5, [0])])
+def test_who_has_no_part_in_a_mean_is_due_at_once(share: float, sent: list[int]) -> None:
+    """The others offer as soon as they have met it; at its own next point it would come after them again."""
+    made = account()
+    send(made, 1, 0.5, 140)
+    made.step(1, made.meet(1, 1, True), share, position=0.9, inner_steps=9, now=9.0)
+    assert made.due(0.9, 1.0) == sent
 
 
 def test_points_of_a_rest_are_not_made_up() -> None:
     made = account()
     send(made, 1, 0.5, 140)
-    assert not made.may_send(1)
-    assert not made.may_send(1)
+    assert not made.may_send(1, awaits_begin=False)
+    assert not made.may_send(1, awaits_begin=False)
     made.forget_missed()
     end(made, 1, 2.9)
     assert made.due(2.9, 3.0) == [0]

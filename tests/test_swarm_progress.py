@@ -111,6 +111,21 @@ def test_peers_that_come_back_together_leave_nobody_behind() -> None:
     assert not place.progress.left_behind
 
 
+def test_how_long_a_peer_takes_for_a_step_is_known_from_what_its_training_thread_says() -> None:
+    place, told = Place(0, 0), list[float]()
+    for steps, at, phase in (
+        (0, 0.0, Status.TRAINING),
+        (1, 5.0, Status.TRAINING),  # the first step may have waited for much else
+        (3, 6.0, Status.TRAINING),
+        (3, 9.0, Status.PAUSED),
+        (3, 16.0, Status.TRAINING),  # a rest is no step
+        (4, 17.0, Status.TRAINING),
+    ):
+        place.progress.show(LocalProgress(phase, 0.1 * steps, at, steps))
+        told.append(place.progress.views()[PeerId("me")].step_s)
+    assert told == [0.0, 0.0, 0.5, 0.5, 0.5, 1.0]
+
+
 def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:
     """It left, the other peer had its last work counted, and two states were at the end (seed 18)."""
     place = Place(3, 3)

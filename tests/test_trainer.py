@@ -39,6 +39,7 @@ class RecordingWire:
         self.shown: list[LocalProgress] = []
         self.is_settled = False
         self.ended: frozenset[int] = frozenset()
+        self.awaiting = set[int]()
         self.broken: BaseException | None = None
 
     def offer(self, offer: Offer) -> None:
@@ -55,6 +56,9 @@ class RecordingWire:
 
     def over(self) -> frozenset[int]:
         return self.ended
+
+    def awaits_begin(self, fragment: int) -> bool:
+        return fragment in self.awaiting
 
     def traffic_bytes(self) -> tuple[int, int]:
         return 0, 0
@@ -240,29 +244,26 @@ def test_by_the_clock_a_fragment_that_missed_two_points_is_sent_when_its_round_h
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
-    assert isinstance(bench.ledger.outcomes, PatientOutcomes)
 
-    def step(times: int) -> None:
+    def step(times: int) -> list[int]:
         for _ in range(times):
             bench.ledger.outcomes.now_s[0] += 1.0  # type: ignore[attr-defined]
             bench.step()
+        return [offer.fragment for offer in bench.wire.offers]
 
     step(6)  # fragment 1 is due at 2 s, fragment 0 at 4 s, fragment 1 again at 6 s
     bench.commit(1)
-    step(1)
-    assert [offer.fragment for offer in bench.wire.offers] == [
-        1,
-        0,
-    ]  # one point missed: it waits for the next
+    assert step(1) == [1, 0]  # one point missed: it waits for the next
     step(11)  # sent at 10 s; fragment 0 has missed 8, 12 and 16 s, fragment 1 14 and 18 s
     bench.commit(1)
-    step(1)
-    assert [offer.fragment for offer in bench.wire.offers] == [1, 0, 1, 1]
+    assert step(1) == [1, 0, 1, 1]
     bench.commit(1)
-    step(2)  # it has caught up: no other before its next point
-    assert [offer.fragment for offer in bench.wire.offers] == [1, 0, 1, 1]
-    step(1)
-    assert [offer.fragment for offer in bench.wire.offers] == [1, 0, 1, 1, 1]
+    assert step(2) == [1, 0, 1, 1]  # it has caught up: no other before its next point
+    bench.wire.awaiting.add(1)
+    step(9)
+    bench.commit(1)
+    assert step(3) == [1, 0, 1, 1, 1]  # at 26 and 30 s it waited for those who sent theirs then
+    assert step(1) == [1, 0, 1, 1, 1, 1]
 
 
 def test_staleness_counts_the_points_between_send_and_apply(bench: Bench) -> None:

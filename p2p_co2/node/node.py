@@ -174,7 +174,7 @@ class Node:
         known = self.progress.local
         news = (progress.phase, progress.finished) != (known.phase, known.finished)
         rested = known.phase == Status.PAUSED
-        self.progress.local = progress
+        self.progress.show(progress)
         if news:
             if rested:
                 self.catching.wake(self.now())

@@ -68,6 +68,8 @@ class SwarmProgress:
     def __init__(self, node: Node, rounds_per_s: float, rounds: int = 0) -> None:
         self._node, self.rounds_per_s, self._rounds = node, rounds_per_s, rounds
         self.local = LocalProgress()
+        self._step_s = 0.0
+        """What this peer's last inner steps took, each."""
         self.settled = self.abreast = self.left_behind = self.met = False
         self.over: frozenset[int] = frozenset()
         self._furthest = [version.version for version in node.agreed]
@@ -85,6 +87,13 @@ class SwarmProgress:
         self._has_told_of_lost = False
         self._waits_for_time = False
         """Whether the next conclusion may differ without any news."""
+
+    def show(self, local: LocalProgress) -> None:
+        """What the training thread says now."""
+        known, self.local = self.local, local
+        steps = local.inner_steps - known.inner_steps
+        if steps > 0 and known.inner_steps:  # time before the first was no step
+            self._step_s = (local.position_at - known.position_at) / steps
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
@@ -153,7 +162,7 @@ class SwarmProgress:
         is_training = _works(self.local.phase, len(self.local.finished) == len(versions))
         views[self._node.me] = PeerView(
             self._node.upload_bytes_per_s(), is_training, versions, self._node.download_bytes_per_s,
-            self.local.finished,
+            self.local.finished, step_s=self._step_s,
         )  # fmt: skip
         return views
 

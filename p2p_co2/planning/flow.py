@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2p_co2.planning.exchange import RoundTime
-from p2p_co2.schedule import OVERDUE_POINTS
+from p2p_co2.schedule import overdue_points
 
 _SIMULATED_SENDS = 4096
 _MOST_ROUNDS = 48
@@ -105,7 +105,7 @@ def flow(times: Sequence[RoundTime], round_s: float) -> Flow:
         while (ended := links.advance(due_at)) or links.now < due_at:
             delays += [r.ready_at - r.sent_at for r in ended if r.sent_at >= counted_from]
             for r in ended:
-                if missed[r.fragment] >= OVERDUE_POINTS:
+                if missed[r.fragment] >= overdue_points(count):
                     missed[r.fragment] = 0
                     sent += links.now >= counted_from
                     links.send(r.fragment, times[r.fragment])

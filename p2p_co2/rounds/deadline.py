@@ -31,8 +31,12 @@ SAFETY = 4.0
 """A link is allowed to be this much slower than its measured rate."""
 GATHER_LEAST, GATHER_LEAST_CAP_S = 1 / 4, 2.0
 """Of their cap, READYs are waited for at least this share, and so for a sixteenth of the time between two
-rounds, which costs nobody anything: offers come at the ends of inner steps, and those may be as long. At most
-so many seconds."""
+rounds, which costs nobody anything, at most so many seconds; or as long as an inner step takes, where that is
+more: offers come at the ends of steps."""
+BEHIND_SHARE, BEHIND_LEAST = 1 / 2, 1 / 8
+"""Peers that are one round behind are waited for as long as this share of the time between two rounds, if
+they are at least this share of those who work: they replay that round as the others train, are ready soon
+after them, and would trail for good. Of many, a few cost the others more than they bring."""
 MISSES = 2
 """Deadlines that a peer may miss in a row and still be waited for."""
 
@@ -47,9 +51,11 @@ def adaptive_deadline_s(samples: Sequence[float], default_s: float, floor_s: flo
     return min(max(middle + max(SPREADS * spread, MARGIN * middle), floor_s), cap_s)
 
 
-def gather_least_s(cap_s: float) -> float:
-    """Seconds that READYs are waited for at the least, of at most ``cap_s``."""
-    return max(bounds.GATHER_FLOOR_S, min(GATHER_LEAST * cap_s, GATHER_LEAST_CAP_S))
+def gather_least_s(cap_s: float, step_s: float = 0.0) -> float:
+    """Seconds that READYs are waited for at the least, of at most ``cap_s``. ``step_s``: an inner step's
+    length; peers that end one at the same moment may be one apart at the next point."""
+    of_steps_s = min((1 + MARGIN) * step_s, cap_s)
+    return max(bounds.GATHER_FLOOR_S, min(GATHER_LEAST * cap_s, GATHER_LEAST_CAP_S), of_steps_s)
 
 
 class Durations:
@@ -81,11 +87,11 @@ class ReadyHistory:
         """A new attempt at the same round counts afresh."""
         self._rounds.pop(round_, None)
 
-    def deadline_s(self, round_: int, cap_s: float = bounds.GATHER_CAP_S) -> float:
+    def deadline_s(self, round_: int, cap_s: float = bounds.GATHER_CAP_S, step_s: float = 0.0) -> float:
         """Seconds to wait from the first READY of ``round_``, measured on the other rounds, at most
-        ``cap_s``."""
+        ``cap_s``. ``step_s``: as in ``gather_least_s``."""
         past = [last - first for key, (first, last) in self._rounds.items() if key != round_ and last > first]
-        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, gather_least_s(cap_s), cap_s)
+        return adaptive_deadline_s(past, bounds.GATHER_DEFAULT_S, gather_least_s(cap_s, step_s), cap_s)
 
 
 class Cadence:
@@ -120,6 +126,12 @@ class Cadence:
     def last_gather_s(self) -> float:
         """The same for the last rounds of a run: as long as a round of training, at most."""
         return min(bounds.LAST_GATHER_S, self.period_s or bounds.LAST_GATHER_S)
+
+    @property
+    def behind_s(self) -> float:
+        """What peers that are one round behind are waited for at most, from the first READY; 0 until it is
+        known how often rounds are made."""
+        return min(bounds.GATHER_CAP_S, BEHIND_SHARE * self.period_s)
 
     @property
     def cheap_s(self) -> float:

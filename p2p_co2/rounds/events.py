@@ -62,7 +62,7 @@ class PayloadShape:
 class PeerView:
     """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown; ``download_bytes_per_s`` 0: no
     cap. ``versions``, ``digests``: per fragment, may be empty. ``finished``: fragments for which it has
-    nothing more to offer in this run."""
+    nothing more to offer in this run. ``step_s``: of an inner step, of this peer alone; 0: unknown."""
 
     upload_bytes_per_s: float = 0.0
     training: bool = True
@@ -70,6 +70,7 @@ class PeerView:
     download_bytes_per_s: float = 0.0
     finished: frozenset[int] = frozenset()
     digests: tuple[bytes, ...] = ()
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True)

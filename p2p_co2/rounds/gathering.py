@@ -3,7 +3,8 @@
 Laws: a round begins only with a majority of the live training peers that agree on the state they start from,
 so two halves of a split swarm cannot both go on; half of it is enough only for the peer that is first by
 rendezvous hash, in its own half. The group closes when everybody who can come is there, or at the adaptive
-deadline; a majority that is missing then is waited for, up to the cap. The answer is always a BEGIN or a
+deadline; a majority that is missing then is waited for, up to the cap, and peers one round behind for longer
+than the deadline, if they are not few of many. The answer is always a BEGIN or a
 reason in words. "Live" is what membership says: where views differ widely two groups can still begin, and the
 digests of the next READYs show and heal it.
 """
@@ -17,6 +18,7 @@ from p2p_co2.rounds.attempt import seal_begin, write_senders
 from p2p_co2.rounds.bounds import DIGEST_BYTES
 from p2p_co2.rounds.cells import slot_ranges
 from p2p_co2.rounds.deadline import (
+    BEHIND_LEAST,
     SAFETY,
     Cadence,
     Durations,
@@ -48,13 +50,17 @@ class Gathering:
         """What the owners of the last BEGIN are given for the exchange among cells."""
         self.first_at = now
         cap_s = cadence.gather_cap_s(round_)
-        self._adaptive_s = history.deadline_s(round_, cap_s)
+        step_s = swarm.my_step_s()
+        self._adaptive_s = history.deadline_s(round_, cap_s, step_s)
         self.in_time_until = now + cap_s
         """Who comes by then is worth waiting for."""
         self._cheap_s, self._last_gather_s = cadence.cheap_s, cadence.last_gather_s
+        self._behind_s = cadence.behind_s
+        self._behind: set[PeerId] = set()
+        """Peers one round behind that are worth waiting for."""
         self.give_up_at = now + max(self._adaptive_s, bounds.GATHER_CAP_S)
         self._is_overdue = False
-        self._least_s = gather_least_s(cap_s)
+        self._least_s = gather_least_s(cap_s, step_s)
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
         self._swarm, self._outlet, self._history = swarm, outlet, history
@@ -87,7 +93,8 @@ class Gathering:
     @property
     def deadline_s(self) -> float:
         """From the first READY: how long the others are waited for."""
-        return max(self._adaptive_s, self._last_gather_s) if self.is_last else self._adaptive_s
+        least_s = self._behind_s if self._behind else 0.0
+        return max(self._adaptive_s, least_s, self._last_gather_s if self.is_last else 0.0)
 
     @property
     def close_at(self) -> float:
@@ -111,6 +118,7 @@ class Gathering:
         would cost the early ones a whole round, and waiting costs nobody a training step."""
         if self._is_too_late():
             return True
+        self._look_behind(moved)
         self._is_overdue = now >= self.close_at
         is_complete = self._is_complete(moved)
         if self._is_overdue or is_complete:
@@ -142,6 +150,17 @@ class Gathering:
         is_there = self._swarm.version_of(peer, self.fragment) == self.round - 1
         return self._swarm.digest_of(peer, self.fragment) if is_there else None
 
+    def _look_behind(self, moved: frozenset[PeerId]) -> None:
+        """Who replays the round before, or did so as the first was ready: it will be ready soon."""
+        if not self._behind_s:
+            return
+        working, before, was_behind = self._swarm.working_on(self.fragment), self.round - 2, self._behind
+        versions = ((peer, self._swarm.version_of(peer, self.fragment)) for peer in working)
+        late = [p for p, at in versions if at == before or (at == before + 1 and p in was_behind)]
+        is_awaited = self._swarm.replays.is_awaited
+        behind = {p for p in late if p not in self.readies and p not in moved and is_awaited(p)}
+        self._behind = behind if len(behind) >= BEHIND_LEAST * len(working) else set()
+
     def _live(self) -> list[PeerId]:
         """Whose majority counts; with those who are done where a last round costs other cells a state."""
         done = self._swarm.done_with(self.fragment)
@@ -157,7 +176,7 @@ class Gathering:
         """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not
         waited for; one in ``moved`` has reached ``round - 1`` whatever its last status said."""
         habit = self._habit()
-        return all(
+        return self._behind <= self.readies.keys() and all(
             peer in self.readies or not habit.is_awaited(peer) or not self._may_come(peer, moved)
             for peer in self._swarm.working_on(self.fragment)
         )
@@ -171,6 +190,9 @@ class Gathering:
         for peer in self._swarm.working_on(self.fragment):
             if peer in self.readies:
                 habit.came(peer)
+                self._swarm.replays.came(peer)
+            elif self._is_overdue and peer in self._behind:
+                self._swarm.replays.missed(peer, (self.fragment, self.round))
             elif self._is_overdue and self._may_come(peer, moved):
                 habit.missed(peer, (self.fragment, self.round))
 

@@ -146,6 +146,10 @@ class Rounds:
         """Whether a slice of ``peer`` is in one of the last means that we know of."""
         return any(fragment.verdicts.has_worked(peer) for fragment in self._fragments)
 
+    def awaits_begin(self, fragment: int) -> bool:
+        """Whether our offer waits for its round to begin; other threads may ask."""
+        return self._fragments[fragment].asking is not None
+
     def is_everywhere(self, fragment: int, version: int) -> bool:
         """Whether all live peers are known to hold ``version``: they say so, or they are in the round after
         it. Never in a swarm of several cells, whose others we do not hear, and for who is alone."""

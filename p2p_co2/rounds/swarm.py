@@ -83,6 +83,8 @@ class Swarm:
         digest of its state)."""
         self.last_readies = Punctuality()
         """The same at the end of a run, where everybody is waited for longer."""
+        self.replays = Punctuality()
+        """The same of those who were a round behind: who stood still has missed deadlines enough by then."""
 
     def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
         if self.me not in live:
@@ -91,7 +93,7 @@ class Swarm:
         self.live = {peer: live[peer] for peer in names}
         self._training = [peer for peer, view in self.live.items() if view.training]
         self._is_ending = any(view.finished for view in live.values())
-        for habit in (self.readies, self.last_readies, self.slices, self.votes):
+        for habit in (self.readies, self.last_readies, self.replays, self.slices, self.votes):
             habit.keep(self.live)
         self.lateness.keep(self.live)
         if not self.live.keys() <= self._met.keys():
@@ -232,6 +234,10 @@ class Swarm:
     def my_download_bytes_per_s(self) -> float:
         """This peer's own cap; 0 for none."""
         return self.live[self.me].download_bytes_per_s
+
+    def my_step_s(self) -> float:
+        """How long this peer's inner steps are; 0 if it takes none."""
+        return self.live[self.me].step_s
 
     def my_upload_bytes_per_s(self) -> float:
         return min(max(self.live[self.me].upload_bytes_per_s, 0.0), MAX_UPLOAD_BYTES_PER_S)

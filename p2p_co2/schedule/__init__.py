@@ -7,10 +7,10 @@ Law: nothing here reads a clock, a socket or a tensor.
 from p2p_co2.schedule.account import (
     DISTINCT,
     FIRST_ROUND_BOUND_S,
-    OVERDUE_POINTS,
     Lag,
     Sent,
     WorkAccount,
+    overdue_points,
 )
 from p2p_co2.schedule.clock import SwarmClock
 from p2p_co2.schedule.ending import (
@@ -32,7 +32,6 @@ __all__ = [
     "FIRST_ROUND_BOUND_S",
     "FLUSH_CAP_S",
     "FLUSH_FLOOR_S",
-    "OVERDUE_POINTS",
     "SETTLE_S",
     "Ending",
     "Lag",
@@ -43,6 +42,7 @@ __all__ = [
     "due",
     "few_at_once",
     "flush_bound_s",
+    "overdue_points",
     "points_passed",
     "settle_bound_s",
 ]

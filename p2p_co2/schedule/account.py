@@ -21,8 +21,16 @@ FIRST_ROUND_BOUND_S = 15.0
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
 must not take the offer of its last process for its own."""
-OVERDUE_POINTS = 2
-"""A fragment that missed so many schedule points is sent as soon as its round has ended."""
+
+
+def overdue_points(count: int) -> int:
+    """A fragment of ``count`` that missed so many schedule points is sent as soon as its round has ended.
+
+    Members meet the same mean up to an inner step apart, and the next point may lie between them: of a single
+    fragment, who missed it must not be a round behind those who did not. Several fragments take turns on the
+    line: sent after one missed point, they would come to it together, and each take longer.
+    """
+    return 1 if count == 1 else 2
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class WorkAccount:
 
     def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
         self._count, self._by_time = len(versions), run.clock.mode == "time"
+        self._overdue = overdue_points(self._count)
         self._awaited_rounds, self._rounds = run.outer.blocking_rounds, run.clock.rounds
         self.versions = list(versions)
         """Of the agreed states that the live parameters have met."""
@@ -71,13 +80,17 @@ class WorkAccount:
         points = due(self._count, last_position, position)
         if not self._by_time:
             return list(points)
-        late = [fragment for fragment, missed in enumerate(self._missed) if missed >= OVERDUE_POINTS]
+        late = [fragment for fragment, missed in enumerate(self._missed) if missed >= self._overdue]
         return [*points, *(f for f in late if f not in self.in_flight and f not in points)]
 
-    def may_send(self, fragment: int) -> bool:
-        """Whether a fragment that is due can be sent; if not, its point is counted as missed."""
+    def may_send(self, fragment: int, awaits_begin: bool) -> bool:
+        """Whether a fragment that is due can be sent; if not, its point is counted as missed. One that
+        ``awaits_begin`` was sent before the others' were: it waits for what they send at this point."""
         is_free = fragment not in self.in_flight
-        self._missed[fragment] = 0 if is_free else self._missed[fragment] + 1
+        if is_free:
+            self._missed[fragment] = 0
+        elif not awaits_begin:
+            self._missed[fragment] += 1
         return is_free
 
     def forget_missed(self) -> None:
@@ -107,7 +120,10 @@ class WorkAccount:
     def step(
         self, fragment: int, sent: Sent | None, share: float, *, position: float, inner_steps: int, now: float
     ) -> Lag:
-        """An outer step was taken. ``sent``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1."""
+        """An outer step was taken. ``sent``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. Who
+        has none in it is due at once: the others, who were in it, may be ready for the next."""
+        if not share:
+            self._missed[fragment] = self._overdue
         if sent is None:
             return Lag(0, 0, 0.0)
         known = self._contributed_tokens[fragment]

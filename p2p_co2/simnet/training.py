@@ -178,7 +178,7 @@ class Training:
         return self.clock.position(now, self.inner_steps)
 
     def _send(self, fragment: int) -> bool:
-        if not self._account.may_send(fragment):
+        if not self._account.may_send(fragment, self._node.rounds.awaits_begin(fragment)):
             reason = "the fragment's previous round is still in flight"
             self._node.report(ev.SendSkipped, fragment=fragment, reason=reason)
             return False

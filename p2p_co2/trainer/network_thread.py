@@ -167,6 +167,10 @@ class NetworkThread:
         """Fragments of which no more rounds are made in this run."""
         return self.node.progress.over
 
+    def awaits_begin(self, fragment: int) -> bool:
+        """Whether the fragment's offer waits for its round to begin."""
+        return self.node.rounds.awaits_begin(fragment)
+
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
         return self.node.progress.abreast

@@ -213,6 +213,9 @@ class Trainer:
     def over(self) -> frozenset[int]:
         return self.node.progress.over
 
+    def awaits_begin(self, fragment: int) -> bool:
+        return self.node.rounds.awaits_begin(fragment)
+
     def traffic_bytes(self) -> tuple[int, int]:
         return self.node.traffic_bytes()
 
