@@ -236,19 +236,31 @@ def test_who_ended_an_attempt_for_want_of_a_begin_does_not_take_part_in_it_later
     vote = wire.Result(key=begin.key)
     machine.set_peers({other: PeerView(1e6)}, 0.9)  # the coordinator is lost
     machine.messages_to_send()
+    machine.receive(vote, other, 1.0)
+    assert not machine.messages_to_send()  # BEGIN may be on its way
     for _ in range(2):
-        machine.receive(vote, other, 1.0)
+        machine.receive(vote, other, 2.0)
     told = [(to, message) for to, message in machine.messages_to_send() if isinstance(message, wire.Decision)]
     assert [to for to, _ in told] == [other, other]
     assert len({message.signature for _, message in told}) == 1
     outcome = open_decision(told[0][1], RUN, SHAPE)
     assert (outcome.committed, outcome.reason) == (False, NEVER_TOLD)
-    machine.receive(begin, first, 1.1)
+    machine.receive(begin, first, 2.1)
     assert not [m for _, m in machine.messages_to_send() if isinstance(m, wire.Part)]
     assert machine.open_offers()
     vote.key.attempt = bytes(range(16))
-    machine.receive(vote, make_identity(7).peer_id, 1.2)  # a stranger
+    machine.receive(vote, make_identity(7).peer_id, 3.2)  # a stranger
     assert not [m for _, m in machine.messages_to_send() if isinstance(m, wire.Decision)]
+
+
+def test_two_votes_end_at_once_an_attempt_whose_begin_was_lost() -> None:
+    machine, begin, _, other = begun_member()
+    others = {other, make_identity(7).peer_id}
+    machine.set_peers({name: PeerView(1e6) for name in others}, 0.9)  # the coordinator is lost
+    machine.messages_to_send()
+    for name in others:
+        machine.receive(wire.Result(key=begin.key), name, 1.0)
+    assert [m for _, m in machine.messages_to_send() if isinstance(m, wire.Decision)]
 
 
 def test_a_vote_that_overtakes_begin_ends_nothing() -> None:

@@ -19,6 +19,8 @@ from p2p_co2.wire.messages_pb2 import Behind, Ready, Waiting
 
 TRIES = 3
 """READYs to one coordinator, each waiting twice as long, before the next is asked."""
+BEGIN_LATE_S = 0.5
+"""BEGIN may come here so much later than to others."""
 
 
 class Asking:
@@ -35,6 +37,8 @@ class Asking:
         self._give_up_at = now + bounds.READY_CAP_S
         self._sent_at = now
         self._tries = 0
+        self._votes: dict[PeerId, tuple[bytes, float]] = {}
+        """Per live peer that votes to us, the attempt that it does so in, and since when."""
         self._trained: set[PeerId] = set()
         """Who trained when the last one was asked."""
         self._timer_at = now
@@ -56,10 +60,15 @@ class Asking:
         self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
 
-    def has_lost_coordinator(self) -> bool:
-        """Whether somebody who was asked is gone: it may have begun without telling us. Else its BEGIN may
-        be on its way, whatever a member says that has heard it first."""
-        return any(not self._swarm.is_live(peer) for peer in self.asked)
+    def was_never_told(self, attempt: bytes, voter: PeerId, now: float) -> bool:
+        """Whether others are in an attempt whose BEGIN will not come here: ``voter``, who is live, votes to
+        us in it. Somebody who was asked must be gone, and two must vote, or one again some time later: else
+        BEGIN may be on its way, whatever one member says that has heard it first."""
+        if self._votes.get(voter, (b"", now))[0] != attempt:
+            self._votes[voter] = attempt, now
+        since = [at for voted_in, at in self._votes.values() if voted_in == attempt]
+        has_lost_one = any(not self._swarm.is_live(peer) for peer in self.asked)
+        return has_lost_one and (len(since) > 1 or now >= since[0] + BEGIN_LATE_S)
 
     def mistrust(self) -> None:
         """Who was asked told us what cannot be: ask the next one at once."""

@@ -356,8 +356,8 @@ class Rounds:
         if self._answer(fragment, message, sender):
             self._coordination.late_result(message, sender, now)
         elif not over and (asking := self._asks_beside(fragment, message.key)) is not None:
-            is_told_of = self._swarm.is_live(sender) and asking.has_lost_coordinator()
-            if is_told_of and not self._coordination.has_signed_commit(attempt):
+            is_over = self._swarm.is_live(sender) and asking.was_never_told(attempt, sender, now)
+            if is_over and not self._coordination.has_signed_commit(attempt):
                 self._coordination.decline(message, sender, fragment.verdicts, fragment.digest)
         elif not over:
             self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
