@@ -203,8 +203,7 @@ class Coordination:
                 self._tell_askers(tally, now)
 
     def _tell_askers(self, tally: Tally, now: float) -> None:
-        if self._swarm.cells == 1:
-            tally.never_told(self._askers[tally.attempt.fragment], now)
+        tally.never_told(self._askers[tally.attempt.fragment], now)
 
     def withdraw(self, place: Place, peer: PeerId) -> None:
         """Forget a READY: its peer left, wants another round, or (we) ended the offer."""
@@ -334,7 +333,7 @@ class Coordination:
         tally.take_over(*member.ownership(), member.term(), now)
         self._tell_askers(tally, now)
         if self.delegation is not None:
-            self.delegation.took_over(member.attempt)
+            self.delegation.took_over(member.attempt, now)
 
     def member_left(self, attempt: Attempt) -> None:
         """Our own member has the outcome: a tally that only waited to succeed is over."""

@@ -6,7 +6,8 @@ swarm cannot both go on; it commits only if every cell that began holds the same
 changes anywhere; a cell that does not come in time is left out and catches up. Nobody waits for a cell that
 is done, and one that was seen to train is waited for as long as cells take as a rule. How a cell voted is
 taken from who spoke for it, or, some seconds later, from an owner that this one named and that may have
-succeeded it.
+succeeded it; that it failed, from an owner only once nobody hears of who spoke. A cell that has not voted and
+that nobody asks for any more has lost its coordinator: the round is over.
 
 Price: one cell that fails in the middle costs all of them the round. A successor that owns nothing is not
 heard, and its cell's vote is lost.
@@ -23,6 +24,7 @@ from p2p_co2.rounds.attempt import check_digest, read_key
 from p2p_co2.rounds.cells import assign_roots, check_cell_ready, failure_of, slot_ranges
 from p2p_co2.rounds.deadline import Cadence, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.rounds.delegate import patience_s
 from p2p_co2.rounds.forming import Forming
 from p2p_co2.rounds.gathering import attempt_nonce
 from p2p_co2.rounds.repute import NOT_BEGUN, SPOILT_IN_A_ROW
@@ -64,6 +66,14 @@ class _Sitting:
     began_at: float
     left_out: list[int]
     """Cells that are not in it."""
+    patience_s: float
+    """Who has not asked for so long how it ends is lost."""
+    spoke_at: dict[int, float] = field(default_factory=dict)
+    """By cell, when who spoke for it was heard last."""
+    heard_at: dict[int, float] = field(default_factory=dict)
+    """The same, or one that may have succeeded it."""
+    doubted: set[int] = field(default_factory=set)
+    """Cells of which only a successor says that they failed."""
     results: dict[int, tuple[CellResult, PeerId]] = field(default_factory=dict)
     """With who said so."""
     contested: set[int] = field(default_factory=set)
@@ -77,6 +87,28 @@ class _Sitting:
     def is_certain(self, cell: int) -> bool:
         """Whether the vote of ``cell`` is by who spoke for it."""
         return self.results[cell][1] == self.readies[cell][1]
+
+    def silent(self) -> list[int]:
+        """The cells that did not vote."""
+        return sorted(self.readies.keys() - self.results.keys())
+
+    def lost_at(self, cell: int) -> float:
+        """When one of them is given up, if nobody there is heard until then."""
+        at = self.spoke_at if cell in self.doubted else self.heard_at
+        return at.get(cell, self.began_at) + self.patience_s
+
+    def has_stood_still(self, now: float) -> bool:
+        """Whether nobody at all was heard for so long: then it is we who slept, and all cells have given up,
+        whatever of theirs still comes in."""
+        return all(now >= self.lost_at(cell) for cell in self.readies)
+
+    def due_at(self) -> float:
+        return min([self.decide_at, *map(self.lost_at, self.silent())])
+
+    def heard(self, cell: int, sender: PeerId, now: float) -> None:
+        self.heard_at[cell] = now
+        if sender == self.readies[cell][1]:
+            self.spoke_at[cell] = now
 
     def may_vote(self, cell: int, sender: PeerId) -> bool:
         """Whether ``sender`` spoke for ``cell``, or may have succeeded who did."""
@@ -229,7 +261,9 @@ class Councils:
         decide_at = now + min(whole_s, self._swarm.shape.round_cap_s)
         left_out = [cell for cell in range(self._swarm.cells) if cell not in readies]
         several = {cell for cell in cells if forming.speakers.are_several(cell)}
-        self._sittings[attempt] = _Sitting(council, readies, decide_at, now, left_out, contested=several)
+        self._sittings[attempt] = _Sitting(
+            council, readies, decide_at, now, left_out, patience_s(council), contested=several
+        )
         while len(self._sittings) > bounds.KEEP_ATTEMPTS:
             self._sittings.popitem(last=False)
         for ready, sender in readies.values():
@@ -263,6 +297,7 @@ class Councils:
         is_speaker = sender == sitting.readies[message.cell][1]
         if not sitting.may_vote(message.cell, sender):
             return
+        self._end_if_due(sitting, now)
         if sitting.decision is not None:
             self._tell(sitting, {sender})
             return
@@ -279,9 +314,10 @@ class Councils:
             return
         else:
             self._blame(sender, "it said for its cell's coordinator that the cell failed", 2, now, sitting)
+            sitting.doubted.add(message.cell)
         if sitting.is_complete() and all(map(sitting.is_certain, sitting.readies)):
             self._conclude(sitting, now)
-        elif message.failure or sitting.is_complete():
+        elif sitting.is_complete():
             sitting.decide_at = min(sitting.decide_at, now + SUCCESSOR_S)
 
     def _check_result(self, message: CellResult) -> None:
@@ -344,30 +380,48 @@ class Councils:
         for peer in sorted(audience):
             self._outlet.send(peer, message)
 
-    def answer(self, message: AskOutcome, sender: PeerId) -> None:
-        """Tell a cell that has another coordinator now how a round of ours ended, if it has."""
-        sitting = self._sittings.get(message.key.attempt)
-        if sitting is not None and sitting.decision is not None:
+    def answer(self, message: AskOutcome, sender: PeerId, now: float) -> None:
+        """A cell asks how a round of ours ended, as it does until it hears: by that it sees that we are
+        there, and we that it is."""
+        sitting, cell = self._sittings.get(message.key.attempt), self._swarm.cell_of(sender)
+        if sitting is None:
+            return
+        self._end_if_due(sitting, now)
+        if sitting.decision is not None:
             self._tell(sitting, {sender})
+        elif cell in sitting.readies and sitting.may_vote(cell, sender):
+            sitting.heard(cell, sender, now)
+            key, within_s = sitting.council.key, max(0.0, sitting.due_at() - now)
+            open_ = CellWaiting(fragment=key.fragment, round=key.round, begins_within_s=within_s)
+            self._outlet.send(sender, open_)
 
     # ---- time
 
     def get_timer(self) -> float | None:
         times = [forming.due_at() for forming in self._forming.values()]
-        times += [sitting.decide_at for sitting in self._sittings.values() if sitting.decision is None]
+        times += [sitting.due_at() for sitting in self._sittings.values() if sitting.decision is None]
         return min(times, default=None)
 
     def handle_timer(self, now: float) -> None:
         for sitting in list(self._sittings.values()):
-            if sitting.decision is None and now >= sitting.decide_at and sitting.is_complete():
-                self._conclude(sitting, now)
-            elif sitting.decision is None and now >= sitting.decide_at:
-                silent = sorted(sitting.readies.keys() - sitting.results.keys())
-                for cell in silent:  # they may all wait for the sums of one of them
-                    why = "the cell that it spoke for did not vote"
-                    rounds = SPOILT_IN_A_ROW if cell in sitting.contested else NOT_BEGUN
-                    self._blame(sitting.readies[cell][1], why, rounds, now, sitting)
-                self._abort(sitting, f"no result of cells {', '.join(map(str, silent[:8]))}")
+            self._end_if_due(sitting, now)
+
+    def _end_if_due(self, sitting: _Sitting, now: float) -> None:
+        if sitting.decision is not None or now < sitting.due_at():
+            return
+        if sitting.has_stood_still(now):
+            self._abort(sitting, "the council's coordinator stood still")
+            return
+        if sitting.is_complete():
+            self._conclude(sitting, now)
+            return
+        silent = sitting.silent()  # they may all wait for the sums of one of them
+        silent = [cell for cell in silent if now >= sitting.lost_at(cell)] or silent
+        for cell in silent:
+            why = "the cell that it spoke for did not vote"
+            rounds = SPOILT_IN_A_ROW if cell in sitting.contested else NOT_BEGUN
+            self._blame(sitting.readies[cell][1], why, rounds, now, sitting)
+        self._abort(sitting, f"no result of cells {', '.join(map(str, silent[:8]))}")
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""

@@ -26,7 +26,7 @@ from p2p_co2.rounds.cells import council_order
 from p2p_co2.rounds.events import CellWanted
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import CellReady, CellResult, CellWaiting, Council
+from p2p_co2.wire.messages_pb2 import AskOutcome, CellReady, CellResult, CellWaiting, Council
 
 TRIES = 2
 """CELL_READYs to one peer that go unanswered before another is asked."""
@@ -42,7 +42,14 @@ MAX_SENT_ON = 8
 LOOK_UP_S = 4.0
 COUNCIL_CAP_S = 90.0
 """From the end of the cell's gathering to CELL_BEGIN."""
-REPEAT_S = 2.0
+REPEAT_S = 1.0
+SILENT_S = 5.0
+"""Between a cell and its council: who does not answer for so long is lost, or for longer where rounds are."""
+
+
+def patience_s(council: Council) -> float:
+    """How long a cell and the council of its round wait for a word of each other."""
+    return max(SILENT_S, council.sums_within_s / 2)
 
 
 class Delegate:
@@ -228,25 +235,40 @@ class Delegate:
 
 
 class Voice:
-    """How a cell voted, on its way to the council. ``failure``: nobody answered in time."""
+    """A cell's word to the council from its BEGIN to the decision: that somebody is there and waits for it,
+    and how the cell voted. ``failure``: nobody answered, or not in time; ``is_lost``: the former."""
 
-    def __init__(
-        self, council: Council, result: CellResult, outlet: Outlet, now: float, until: float
-    ) -> None:
-        self.council, self.result = council, result
+    def __init__(self, council: Council, outlet: Outlet, now: float, until: float) -> None:
+        self.council = council
         self.failure = ""
+        self.is_lost = False
+        self.result: CellResult | None = None
         self._outlet, self._give_up_at = outlet, until
+        self._lost_at = now + patience_s(council)
         self._send(now)
 
+    def vote(self, result: CellResult, now: float) -> None:
+        self.result = result
+        self._send(now)
+
+    def answered(self, now: float) -> None:
+        """The council lives, and has not decided."""
+        self._lost_at = now + patience_s(self.council)
+
     def get_timer(self) -> float:
-        return min(self._again_at, self._give_up_at)
+        return min(self._again_at, self._lost_at, self._give_up_at)
 
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
             self.failure = "the cells' council did not decide in time"
+        elif now >= self._lost_at:
+            self.failure, self.is_lost = "the coordinator of the cells' council was lost", True
         elif now >= self._again_at:
             self._send(now)
 
     def _send(self, now: float) -> None:
         self._again_at = now + REPEAT_S
-        self._outlet.send(PeerId(self.council.coordinator), self.result)
+        coordinator = PeerId(self.council.coordinator)
+        if self.result is not None:
+            self._outlet.send(coordinator, self.result)
+        self._outlet.send(coordinator, AskOutcome(key=self.council.key))

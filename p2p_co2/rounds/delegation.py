@@ -4,7 +4,9 @@ council, and from its members' votes to the one decision of all cells.
 Laws: no member begins before the council has; who comes while it gathers is in the cell's group, who goes is
 not, and what is left of too few gathers again; a cell's commit is told only with the council's signature and
 the roster that the council counted; whatever goes wrong on the way is an abort of this cell's attempt, and
-the council hears at once of a round that this cell does not begin.
+the council hears at once of a round that this cell does not begin. Who speaks for a cell in a round asks its
+council again and again how it ends: by that each sees that the other is there, and waits for none that is not
+(``delegate.patience_s``).
 
 Price: where the council's coordinator dies after it committed and before it told this cell, the cell aborts
 what stands; the digests of its next CELL_READY show and heal it.
@@ -26,11 +28,11 @@ from p2p_co2.rounds.decision import Verdicts, open_council_decision, roster_dige
 from p2p_co2.rounds.delegate import Delegate, Voice
 from p2p_co2.rounds.events import FellBehind
 from p2p_co2.rounds.gathering import Gathering, behind_message
+from p2p_co2.rounds.repute import SPOILT_IN_A_ROW
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import (
-    AskOutcome,
     Begin,
     CellBegin,
     CellDecision,
@@ -211,12 +213,16 @@ class Delegation:
         if pending is not None and pending.delegate is not None:
             pending.delegate.waiting(message, sender, now)
             self._look(place, pending)
-        elif message.refusal:
-            for vote in list(self._votes.values()):
-                council = vote.attempt.council
-                assert council is not None
-                if (council.coordinator, council.key.fragment, council.key.round) == (sender, *place):
-                    self._give_up(vote, message.refusal[: bounds.MAX_REASON])
+            return
+        for vote in list(self._votes.values()):
+            council = vote.attempt.council
+            assert council is not None
+            if (council.coordinator, council.key.fragment, council.key.round) != (sender, *place):
+                continue
+            if message.refusal:
+                self._give_up(vote, message.refusal[: bounds.MAX_REASON])
+            elif vote.voice is not None:
+                vote.voice.answered(now)
 
     def on_begin(self, message: CellBegin, sender: PeerId, now: float) -> None:
         """The council has begun. Raises ``RemoteProtocolError``."""
@@ -245,6 +251,14 @@ class Delegation:
         begin.result_within_s = min(within_s, self._swarm.shape.round_cap_s)
         seal_begin(begin, self._swarm.me)
         self._start(place, pending.gathering, begin, late, now)
+        self._lend_voice(council.key.attempt, now)
+
+    def _lend_voice(self, council: bytes, now: float) -> None:
+        """From now on we speak for our cell in a round that has begun."""
+        vote = self._votes.get(council)
+        if vote is not None and vote.voice is None:
+            assert vote.attempt.council is not None
+            vote.voice = Voice(vote.attempt.council, self._outlet, now, vote.until)
 
     def _look(self, place: Place, pending: _Pending) -> None:
         """End a gathering whose delegate has failed, or was told that the others are elsewhere, or for which
@@ -289,11 +303,11 @@ class Delegation:
         if vote is not None and vote.outcome is None:
             vote.outcome = outcome
 
-    def took_over(self, attempt: Attempt) -> None:
+    def took_over(self, attempt: Attempt, now: float) -> None:
         """This cell's coordinator was lost and we count in its place: the council may have decided long
         ago."""
         if attempt.council is not None:
-            self._outlet.send(PeerId(attempt.council.coordinator), AskOutcome(key=attempt.council.key))
+            self._lend_voice(attempt.council.key.attempt, now)
 
     def _speak(self, vote: _Vote, now: float) -> None:
         assert vote.outcome is not None
@@ -305,7 +319,9 @@ class Delegation:
             vote.roster, vote.signature = sign_roster(self._identity, outcome)
             result.roster_digest = roster_digest(vote.roster)
             result.digests.extend(part.digest for part in outcome.parts)
-        vote.voice = Voice(council, result, self._outlet, now, vote.until)
+        self._lend_voice(council.key.attempt, now)
+        assert vote.voice is not None
+        vote.voice.vote(result, now)
 
     def on_decision(self, message: CellDecision, sender: PeerId) -> None:
         """The council has decided. Raises ``RemoteProtocolError``."""
@@ -367,7 +383,7 @@ class Delegation:
     def settle(self, now: float) -> bool:
         """Tell the council of new votes, begin its rounds; True if something moved."""
         for vote in list(self._votes.values()):
-            if vote.outcome is not None and vote.voice is None:
+            if vote.outcome is not None and (vote.voice is None or vote.voice.result is None):
                 self._speak(vote, now)
                 return True
         return self.councils.close_complete(now)
@@ -400,9 +416,17 @@ class Delegation:
             if vote.voice is not None and now >= vote.voice.get_timer():
                 vote.voice.handle_timer(now)
                 if vote.voice.failure:
+                    self._not_heard(vote.voice, now)
                     self._give_up(vote, vote.voice.failure)
-            elif vote.outcome is None and vote.doomed_at is not None and now >= vote.doomed_at:
+                    continue
+            if vote.outcome is None and vote.doomed_at is not None and now >= vote.doomed_at:
                 self._give_up_for_all(vote)
+
+    def _not_heard(self, voice: Voice, now: float) -> None:
+        """Of a lost council another peer is asked for the next round."""
+        if voice.is_lost:
+            why = "it was silent in a round over all cells"
+            self._swarm.spoilt(PeerId(voice.council.coordinator), why, now, rounds=SPOILT_IN_A_ROW)
 
     def _give_up_for_all(self, vote: _Vote) -> None:
         """A peer that sums for all cells is lost: none of them can end the round, and none need wait."""

@@ -277,7 +277,7 @@ class Rounds:
                 # Another cell's peer needs the council's word, not our cell's.
                 is_told = self._swarm.is_near(sender) and self._answer(fragment, message, sender)
                 if not is_told and delegation is not None:
-                    delegation.councils.answer(message, sender)
+                    delegation.councils.answer(message, sender, now)
             case wire.Listen():
                 self._on_listen(message, sender, now)
             case wire.Decision():
@@ -366,7 +366,7 @@ class Rounds:
         """The offer for which we still ask, if others are in an attempt at its round. Over several cells
         that is the council's."""
         asking, is_ours = fragment.asking, self._coordination.counts(key.attempt)
-        if asking is None or asking.offer.round != key.round or is_ours or self._swarm.cells > 1:
+        if asking is None or asking.offer.round != key.round or is_ours:
             return None
         return asking
 

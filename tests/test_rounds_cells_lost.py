@@ -1,0 +1,140 @@
+"""Coordinators of cells and of councils that die amid BEGIN, and owners that lie about it: what it costs all
+cells."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from google.protobuf.message import Message
+
+from p2p_co2.rounds import Aborted, PayloadShape
+from p2p_co2.rounds.cells import council_order
+from p2p_co2.rounds.delegate import SILENT_S
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId, cell_of
+from tests.round_network import Faults, Network, Peer
+
+CELLS, ROUND_S = 3, 4.0
+SHAPE = PayloadShape(8, (24,), 8, round_s=ROUND_S)
+
+
+def _longest_without_a_commit(net: Network, seconds: float) -> float:
+    """Everybody offers in time, every ``ROUND_S``."""
+    began_at = net.now
+
+    def offer_in_time(name: PeerId, period_s: float) -> None:
+        peer = net.peers[name]
+        if name not in net.busy and peer.alive and net.now >= began_at + ROUND_S * peer.version:
+            net.busy.add(name)
+            net.offer(name, peer.version + 1)
+        net.at(net.now + period_s, lambda: offer_in_time(name, period_s))
+
+    net._offer_again = offer_in_time  # type: ignore[method-assign]
+    net.keep_offering(period_s=0.1)
+    made_at = [net.now]
+    while net.now < began_at + seconds:
+        net.run(0.1)
+        if max(peer.version for peer in net.peers.values()) >= len(made_at):
+            made_at.append(net.now)
+    return max(later - at for at, later in pairwise([*made_at, net.now]))
+
+
+@pytest.mark.parametrize("of_council", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cells_coordinator_that_dies_amid_begin_holds_up_no_cell_for_long(
+    seed: int, of_council: bool
+) -> None:
+    """The others waited for its cell's sums, and gave each part away again and again: 28 to 46 s without a
+    commit in rounds of 4 s."""
+    net = Network(27, seed, Faults(latency_s=(0.01, 0.1)), shape=SHAPE, cells=CELLS)
+    net.detect_s = 0.7
+    left, died_at = 1 + 2 * seed, 0.0
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        nonlocal left, died_at
+        if isinstance(message, wire.Begin) and message.key.round == 3 and not died_at:
+            is_of_council = cell_of(source, CELLS) == council_order(range(CELLS), 0, 3)[0]
+            left -= is_of_council == of_council
+            if left == 0:
+                net.crash(source)
+                died_at = net.now
+                return False
+        return True
+
+    net.on_send = on_send
+    longest_s = _longest_without_a_commit(net, 32.0)
+    assert died_at
+    assert longest_s < ROUND_S + SILENT_S + 2.0
+    alive = [peer.states[0] for peer in net.peers.values() if peer.alive]
+    assert min(version for version, _ in alive) >= 6
+    assert len(set(alive)) == len({version for version, _ in alive})
+
+
+def test_the_council_and_its_cells_wait_for_one_another_as_long_as_they_are_there() -> None:
+    """One owner says that its cell failed, while its coordinator speaks for it: all cells gave up 5 s later.
+    Nor is a cell, or a council, lost that says nothing new for so long."""
+    net = Network(15, shape=SHAPE, cells=CELLS)
+    net.reduce_s = 0.7 * SILENT_S  # twice in a round
+    deliver, told = net.deliver, False
+
+    def lie(source: PeerId, to: PeerId, message: Message) -> None:
+        nonlocal told
+        if isinstance(message, wire.Begin) and cell_of(to, CELLS) != cell_of(
+            PeerId(message.council.coordinator), CELLS
+        ):
+            key, cell = message.council.key, cell_of(to, CELLS)
+            said = wire.CellResult(key=key, cell=cell, failure="a lie")
+            if not told and to != source and to in {part.owner for part in message.parts}:
+                told = True
+                council = PeerId(message.council.coordinator)
+                net.at(net.now + 0.1, lambda: deliver(to, council, said))
+        deliver(source, to, message)
+
+    net.deliver = lie  # type: ignore[method-assign]
+    net.offer_all()
+    net.run_until_settled()
+    assert told
+    assert not [event.reason for _, event in net.events if isinstance(event, Aborted)]
+    assert len(net.committed()) == 15
+
+
+def test_a_council_that_slept_commits_nothing_that_its_cells_have_given_up() -> None:
+    """What they had voted lay there when it woke up, and they were making the round anew."""
+    net = Network(15, shape=SHAPE, cells=CELLS)
+    deliver, timer, slept = net.deliver, net._timer, []
+    until = 0.0
+
+    def sleeps(name: PeerId) -> bool:
+        return name in slept and net.now < until
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        nonlocal until
+        if isinstance(message, wire.Result) and not slept:
+            begin = next(sent for _, _, sent in net.sent if isinstance(sent, wire.CellBegin))
+            if to == begin.council.coordinator:  # its cell holds what it made: all the others will vote, too
+                slept.append(to)
+                until = net.now + SILENT_S + 3.0
+        return True
+
+    def deliver_later(source: PeerId, to: PeerId, message: Message) -> None:
+        if sleeps(to):
+            net.at(until, lambda: deliver(source, to, message))
+        else:
+            deliver(source, to, message)
+
+    def fire_later(peer: Peer) -> None:
+        if sleeps(peer.name):
+            net.at(until + 0.5, lambda: timer(peer))
+        else:
+            timer(peer)
+
+    net.on_send, net.deliver, net._timer = on_send, deliver_later, fire_later  # type: ignore[method-assign]
+    net.offer_all()
+    net.run(30.0)
+    assert slept
+    decided = [
+        sent for source, _, sent in net.sent if source == slept[0] and isinstance(sent, wire.CellDecision)
+    ]
+    outcomes = [wire.Outcome.FromString(sent.decision.outcome) for sent in decided]
+    assert not [one for one in outcomes if one.key.round == 1 and one.committed]
