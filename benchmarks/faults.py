@@ -15,8 +15,11 @@ The others hit anybody, newcomers that are still starting as well.
   phases: what the swarm itself took from training; the rest of a loss is processor time: a process that
   starts takes seconds of it, which elsewhere would be another machine's.
 - ``aborted_per_kill``: distinct rounds (fragment, number) that anybody saw aborted after a kill and before
-  the next: most and mean. Bar: most 1. ``killed_while_coordinating``: kills that left a begun round undecided
-  at its coordinator.
+  the next: most and mean. Bar: most 1. A peer that goes over to the agreed state ends its offer, and that is
+  no round that failed: ``went_over`` counts those. ``killed_while_coordinating``: kills that left a begun
+  round undecided at its coordinator.
+- ``without_a_commit``: the longest time in which any fragment had no commit, in the calm and amid the kills,
+  in seconds and in rounds (a fragment has one in each ``round_s``). No bar.
 - ``newcomer_alone``: seconds from the start of ``p2p-co2 join`` in the calm to its first contribution that
   was counted, and where they went. Bars: 15 s, 3 rounds. ``newcomers``: the same of those that were started
   one upon the other in the killing, with too few cores for all: no bar.
@@ -32,13 +35,14 @@ import math
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +133,7 @@ def _run(swarm: Campaign, options: argparse.Namespace) -> dict[str, Any]:
         "rounds_committed": len({key for name in names for key in _commits(swarm, name)}),
         "throughput": _throughput(swarm, names, (calm_from, kills_from), (kills_from, kills_until)),
         **_aborted(swarm, names, victims, kills_until),
+        "without_a_commit": _without_a_commit(swarm, names, (calm_from, kills_from, kills_until)),
         "newcomer_alone": _newcomers(swarm, [alone]),
         "newcomers": _newcomers(swarm, newcomers),
         "survivors": len(survivors),
@@ -183,7 +188,8 @@ def _exposed_share(swarm: Campaign, names: Sequence[str], since: float, until: f
 def _aborted(
     swarm: Campaign, names: Sequence[str], victims: Sequence[tuple[float, Child]], until: float
 ) -> dict[str, Any]:
-    aborts = [event for name in names for event in swarm.aborts(name)]
+    ended = [event for name in names for event in swarm.aborts(name)]
+    aborts = [event for event in ended if not went_over(event.reason)]
     edges = [at for at, _ in victims] + [until + SETTLE_S]
     per_kill = [
         len({(event.fragment, event.round) for event in aborts if begin <= event.at < end})
@@ -203,9 +209,49 @@ def _aborted(
             "met": max(per_kill) <= BAR_ABORTED,
             "rounds_decided": len(decided),
         },
+        "went_over": len(ended) - len(aborts),
         "killed_while_coordinating": caught,
         "abort_reasons": dict(Counter(event.reason[:80] for event in aborts).most_common(8)),
     }
+
+
+def went_over(reason: str) -> bool:
+    """Whether a peer ended its offer because it went over to the agreed state (``FragmentRounds.set_state``):
+    the round itself was made, or will be."""
+    return re.fullmatch(r"version \d+ is the agreed state now", reason) is not None
+
+
+def _without_a_commit(
+    swarm: Campaign, names: Sequence[str], edges: tuple[float, float, float]
+) -> dict[str, Any]:
+    made_at: dict[tuple[int, int], float] = {}
+    for name in names:
+        for event in swarm.events(name, RoundCommitted):
+            key = event.fragment, event.round
+            made_at[key] = min(event.at, made_at.get(key, event.at))
+    answer: dict[str, Any] = {"round_s": ROUND_S}
+    for phase, (since, until) in zip(("calm", "kills"), itertools.pairwise(edges), strict=True):
+        longest_s, fragment = longest_gap(made_at, FRAGMENTS, since, until)
+        rounds = round(longest_s / ROUND_S, 2)
+        answer[phase] = {"longest_s": round(longest_s, 1), "in_rounds": rounds, "fragment": fragment}
+    return answer
+
+
+def longest_gap(
+    made_at: Mapping[tuple[int, int], float], fragments: int, since: float, until: float
+) -> tuple[float, int]:
+    """The longest time between two commits of one fragment, of which part lies between ``since`` and
+    ``until``, and that fragment. ``made_at``: of (fragment, round), when the first peer had it. What came
+    before the first commit, or would come after the last one, counts from ``since`` and up to ``until``."""
+    longest = (0.0, 0)
+    for fragment in range(fragments):
+        times = sorted(at for (of, _), at in made_at.items() if of == fragment)
+        before = [at for at in times if at <= since] or [since]
+        after = [at for at in times if at >= until] or [until]
+        around = [before[-1], *(at for at in times if since < at < until), after[0]]
+        gap = max(later - at for at, later in itertools.pairwise(around))
+        longest = max(longest, (gap, fragment))
+    return longest
 
 
 def _newcomers(swarm: Campaign, newcomers: Sequence[Child]) -> dict[str, Any]:
