@@ -33,9 +33,9 @@ from bootstrap.local_swarm import (
     remove_empty_run_folder,
 )
 from p2p_co2.config import RunConfig, write_toml
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.process import ctrl_c_ends, full_disk_named, require_supported_platform
-from p2p_co2.telemetry.events import Event, PeerFinished, Progress
+from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
 FRAGMENTS = 4
@@ -74,8 +74,8 @@ class DemoOptions:
 @dataclass(frozen=True, kw_only=True)
 class DemoEnd:
     """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured; ``killed``:
-    names of the peers that were killed on purpose; ``deaths``: last words of those that died by
-    themselves."""
+    names of the peers that were killed on purpose; ``deaths``: last words of those that died by themselves;
+    ``notes``: what else the reader should know, a sentence each."""
 
     config: RunConfig
     folder: Path
@@ -86,6 +86,7 @@ class DemoEnd:
     killed: tuple[str, ...]
     deaths: tuple[str, ...]
     software: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 class Watch(Protocol):
@@ -139,7 +140,7 @@ def _demonstrate(
         remove_empty_run_folder(folder)
         raise
     with LocalSwarm(folder / "logs") as swarm:
-        demo = _Demo(options, config, folder, swarm)
+        demo = RunningDemo(options, config, folder, swarm)
         watch = watch_with(config, folder)
         try:
             demo.run(watch)
@@ -196,7 +197,7 @@ def _prepared(options: DemoOptions, config: RunConfig, folder: Path) -> tuple[Ru
     return config, recipe.held_out(recipe.model)
 
 
-class _Demo:
+class RunningDemo:
     """The swarm while it runs. ``tails``: each peer's journal by its name."""
 
     def __init__(self, options: DemoOptions, config: RunConfig, folder: Path, swarm: LocalSwarm) -> None:
@@ -208,19 +209,33 @@ class _Demo:
         self.deaths: dict[str, str] = {}
         self.training_since: float | None = None
         self.finished: set[str] = set()
+        self.latecomer = ""
+        self.caught_up: set[str] = set()
+        self.notes: list[str] = []
 
     def run(self, watch: Watch) -> None:
-        """Start everybody, look on until the peers have ended, then end the seed."""
+        """Start everybody, look on until the peers have ended, then end the seed. Raises
+        ``EnvironmentFault`` if one of them ends before there is anything to see."""
         seed = self.swarm.start("seed", self._seed_command(), environment())
         self.ticket = self.swarm.wait_for_line(seed, "ticket:", _SEED_READY_S)
         for number in range(1, self.options.peers + 1):
             self._start_peer(f"peer-{number}")
+        self.look_on(watch)
+        self.swarm.close()
+        self._look(watch)
+
+    def look_on(self, watch: Watch) -> None:
+        """Until the peers have ended, which they are asked to when they are overdue."""
         latest_at = time.monotonic() + _START_UP_S + self.options.seconds + _LEAVE_S
         asked_at: float | None = None
         while any(child.running() for child in self.peers.values()):
             time.sleep(_LOOK_EVERY_S)
+            others_ended = self._others_have_ended()
             self._look(watch)
-            self._report_deaths(seed)
+            if others_ended:
+                self._end_latecomer()
+            self._report_deaths()
+            self._require_a_beginning()
             self._stage()
             if asked_at is None and time.monotonic() > latest_at:
                 asked_at = time.monotonic()
@@ -229,9 +244,7 @@ class _Demo:
             elif asked_at is not None and time.monotonic() > asked_at + _LEAVE_S:
                 break
         self._look(watch)
-        self._report_deaths(seed)
-        self.swarm.close()
-        self._look(watch)
+        self._report_deaths()
 
     def _seed_command(self) -> list[str]:
         place = ["--host", "127.0.0.1", "--folder", str(self.folder / "seed"), *_WITH_US]
@@ -261,14 +274,28 @@ class _Demo:
                     self.training_since = time.monotonic()
                 if isinstance(event, PeerFinished):
                     self.finished.add(name)
+                if isinstance(event, CaughtUp):
+                    self.caught_up.add(name)
                 events.append(event)
         watch.see(events)
 
-    def _report_deaths(self, seed: Child) -> None:
+    def _report_deaths(self) -> None:
         for child in self.swarm.dead_unasked():
             if child.name not in self.deaths:
                 self.deaths[child.name] = (
                     f"{child.name} ended unexpectedly with status {child.exit_status()}; "
+                    f"its last lines ({child.log}):\n{child.last_lines()}"
+                )
+
+    def _require_a_beginning(self) -> None:
+        """Nobody trains before all are there. Raises ``EnvironmentFault`` if one of them has ended by then,
+        rather than let the others wait for it."""
+        if self.training_since is not None or self.finished:
+            return
+        for child in self.peers.values():
+            if not child.running():
+                raise EnvironmentFault(
+                    f"{child.name} ended before the training began, with status {child.exit_status()}; "
                     f"its last lines ({child.log}):\n{child.last_lines()}"
                 )
 
@@ -280,7 +307,25 @@ class _Demo:
             name = f"peer-{self.options.peers}"
             self.killed = (name,)
             self.swarm.kill(self.peers[name])
-            self._start_peer(f"peer-{self.options.peers + 1}")
+            self.latecomer = f"peer-{self.options.peers + 1}"
+            self._start_peer(self.latecomer)
+
+    def _others_have_ended(self) -> bool:
+        return not any(child.running() for name, child in self.peers.items() if name != self.latecomer)
+
+    def _end_latecomer(self) -> None:
+        """Who is up only when all others have left finds nobody to catch up from, and would train a run of
+        its own from the beginning: end it."""
+        late = self.latecomer
+        if not late or late in self.caught_up or not self.peers[late].running():
+            return
+        up_s = time.time() - self.peers[late].started_at
+        self.swarm.kill(self.peers[late])
+        self.killed += (late,)
+        self.notes.append(
+            f"{late} came too late and was ended: {up_s:.0f} s after its start it had not caught up, and the "
+            "others had ended the run; give more --seconds"
+        )
 
     def end(self, loss_start: float) -> DemoEnd:
         """Collect what the peers left: one journal, one checkpoint, and what the trained model can do."""
@@ -292,10 +337,11 @@ class _Demo:
             loss_start=loss_start,
             loss_end=loss_end,
             text=text,
-            expected_peers=self.options.peers + len(self.killed),
+            expected_peers=len(self.peers),
             killed=self.killed,
             deaths=tuple(self.deaths.values()),
             software=software_versions(),
+            notes=tuple(self.notes),
         )
 
     def _result(self) -> tuple[float | None, str]:

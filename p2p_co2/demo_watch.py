@@ -80,6 +80,8 @@ class DemoWatch:
         agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
         write_report(end.folder, end.folder / "report.html", agreed)
         print_summary(summary, self._console)
+        for note in end.notes:
+            self._console.print(f"note: {note}", markup=False, highlight=False)
         self._console.print(f"written to {end.folder}", markup=False, highlight=False)
         return [*end.deaths, *verdict(_without(summary, end.killed))]
 

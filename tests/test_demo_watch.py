@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
-from bootstrap.demo import DemoEnd
+from bootstrap.demo import DemoEnd, DemoOptions, RunningDemo
+from bootstrap.local_swarm import LocalSwarm
 from p2p_co2.demo_watch import DemoWatch
-from p2p_co2.telemetry.events import Event
-from tests.told_run import FACTS, story
+from p2p_co2.telemetry.events import CaughtUp, Event, Progress
+from p2p_co2.telemetry.journal import Journal, Tail
+from tests.told_run import FACTS, IDS, story
 
 
 def end_of(
@@ -75,6 +80,59 @@ def test_a_peer_that_never_came_is_a_reason_and_deaths_come_first(tmp_path: Path
     assert len(reasons) == 2
     assert "2" in reasons[1]
     assert "3" in reasons[1]
+
+
+class Unseen:
+    """Of a demo of which nobody looks at the picture."""
+
+    def see(self, events: Sequence[Event]) -> None: ...
+    def finish(self, end: DemoEnd) -> list[str]:
+        return [*end.notes]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("caught_up", [False, True])
+def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
+    tmp_path: Path, caught_up: bool
+) -> None:
+    python = [sys.executable, "-c"]
+    with LocalSwarm(tmp_path) as swarm:
+        demo = RunningDemo(DemoOptions(peers=2, kill_one=True), FACTS.config, tmp_path, swarm)
+        for name, seconds in (("peer-1", 2.0), ("peer-3", 5.0)):
+            demo.peers[name] = swarm.start(name, [*python, f"import time; time.sleep({seconds})"])
+            demo.tails[name] = Tail(tmp_path / f"{name}.jsonl")
+        demo.killed, demo.latecomer = ("peer-2",), "peer-3"
+        began = Progress(
+            at=1.0, peer=IDS["ada"], phase="training", position=0.0, inner_steps=1, tokens=1,
+            tokens_per_s=1.0, loss=1.0, train_s=1.0, exposed_s=0.0, wall_s=1.0, up_bytes=0, down_bytes=0,
+            versions=(0,),
+        )  # fmt: skip
+        with Journal(tmp_path / "peer-1.jsonl") as journal:
+            journal.write(began)
+        with Journal(tmp_path / "peer-3.jsonl") as journal:
+            journal.write(replace(began, peer=IDS["bob"]))
+            if caught_up:
+                journal.write(
+                    CaughtUp(
+                        at=2.0, peer=IDS["bob"], fragment=0, from_version=0, to_version=1, how="state",
+                        donor=IDS["ada"], bytes=1, duration_s=0.1,
+                    )
+                )  # fmt: skip
+        demo.look_on(Unseen())
+        status = demo.peers["peer-3"].exit_status()
+    assert status == (0 if caught_up else -9)
+    assert demo.killed == (("peer-2",) if caught_up else ("peer-2", "peer-3"))
+    assert [note.partition(":")[0] for note in demo.notes] == (
+        [] if caught_up else ["peer-3 came too late and was ended"]
+    )
+
+
+def test_a_note_is_shown_with_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [*story("ada", "bob"), *story("bob", "ada", finish=False)]
+    end = replace(end_of(tmp_path, killed=("bob",)), notes=("bob came too late",))
+    assert watched(tmp_path, events, end) == []
+    assert "note: bob came too late" in capsys.readouterr().out
 
 
 def test_the_terminal_is_given_back_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from p2p_co2.telemetry.events import (
 )
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.connection import GATHER_BOUND_S
 from tests import campaign
 from tests.campaign import RECIPE
 
@@ -294,6 +295,22 @@ def test_the_demo_ends_with_a_summary_and_nothing_running(tmp_path: Path) -> Non
     assert not [pid for pid in summary["processes"].values() if psutil.pid_exists(pid)]
     for name in ("events.jsonl", "loss.png", "checkpoint"):
         assert (folder / name).exists()
+
+
+def test_a_demo_whose_peer_cannot_start_ends_at_once(tmp_path: Path) -> None:
+    """The others stood at "starting" for two minutes, and the demo told only then."""
+    folder = tmp_path / "run"
+    (folder / "peers").mkdir(parents=True)
+    (folder / "peers" / "peer-2").write_text("")
+    with LocalSwarm(tmp_path) as parent:
+        options = ["--peers", "2", "--seconds", "10", "--folder", str(folder)]
+        demo = parent.start("demo", program("bootstrap", "demo", *options), environment())
+        assert parent.wait([demo], 0.5 * GATHER_BOUND_S), demo.last_lines()
+        assert demo.exit_status() == 1
+    told = demo.last_lines()
+    assert "error: peer-2 ended before the training began, with status 1; its last lines" in told
+    assert "peer-2: not a folder; name another folder with --folder" in told
+    assert not any(str(folder) in " ".join(process.cmdline()) for process in psutil.process_iter())
 
 
 def test_ctrl_c_ends_a_demo_with_all_its_processes(tmp_path: Path) -> None:
