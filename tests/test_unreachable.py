@@ -37,6 +37,24 @@ def test_a_peer_that_was_met_is_told_of_again() -> None:
     assert known.listed([record(400.0)]) == []
 
 
+def test_somebody_is_unmet_who_renews_a_record_and_is_not_heard() -> None:
+    known = Unreachable()
+    for expires_at, live, unmet in (
+        (60.0, (), False),  # it may be about to answer, or dead
+        (60.0, (), False),
+        (80.0, (B,), False),
+        (100.0, (B,), False),
+        (120.0, (), False),  # it was heard until now
+        (140.0, (), True),
+        (160.0, (), True),
+        (160.0, (B,), False),
+    ):
+        known.listed([record(expires_at)], live)
+        assert known.is_somebody_unmet == unmet, expires_at
+    known.listed([], ())
+    assert not known.is_somebody_unmet
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "MAX_PEERS", 2)
     known = Unreachable()

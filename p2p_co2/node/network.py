@@ -127,14 +127,14 @@ class Network:
         await probes.start()
         self._stack.push_async_callback(end_if_hung, self.p2p)
 
-    async def publish_self(self) -> str:
+    async def publish_self(self, somebody_unmet: bool = False) -> str:
         """Put this peer's signed record into the DHT if the last one grows old, with its places at relays.
 
-        Returns why others may not be able to reach this peer and what to do, "" if they can as far as is
-        known. Raises ``TransportError``.
+        Returns what to do so that others reach this peer, and why, if there is ``somebody_unmet`` and nobody
+        relays for it; on a network of its own all may be well without a relay. Raises ``TransportError``.
         """
         if time.monotonic() - self._published_at < RECORD_RENEWED_S:
-            return self._told()
+            return self._told(somebody_unmet)
         maddrs = await own_maddrs(self.p2p, DAEMON_TIMEOUT_S)
         if self._places is not None:
             await self._places.renew()
@@ -153,12 +153,12 @@ class Network:
             record.certificate_digest = self._grpc.certificate_digest
         await self.discovery.publish_self(record, RECORD_LIFETIME_S)
         self._published_at = time.monotonic()
-        return self._told()
+        return self._told(somebody_unmet)
 
-    def _told(self) -> str:
-        """What is to be said: news once, trouble as long as it lasts."""
+    def _told(self, somebody_unmet: bool) -> str:
+        """What is to be said: news once, trouble as long as it lasts and somebody is out of reach."""
         news, self._news = self._news, ""
-        return news or self._trouble
+        return news or (self._trouble if somebody_unmet else "")
 
     def _grpc_addresses(self, maddrs: Sequence[str], port: int) -> list[str]:
         """Where others may dial our gRPC; a peer that listens everywhere names this machine's own
@@ -276,7 +276,7 @@ def lead_nowhere_else(seeds: Sequence[str]) -> bool:
 def unreachable_advice(cause: str) -> str:
     """What to tell somebody whose peer has no place at a relay. ``cause``: why there is none."""
     return (
-        f"no seed passes on traffic for this peer ({cause}), so others reach it only by dialling it: let "
-        "the router forward two TCP ports to this machine and join with --host 0.0.0.0 --libp2p-port PORT "
-        "--grpc-port PORT --announce-host NAME; or ask the organiser for a seed that relays (--announce-host)"
+        "forward two TCP ports of the router to this machine and join with --announce-host NAME "
+        "--host 0.0.0.0 --libp2p-port PORT --grpc-port PORT, or ask the organiser for a seed that relays "
+        f"(--announce-host): peers are out of reach, and no seed passes on traffic for this peer ({cause})"
     )

@@ -393,7 +393,7 @@ class Node:
         if trouble and trouble != self._trouble:
             self.report(ev.Warned, text=trouble)
         self._trouble = trouble
-        for peer, reason in self._unreached.listed(records):
+        for peer, reason in self._unreached.listed(records, self.membership.live):
             text = f"peer {peer} is there but cannot be reached: {reason}"
             self.report(ev.Warned, text=text)
 
@@ -409,7 +409,7 @@ class Node:
         self._seeds_greeted_at = self.now()
         while True:
             try:
-                trouble = await self._network.publish_self()
+                trouble = await self._network.publish_self(self._unreached.is_somebody_unmet)
                 records = await self._network.find_peers(self.far.cell)
                 self._tell_of_ways(trouble or "", records)
                 if records or self.membership.live:

@@ -2,12 +2,13 @@
 
 A peer that died is listed until its record expires, and nobody wants to hear of it twice. One whose record is
 renewed while we fail to reach it is alive behind something, and its owner and ours can do something about it.
-Law: a peer is told of once, and again only after it has been met in between. No clock, no I/O.
+So is one that we do reach and never hear: it cannot reach us. Law: a peer is told of once, and again only
+after it has been met in between. No clock, no I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Sequence
 
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
@@ -21,6 +22,9 @@ class Unreachable:
         self._reasons: dict[PeerId, str] = {}
         self._expiries: dict[PeerId, float] = {}
         self._told: set[PeerId] = set()
+        self._unheard: dict[PeerId, float] = {}
+        self.is_somebody_unmet = False
+        """Whether a peer was listed last that has renewed its record while we did not hear it."""
 
     def failed(self, peer: PeerId, reason: str) -> None:
         """No carrier gets through to ``peer``."""
@@ -33,8 +37,12 @@ class Unreachable:
         self._expiries.pop(peer, None)
         self._told.discard(peer)
 
-    def listed(self, records: Iterable[PeerRecord]) -> list[tuple[PeerId, str]]:
-        """What the DHT lists now: (peer, reason) of those to tell of."""
+    def listed(self, records: Sequence[PeerRecord], live: Container[PeerId] = ()) -> list[tuple[PeerId, str]]:
+        """What the DHT lists now, and whom we hear: (peer, reason) of those to tell of."""
+        expiries = {PeerId(record.peer): record.expires_at for record in records[:MAX_PEERS]}
+        known = self._unheard
+        self._unheard = {peer: known.get(peer, at) for peer, at in expiries.items() if peer not in live}
+        self.is_somebody_unmet = any(expiries[peer] > at for peer, at in self._unheard.items())
         news = []
         for record in records:
             peer = PeerId(record.peer)

@@ -158,7 +158,7 @@ class Doorway:
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         self._endpoint.on_message = on_message
 
-    async def publish_self(self) -> None:
+    async def publish_self(self, somebody_unmet: bool = False) -> None:
         if self._world.time() - self._published_at < RECORD_RENEWED_S:
             return
         await self._lookup(self._rendezvous.answers, "the DHT did not take a record")

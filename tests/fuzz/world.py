@@ -139,7 +139,7 @@ class Beside:
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         self._world.doors[self.identity.peer_id] = on_message
 
-    async def publish_self(self) -> None:
+    async def publish_self(self, somebody_unmet: bool = False) -> None:
         return None
 
     async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
