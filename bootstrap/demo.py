@@ -31,9 +31,10 @@ from bootstrap.local_swarm import (
     new_run_folder,
     program,
     remove_empty_run_folder,
+    require_all_alive,
 )
 from p2p_co2.config import RunConfig, write_toml
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError
 from p2p_co2.process import ctrl_c_ends, full_disk_named, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
@@ -235,7 +236,8 @@ class RunningDemo:
             if others_ended:
                 self._end_latecomer()
             self._report_deaths()
-            self._require_a_beginning()
+            if self.training_since is None and not self.finished:
+                require_all_alive(self.peers.values())
             self._stage()
             if asked_at is None and time.monotonic() > latest_at:
                 asked_at = time.monotonic()
@@ -284,18 +286,6 @@ class RunningDemo:
             if child.name not in self.deaths:
                 self.deaths[child.name] = (
                     f"{child.name} ended unexpectedly with status {child.exit_status()}; "
-                    f"its last lines ({child.log}):\n{child.last_lines()}"
-                )
-
-    def _require_a_beginning(self) -> None:
-        """Nobody trains before all are there. Raises ``EnvironmentFault`` if one of them has ended by then,
-        rather than let the others wait for it."""
-        if self.training_since is not None or self.finished:
-            return
-        for child in self.peers.values():
-            if not child.running():
-                raise EnvironmentFault(
-                    f"{child.name} ended before the training began, with status {child.exit_status()}; "
                     f"its last lines ({child.log}):\n{child.last_lines()}"
                 )
 

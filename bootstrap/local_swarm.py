@@ -15,7 +15,7 @@ import site
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -178,6 +178,17 @@ class LocalSwarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def require_all_alive(peers: Iterable[Child]) -> None:
+    """For as long as nobody trains, because all wait for all: raises ``EnvironmentFault`` if one of ``peers``
+    has ended, rather than let the others wait for it."""
+    for child in peers:
+        if not child.running():
+            raise EnvironmentFault(
+                f"{child.name} ended before the training began, with status {child.exit_status()}; "
+                f"its last lines ({child.log}):\n{child.last_lines()}"
+            )
 
 
 def program(module: str, *arguments: str) -> list[str]:

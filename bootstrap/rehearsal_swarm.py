@@ -21,11 +21,11 @@ from bootstrap import netns
 from bootstrap.demo import merge_journals
 from bootstrap.internet import Internet
 from bootstrap.lines import Line
-from bootstrap.local_swarm import Child, LocalSwarm, environment, program
+from bootstrap.local_swarm import Child, LocalSwarm, environment, program, require_all_alive
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.profiles import PROFILES
-from p2p_co2.telemetry.events import Event, PeerFinished
+from p2p_co2.telemetry.events import Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
 _LOOK_EVERY_S = 0.3
@@ -59,6 +59,7 @@ class RehearsalSwarm:
         self._peers: dict[str, Child] = {}
         self._tails: dict[str, Tail] = {}
         self._finished: set[str] = set()
+        self._training = False
 
     # ---- lines
 
@@ -134,6 +135,8 @@ class RehearsalSwarm:
             time.sleep(_LOOK_EVERY_S)
             self._look(see)
             self._report_deaths(swarm)
+            if not (self._training or self._finished):
+                require_all_alive(self._peers.values())
             if asked_at is None and time.monotonic() > latest_at:
                 asked_at = time.monotonic()
                 for child in self._peers.values():
@@ -186,6 +189,7 @@ class RehearsalSwarm:
             for event in tail.new_events():
                 if isinstance(event, PeerFinished):
                     self._finished.add(name)
+                self._training |= isinstance(event, Progress) and event.inner_steps > 0
                 events.append(event)
         see(events)
 
