@@ -296,7 +296,7 @@ def test_one_peer_that_says_that_all_others_are_elsewhere_stops_no_round_for_goo
     rounds without it 6 to 17 are made, by seed, and a cell may be ahead for a while."""
     made = [min(peer.version for peer in lied_to(seed).peers.values()) for seed in range(1, 11)]
     assert min(made) >= CALM / 2, made
-    assert sum(made) / len(made) >= 0.9 * CALM, made
+    assert sum(made) / len(made) >= CALM, made
 
 
 def lied_to(seed: int) -> Network:
