@@ -234,6 +234,20 @@ def test_several_histories_become_one_as_soon_as_nobody_can_come_who_would_make_
     assert {tuple(message.donors) for message in told} == {(names[0],)}
 
 
+def test_several_histories_become_one_where_no_two_are_ready_within_the_deadline() -> None:
+    """Each was told at the deadline, alone, that no round could begin, and offered again, and was alone
+    again: 225 aborts in five minutes."""
+    net = Network(3, shape=PayloadShape(8, (16,), round_s=4.0))
+    for name in net.names:
+        net.set_state(name, 0, 2, hashlib.sha256(name.encode()).digest())
+    views = {name: PeerView(1e6, True, (2,), digests=(net.peers[name].states[0][1],)) for name in net.names}
+    for index, name in enumerate(net.names):
+        net.peers[name].machine.set_peers(views, net.now)
+        net.at(net.now + 1.3 * index, lambda name=name: net._offer_again(name, 4.0))  # type: ignore[misc]
+    net.run(limits.GATHER_CAP_S + 2.0)
+    assert len({peer.states[0] for peer in net.peers.values()}) == 1
+
+
 def test_a_majority_that_may_still_come_is_waited_for() -> None:
     net = Network(5)
     names = coordination_order(net.names, 0, 1)

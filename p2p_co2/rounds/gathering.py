@@ -59,7 +59,8 @@ class Gathering:
         self._behind: set[PeerId] = set()
         """Peers one round behind that are worth waiting for."""
         self.give_up_at = now + max(self._adaptive_s, bounds.GATHER_CAP_S)
-        self._is_overdue = False
+        self._heals_until = now + min(bounds.GATHER_CAP_S, cadence.period_s or bounds.GATHER_CAP_S)
+        self._is_overdue = self._awaits_most = False
         self._least_s = gather_least_s(cap_s, step_s)
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
@@ -104,6 +105,8 @@ class Gathering:
         """The deadline; once that has passed without a majority, the end of all patience."""
         if not self._is_overdue:
             return self.close_at
+        if self._awaits_most:
+            return min(self._heals_until, self.give_up_at)
         return self.give_up_at if self._enough_at is None else min(self._grace_until, self.give_up_at)
 
     @property
@@ -132,7 +135,9 @@ class Gathering:
         return False
 
     def _is_hopeless(self, now: float) -> bool:
-        """Whether no camp can begin whoever still comes: the states differ, and only ``heal`` helps."""
+        """Whether no camp can begin whoever still comes: the states differ, and only ``heal`` helps. That
+        takes most of the swarm, which is waited for as long as between two rounds: their READYs may always be
+        further apart than the deadline."""
         live = self._live()
         missing = [peer for peer in live if peer not in self.readies and not self._is_past(peer)]
         told = {peer: self._told_state(peer) for peer in missing}
@@ -140,10 +145,14 @@ class Gathering:
         for digest in told.values():
             if digest is not None:
                 camps.setdefault(digest, [])
-        return not any(
+        may_begin = any(
             self._suffices([*camp, *(p for p in missing if told[p] in (None, digest))], live, now)
             for digest, camp in camps.items()
         )
+        here = len(self.readies)
+        may_heal = 2 * here <= len(live) < 2 * (here + len(missing))
+        self._awaits_most = not may_begin and may_heal and now < self._heals_until
+        return not may_begin and not self._awaits_most
 
     def _told_state(self, peer: PeerId) -> bytes | None:
         """The state that ``peer`` says it would start this round from; None if it may start from any."""
