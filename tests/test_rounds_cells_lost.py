@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, PayloadShape
+from p2p_co2.rounds import Aborted, Distrusted, PayloadShape
 from p2p_co2.rounds.cells import council_order
 from p2p_co2.rounds.delegate import SILENT_S
 from p2p_co2.wire import messages_pb2 as wire
@@ -138,3 +138,41 @@ def test_a_council_that_slept_commits_nothing_that_its_cells_have_given_up() -> 
     ]
     outcomes = [wire.Outcome.FromString(sent.decision.outcome) for sent in decided]
     assert not [one for one in outcomes if one.key.round == 1 and one.committed]
+
+
+def test_a_cells_coordinator_that_slept_asks_once_more_before_it_gives_up_what_the_council_committed() -> (
+    None
+):
+    """It woke up, found that nobody had answered it, and ended for its cell a round that all others hold."""
+    net = Network(15, shape=SHAPE, cells=CELLS)
+    deliver, timer, slept = net.deliver, net._timer, []
+    until = 0.0
+
+    def sleeps(name: PeerId) -> bool:
+        return name in slept and net.now < until
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        nonlocal until
+        if isinstance(message, wire.CellResult) and not slept and not message.failure and to != source:
+            slept.append(source)
+            until = net.now + SILENT_S + 3.0
+        return True
+
+    def deliver_later(source: PeerId, to: PeerId, message: Message) -> None:
+        if sleeps(to):
+            net.at(until + 0.1, lambda: deliver(source, to, message))
+        else:
+            deliver(source, to, message)
+
+    def fire_later(peer: Peer) -> None:
+        if sleeps(peer.name):
+            net.at(until, lambda: timer(peer))
+        else:
+            timer(peer)
+
+    net.on_send, net.deliver, net._timer = on_send, deliver_later, fire_later  # type: ignore[method-assign]
+    net.offer_all()
+    net.run_until_settled()
+    assert slept
+    assert len(net.committed()) == 15
+    assert not [event for _, event in net.events if isinstance(event, Distrusted)]

@@ -261,8 +261,11 @@ class Voice:
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
             self.failure = "the cells' council did not decide in time"
-        elif now >= self._lost_at:
+        elif now >= self._lost_at and now < self._again_at + REPEAT_S:
             self.failure, self.is_lost = "the coordinator of the cells' council was lost", True
+        elif now >= self._lost_at:  # it is we who slept: what it said lies there, or it says so again
+            self.answered(now)
+            self._send(now)
         elif now >= self._again_at:
             self._send(now)
 
