@@ -195,6 +195,26 @@ def test_where_all_finish_in_several_states_they_choose_one(
         assert camp.wait_s == STRONGEST_AFTER_S
 
 
+def test_who_loaded_a_last_round_that_its_makers_gave_up_goes_to_most_others_where_all_finish() -> None:
+    """Of 32 that finished, eight had loaded what one made alone, and stayed there when it turned back."""
+    others = {name: said(4, "a", FINISHES) for name in "bcd"} | {"e": said(5, "x", FINISHES)}
+    apart = one_that_made(0, 3, others, phase=FINISHES)
+    apart.moved(0, AgreedVersion(5, state(5, "x")), None)
+    apart._node.agreed[0] = AgreedVersion(5, state(5, "x"))
+    camp = apart.camp(0)
+    assert camp is not None
+    assert (camp.version, camp.digest, camp.holders) == (4, state(4, "a"), ("b", "c", "d"))
+    assert camp.wait_s == STANDING_S  # long enough for them to have replayed it, if anybody gives it
+    apart._node.membership.live[PeerId("b")] = said(4, "a")
+    assert apart.camp(0) is None  # rounds go on
+    apart._node.membership.live[PeerId("b")] = said(5, "x", FINISHES)
+    assert apart.camp(0) is None  # they come to us
+    replayed = one_that_made(1, 4, {name: said(4, "a", FINISHES) for name in "bcd"}, phase=FINISHES)
+    replayed.moved(0, AgreedVersion(6, state(6, "a")), [ME, PeerId("other")])
+    replayed._node.agreed[0] = AgreedVersion(6, state(6, "a"))
+    assert replayed.camp(0) is None  # can give it
+
+
 def test_who_says_that_it_holds_another_state_of_a_version_is_not_asked_for_it() -> None:
     """Three that told no lie were taken for liars, and asked for nothing in two minutes."""
     others = {"b": said(3, "b"), "c": said(3, "c"), "d": said(4, "d"), "e": said(2, "b")}

@@ -9,9 +9,9 @@ Law: more than half of all who move, of those that the DHT lists and that are no
 elsewhere, two of them in one state: two liars take nobody back who hears more honest peers than them. Of
 versions that others helped to make nobody turns back before they are contradicted. Where all finish in
 several states of which none has a majority, the largest digest decides among equals: a liar who finishes with
-them may be who it is. Price: the versions made alone are lost; their work is offered again, unless somebody
-was given any of them (``trainer.alone``). In a swarm of cells the others' cells decide (``rounds.council``),
-and nobody turns back.
+them may be who it is. Who loaded a state that its makers have given up, goes to where most others finish.
+Price: the versions made alone are lost; their work is offered again, unless somebody was given any of them
+(``trainer.alone``). In a swarm of cells the others' cells decide (``rounds.council``), and nobody turns back.
 """
 
 from __future__ import annotations
@@ -169,8 +169,19 @@ class Apart:
         past = self._past.get(fragment, {})
         with_us = sum(held == mine or past.get(held[0], (b"",))[0] == held[1] for held in states.values()) + 1
         if 2 * max(with_us, *counts.values()) > counts.total():
-            return None
+            return self._standing(mine, past, states, counts)
         best = max(counts, key=lambda held: (held[0] <= middle, counts[held], held))
         if best == mine:
             return None
         return Camp(*best, tuple(sorted(peer for peer in states if states[peer] == best)), STRONGEST_AFTER_S)
+
+    def _standing(
+        self, mine: tuple[int, bytes], past: dict[int, tuple[bytes, bool]],
+        states: dict[PeerId, tuple[int, bytes]], counts: Counter[tuple[int, bytes]],
+    ) -> Camp | None:  # fmt: skip
+        """Where all finish: the state of most others, if we loaded a later one of whose past we know nothing.
+        Who made the rounds since then turned back, and nobody can give them any more."""
+        most, count = counts.most_common(1)[0]
+        if 2 * count <= counts.total() or most[0] >= mine[0] or most[0] in past:
+            return None
+        return Camp(*most, tuple(sorted(peer for peer in states if states[peer] == most)), STANDING_S)
