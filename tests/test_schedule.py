@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.schedule import (
+    ALONE_S,
     DISTINCT,
     FLUSH_CAP_S,
     FLUSH_FLOOR_S,
@@ -163,9 +164,11 @@ def test_a_flush_is_given_the_time_that_rounds_take_within_its_bounds() -> None:
 # ---- the account of work
 
 
-def account(mode: str = "time", rounds: int = 0, awaited: int = 0, count: int = 2) -> WorkAccount:
+def account(
+    mode: str = "time", rounds: int = 0, awaited: int = 0, count: int = 2, round_s: float = 60.0
+) -> WorkAccount:
     """Of two fragments; 100 tokens were trained before."""
-    clock = ClockConfig.model_validate({"mode": mode, "rounds": rounds})
+    clock = ClockConfig.model_validate({"mode": mode, "rounds": rounds, "round_s": round_s})
     run = RunConfig(fragments=count, clock=clock, outer=OuterConfig(blocking_rounds=awaited))
     return WorkAccount(run, 100, [0] * count)
 
@@ -242,13 +245,25 @@ def test_an_offer_made_before_the_others_is_that_of_the_point_at_which_they_make
     assert made.due(2.1, 2.2) == []
 
 
-@pytest.mark.parametrize(("share", "sent"), [(0.0, [0, 1]), (0.5, [0])])
-def test_who_has_no_part_in_a_mean_is_due_at_once(share: float, sent: list[int]) -> None:
-    """The others offer as soon as they have met it; at its own next point it would come after them again."""
-    made = account()
+@pytest.mark.parametrize(
+    ("round_s", "share", "sent"),
+    [(4.0, 0.0, [0, 1]), (4.0, 0.5, [0]), (ALONE_S, 0.0, [0, 1]), (60.0, 0.0, [0])],
+)
+def test_who_has_no_part_in_a_mean_is_due_at_once_in_short_rounds(
+    round_s: float, share: float, sent: list[int]
+) -> None:
+    """The others offer as soon as they have met it; at its own next point it would come after them again. In
+    long rounds it would wait for them alone until its offer is given up."""
+    made = account(round_s=round_s)
     send(made, 1, 0.5, 140)
     made.step(1, made.meet(1, 1, True), share, position=0.9, inner_steps=9, now=9.0)
     assert made.due(0.9, 1.0) == sent
+
+
+def test_a_newcomer_that_loaded_a_round_offers_at_its_point() -> None:
+    made = account(round_s=4.0)
+    made.step(1, made.meet(1, 1, True), 0.0, position=0.9, inner_steps=9, now=9.0)
+    assert made.due(0.9, 1.0) == [0]
 
 
 def test_points_of_a_rest_are_not_made_up() -> None:

@@ -5,6 +5,7 @@ Law: nothing here reads a clock, a socket or a tensor.
 """
 
 from p2p_co2.schedule.account import (
+    ALONE_S,
     DISTINCT,
     FIRST_ROUND_BOUND_S,
     Lag,
@@ -27,6 +28,7 @@ from p2p_co2.schedule.ending import (
 from p2p_co2.schedule.points import due, points_passed
 
 __all__ = [
+    "ALONE_S",
     "COUNCIL_SETTLE_S",
     "DISTINCT",
     "FIRST_ROUND_BOUND_S",

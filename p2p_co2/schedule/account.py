@@ -18,6 +18,8 @@ from p2p_co2.schedule.points import due, points_passed
 
 FIRST_ROUND_BOUND_S = 15.0
 """Training waits at most this long for the first rounds of what was sent in one step, if it waits at all."""
+ALONE_S = 15.0
+"""In longer rounds nothing is offered before its point: a coordinator waits 30 s for the others at most."""
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
 must not take the offer of its last process for its own."""
@@ -59,6 +61,7 @@ class WorkAccount:
     def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
         self._count, self._by_time = len(versions), run.clock.mode == "time"
         self._overdue = overdue_points(self._count)
+        self._are_rounds_short = run.clock.round_s <= ALONE_S
         self._awaited_rounds, self._rounds = run.outer.blocking_rounds, run.clock.rounds
         self.versions = list(versions)
         """Of the agreed states that the live parameters have met."""
@@ -122,10 +125,10 @@ class WorkAccount:
     ) -> Lag:
         """An outer step was taken. ``sent``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. Who
         has none in it is due at once: the others, who were in it, may be ready for the next."""
-        if not share:
-            self._missed[fragment] = self._overdue
         if sent is None:
             return Lag(0, 0, 0.0)
+        if not share and self._are_rounds_short:
+            self._missed[fragment] = self._overdue
         known = self._contributed_tokens[fragment]
         self._contributed_tokens[fragment] = known + share * (sent.tokens - known)
         self._delays_s.append(now - sent.at)
