@@ -3,6 +3,7 @@ cells."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -99,37 +100,49 @@ def test_the_council_and_its_cells_wait_for_one_another_as_long_as_they_are_ther
     assert len(net.committed()) == 15
 
 
-def test_a_council_that_slept_commits_nothing_that_its_cells_have_given_up() -> None:
-    """What they had voted lay there when it woke up, and they were making the round anew."""
-    net = Network(15, shape=SHAPE, cells=CELLS)
+def put_to_sleep(
+    net: Network, falls: Callable[[PeerId, PeerId, Message], PeerId | None], *, timers_first: bool
+) -> list[PeerId]:
+    """The first peer that ``falls`` names for a message that is sent, once there is one: it sleeps for longer
+    than silence is borne. What came meanwhile is there a moment after its timers, or before."""
     deliver, timer, slept = net.deliver, net._timer, []
     until = 0.0
 
-    def sleeps(name: PeerId) -> bool:
-        return name in slept and net.now < until
-
     def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
         nonlocal until
-        if isinstance(message, wire.Result) and not slept:
-            begin = next(sent for _, _, sent in net.sent if isinstance(sent, wire.CellBegin))
-            if to == begin.council.coordinator:  # its cell holds what it made: all the others will vote, too
-                slept.append(to)
-                until = net.now + SILENT_S + 3.0
+        if not slept and (name := falls(source, to, message)):
+            slept.append(name)
+            until = net.now + SILENT_S + 3.0
         return True
 
     def deliver_later(source: PeerId, to: PeerId, message: Message) -> None:
-        if sleeps(to):
-            net.at(until, lambda: deliver(source, to, message))
+        if to in slept and net.now < until:
+            net.at(until + 0.1, lambda: deliver(source, to, message))
         else:
             deliver(source, to, message)
 
     def fire_later(peer: Peer) -> None:
-        if sleeps(peer.name):
-            net.at(until + 0.5, lambda: timer(peer))
+        if peer.name in slept and net.now < until:
+            net.at(until + (0.0 if timers_first else 0.5), lambda: timer(peer))
         else:
             timer(peer)
 
     net.on_send, net.deliver, net._timer = on_send, deliver_later, fire_later  # type: ignore[method-assign]
+    return slept
+
+
+def test_a_council_that_slept_commits_nothing_that_its_cells_have_given_up() -> None:
+    """What they had voted lay there when it woke up, and they were making the round anew."""
+    net = Network(15, shape=SHAPE, cells=CELLS)
+
+    def council(source: PeerId, to: PeerId, message: Message) -> PeerId | None:
+        if not isinstance(message, wire.Result):
+            return None
+        begin = next(sent for _, _, sent in net.sent if isinstance(sent, wire.CellBegin))
+        # Its cell holds what it made: all the others will vote, too.
+        return to if to == begin.council.coordinator else None
+
+    slept = put_to_sleep(net, council, timers_first=False)
     net.offer_all()
     net.run(30.0)
     assert slept
@@ -145,32 +158,12 @@ def test_a_cells_coordinator_that_slept_asks_once_more_before_it_gives_up_what_t
 ):
     """It woke up, found that nobody had answered it, and ended for its cell a round that all others hold."""
     net = Network(15, shape=SHAPE, cells=CELLS)
-    deliver, timer, slept = net.deliver, net._timer, []
-    until = 0.0
 
-    def sleeps(name: PeerId) -> bool:
-        return name in slept and net.now < until
+    def speaker(source: PeerId, to: PeerId, message: Message) -> PeerId | None:
+        has_voted = isinstance(message, wire.CellResult) and not message.failure
+        return source if has_voted and to != source else None
 
-    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
-        nonlocal until
-        if isinstance(message, wire.CellResult) and not slept and not message.failure and to != source:
-            slept.append(source)
-            until = net.now + SILENT_S + 3.0
-        return True
-
-    def deliver_later(source: PeerId, to: PeerId, message: Message) -> None:
-        if sleeps(to):
-            net.at(until + 0.1, lambda: deliver(source, to, message))
-        else:
-            deliver(source, to, message)
-
-    def fire_later(peer: Peer) -> None:
-        if sleeps(peer.name):
-            net.at(until, lambda: timer(peer))
-        else:
-            timer(peer)
-
-    net.on_send, net.deliver, net._timer = on_send, deliver_later, fire_later  # type: ignore[method-assign]
+    slept = put_to_sleep(net, speaker, timers_first=True)
     net.offer_all()
     net.run_until_settled()
     assert slept
