@@ -23,7 +23,7 @@ from p2p_co2.catchup import (
     chunk_digest,
     split_donors,
 )
-from p2p_co2.catchup.donor import EXPORT_IN_USE_S, EXPORT_KEPT_S, EXPORT_LONGEST_S
+from p2p_co2.catchup.donor import EXPORT_KEPT_S, EXPORT_LONGEST_S
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
 from p2p_co2.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
 from p2p_co2.errors import RemoteProtocolError
@@ -293,7 +293,7 @@ def test_an_export_ends_when_nobody_asks_and_in_any_case() -> None:
     began_at = world.now
     while donor.exported_bytes():
         assert world.now - began_at < 2 * EXPORT_LONGEST_S + LARGE / 250e3
-        world.now += EXPORT_IN_USE_S / 2  # somebody who trickles
+        world.now += 2.0  # somebody who trickles
         fetch = Fetch(what=STATE, fragment=1, version=7, want_chunk=True, chunk=0)
         world.machines[D1].receive(fetch, LATE, world.now)
         world.machines[D1].handle_timer(world.now)

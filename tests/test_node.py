@@ -8,7 +8,7 @@ import time
 import pytest
 
 from p2p_co2.node.lanes import Bulk, Lane, Piece
-from p2p_co2.node.links import MAX_QUEUED_BYTES, MAX_SERVED_BYTES
+from p2p_co2.node.links import MAX_CONTROL_BYTES, MAX_QUEUED_BYTES, MAX_SERVED_BYTES
 from p2p_co2.node.meter import (
     DRAINED_BYTES,
     FAST_BYTES_PER_S,
@@ -93,6 +93,20 @@ async def test_control_overtakes_bulk_and_bulk_is_bounded() -> None:
         assert links.post(B, b"control still passes", bulk=False)
         grpc.gate.set()
         await links.drain(1.0)
+
+
+async def test_control_that_is_not_read_is_bounded_by_its_bytes() -> None:
+    """One that asked for a manifest of half a MiB and read nothing had us hold 4096 of them."""
+    grpc, manifest = FakeCarrier("grpc"), bytes(MAX_CONTROL_BYTES // 4)
+    grpc.gate.clear()
+    async with links_over(grpc) as (links, _):
+        links.post(B, b"on its way", bulk=False)
+        await turns()
+        assert [links.post(B, manifest, bulk=False) for _ in range(6)] == [True] * 4 + [False] * 2
+        assert links.post(C, manifest, bulk=False)
+        grpc.gate.set()
+        await links.drain(1.0)
+        assert links.post(B, manifest, bulk=False)
 
 
 async def test_who_takes_nothing_off_our_hands_takes_no_room_from_the_others(

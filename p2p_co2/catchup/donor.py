@@ -4,19 +4,21 @@ A state is exported when somebody asks and kept while it is being loaded, so tha
 stay the same although the swarm commits meanwhile (the state itself until then, memory beyond it only
 afterwards); the rounds since are held as well, for the newcomer to
 replay. Laws: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole
-time allow; who asks for another meanwhile is told what is being given, and to come again. Whatever is asked,
-the tensor side is busy with large exports for at most one part in 1 + ``EXPORT_REST`` of its time.
+time allow; who asks for another meanwhile is told what is being given, and to come again, and has its turn
+before who comes later (``turns``). Whatever is asked, the tensor side is busy with large exports for at most
+one part in 1 + ``EXPORT_REST`` of its time.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, ROUND, STATE, ExportWanted, Outbox, Shape
 from p2p_co2.catchup.history import HISTORY_ROUNDS_KEPT, History
 from p2p_co2.catchup.manifest import chunk_at, make_manifest
+from p2p_co2.catchup.turns import MAX_WAITING, Loaders, Turns
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer, Joined
 from p2p_co2.wire.identity import Identity, PeerId
@@ -24,16 +26,12 @@ from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
 EXPORT_KEPT_S = 15.0
 """An export that nobody asks for is dropped after this long: a newcomer that was interrupted may be back."""
-EXPORT_IN_USE_S = 4.0
-"""An export that nobody else asked for in so long makes room for another."""
 EXPORT_LONGEST_S = 60.0
 EXPORT_SLOWEST_BYTES_PER_S = 250e3
 """No export is kept for longer than ``EXPORT_LONGEST_S`` and the time its bytes take at this rate."""
 EXPORT_REST = 3.0
 """How many times as long as an export took no other is begun, if all states together are large: the rounds
 need the same thread. A newcomer takes longer to load one anyway."""
-MAX_WAITING = 64
-"""Peers that wait for one export."""
 
 
 @dataclass
@@ -42,25 +40,11 @@ class _Export:
     data: bytes | Joined
     made_at: float
     manifest: Manifest
-    asked_at: dict[PeerId, float] = field(default_factory=dict)
-    """When each peer that loads it asked last; at most ``MAX_WAITING``."""
-
-    def asked(self, peer: PeerId, now: float) -> None:
-        self.asked_at.pop(peer, None)
-        self.asked_at[peer] = now
-        if len(self.asked_at) > MAX_WAITING:
-            del self.asked_at[next(iter(self.asked_at))]
-
-    def asked_last_at(self) -> float:
-        return max(self.asked_at.values(), default=self.made_at)
+    loaders: Loaders
 
     def ends_at(self) -> float:
         longest_s = EXPORT_LONGEST_S + len(self.data) / EXPORT_SLOWEST_BYTES_PER_S
-        return min(self.asked_last_at() + EXPORT_KEPT_S, self.made_at + longest_s)
-
-    def is_idle(self, but_for: PeerId, now: float) -> bool:
-        """Whether nobody else has asked for it of late: who asks for another state is through with it."""
-        return all(now - at >= EXPORT_IN_USE_S for peer, at in self.asked_at.items() if peer != but_for)
+        return min(self.loaders.asked_last_at + EXPORT_KEPT_S, self.made_at + longest_s)
 
 
 class Donor:
@@ -76,12 +60,13 @@ class Donor:
         self._began_at: dict[int, float] = {}
         """When the tensor side was asked for the exports that are waited for."""
         self._rests_until = -math.inf
+        self._turns = Turns()
         self.given = [-1] * len(shape.state_bytes)
         """Of each fragment, the newest version of which anybody was sent a chunk."""
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``CatchUp.held``."""
-        most = max(map(len, self._waiting.values()), default=0)
+        most = max([len(self._turns), *map(len, self._waiting.values())])
         kept = HISTORY_ROUNDS_KEPT * len(self.versions)
         return {"HISTORY_ROUNDS_KEPT": (len(self.history), kept), "MAX_WAITING": (most, MAX_WAITING)}
 
@@ -104,15 +89,20 @@ class Donor:
             self._identity, self._run, place, len(data), chunk_digests, digest=digest,
             chunk_bytes=self._shape.chunk_bytes,
         )  # fmt: skip
-        self._exports[fragment, version] = _Export(version, data, now, manifest)
+        self._exports[fragment, version] = _Export(version, data, now, manifest, Loaders(now))
         self._exports_changed()
         if sum(self._shape.state_bytes) > EXPORTS_FREE_BYTES:
             self._rests_until = now + EXPORT_REST * (now - self._began_at.pop(fragment, now))
         for peer, fetch in self._waiting.pop(fragment, []):
             if _suits(fetch, version):
-                self._send_manifest(fetch, peer, self._exports[fragment, version], now)
+                self._send_manifest(fetch, peer, self._exports[fragment, version], now, is_its_turn=True)
             else:
                 self._refuse_version(fetch, peer, version)
+
+    def takes_nothing(self, peer: PeerId) -> None:
+        """What ``peer`` asked for was dropped, since it does not take what lies before its line already."""
+        for export in self._exports.values():
+            export.loaders.takes_nothing(peer)
 
     def turned_back(self, fragment: int) -> None:
         """As ``CatchUp.turned_back``."""
@@ -172,8 +162,10 @@ class Donor:
         if export is None:
             self._refuse(fetch, peer, "that state is no longer kept")
             return
-        export.asked(peer, now)
-        self._send_chunk(fetch, peer, export.data)
+        export.loaders.asked_last_at = now
+        size_bytes = self._send_chunk(fetch, peer, export.data)
+        if export.loaders.gave(peer, fetch.chunk, size_bytes, now):
+            self._turns.took(peer, fetch.fragment)
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         """The newest state, if there is room for it; else one that is there already; else come again."""
@@ -187,7 +179,7 @@ class Donor:
             ]
             if _suits(fetch, current) and (
                 fetch.fragment in self._waiting
-                or (now >= self._rests_until and self._make_room(fetch, peer, now))
+                or (self._turns.may_have_room(peer, fetch.fragment, now) and self._has_room(fetch, peer, now))
             ):
                 self._wait(fetch, peer, now)
                 return
@@ -195,18 +187,23 @@ class Donor:
         if export is not None:
             self._send_manifest(fetch, peer, export, now)
         elif _suits(fetch, current):
+            self._turns.turned_away(peer, fetch.fragment, now)
             serving = next((fragment for fragment, _ in self._exports), next(iter(self._waiting), -1))
             self._refuse(fetch, peer, "busy with another newcomer", again=True, serving=serving + 1)
         else:
             self._refuse_version(fetch, peer, current)
 
-    def _make_room(self, fetch: Fetch, peer: PeerId, now: float) -> bool:
-        """Drop exports that nobody uses, as far as it takes; False if those in use leave no room. What was
-        asked for longest ago goes first: who still loads another has just said so (``still_loads``)."""
+    def _has_room(self, fetch: Fetch, peer: PeerId, now: float) -> bool:
+        """Drop exports that nobody else uses, as far as it takes; False if those in use leave no room. What
+        ``peer`` itself loads goes last, and before that what was asked for last: who still loads another has
+        just said so (``still_loads``)."""
+        if now < self._rests_until:
+            return False
         wanted = self._shape.state_bytes[fetch.fragment]
         pending = sum(self._shape.state_bytes[fragment] for fragment in self._waiting)
-        idle = [key for key, known in self._exports.items() if known.is_idle(peer, now)]
-        idle.sort(key=lambda key: self._exports[key].asked_last_at())
+        loaders = {key: known.loaders for key, known in self._exports.items()}
+        idle = [key for key, its in loaders.items() if not its.is_in_use(now, but_for=peer)]
+        idle.sort(key=lambda key: (loaders[key].is_in_use(now), loaders[key].asked_last_at))
         for key in (*idle, None):
             held = self.exported_bytes() + pending
             if not held or held + wanted <= EXPORTS_FREE_BYTES:
@@ -234,8 +231,13 @@ class Donor:
 
     # ---- answers
 
-    def _send_manifest(self, fetch: Fetch, peer: PeerId, export: _Export, now: float) -> None:
-        export.asked(peer, now)
+    def _send_manifest(
+        self, fetch: Fetch, peer: PeerId, export: _Export, now: float, *, is_its_turn: bool = False
+    ) -> None:
+        export.loaders.asked_last_at = now
+        if not export.loaders.has_taken(peer):
+            until = self._turns.promised(peer, fetch.fragment, now, is_its_turn)
+            export.loaders.keep_for(peer, until)
         self._answer(fetch, peer, export.manifest)
 
     def _answer(self, fetch: Fetch, peer: PeerId, signed: Manifest) -> None:
@@ -244,7 +246,8 @@ class Donor:
         manifest.request = fetch.request
         self._out.send(peer, manifest)
 
-    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer | Joined) -> None:
+    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer | Joined) -> int:
+        """How many bytes it has."""
         chunk = Chunk(
             request=fetch.request,
             what=fetch.what,
@@ -255,6 +258,7 @@ class Donor:
         )
         self.given[fetch.fragment] = max(self.given[fetch.fragment], fetch.version)
         self._out.send(peer, chunk)
+        return len(chunk.data)
 
     def _refuse_version(self, fetch: Fetch, peer: PeerId, version: int) -> None:
         early = version < fetch.version

@@ -81,6 +81,7 @@ class Lane:
     """What goes to one peer."""
 
     control: deque[Unsent] = field(default_factory=deque)
+    control_bytes: int = 0
     bulk: deque[Bulk] = field(default_factory=deque)
     bulk_bytes: int = 0
     served_bytes: int = 0
@@ -110,6 +111,17 @@ class Lane:
     """Since when the first bulk message is left to the connection by which it should be there sooner."""
     wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
     beside_failed_at: float = -1e9
+
+    def put_control(self, data: Unsent) -> None:
+        """Let a control message wait behind those that do."""
+        self.control.append(data)
+        self.control_bytes += len(data)
+
+    def take_control(self) -> Unsent:
+        """The first control message, which waits no more."""
+        data = self.control.popleft()
+        self.control_bytes -= len(data)
+        return data
 
     def put(self, message: Bulk, *, first: bool = False) -> None:
         """Let bulk wait: behind all that does, or before it."""

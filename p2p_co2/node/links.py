@@ -51,7 +51,9 @@ MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 """Bulk bytes waiting for one peer that it asked for itself, whatever waits for it besides: twice what a
 fetcher asks for at once."""
 MAX_LANES = 2 * MAX_PEERS
-MAX_QUEUED_CONTROL = 4096
+MAX_QUEUED_CONTROL, MAX_CONTROL_BYTES = 4096, 16 << 20
+"""Control messages that wait for one peer, and their bytes: one that asks for a large state's manifest and
+does not read would have us hold it thousands of times."""
 BESIDE_BYTES = 256 << 10
 """A lane with so much to carry over a far way opens a second connection."""
 BESIDE_IDLE_S = 30.0
@@ -139,9 +141,9 @@ class Links:
             lane.put(Bulk(data, piece, served))
             self._queued_bytes += len(data)
         else:
-            if len(lane.control) >= MAX_QUEUED_CONTROL:
+            if len(lane.control) >= MAX_QUEUED_CONTROL or lane.control_bytes + len(data) > MAX_CONTROL_BYTES:
                 return False
-            lane.control.append(data)
+            lane.put_control(data)
         lane.wake.set()
         if bulk:
             lane.wake_beside.set()
@@ -272,7 +274,7 @@ class Links:
     async def _send_until_idle(self, peer: PeerId, lane: Lane, link: Link) -> None:
         while lane.control or lane.bulk:
             if lane.control:
-                data = bytes(lane.control.popleft())
+                data = bytes(lane.take_control())
                 self._cap.admit_at(len(data), time.monotonic())  # counts, but does not wait
                 await link.send(data)
                 self.up_bytes += len(data)

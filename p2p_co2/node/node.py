@@ -243,7 +243,7 @@ class Node:
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data, kind = message, unsent(message, self._envelope_head), kind_of(message)
                 taken = links.post(peer, data, kind in BULK, kind == "chunk", piece_of(message, kind))
-                if kind == "chunk" and not taken:
+                if kind in ("chunk", "manifest") and not taken:
                     self.receiving.overasked(peer)
                 if kind == "fetch" and isinstance(message, Fetch) and message.want_chunk:
                     self.receiving.asked(peer)

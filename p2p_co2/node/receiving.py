@@ -69,15 +69,17 @@ class Receiving:
         self._asked_chunks: Counter[PeerId] = Counter()
         """Chunks of state that were asked for and have not come."""
         self._overasked: Counter[PeerId] = Counter()
-        """Chunks that were dropped since the peer's last message, because it does not take those before."""
+        """Chunks and manifests that were dropped since the peer's last message: it does not take those
+        before."""
 
     def asked(self, peer: PeerId) -> None:
         """``peer`` was asked for a chunk: one more may come."""
         self._asked_chunks[peer] += 1
 
     def overasked(self, peer: PeerId) -> None:
-        """A chunk that ``peer`` asked for found no room in the queue of what goes to it."""
+        """What ``peer`` asked for found no room in the queue of what goes to it."""
         self._overasked[peer] += 1
+        self._node.catchup.donor.takes_nothing(peer)
 
     async def on_message(self, sender: PeerId, data: bytes) -> None:
         """Take one message; returns when the sender's next one may be read. Raises ``RemoteProtocolError``

@@ -15,7 +15,14 @@ from typing import cast
 
 from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.lanes import Bulk, Piece
-from p2p_co2.node.links import MAX_LANES, MAX_QUEUED_BYTES, MAX_QUEUED_CONTROL, MAX_SERVED_BYTES, LinkObserver
+from p2p_co2.node.links import (
+    MAX_CONTROL_BYTES,
+    MAX_LANES,
+    MAX_QUEUED_BYTES,
+    MAX_QUEUED_CONTROL,
+    MAX_SERVED_BYTES,
+    LinkObserver,
+)
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
 from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.virtual_time import Handle
@@ -119,7 +126,9 @@ class VirtualLinks:
                 return False
             lane.bulk_bytes += len(data)
             self._queued_bytes += len(data)
-        elif len(lane.control) >= MAX_QUEUED_CONTROL:
+        elif len(lane.control) >= MAX_QUEUED_CONTROL or (
+            sum(map(len, lane.control)) + len(data) > MAX_CONTROL_BYTES
+        ):
             return False
         if bulk:
             lane.bulk.append(Bulk(data, piece, served))
