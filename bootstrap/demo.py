@@ -11,6 +11,7 @@ the exchange works and what it costs, not that more peers learn faster.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -110,6 +111,8 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
         raise ConfigError("command line", "--peers", f"at least 1 (got {options.peers})")
     if options.carrier not in {"auto", "grpc", "libp2p"}:
         raise ConfigError("command line", "--carrier", f"auto, grpc or libp2p (got {options.carrier!r})")
+    if not math.isfinite(options.seconds):
+        raise ConfigError("command line", "--seconds", f"a number of seconds (got {options.seconds:g})")
     config = run_config(options)
     if options.seconds < options.round_s:
         raise ConfigError(

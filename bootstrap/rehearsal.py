@@ -12,6 +12,7 @@ machine's cores, so the lines are real and the speed of the training is not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ def run_config(options: RehearsalOptions) -> RunConfig:
     """The run to rehearse: the file's, ended after ``seconds``. Raises ``ConfigError``."""
     run = read_run_config(options.run_file) if options.run_file else RunConfig()
     clock = run.clock
-    if options.seconds is not None and options.seconds <= 0:
+    if options.seconds is not None and not 0 < options.seconds < math.inf:
         raise ConfigError("command line", "--seconds", f"above 0 (got {options.seconds:g})")
     if options.seconds is None and clock.rounds:
         return run

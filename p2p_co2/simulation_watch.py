@@ -46,6 +46,7 @@ STATE_BYTES_PER_VALUE = 8
 MAX_SIMULATED_PEERS = 4096
 STEP_S, STEPS_IN_A_LONG_ROUND = 0.5, 120
 """A typical peer's inner step where nobody says: models whose rounds take minutes have slower ones."""
+MAX_HOURS, MIN_STEP_S, MAX_STEP_S = 1e5, 1e-3, 86_400.0
 CALM_SHARE = 0.9
 """Peers come and go during this share of the run, so that its end can be judged."""
 
@@ -118,12 +119,15 @@ def settings_of(options: SimulationOptions) -> Settings:
     if not 1 <= options.peers <= MAX_SIMULATED_PEERS:
         raise ConfigError("command line", "--peers", f"1 to {MAX_SIMULATED_PEERS} (got {options.peers})")
     if options.storm:
+        if options.run_file is not None:
+            raise ConfigError(
+                "command line", "--storm", f"a run of its own: leave {options.run_file} or --storm out"
+            )
         settings = storm_settings(options.seed, options.peers)
         return replace(settings, run=_in_cells(settings.run, options))
     if options.run_file is None:
         raise ConfigError("command line", "RUN.toml", "name a run file, or ask for --storm")
-    if not 0 < options.hours < 1e5 or options.step_s < 0 or options.parameters < 1:
-        raise ConfigError("command line", "", "--hours and --parameters must be above 0, --step-s not below")
+    _check_sizes(options)
     profile_of(options.profile, options.seed, 0)
     run = _in_cells(read_run_config(options.run_file), options)
     clock, seconds, step_s = run.clock, 3600 * options.hours, options.step_s or STEP_S
@@ -142,6 +146,22 @@ def settings_of(options: SimulationOptions) -> Settings:
         step_s=step_s,
         **_sizes(run, options.parameters, options.peers),
     )
+
+
+def _check_sizes(options: SimulationOptions) -> None:
+    """Raises ``ConfigError``. NaN fails every comparison."""
+    for option, value, is_possible, words in (
+        ("--hours", options.hours, 0 < options.hours < MAX_HOURS, f"above 0, below {MAX_HOURS:g}"),
+        ("--parameters", options.parameters, options.parameters >= 1, "at least 1"),
+        (
+            "--step-s",
+            options.step_s,
+            options.step_s == 0 or MIN_STEP_S <= options.step_s <= MAX_STEP_S,
+            f"{MIN_STEP_S:g} to {MAX_STEP_S:g} seconds, or 0 to choose",
+        ),
+    ):
+        if not is_possible:
+            raise ConfigError("command line", option, f"{words} (got {value:g})")
 
 
 def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:

@@ -190,6 +190,20 @@ def test_a_recipes_fault_names_the_run_file_and_its_key(
         serve_run(SeedOptions(run_file=run_file, folder=tmp_path / "seed"))
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_length_that_is_none_is_refused_before_anything_begins(tmp_path: Path, seconds: float) -> None:
+    folder = tmp_path / "run"
+    for begin in (
+        lambda: run_demo(DemoOptions(folder=folder, seconds=seconds), lambda *_: pytest.fail("it began")),
+        lambda: run_rehearsal(
+            RehearsalOptions(folder=folder, seconds=seconds), lambda *_: pytest.fail("it began")
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"--seconds: .*got {seconds:g}\)"):
+            begin()
+    assert not folder.exists()
+
+
 def test_a_rehearsal_names_who_named_the_recipe(tmp_path: Path) -> None:
     run_file, folder = tmp_path / "run.toml", tmp_path / "rehearsal"
     run_file.write_text("[recipe_options]\nlearning_rate = -1.0\n")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,33 @@ def test_a_mistake_is_named_with_its_option() -> None:
     with pytest.raises(ConfigError, match=r"0\.1/h"):
         read_churn("often")
     assert read_churn("0.1/h") == 0.1
+    with pytest.raises(ConfigError, match=r"--storm: .*leave run\.toml or --storm out"):
+        settings_of(replace(base, storm=True, run_file=Path("run.toml")))
+
+
+@pytest.mark.parametrize(
+    ("field", "option", "wrong"),
+    [
+        ("hours", "--hours", (0.0, -1.0, 1e6, math.nan, math.inf)),
+        ("step_s", "--step-s", (-1.0, 1e-7, 1e9, math.nan, math.inf)),
+        ("parameters", "--parameters", (0, -1)),
+    ],
+)
+def test_a_figure_that_no_simulation_ends_with_is_refused_with_its_value(
+    tmp_path: Path, field: str, option: str, wrong: tuple[float, ...]
+) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN)
+    base = SimulationOptions(
+        run_file=run_file, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
+        parameters=1000, step_s=0.5, storm=False,
+    )  # fmt: skip
+    assert settings_of(base).peers == 4
+    for value in wrong:
+        with pytest.raises(
+            ConfigError, match=rf"^command line: {option}: .*\(got {value:g}\)".replace("+", r"\+")
+        ):
+            settings_of(replace(base, **{field: value}))
 
 
 def test_figures_by_hand() -> None:
