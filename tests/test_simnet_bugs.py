@@ -7,21 +7,30 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.membership import Membership
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
 from p2p_co2.rounds import DECISION_CONTEXT
+from p2p_co2.rounds.bounds import KEEP_DECISIONS, READY_CAP_S, ROUND_CAP_S
+from p2p_co2.rounds.coordination import Coordination
+from p2p_co2.rounds.decision import Verdicts
+from p2p_co2.rounds.fragment import FragmentRounds
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
 from p2p_co2.simnet.laws import Auditor, Books, History
 from p2p_co2.simnet.ledger import CountingLedger, State
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work, add, mean_of, pack, unpack
-from p2p_co2.wire.messages_pb2 import Outcome
+from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
 ROUND_S = 4.0
+CLOCK = ClockConfig(mode="time", round_s=ROUND_S, rounds=5)
 SEEDS = range(1, 9)
 """Storms in which some offers come to nothing: only there can work be lost."""
 
 
-def violations_with(make_ledger: type[CountingLedger], seed: int = 5, storm: bool = False) -> list[Violation]:
+def violations_with(
+    make_ledger: type[CountingLedger] = CountingLedger, seed: int = 5, storm: bool = False
+) -> list[Violation]:
     clock = ClockConfig(mode="time", round_s=ROUND_S, rounds=10 if storm else 5)
     run = RunConfig(name="planted", fragments=2, clock=clock)
     faults = Storm(3.0, 19.0) if storm else None
@@ -76,6 +85,16 @@ class ForgetsWhatWasMissed(CountingLedger):
         return offer, is_foreign
 
 
+class TakesAnyState(CountingLedger):
+    """A peer that keeps what a donor sent, though it is not the state that was agreed on."""
+
+    def _adopt(self, fragment: int, data: bytes, agreed: AgreedVersion, *more: Any) -> AgreedVersion:
+        super()._adopt(fragment, data, agreed, *more)
+        mine = self.fragments[fragment]
+        mine.state = State.of(fragment, mine.state.version, [lane + 1 for lane in mine.state.sums])
+        return AgreedVersion(mine.state.version, mine.state.digest)
+
+
 def test_without_a_bug_these_laws_hold() -> None:
     assert violations_with(CountingLedger) == []
     for seed in SEEDS:
@@ -87,7 +106,68 @@ def test_a_peer_that_is_counted_twice_is_caught() -> None:
 
 
 def test_a_mean_that_nobody_committed_is_caught() -> None:
-    assert "signed" in laws(violations_with(AppliesWhatItHolds))
+    assert {"signed", "forks"} <= laws(violations_with(AppliesWhatItHolds))
+
+
+def test_a_state_that_nobody_agreed_on_is_caught() -> None:
+    assert "agreed state" in laws(violations_with(TakesAnyState, storm=True))
+
+
+def test_a_timer_that_nobody_heeds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(run=RunConfig(name="planted", fragments=2, clock=CLOCK), peers=3, seed=5)
+    swarm = Swarm(settings, EventLog())
+    monkeypatch.setattr(Membership, "handle_timer", lambda rounds, now: None)
+    swarm.world.call_at(12.0, swarm.stop)
+    assert any("the timer of membership is" in text for text in deadlines(swarm.run().violations))
+
+
+def test_an_offer_without_any_deadline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All offers wait, and no timer would ever end them: what is left is that they are open for too long."""
+    monkeypatch.setattr(FragmentRounds, "get_timer", lambda fragment: None)
+    monkeypatch.setattr(FragmentRounds, "handle_timer", lambda fragment, now: None)
+    monkeypatch.setattr(Coordination, "close_complete", lambda coordination, now: False)
+    monkeypatch.setattr(Coordination, "get_timer", lambda coordination: None)
+    monkeypatch.setattr(Coordination, "handle_timer", lambda coordination, now: None)
+    clock = CLOCK.model_copy(update={"rounds": 600})
+    swarm = Swarm(
+        Settings(run=RunConfig(name="planted", fragments=2, clock=clock), peers=3, seed=5), EventLog()
+    )
+    swarm.world.call_at(READY_CAP_S + ROUND_CAP_S + 60.0, swarm.stop)
+    assert any("an offer is open for" in text for text in deadlines(swarm.run().violations))
+
+
+def deadlines(violations: list[Violation]) -> list[str]:
+    return [violation.text for violation in violations if violation.law == "deadlines"]
+
+
+def test_a_machine_that_keeps_everything_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(verdicts: Verdicts, decision: Decision, outcome: Outcome) -> None:
+        verdicts.end(outcome.key.attempt)
+        if outcome.committed:
+            verdicts._commits[outcome.key.round] = decision, outcome
+
+    monkeypatch.setattr(Verdicts, "keep", keep)
+    clock = CLOCK.model_copy(update={"rounds": KEEP_DECISIONS + 2})
+    run = RunConfig(name="planted", fragments=2, clock=clock)
+    found = Swarm(Settings(run=run, peers=3, seed=5), EventLog()).run().violations
+    assert {violation.law for violation in found} == {"memory"}
+    assert f"KEEP_DECISIONS: holds {KEEP_DECISIONS + 1}, the bound is {KEEP_DECISIONS}" in found[0].text
+
+
+def test_every_machine_that_a_node_has_is_looked_over_for_what_it_holds() -> None:
+    run = RunConfig(name="cells", fragments=2, clock=CLOCK, cells=2, group_size=MAX_MEMBERS)
+    result = Swarm(Settings(run=run, peers=6, seed=5), EventLog()).run()
+    assert not result.violations
+    for name in (
+        "KEEP_DECISIONS",
+        "COUNCILS",
+        "MAX_PEERS live",
+        "HISTORY_ROUNDS_KEPT",
+        "MAX_LANES",
+        "MAX_WATCHED",
+    ):
+        held, bound = result.held[name]
+        assert 0 < held <= bound, name
 
 
 @pytest.mark.parametrize("bug", [LosesResidual, ForgetsWhatWasMissed])

@@ -8,6 +8,8 @@ until ours has failed, because ours may still be decided; what was held for an o
 
 from __future__ import annotations
 
+from math import inf
+
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds.ahead import Ahead, farthest_version
 from p2p_co2.rounds.asking import Asking
@@ -129,9 +131,9 @@ class FragmentRounds:
         return True
 
     def waiting(self) -> tuple[float, float] | None:
-        """Since when our offer waits and when its next timer is; None if there is none."""
+        """Since when our offer waits and when its next timer is (never: inf); None if there is no offer."""
         timer_at = self.get_timer()
-        return None if timer_at is None or self.offer is None else (self._offered_at, timer_at)
+        return None if self.offer is None else (self._offered_at, inf if timer_at is None else timer_at)
 
     def held(self) -> dict[str, tuple[int, int]]:
         return {**self.verdicts.held(), **self._early.held()}

@@ -70,7 +70,8 @@ class Inspector:
             if at is not None and now - at > OVERDUE_S:
                 books.broken(process.peer, "deadlines", f"the timer of {name} is {now - at:.1f} s overdue")
         links = {} if process.links is None else process.links.held()
-        for held in (node.rounds.held(), node.membership.held(), node.catchup.held(), links):
+        machines = (node.rounds, node.membership, node.catchup, node.far.outlook)
+        for held in (*(machine.held() for machine in machines), links):
             for name, (count, bound) in held.items():
                 if count > bound:
                     books.broken(process.peer, "memory", f"{name}: holds {count}, the bound is {bound}")
