@@ -23,21 +23,26 @@ from p2p_co2.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, Records
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.gate import receive_relayed
 from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
+from p2p_co2.outlook import Outlook
 from p2p_co2.reports.reader import REPORT_CONTEXT, open_report
 from p2p_co2.reports.responder import Responder
+from p2p_co2.rounds.cells import cell_of
 from p2p_co2.transport.admission import HELLO_CONTEXT, Admission
 from p2p_co2.transport.libp2p_relay import _read_answer
 from p2p_co2.transport.probe import HEADER_BYTES, _parsed
 from p2p_co2.transport.probing import Prober
 from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import unseal
+from p2p_co2.wire.identity import Identity, unseal
+from tests.fuzz.bench import Bench, envelope
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.scenes import Scene, examples
 from tests.fuzz.world import make_identity, run_virtual
+from tests.test_rounds_cells import KINDS as CELL_MESSAGES
 
-KINDS = {field.name for field in wire.Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
-KINDS -= CELL_KINDS | OUTLOOK_KINDS
-"""Those between cells have a test like these of their own (``test_rounds_cells``)."""
+ALL_KINDS = {field.name for field in wire.Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
+KINDS = ALL_KINDS - CELL_KINDS - OUTLOOK_KINDS
+"""Rounds over cells have a test like these of their own (``test_rounds_cells``), looks at cells one below."""
+CELLS = 3
 US, THEM = make_identity("us"), make_identity("them")
 CONFIG = RunConfig(name="fuzz").canonical_bytes()
 RUN = RunConfig(name="fuzz").digest()
@@ -142,7 +147,12 @@ def inside(descriptor: Descriptor) -> set[str]:
 
 
 def test_no_message_of_the_schema_is_left_out() -> None:
-    assert set(examples()) == KINDS
+    named = {
+        field.message_type.name: field.name for field in wire.Envelope.DESCRIPTOR.fields if field.message_type
+    }
+    between_cells = {named[kind.__name__] for kind in CELL_MESSAGES}
+    looks = {wire.Envelope.FromString(data).WhichOneof("body") for data in LookedAt().right}
+    assert set(examples()) | between_cells | looks == ALL_KINDS
     tried = inside(wire.Envelope.DESCRIPTOR) | inside(wire.Outcome.DESCRIPTOR)  # signed inside a Decision
     for kind in READERS:
         tried |= inside(kind.DESCRIPTOR)
@@ -178,3 +188,71 @@ def test_a_wrong_message_outside_of_envelopes_is_refused_in_words(kind: type[Mes
     wrong = Mutator(Tape(data)).mutate_one(right)
     with suppress(*EXPECTED):
         read(wrong)
+
+
+# ---- how other cells stand
+
+
+class LookedAt:
+    """A peer that watches another cell, and asked somebody there how it stands."""
+
+    def __init__(self) -> None:
+        identities = [make_identity(str(number)) for number in range(40)]
+        self.bench = bench = Bench("us")
+        bench.cells = CELLS
+        self.outlook = bench.outlook = Outlook(bench.me, CELLS)
+        ours = self.outlook.cell
+        self.near = next(one for one in identities if cell_of(one.peer_id, CELLS) == ours)
+        self.outlook.conclude({}, bench.at, 0.25)
+        self.outlook.handle_timer(bench.at)
+        cell = self.outlook.wanted[0]
+        there = [one for one in identities if cell_of(one.peer_id, CELLS) == cell]
+        self.outlook.found(cell, [one.peer_id for one in there], bench.at)
+        ((asked, _),) = self.outlook.messages_to_send()
+        self.asked = next(one for one in there if one.peer_id == asked)
+        self.unasked = next(one for one in there if one.peer_id != asked)
+        sight = wire.CellSight(
+            cell=cell, peer=asked, versions=[3, 1], digests=[bytes(32)] * 2, position=3.0, age_s=1.0,
+            trains=True, settled=True, finished=b"\1",
+        )  # fmt: skip
+        status = wire.Status(phase=wire.Status.TRAINING, versions=[3, 1], sights=[sight])
+        self.sight = sight
+        self.right = [
+            envelope(message) for message in (wire.CellLook(), sight, wire.Ping(nonce=1, status=status))
+        ]
+
+    def hear(self, source: Identity, data: bytes) -> None:
+        bench = self.bench
+        bench.take(source.peer_id, data, bench.at + 0.05)
+        assert len(self.outlook.messages_to_send()) <= 1  # an answer, or a question to another one
+        self.outlook.conclude(bench.membership.live, bench.at, 0.25)
+        assert set(self.outlook.words) <= set(range(CELLS)) - {self.outlook.cell}
+        assert all(0 <= at < 2e18 for at in self.outlook.positions(bench.at, 0.25))
+        for fragment in range(300):
+            self.outlook.version(fragment, 0, over=False)
+            self.outlook.donors(fragment, 1)
+        for name, (held, bound) in self.outlook.held().items():
+            assert held <= bound, name
+
+
+def test_what_a_cell_is_said_to_be_is_heard_from_who_was_asked() -> None:
+    game = LookedAt()
+    for source in (game.near, game.unasked, game.asked):
+        assert not game.outlook.words
+        game.hear(source, envelope(game.sight))
+    assert game.outlook.words[game.sight.cell].versions == (3, 1)
+    assert list(game.bench.receiving.refusals) == [(game.near.peer_id, "cell_sight", "wrong cell")]
+
+
+@given(data=st.binary(min_size=8, max_size=120))
+@settings(PATIENT, max_examples=60)
+def test_wrong_looks_at_cells_are_refused_and_raise_nothing_else(data: bytes) -> None:
+    tape, game = Tape(data), LookedAt()
+    sources = (game.asked, game.unasked, game.near, THEM)
+    mutator = Mutator(tape)
+    for right in game.right:
+        mutator.saw(right)
+    while not tape.over:
+        source = sources[tape.choose(4)]
+        game.hear(source, mutator.mutate(game.right[tape.choose(3)], source))
+    assert {sender for sender, _, _ in game.bench.receiving.refusals} <= {one.peer_id for one in sources}

@@ -124,6 +124,8 @@ class Mutator:
 
     def _change(self, message: Message) -> None:
         fields = message.DESCRIPTOR.fields
+        if not fields:
+            return
         field = fields[self.tape.choose(len(fields))]
         try:
             if field.is_repeated:
