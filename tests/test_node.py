@@ -15,6 +15,7 @@ from p2p_co2.node.meter import (
     LONGEST_BURST_S,
     MEASURABLE_BYTES,
     LinePace,
+    Opinion,
     Pace,
     UploadMeter,
 )
@@ -398,7 +399,8 @@ async def test_turns_never_hold_a_line_that_was_measured_low_for_long(
     far = FakeCarrier("grpc")
     far.is_far = True
     async with links_over(far) as (links, _):
-        links._meter._seen[B], links._meter.bytes_per_s = ((low,), clock.now), low
+        links._meter._seen[B] = Opinion((low,), clock.now, is_rough=False)
+        links._meter.bytes_per_s = low
         lane = Lane(link=FakeLink(far, B))
         for _ in range(50):
             for _ in range(4 * MAX_DATA_BYTES // size_bytes):

@@ -24,6 +24,8 @@ def test_a_line_with_a_queue_before_it_is_eased_until_it_is_gone() -> None:
     for queued_s, times in ((0.0, 1.2), (0.2, 0.95), (0.05, 1.2)):
         assert pace.follow(1e6, queued_s, 0.0) == (times < 1)
         assert pace.bytes_per_s == pytest.approx(times * 1e6)
+    pace.follow(12e6, 0.0, 0.0)  # a line of 100 Mbit/s
+    assert pace.turn_s(500_000) == pytest.approx(0.5 / 12 / 1.2)
     for not_to_be_held in (0.0, FAST_BYTES_PER_S):
         assert not pace.follow(not_to_be_held, 9.0, 0.0)
         assert not pace.bytes_per_s

@@ -1,4 +1,4 @@
-"""What a peer says of its upload over libp2p, behind a line that carries less than the daemon takes."""
+"""What a peer says of its upload where the kernel's buffers, or a daemon, take more than the line carries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.node.meter import UploadMeter
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord
 from tests.transport_peers import PATIENCE_S, open_pair, until
@@ -61,6 +64,35 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
+
+
+def test_a_short_burst_that_buffers_took_says_nothing_of_a_line_that_was_seen() -> None:
+    meter, line, now = UploadMeter(), 12e6, 1000.0
+
+    def exchange(megabytes: int, handed_bytes_per_s: float) -> None:
+        nonlocal now
+        for number in range(2 * megabytes):
+            meter.started(now)
+            took_s = 0.5e6 / handed_bytes_per_s
+            now += took_s
+            meter.came(int(min(line, handed_bytes_per_s) * took_s), took_s, True, now)
+            meter.finished("bcd"[number % 3], 500_000, now)
+        now += 5.0
+        assert meter.rest(now)
+
+    for rate in (40e6, 30e6):
+        exchange(4, rate)
+        assert meter.bytes_per_s == pytest.approx(40e6, rel=0.1)  # nothing better is known
+    exchange(24, line)
+    assert meter.bytes_per_s == pytest.approx(line, rel=0.01)
+    for _ in range(6):
+        exchange(4, 40e6)
+    assert meter.bytes_per_s == pytest.approx(line, rel=0.01)
+    exchange(24, 6e6)
+    line = 9e6
+    for _ in range(5):
+        exchange(24, line)
+    assert meter.bytes_per_s == pytest.approx(9e6, rel=0.01)
 
 
 async def test_a_claimed_upload_is_the_lines_and_a_heartbeat_does_not_wait_behind_bulk(
