@@ -363,7 +363,7 @@ class Network:
             if other is None or not other.alive or other is peer:
                 continue
             version, digest = other.states[event.fragment]
-            if version > event.version or (version, digest) == (event.version, event.digest):
+            if version > event.version or (version == event.version and event.digest in (b"", digest)):
                 self.set_state(peer.name, event.fragment, version, digest)
                 return
         peer.machine.forget_outcome(event.fragment, event.version)

@@ -278,6 +278,18 @@ def test_who_signed_several_rounds_that_came_to_nothing_at_once_had_bad_luck_onc
     assert not [event for event in drain(machine) if isinstance(event, Distrusted)]
 
 
+def test_who_made_what_we_hold_is_not_blamed_for_where_another_one_sent_us() -> None:
+    """One word of another state than our own named all who had signed its rounds as liars."""
+    machine, signer, liar = one_machine(1, 2), make_identity(1), make_identity(2)
+    assert len(_tell(machine, signer, 1, [signer, make_identity(0)], 1.0)) == 1
+    machine.set_state(0, 1, bytes(32))
+    machine._fragments[0]._ahead.told(wire.Behind(version=1), liar.peer_id)
+    machine.forget_outcome(0, 1)
+    assert machine._fragments[0].verdicts.commit(1) is not None
+    assert machine._swarm.is_believed(signer.peer_id, 2.0)
+    assert [event for event in drain(machine) if isinstance(event, Distrusted)] == []  # the first time
+
+
 def test_who_is_gone_or_the_only_other_one_is_not_blamed_for_bytes_that_it_alone_had() -> None:
     """The line of one of two peers was cut when it had decided: once that named the other a liar."""
     for others, leaves, blamed in (((1,), False, False), ((1, 2), True, False), ((1, 2), False, True)):

@@ -24,6 +24,7 @@ from p2p_co2.rounds.ahead import farthest_version
 from p2p_co2.rounds.attempt import check_behind
 from p2p_co2.rounds.cells import council_order
 from p2p_co2.rounds.events import CellWanted
+from p2p_co2.rounds.repute import SPOILT_IN_A_ROW
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import AskOutcome, CellReady, CellResult, CellWaiting, Council
@@ -40,6 +41,9 @@ PEERS_ASKED = 4
 MAX_SENT_ON = 8
 """Times that one is sent on from peer to peer of a cell without anybody who gathers."""
 LOOK_UP_S = 4.0
+WHOLE_ROUND = 6
+"""A round over all cells may take so many times what a cell says that slices take, and some seconds
+(``council.result_within_s``)."""
 COUNCIL_CAP_S = 90.0
 """From the end of the cell's gathering to CELL_BEGIN."""
 REPEAT_S = 1.0
@@ -54,13 +58,15 @@ def patience_s(council: Council) -> float:
 
 class Delegate:
     """One round of one cell, from CELL_READY to CELL_BEGIN. ``ready(now)`` says what the cell is ready with
-    now; None if it is not ready any more, and then nothing is sent. ``failure``: why the cell gives up;
+    now; None if it is not ready any more, and then nothing is sent. ``gather_s``: what a council waits for
+    cells at most, and does if there are too few. ``failure``: why the cell gives up;
     ``elsewhere``: where the other cells are, if they are past the round or have another state."""
 
     def __init__(
         self, place: tuple[int, int], ready: Callable[[float], CellReady | None], swarm: Swarm,
-        outlet: Outlet, now: float,
+        outlet: Outlet, now: float, gather_s: float = bounds.GATHER_CAP_S,
     ) -> None:  # fmt: skip
+        self._gather_s = gather_s
         self.failure = ""
         self.elsewhere: CellWaiting | None = None
         self._place, self._ready, self._swarm, self._outlet = place, ready, swarm, outlet
@@ -73,6 +79,11 @@ class Delegate:
         """Where the others are, by the word of one, and by whose; another is asked."""
         self._tries = self._sent_on = self._repeats = 0
         self._looked_up = False
+        self._gathers_since: float | None = None
+        """When who is asked said first that it gathers."""
+        self._stalled: dict[PeerId, float] = {}
+        """Who said so and did not begin, and how long it was believed."""
+        self._parts_s = 0.0
         self._timer_at = now
         self._next(now)
 
@@ -117,10 +128,33 @@ class Delegate:
             self._follow(PeerId(message.ask), now)
         else:
             self._contradict(now)
-            again_s = min(AGAIN_CAP_S, AGAIN_S * 2**self._repeats)
-            self._repeats += 1
-            self._tries = self._sent_on = 0
-            self._timer_at = now + min(again_s, message.begins_within_s + bounds.GRACE_S)
+            self._gathers(message.begins_within_s, now)
+
+    def _gathers(self, within_s: float, now: float) -> None:
+        """Who is asked says so. It may make a round meanwhile that we came too late for, and that takes its
+        time; one that begins none for longer keeps all cells waiting, and the next cell is asked."""
+        assert self._asked is not None
+        since = self._gathers_since = self._gathers_since if self._gathers_since is not None else now
+        if now >= since + self._borne_s():
+            self._stalled[self._asked] = now - since
+            self._go_on()
+            self._next(now)
+            return
+        again_s = min(AGAIN_CAP_S, AGAIN_S * 2**self._repeats, since + self._borne_s() - now)
+        self._repeats += 1
+        self._tries = self._sent_on = 0
+        self._timer_at = now + min(again_s, within_s + bounds.GRACE_S)
+
+    def _borne_s(self) -> float:
+        return max(self._gather_s, WHOLE_ROUND * self._parts_s + 3 * bounds.GRACE_S)
+
+    def begun(self, council: PeerId, now: float) -> None:
+        """A round began: who let none begin, though all that it takes were there, is asked last for a
+        while."""
+        for peer, cost_s in self._stalled.items():
+            if peer != council:
+                why = "it kept all cells waiting for a round that another one began"
+                self._swarm.spoilt(peer, why, now, rounds=SPOILT_IN_A_ROW, cost_s=cost_s)
 
     def _check_elsewhere(self, message: CellWaiting, now: float) -> None:
         """Our own peer is told, too, and takes what it would refuse from itself for a bug."""
@@ -149,6 +183,15 @@ class Delegate:
             self._claim = message, sender
             self._next(now)
 
+    def _weigh(self, claim: CellWaiting, teller: PeerId, now: float) -> None:
+        """Others of its cell say that ``teller`` coordinates there. So it knows what state a round began from
+        without us; but of a round that is over they would know: that is asked of the next cell."""
+        if claim.version < self._place[1] or len(self._order) == 1:
+            self._believe(claim, teller, now)
+        else:
+            self._go_on()
+            self._next(now)
+
     def _believe(self, claim: CellWaiting, teller: PeerId, now: float) -> None:
         """For want of a better word. If our cell asks for this very round again, it did not bear out."""
         self.elsewhere = claim
@@ -163,13 +206,14 @@ class Delegate:
         for teller in [teller for teller, claim in tellers.items() if claim[0] == self._place[0]]:
             if tellers.pop(teller) == (*self._place, ready.state_digest):
                 why = "the other cells were not where it said that they are"
-                self._swarm.spoilt(teller, why, now)
+                self._swarm.spoilt(teller, why, now, rounds=SPOILT_IN_A_ROW)
 
     def _is_seen(self, message: CellWaiting) -> bool:
-        """Whether our own cell hears of the version from its peers, or its watchers saw it in most cells."""
-        if any(map(self._swarm.is_near, map(PeerId, message.donors))) or not message.donors:
-            return True
+        """Whether those of our own cell that it names say so, too, or our watchers saw it in most cells."""
         fragment, _ = self._place
+        told = [self._swarm.version_of(PeerId(donor), fragment) or 0 for donor in message.donors]
+        if any(version >= message.version >= self._place[1] for version in told):
+            return True
         held = [versions[fragment] for versions in self._swarm.awake.values() if fragment < len(versions)]
         there = sum(version >= message.version for version in held)
         return message.version >= self._place[1] and 2 * there > len(held)
@@ -186,7 +230,10 @@ class Delegate:
         if len(peer) > bounds.MAX_PEER_ID or self._swarm.cell_of(peer) != self._order[0]:
             raise RemoteProtocolError("wrong cell", "told to ask another cell's peer")
         if self._claim is not None and peer == self._claim[1]:
-            self._believe(*self._claim, now)  # it is no stranger there, and coordinates
+            self._weigh(*self._claim, now)
+            return
+        if self._swarm.repute.is_passed_over(peer, now):
+            self._next(now)
             return
         if peer != self._asked and self._sent_on < MAX_SENT_ON:
             self._sent_on += 1
@@ -212,16 +259,21 @@ class Delegate:
                 self._timer_at = now + LOOK_UP_S
                 self._outlet.emit(CellWanted(cell))
                 return
-            self._order.pop(0)
-            self._tried.clear()
-            self._sent_on, self._looked_up = 0, False
+            self._go_on()
         self.failure = "no other cell's coordinator answered"
+
+    def _go_on(self) -> None:
+        """To the next cell."""
+        self._order.pop(0)
+        self._tried.clear()
+        self._sent_on, self._looked_up = 0, False
 
     def _ask(self, peer: PeerId, now: float) -> None:
         if peer not in self._tried:
             self._tried.append(peer)
         self._asked = peer
         self._tries = self._repeats = 0
+        self._gathers_since = None
         self._send(now)
 
     def _send(self, now: float) -> None:
@@ -230,6 +282,7 @@ class Delegate:
         self._timer_at = now + ANSWER_S * self._tries
         ready = self._ready(now)
         if ready is not None:
+            self._parts_s = ready.parts_within_s
             self._judge(ready, now)
             self._outlet.send(self._asked, ready)
 

@@ -104,6 +104,7 @@ class Delegation:
         tell: Callable[[Outcome, Decision], None],
     ) -> None:  # fmt: skip
         self.councils = Councils(identity, run, swarm, outlet, cadences)
+        self._cadences = cadences
         self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
         self._make_begin, self._start, self._reopen = begin, start, reopen
         self._abort, self._end, self._tell = abort, end, tell
@@ -118,8 +119,9 @@ class Delegation:
         pending = self._pending[place] = _Pending(gathering, [self._proposal(place, gathering, now)])
         # The council may be this peer: what it answers finds the delegate in its place.
         pending.delegate = Delegate(
-            place, lambda at: self._ready(place, pending, at), self._swarm, self._outlet, now
-        )
+            place, lambda at: self._ready(place, pending, at), self._swarm, self._outlet, now,
+            2 * self._cadences[place[0]].gather_cap_s(place[1]),
+        )  # fmt: skip
         self._look(place, pending)
 
     def _proposal(self, place: Place, gathering: Gathering, now: float) -> _Proposal:
@@ -243,6 +245,8 @@ class Delegation:
             self._outlet.send(sender, CellResult(key=council.key, cell=self._swarm.cell, failure=why))
             return
         del self._pending[place]
+        if pending.delegate is not None:
+            pending.delegate.begun(sender, now)
         late = pending.gathering.readies.keys() - agreed.readies.keys()
         pending.gathering.readies = agreed.readies
         begin = agreed.begin

@@ -222,7 +222,7 @@ class FragmentRounds:
         asking.check_behind(message, farthest_version(self._swarm, message.fragment), sender)
         donors = tuple(PeerId(donor) for donor in message.donors)
         self._end()
-        self._ahead.told(message.version, sender)
+        self._ahead.told(message, sender)
         self._outlet.emit(FellBehind(message.fragment, message.version, message.state_digest, donors, True))
 
     # ---- pieces of payloads and means

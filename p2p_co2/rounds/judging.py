@@ -46,8 +46,11 @@ class Judging:
         why = f"nobody holds what it told of round {round_} of fragment {self._fragment}"
         told, sent = self._ahead.came_to_nothing(round_), self._ahead.sent_to_nothing(round_)
         if sent is not None:  # it would say so for ever, and who coordinates a round is who is asked again
-            self._swarm.spoilt(sent, f"nobody holds the version {round_} that it sent us after", now)
-        self._forget(round_, why, now, [] if told is None else [told], is_proved=is_proved)
+            sender, is_hearsay = sent
+            where = f"nobody holds the version {round_} that it sent us after"
+            self._swarm.spoilt(sender, where, now, rounds=NOT_BEGUN if is_hearsay else 1.0)
+        held = self._swarm.my_versions.get(self._fragment, -1)  # who made that has told no lie
+        self._forget(max(round_, held + 1), why, now, [] if told is None else [told], is_proved=is_proved)
 
     def _forget(
         self, round_: int, why: str, now: float, told: Sequence[PeerId] = (), *, is_proved: bool = True
