@@ -11,10 +11,11 @@ from google.protobuf.message import Message
 
 from p2p_co2.rounds import Aborted, Distrusted, PayloadShape
 from p2p_co2.rounds.cells import council_order
-from p2p_co2.rounds.delegate import SILENT_S
+from p2p_co2.rounds.delegate import DOUBTED, SILENT_S, Voice
+from p2p_co2.rounds.swarm import Outlet
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId, cell_of
-from tests.round_network import Faults, Network, Peer
+from tests.round_network import Faults, Network, Peer, make_identity
 
 CELLS, ROUND_S = 3, 4.0
 SHAPE = PayloadShape(8, (24,), 8, round_s=ROUND_S)
@@ -41,20 +42,23 @@ def _longest_without_a_commit(net: Network, seconds: float) -> float:
     return max(later - at for at, later in pairwise([*made_at, net.now]))
 
 
-@pytest.mark.parametrize("of_council", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_cells_coordinator_that_dies_amid_begin_holds_up_no_cell_for_long(
-    seed: int, of_council: bool
+@pytest.mark.parametrize(
+    ("kind", "of_council"), [(wire.Begin, True), (wire.Begin, False), (wire.CellBegin, True)]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_coordinator_that_dies_amid_begin_costs_no_cell_more_than_a_round(
+    seed: int, kind: type[Message], of_council: bool
 ) -> None:
     """The others waited for its cell's sums, and gave each part away again and again: 28 to 46 s without a
-    commit in rounds of 4 s."""
+    commit in rounds of 4 s; then for five seconds of silence, 9 to 10.5 s."""
     net = Network(27, seed, Faults(latency_s=(0.01, 0.1)), shape=SHAPE, cells=CELLS)
     net.detect_s = 0.7
-    left, died_at = 1 + 2 * seed, 0.0
+    left, died_at = 1 + (1 if kind is wire.CellBegin else 4) * seed, 0.0
 
     def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
         nonlocal left, died_at
-        if isinstance(message, wire.Begin) and message.key.round == 3 and not died_at:
+        key = message.council.key if isinstance(message, wire.CellBegin) else getattr(message, "key", None)
+        if isinstance(message, kind) and key.round == 3 and not died_at:
             is_of_council = cell_of(source, CELLS) == council_order(range(CELLS), 0, 3)[0]
             left -= is_of_council == of_council
             if left == 0:
@@ -66,7 +70,7 @@ def test_a_cells_coordinator_that_dies_amid_begin_holds_up_no_cell_for_long(
     net.on_send = on_send
     longest_s = _longest_without_a_commit(net, 32.0)
     assert died_at
-    assert longest_s < ROUND_S + SILENT_S + 2.0
+    assert longest_s < 2 * ROUND_S + 0.3
     alive = [peer.states[0] for peer in net.peers.values() if peer.alive]
     assert min(version for version, _ in alive) >= 6
     assert len(set(alive)) == len({version for version, _ in alive})
@@ -101,8 +105,9 @@ def test_the_council_and_its_cells_wait_for_one_another_as_long_as_they_are_ther
 
 
 def put_to_sleep(
-    net: Network, falls: Callable[[PeerId, PeerId, Message], PeerId | None], *, timers_first: bool
-) -> list[PeerId]:
+    net: Network, falls: Callable[[PeerId, PeerId, Message], PeerId | None], *, timers_first: bool,
+    for_s: float = SILENT_S + 3.0,
+) -> list[PeerId]:  # fmt: skip
     """The first peer that ``falls`` names for a message that is sent, once there is one: it sleeps for longer
     than silence is borne. What came meanwhile is there a moment after its timers, or before."""
     deliver, timer, slept = net.deliver, net._timer, []
@@ -112,7 +117,7 @@ def put_to_sleep(
         nonlocal until
         if not slept and (name := falls(source, to, message)):
             slept.append(name)
-            until = net.now + SILENT_S + 3.0
+            until = net.now + for_s
         return True
 
     def deliver_later(source: PeerId, to: PeerId, message: Message) -> None:
@@ -150,11 +155,13 @@ def test_a_council_that_slept_commits_nothing_that_its_cells_have_given_up() -> 
 
 
 @pytest.mark.parametrize("timers_first", [True, False])
+@pytest.mark.parametrize("for_s", [SILENT_S + 3.0, DOUBTED * SILENT_S + 0.1])
 def test_a_council_that_slept_over_all_votes_commits_nothing_that_its_cells_have_given_up(
-    timers_first: bool,
+    timers_first: bool, for_s: float
 ) -> None:
     """It had them all, one of them by a successor, whom the lost speaker may contradict for some seconds: as
-    it woke up these were over, and it committed what it held. Its own cell went on from that, alone."""
+    it woke up these were over, and it committed what it held. Its own cell went on from that, alone. The
+    cells give up sooner where others of its cell say that it is lost."""
     net = Network(15, shape=SHAPE, cells=CELLS)
     net.detect_s = 0.7
     lost: list[PeerId] = []
@@ -173,9 +180,9 @@ def test_a_council_that_slept_over_all_votes_commits_nothing_that_its_cells_have
             return source if net.now > succeeded[0][1] + 0.5 else None  # by then it has that vote
         return None
 
-    slept = put_to_sleep(net, council, timers_first=timers_first)
+    slept = put_to_sleep(net, council, timers_first=timers_first, for_s=for_s)
     net.offer_all()
-    net.run(30.0)
+    net.run(for_s + 4.0)
     assert slept
     last = _outcomes(net, slept[0])[-1]
     assert (last.committed, last.reason) == (False, "the council's coordinator stood still")
@@ -203,3 +210,27 @@ def test_a_cells_coordinator_that_slept_asks_once_more_before_it_gives_up_what_t
     assert slept
     assert len(net.committed()) == 15
     assert not [event for _, event in net.events if isinstance(event, Distrusted)]
+
+
+def test_a_silent_council_is_given_up_sooner_by_the_word_of_all_who_are_asked_and_never_if_it_answers() -> (
+    None
+):
+    ids = [make_identity(number).peer_id for number in range(4)]
+    council = wire.Council(key=wire.RoundKey(round=1), coordinator=ids[1])
+    soon, late = DOUBTED * SILENT_S, SILENT_S
+    for told, answers, until in (
+        ((), False, late), (ids[2:3], False, late), ((ids[2], ids[2]), False, late), (ids[:2], False, late),
+        (ids[2:], False, soon), (ids[2:], True, 20.0),
+    ):  # fmt: skip
+        outlet = Outlet(ids[0])
+        voice, now = Voice(council, outlet, 0.0, 100.0, ids[2:]), 0.0
+        while not voice.failure and now < 20.0:
+            now = round(now + 0.1, 1)
+            if answers and now == int(now):
+                voice.answered(now)
+            for sender in told if now == 2.2 else ():
+                voice.told_lost(sender, now)
+            voice.handle_timer(now)
+        assert {to for to, _ in outlet.messages} == {ids[1], *(() if answers else ids[2:])}
+        assert voice.is_lost != answers
+        assert until <= now <= until + 0.2

@@ -338,6 +338,8 @@ class Coordination:
     def member_left(self, attempt: Attempt) -> None:
         """Our own member has the outcome: a tally that only waited to succeed is over."""
         self._askers[attempt.fragment].clear()
+        if self.delegation is not None:
+            self.delegation.witness.left(attempt)
         tally = self._tallies.get(attempt.id)
         if tally is not None and (tally.successor or tally.get_timer() is None):
             del self._tallies[attempt.id]

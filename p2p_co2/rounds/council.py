@@ -24,7 +24,7 @@ from p2p_co2.rounds.attempt import check_digest, read_key
 from p2p_co2.rounds.cells import assign_roots, check_cell_ready, failure_of, slot_ranges
 from p2p_co2.rounds.deadline import Cadence, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
-from p2p_co2.rounds.delegate import patience_s
+from p2p_co2.rounds.delegate import DOUBTED, patience_s
 from p2p_co2.rounds.forming import Forming
 from p2p_co2.rounds.gathering import attempt_nonce
 from p2p_co2.rounds.repute import NOT_BEGUN, SPOILT_IN_A_ROW
@@ -73,7 +73,7 @@ class _Sitting:
     heard_at: dict[int, float] = field(default_factory=dict)
     """The same, or one that may have succeeded it."""
     doubted: set[int] = field(default_factory=set)
-    """Cells of which only a successor says that they failed."""
+    """Cells of which only a successor says that they failed, or for which another one is ready anew."""
     results: dict[int, tuple[CellResult, PeerId]] = field(default_factory=dict)
     """With who said so."""
     contested: set[int] = field(default_factory=set)
@@ -94,13 +94,14 @@ class _Sitting:
 
     def lost_at(self, cell: int) -> float:
         """When one of them is given up, if nobody there is heard until then."""
-        at = self.spoke_at if cell in self.doubted else self.heard_at
-        return at.get(cell, self.began_at) + self.patience_s
+        if cell in self.doubted:
+            return self.spoke_at.get(cell, self.began_at) + DOUBTED * self.patience_s
+        return self.heard_at.get(cell, self.began_at) + self.patience_s
 
     def has_stood_still(self, now: float) -> bool:
-        """Whether nobody at all was heard for so long: then it is we who slept, and all cells have given up,
-        whatever of theirs still comes in."""
-        return all(now >= self.lost_at(cell) for cell in self.readies)
+        """Whether nobody at all was heard for so long: then it is we who slept, and all cells may have given
+        up, whatever of theirs still comes in."""
+        return now >= max([self.began_at, *self.heard_at.values()]) + DOUBTED * self.patience_s
 
     def due_at(self) -> float:
         return min([self.decide_at, *map(self.lost_at, self.silent())])
@@ -216,6 +217,8 @@ class Councils:
                 self._blame(known[1], why, SPOILT_IN_A_ROW, now, sitting)
                 self._abort(sitting, f"a stranger spoke for cell {message.cell}")
                 return
+        if known is not None and sender != known[1]:
+            sitting.doubted.add(message.cell)
         within_s = max(0.0, sitting.decide_at - now)
         key = message.key
         self._outlet.send(
@@ -407,10 +410,11 @@ class Councils:
             self._end_if_due(sitting, now)
 
     def _end_if_due(self, sitting: _Sitting, now: float) -> None:
-        if sitting.decision is not None or now < sitting.due_at():
+        if sitting.decision is not None:
             return
         if sitting.has_stood_still(now):
             self._abort(sitting, "the council's coordinator stood still")
+        if sitting.decision is not None or now < sitting.due_at():
             return
         if sitting.is_complete():
             self._conclude(sitting, now)

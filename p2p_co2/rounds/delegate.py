@@ -16,7 +16,7 @@ Price: a CELL_READY of some kilobytes from each cell every few seconds for as lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -31,8 +31,8 @@ from p2p_co2.wire.messages_pb2 import AskOutcome, CellReady, CellResult, CellWai
 
 TRIES = 2
 """CELL_READYs to one peer that go unanswered before another is asked."""
-ANSWER_S = 1.5
-AGAIN_S, AGAIN_CAP_S = 2.0, 8.0
+ANSWER_S = 1.0
+AGAIN_S, AGAIN_CAP_S = 1.0, 8.0
 """Who said that the council gathers is asked again after this, then after twice as long and so on."""
 CHANGED_S = 0.3
 """Who comes or goes within this time after another is told of together with it."""
@@ -47,6 +47,10 @@ WHOLE_ROUND = 6
 COUNCIL_CAP_S = 90.0
 """From the end of the cell's gathering to CELL_BEGIN."""
 REPEAT_S = 1.0
+ASK_BESIDE_S = 1.5
+"""When the council has not answered for so long, others of its cell are asked (``witness``)."""
+DOUBTED = 1 / 2
+"""Who is said to be lost is waited for only this share of the time. It is heard every second."""
 SILENT_S = 5.0
 """Between a cell and its council: who does not answer for so long is lost, or for longer where rounds are."""
 
@@ -289,10 +293,15 @@ class Delegate:
 
 class Voice:
     """A cell's word to the council from its BEGIN to the decision: that somebody is there and waits for it,
-    and how the cell voted. ``failure``: nobody answered, or not in time; ``is_lost``: the former."""
+    and how the cell voted. ``beside``: who would know that the council is lost. ``failure``: nobody answered,
+    or not in time; ``is_lost``: the former."""
 
-    def __init__(self, council: Council, outlet: Outlet, now: float, until: float) -> None:
+    def __init__(
+        self, council: Council, outlet: Outlet, now: float, until: float, beside: Sequence[PeerId] = ()
+    ) -> None:
         self.council = council
+        self._beside = beside
+        self._told_lost: set[PeerId] = set()
         self.failure = ""
         self.is_lost = False
         self.result: CellResult | None = None
@@ -306,7 +315,20 @@ class Voice:
 
     def answered(self, now: float) -> None:
         """The council lives, and has not decided."""
+        self._told_lost.clear()
         self._lost_at = now + patience_s(self.council)
+
+    def told_lost(self, sender: PeerId, now: float) -> None:
+        """One of the council's cell says that its coordinator is gone. If all who were asked do, it is waited
+        for no longer than who is doubted."""
+        if sender in self._beside:
+            self._told_lost.add(sender)
+            if len(self._told_lost) == len(self._beside):
+                self._lost_at = min(self._lost_at, self._doubted_at)
+
+    @property
+    def _doubted_at(self) -> float:
+        return self._lost_at - (1 - DOUBTED) * patience_s(self.council)
 
     def get_timer(self) -> float:
         return min(self._again_at, self._lost_at, self._give_up_at)
@@ -327,4 +349,8 @@ class Voice:
         coordinator = PeerId(self.council.coordinator)
         if self.result is not None:
             self._outlet.send(coordinator, self.result)
-        self._outlet.send(coordinator, AskOutcome(key=self.council.key))
+        asked = [coordinator]
+        if now >= self._lost_at - patience_s(self.council) + ASK_BESIDE_S:
+            asked += self._beside
+        for peer in asked:
+            self._outlet.send(peer, AskOutcome(key=self.council.key))

@@ -5,8 +5,7 @@ Laws: no member begins before the council has; who comes while it gathers is in 
 not, and what is left of too few gathers again; a cell's commit is told only with the council's signature and
 the roster that the council counted; whatever goes wrong on the way is an abort of this cell's attempt, and
 the council hears at once of a round that this cell does not begin. Who speaks for a cell in a round asks its
-council again and again how it ends: by that each sees that the other is there, and waits for none that is not
-(``delegate.patience_s``).
+council again and again how it ends: by that each sees that the other is there (``delegate.patience_s``).
 
 Price: where the council's coordinator dies after it committed and before it told this cell, the cell aborts
 what stands; the digests of its next CELL_READY show and heal it.
@@ -30,6 +29,7 @@ from p2p_co2.rounds.events import FellBehind
 from p2p_co2.rounds.gathering import Gathering, behind_message
 from p2p_co2.rounds.repute import SPOILT_IN_A_ROW
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
+from p2p_co2.rounds.witness import COUNCIL_LOST, Witness, witnesses_of
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import (
@@ -104,6 +104,7 @@ class Delegation:
         tell: Callable[[Outcome, Decision], None],
     ) -> None:  # fmt: skip
         self.councils = Councils(identity, run, swarm, outlet, cadences)
+        self.witness = Witness(swarm, outlet)
         self._cadences = cadences
         self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
         self._make_begin, self._start, self._reopen = begin, start, reopen
@@ -219,7 +220,11 @@ class Delegation:
         for vote in list(self._votes.values()):
             council = vote.attempt.council
             assert council is not None
-            if (council.coordinator, council.key.fragment, council.key.round) != (sender, *place):
+            if (council.key.fragment, council.key.round) != place:
+                continue
+            if council.coordinator != sender:
+                if message.refusal == COUNCIL_LOST and vote.voice is not None:
+                    vote.voice.told_lost(sender, now)
                 continue
             if message.refusal:
                 self._give_up(vote, message.refusal[: bounds.MAX_REASON])
@@ -262,7 +267,8 @@ class Delegation:
         vote = self._votes.get(council)
         if vote is not None and vote.voice is None:
             assert vote.attempt.council is not None
-            vote.voice = Voice(vote.attempt.council, self._outlet, now, vote.until)
+            beside = witnesses_of(vote.attempt.council, self._swarm)
+            vote.voice = Voice(vote.attempt.council, self._outlet, now, vote.until, beside)
 
     def _look(self, place: Place, pending: _Pending) -> None:
         """End a gathering whose delegate has failed, or was told that the others are elsewhere, or for which

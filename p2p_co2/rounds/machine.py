@@ -277,6 +277,8 @@ class Rounds:
                 # Another cell's peer needs the council's word, not our cell's.
                 is_told = self._swarm.is_near(sender) and self._answer(fragment, message, sender)
                 if not is_told and delegation is not None:
+                    attempt = fragment.member.attempt if fragment.member is not None else None
+                    delegation.witness.answer(message.key, sender, attempt, fragment.asking)
                     delegation.councils.answer(message, sender, now)
             case wire.Listen():
                 self._on_listen(message, sender, now)
