@@ -25,7 +25,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.peer_options import peer_config
 from p2p_co2.process import FolderLock
 from p2p_co2.recipes import check_data
-from p2p_co2.telemetry.events import PeerLeft, Progress, TrainingEnded
+from p2p_co2.telemetry.events import PeerLeft, Progress, RoundBegan, TrainingEnded
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, peer_id_of
 from peers import daemon
@@ -52,6 +52,21 @@ def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:
     lines.see(progress(2.5))
     assert "loss - |" in said[0]
     assert "loss 2.500 |" in said[1]
+
+
+def test_the_status_line_shows_the_deadlines_of_the_newest_rounds() -> None:
+    said: list[str] = []
+    lines = StatusLines(said.append, every_s=0.0)
+    lines.see(progress(2.5))
+    assert "waits at most -" in said[-1]
+    for fragment, ready_s, parts_s in ((0, 9.0, 9.0), (0, 1.25, 3.0), (1, 2.0, 3.0)):
+        began = RoundBegan(
+            at=1.0, peer="12D3", fragment=fragment, round=1, group=("12D3",), waited_s=0.0,
+            deadline_s=ready_s, parts_deadline_s=parts_s,
+        )  # fmt: skip
+        lines.see(began)
+    lines.see(progress(2.5))
+    assert "waits at most 1.2 to 2.0 s for peers, 3.0 s for parts" in said[-1]
 
 
 def test_the_wait_at_the_end_of_a_run_is_explained_with_its_bounds() -> None:
