@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -41,8 +42,10 @@ IDENTITIES = [Identity.generate() for _ in range(6)]
 LATE, *DONORS = (identity.peer_id for identity in IDENTITIES)
 D1, D2, D3, D4, D5 = DONORS
 CONTENT = [
-    random.Random(fragment).randbytes(size) for fragment, size in enumerate((*SHAPE.state_bytes, LARGE))
+    random.Random(fragment).randbytes(size)
+    for fragment, size in enumerate((*SHAPE.state_bytes, LARGE, 16 * MAX_DATA_BYTES))
 ]
+"""By fragment; all after the last have the same, of which a state is as much as its shape says."""
 MEAN = random.Random(9).randbytes(SHAPE.mean_bytes[0])
 LATENCY_S = 0.02
 
@@ -50,7 +53,7 @@ LATENCY_S = 0.02
 @lru_cache(32)
 def state_of(fragment: int, version: int) -> bytes:
     """Each version has other bytes everywhere."""
-    return bytes([version]) + CONTENT[fragment][1:-1] + bytes([version])
+    return bytes([version]) + CONTENT[min(fragment, len(CONTENT) - 1)][1:-1] + bytes([version])
 
 
 class World:
@@ -68,6 +71,8 @@ class World:
         )
         self.sent: list[tuple[PeerId, CatchUpMessage]] = []
         self.now = 10.0
+        self.stands = (math.inf, math.inf)
+        """From when to when nothing reaches the late peer: all of it is there at the end."""
         self._under_way: list[tuple[float, int, PeerId, PeerId, CatchUpMessage]] = []
         self._order = count()
         for peer in self.machines:
@@ -128,6 +133,8 @@ class World:
                 max(self.now, self.free_at[sender]) + len(message.data) / self.rates[sender]
             )
             arrives_at += self.free_at[sender] - self.now
+        if receiver == LATE and self.stands[0] <= arrives_at < self.stands[1]:
+            arrives_at = self.stands[1]
         heapq.heappush(self._under_way, (arrives_at, next(self._order), sender, receiver, message))
 
     def fetched(self) -> Fetched:

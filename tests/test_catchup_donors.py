@@ -16,7 +16,7 @@ from p2p_co2.catchup import (
     Shape,
 )
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
-from p2p_co2.catchup.source import OUTRUN_S, SLOW_CAP_S
+from p2p_co2.catchup.line import OUTRUN_S, SLOW_CAP_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest
@@ -131,7 +131,76 @@ def test_who_was_cut_off_itself_takes_none_of_its_donors_for_slow() -> None:
     world.want(fragment=1)
     world.run()
     world.fetched()
-    assert world.machines[LATE].held()["MAX_OUTRUN"][0] == 0
+    lines = world.machines[LATE]._fetcher._lines
+    assert all(lines.of(donor, world.now).slow_until < world.now for donor in DONORS[:4])
+
+
+def many(states: int, size: int) -> Shape:
+    """A small one, and ``states`` of ``size``."""
+    return Shape((10,) * (states + 1), (SMALL, *(size,) * states))
+
+
+@pytest.mark.parametrize("stands_s", [2.0, 6.0])
+@pytest.mark.parametrize("rates", [(2e6,) * 4, (0.5e6, 1e6, 2e6, 2e6), (0.3e6, 4e6)])
+def test_who_stood_still_itself_goes_on_with_all_its_donors(
+    stands_s: float, rates: tuple[float, ...]
+) -> None:
+    """It had dropped all but one of them, and took 8 to 11 s for what takes 2.6."""
+    world = World(donors=len(rates))
+    world.rates |= dict(zip(DONORS, rates, strict=False))
+    world.stands = 12.0, 12.0 + stands_s
+    world.want(fragment=1)
+    world.run()
+    event = world.fetched()
+    assert event.duration_s < LARGE / sum(rates) + stands_s + 0.9
+    assert min(len(world.chunks_from(donor)) for donor in DONORS[: len(rates)]) > 2
+    assert event.chunks_wasted <= 2
+
+
+def test_one_that_is_gone_is_found_out_though_the_others_are_slow() -> None:
+    world = World(donors=4, rate=60e3)
+    world.tamper = lambda sender, message: None if sender == D2 and isinstance(message, Chunk) else message
+    world.want(fragment=0)
+    world.run()
+    assert world.fetched().duration_s < 2.5 * SMALL / (3 * 60e3) + SLOW_CAP_S
+
+
+def test_all_that_fall_silent_for_good_are_given_up() -> None:
+    world = World(donors=4, rate=2e6)
+    world.tamper = lambda sender, message: message if sender == LATE or world.now < 11.0 else None
+    world.want(fragment=1)
+    world.run()
+    assert isinstance(world.events[-1], FetchFailed)
+    assert world.now < 11.0 + 2 * SLOW_CAP_S + 60.0
+
+
+def test_many_states_of_slow_donors_come_as_fast_as_their_lines_carry_them() -> None:
+    """Six chunks waited for each other in a donor's queue, the sixth for 25 s: the donors were given up as
+    silent, what they sent came for nothing, and it took 202 s."""
+    size = 4 * MAX_DATA_BYTES - 5
+    world = World(donors=5, rate=125e3, shape=many(16, size))
+    for fragment in range(1, 17):
+        world.want(fragment)
+    world.run(enough=16)
+    assert all(isinstance(event, Fetched) for event in world.events)
+    assert world.now - 10.0 < 1.1 * 16 * size / (5 * 125e3)
+    assert sum(world.chunks_sent().values()) == 16 * 4
+
+
+@pytest.mark.parametrize(("fast", "slow", "states", "chunks"), [(2e6, 300e3, 8, 16), (1e6, 125e3, 16, 4)])
+def test_slow_donors_give_what_they_can_have_there_in_time(
+    fast: float, slow: float, states: int, chunks: int
+) -> None:
+    """Slow ones were shut out that together carry as much as the fast one, or had the last chunks."""
+    size = chunks * MAX_DATA_BYTES - 5
+    world = World(donors=5, rate=slow, shape=many(states, size))
+    world.rates[D1] = fast
+    for fragment in range(1, states + 1):
+        world.want(fragment)
+    world.run(enough=states)
+    assert all(isinstance(event, Fetched) for event in world.events)
+    assert world.now - 10.0 < 1.2 * states * size / (fast + 4 * slow)
+    assert sum(world.chunks_sent().values()) <= 1.05 * states * chunks
 
 
 def test_a_swarm_that_is_slow_throughout_is_waited_for() -> None:

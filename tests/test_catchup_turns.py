@@ -154,7 +154,7 @@ def answer(donor: CatchUp, fetch: Fetch, sender: PeerId, now: float) -> Manifest
     """What ``sender`` is told at once; exports are made as soon as they are wanted."""
     donor.receive(fetch, sender, now)
     while isinstance(event := donor.next_event(), ExportWanted):
-        data = bytes(FOUR.state_bytes[event.fragment])
+        data = bytes(donor.shape.state_bytes[event.fragment])
         donor.exported(event.fragment, 7, data, bytes(32), [bytes(32)] * CHUNKS, now)
     answers = [message for to, message in donor.messages_to_send() if to == sender]
     assert len(answers) <= 1
@@ -182,6 +182,23 @@ def test_a_queue_that_is_full_says_that_its_peer_takes_nothing() -> None:
     assert export.loaders.is_in_use(bench.now() + 1.0)
     bench.receiving.overasked(HOST)
     assert not export.loaders.is_in_use(bench.now())
+
+
+def test_room_is_made_by_what_the_asker_itself_asked_for_longest_ago() -> None:
+    """And not by what it says that it still loads, whoever asks for what else."""
+    size = 15 * MAX_DATA_BYTES
+    donor = CatchUp(IDENTITIES[1], RUN, Shape((10,) * 4, (size,) * 4))
+    for fragment in range(4):
+        donor.moved(fragment, 7)
+    answer(donor, manifest_of(1), LATE, 0.0)
+    answer(donor, chunk_of(1, 0), LATE, 0.0)
+    answer(donor, manifest_of(2), LATE, 0.0)
+    answer(donor, chunk_of(2, 0), LATE, 5.0)
+    answer(donor, manifest_of(1), LATE, 8.0)  # another donor is late with its last chunks
+    answer(donor, manifest_of(2), HOST, 8.0)
+    assert isinstance(answer(donor, manifest_of(3), LATE, 14.0), Manifest)
+    assert isinstance(answer(donor, chunk_of(1, 1), LATE, 14.0), Chunk)
+    assert isinstance(answer(donor, chunk_of(2, 1), LATE, 14.0), Refusal)
 
 
 def test_who_was_turned_away_first_goes_first_if_it_still_asks() -> None:

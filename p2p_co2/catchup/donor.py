@@ -162,7 +162,7 @@ class Donor:
         if export is None:
             self._refuse(fetch, peer, "that state is no longer kept")
             return
-        export.loaders.asked_last_at = now
+        export.loaders.asked(peer, now)
         size_bytes = self._send_chunk(fetch, peer, export.data)
         if export.loaders.gave(peer, fetch.chunk, size_bytes, now):
             self._turns.took(peer, fetch.fragment)
@@ -195,15 +195,15 @@ class Donor:
 
     def _has_room(self, fetch: Fetch, peer: PeerId, now: float) -> bool:
         """Drop exports that nobody else uses, as far as it takes; False if those in use leave no room. What
-        ``peer`` itself loads goes last, and before that what was asked for last: who still loads another has
-        just said so (``still_loads``)."""
+        ``peer`` asked for last goes last: where it still loads another it has just said so
+        (``still_loads``)."""
         if now < self._rests_until:
             return False
         wanted = self._shape.state_bytes[fetch.fragment]
         pending = sum(self._shape.state_bytes[fragment] for fragment in self._waiting)
         loaders = {key: known.loaders for key, known in self._exports.items()}
         idle = [key for key, its in loaders.items() if not its.is_in_use(now, but_for=peer)]
-        idle.sort(key=lambda key: (loaders[key].is_in_use(now), loaders[key].asked_last_at))
+        idle.sort(key=lambda key: loaders[key].asked_at(peer))
         for key in (*idle, None):
             held = self.exported_bytes() + pending
             if not held or held + wanted <= EXPORTS_FREE_BYTES:
@@ -234,7 +234,7 @@ class Donor:
     def _send_manifest(
         self, fetch: Fetch, peer: PeerId, export: _Export, now: float, *, is_its_turn: bool = False
     ) -> None:
-        export.loaders.asked_last_at = now
+        export.loaders.asked(peer, now)
         if not export.loaders.has_taken(peer):
             until = self._turns.promised(peer, fetch.fragment, now, is_its_turn)
             export.loaders.keep_for(peer, until)

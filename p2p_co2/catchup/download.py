@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal, Outbox, Vouch
+from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
+from p2p_co2.catchup.line import WINDOW_MOST, all_there_at
 from p2p_co2.catchup.manifest import (
     Content,
     check_chunk,
@@ -32,7 +32,7 @@ from p2p_co2.catchup.manifest import (
     chunk_digest,
     content_of,
 )
-from p2p_co2.catchup.source import WINDOW_MOST, Outrun, Source
+from p2p_co2.catchup.source import Context, Source
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -45,6 +45,8 @@ WIDEN_S = 1.0
 REPEAT_S, REPEAT_TIMES = 0.5, 3.0
 """Near the end a free donor repeats a chunk that another will still need so long for, and so many times what
 the free one needs."""
+OUTRUN_TIMES = 8.0
+"""So many times what the others need for a chunk."""
 LOOK_EVERY_S = 0.25
 BUSY_CAP_S = 60.0
 """Donors that say "again" and give nothing are believed for so long."""
@@ -52,19 +54,6 @@ REPEATS_MOST = 2
 """The last donor left is asked anew so often."""
 EARLY_AGAINS = 5
 """What a donor says it has not reached yet is asked for so often: it may be about to, or nobody will ever."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """What all downloads of a peer share. ``load``: chunks asked of a donor in all downloads together."""
-
-    run: bytes
-    out: Outbox
-    next_request: Callable[[], int]
-    load: Callable[[PeerId], int]
-    vouch: Vouch
-    chunk_bytes: int
-    outrun: Outrun
 
 
 class Download:
@@ -107,7 +96,7 @@ class Download:
         )
         if self._vouched(source.peer, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
-        source.manifest, source.content, source.heard_at = manifest, content_of(manifest), now
+        source.manifest, source.content = manifest, content_of(manifest)
         self._moved_at = now
         if self._choose_at is None:
             took_s = now - source.asked_at
@@ -125,7 +114,7 @@ class Download:
         except RemoteProtocolError:
             self._wasted += 1
             raise
-        source.gave(chunk.chunk, now)
+        source.gave(chunk.chunk, now, self._context.lines)
         self._moved_at = now
         if chunk.chunk in self._missing:
             self._missing.discard(chunk.chunk)
@@ -175,10 +164,30 @@ class Download:
             self._reserve.extend(new)
             self._fill(now)
 
+    def close(self, now: float) -> None:
+        """It waits for nobody any more. Who has not given its first chunk by now was outrun."""
+        for source in self.sources.values():
+            waited_s, usual_s = now - source.line.heard_at, self._others_gap_s(source)
+            if source.asked and not source.line.gap_s and waited_s > OUTRUN_TIMES * usual_s > 0:
+                self._context.lines.outran(source.line, now)
+            source.give_up()
+
     def still_loads(self) -> None:
         """Tell the donors, by asking once more for what they promised."""
         for source in self._useful() if self._chosen is not None else ():
             self._context.out.send(source.peer, self._manifest_wanted(source))
+
+    @property
+    def pending(self) -> int:
+        """Chunks that nobody was asked for yet, and somebody might be."""
+        return len(self._pending) if self._chosen is not None else 0
+
+    @property
+    def ahead(self) -> int:
+        """Chunks that nobody was asked for yet: all, until it is chosen what is loaded."""
+        if self._chosen is None:
+            return chunk_count(self.total_bytes, self._context.chunk_bytes)
+        return len(self._pending)
 
     # ---- time
 
@@ -198,9 +207,11 @@ class Download:
         for source in list(self.sources.values()):
             ends_at = self._patience_ends_at(source)
             if ends_at is not None and now >= ends_at:
-                if source.asked and self._moved_at > (source.heard_at + now) / 2:  # it is not our own line
-                    self._context.outrun.note(source.peer, now)
-                self._lose(source, f"silent for {now - max(source.heard_at, source.asked_at):.1f} s", now)
+                since = source.asked_at
+                if source.asked:
+                    since = source.line.heard_at
+                    self._context.lines.outran(source.line, now)
+                self._lose(source, f"silent for {now - since:.1f} s", now)
             elif source.again_at is not None and now >= source.again_at:
                 self._ask_manifest(source, now)
         if self.ended is None and now >= self._moved_at + BUSY_CAP_S:
@@ -210,10 +221,14 @@ class Download:
         self.advance(now)
 
     def _patience_ends_at(self, source: Source) -> float | None:
+        return source.patience_ends_at(self.total_bytes, self._context.lines, self._others_gap_s(source))
+
+    def _others_gap_s(self, source: Source) -> float:
+        """The usual time between two chunks of the other donors, 0 if not known."""
         others = sorted(
-            gap for other in self.sources.values() if other is not source and (gap := other.gap_s)
+            gap for other in self.sources.values() if other is not source and (gap := other.line.gap_s)
         )
-        return source.patience_ends_at(self.total_bytes, others[len(others) // 2] if others else 0.0)
+        return others[len(others) // 2] if others else 0.0
 
     def _widen_at(self) -> float:
         newest_asked_at = max((source.asked_at for source in self.sources.values()), default=self._moved_at)
@@ -227,7 +242,7 @@ class Download:
         wanted = max(self._width, at_it + more) - at_it
         while wanted > 0 and self._reserve:
             peer = self._reserve.popleft()
-            self.sources[peer] = source = Source(peer, 0, now)
+            self.sources[peer] = source = Source(peer, 0, now, self._context.lines.of(peer, now))
             self._ask_manifest(source, now)
             wanted -= 1
 
@@ -255,8 +270,8 @@ class Download:
 
     def _givers(self, now: float) -> list[Source]:
         """Those of them that are asked for chunks."""
-        useful, outrun = self._useful(), self._context.outrun
-        return [source for source in useful if not outrun.is_slow(source.peer, now)] or useful
+        useful = self._useful()
+        return [source for source in useful if source.line.slow_until <= now] or useful
 
     def _answered(self) -> list[Source]:
         return [source for source in self.sources.values() if source.manifest is not None]
@@ -270,7 +285,8 @@ class Download:
             return
         self._give_back(source)
         source.repeats += 1
-        source.manifest, source.window, self._chosen = None, 1, None
+        source.manifest, self._chosen = None, None
+        source.line.window = 1
         source.answered.clear()
         self._ask_manifest(source, now)
 
@@ -279,7 +295,7 @@ class Download:
         owed = {chunk for other in self.sources.values() if other is not source for chunk in other.asked}
         lost = sorted(chunk for chunk in source.asked if chunk in self._missing and chunk not in owed)
         self._pending.extendleft(reversed(lost))
-        source.asked.clear()
+        source.give_up()
 
     # ---- what to load
 
@@ -359,19 +375,21 @@ class Download:
     def _ask_chunks(self, now: float) -> None:
         assert self._chosen is not None
         sources = self._givers(now)
-        for depth in range(WINDOW_MOST):  # one each, then a second each: nobody takes all of a small goal
-            for source in sources:
-                room = len(source.asked) == depth < source.window
-                if room and self._pending and self._context.load(source.peer) < WINDOW_MOST:
-                    self._ask_chunk(source, self._pending.popleft(), now)
+        if self._pending:
+            ends_at = all_there_at([source.line for source in sources], self._context.pending(), now)
+            for depth in range(WINDOW_MOST):  # one each, then a second each: nobody takes all of a small goal
+                for source in sources:
+                    has_room = len(source.asked) == depth and source.line.has_room
+                    if has_room and self._pending and source.line.next_at(now) <= ends_at:
+                        self._ask_chunk(source, self._pending.popleft(), now)
         self._looked_at = now
-        for source in sources:
-            if not source.asked and (chunk := self._overdue(source, now)) is not None:
+        for source in sources if not self._context.pending() else ():
+            if not source.line.asked and (chunk := self._overdue(source, now)) is not None:
                 self._ask_chunk(source, chunk, now)
 
     def _ask_chunk(self, source: Source, chunk: int, now: float) -> None:
         assert self._chosen is not None
-        source.ask(chunk, now)
+        source.ask(chunk, now, self._context.lines)
         fetch = Fetch(
             what=self.goal.what,
             fragment=self.goal.fragment,
@@ -390,24 +408,21 @@ class Download:
         askers = Counter(
             chunk for source in self._useful() for chunk in source.asked if chunk in self._missing
         )
-        outrun = self._context.outrun
+        gap_s = free.line.gap_s
         waits = [
-            (
-                math.inf if outrun.is_slow(source.peer, now) else source.expected_s(chunk, now, free.gap_s),
-                chunk,
-            )
+            (math.inf if source.line.slow_until > now else source.expected_s(chunk, now, gap_s), chunk)
             for source in self._useful()
             for chunk in source.asked
             if askers[chunk] == 1
         ]
         longest_s, chunk = max(waits, default=(0.0, 0))
-        return chunk if longest_s >= max(REPEAT_S, REPEAT_TIMES * free.gap_s) else None
+        return chunk if longest_s >= max(REPEAT_S, REPEAT_TIMES * gap_s) else None
 
     def _look_at(self) -> float | None:
         """When to see again whether a free donor should repeat what others owe."""
         if self._chosen is None or self._pending or not self._missing:
             return None
-        free = any(not source.asked for source in self._givers(self._looked_at))
+        free = any(source.line.has_room and not source.asked for source in self._givers(self._looked_at))
         return self._looked_at + LOOK_EVERY_S if free else None
 
     # ---- the end

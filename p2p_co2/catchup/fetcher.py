@@ -1,9 +1,9 @@
 """The peer that is behind: which downloads run, which wait, and whom to ask no more.
 
 Laws: one goal per fragment at a time; a download is put aside for another at most once, so a donor that
-names ever another fragment cannot keep us from loading any. Large states are loaded one after the other, in
-the order of their fragments or as the donors have them ready, because a donor holds one; what is small, side
-by side.
+names ever another fragment cannot keep us from loading any. Large states are loaded one after the other,
+in the order of their fragments or as the donors have them ready, because a donor holds one; what is small,
+side by side.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from p2p_co2.catchup.download import Context, Download
+from p2p_co2.catchup.download import DONORS_AT_ONCE, Download
 from p2p_co2.catchup.goals import (
     EXPORTS_FREE_BYTES,
     STATE,
@@ -23,7 +23,8 @@ from p2p_co2.catchup.goals import (
     Vouch,
 )
 from p2p_co2.catchup.kept import NothingKept, Store
-from p2p_co2.catchup.source import MAX_OUTRUN, Outrun, Source
+from p2p_co2.catchup.line import MAX_LINES, Lines
+from p2p_co2.catchup.source import Context, Source
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Manifest, Refusal
@@ -31,6 +32,9 @@ from p2p_co2.wire.messages_pb2 import Chunk, Manifest, Refusal
 QUARANTINE_S = 120.0
 """A donor that broke the rules is not asked again for so long."""
 MAX_QUARANTINED = 256
+AHEAD_S = 8.0
+"""No further state is asked for while the donors have chunks to give for so long: they drop what nobody
+begins to load."""
 SAID_AT_MOST = 8
 """States loaded side by side of which donors are told that we still do: with more, each has few chunks."""
 
@@ -49,9 +53,9 @@ class Fetcher:
         self._put_aside: set[int] = set()
         """Fragments whose download has waited for another one already."""
         self._requests = 0
-        self._outrun = Outrun()
+        self._lines = Lines()
         self._context = Context(
-            run, out, self._next_request, self._load, self._vouch, shape.chunk_bytes, self._outrun
+            run, out, self._next_request, self._vouch, shape.chunk_bytes, self._lines, self._pending
         )
 
     def want(self, goal: Goal, now: float) -> None:
@@ -60,7 +64,8 @@ class Fetcher:
         known = running.goal if running is not None else self._waiting.get(goal.fragment)
         if known is not None and (known.what, known.version) == (goal.what, goal.version):
             return
-        self._downloads.pop(goal.fragment, None)
+        if running is not None:
+            self._downloads.pop(goal.fragment).close(now)
         self._waiting[goal.fragment] = goal
         self._settle(now)
 
@@ -119,7 +124,7 @@ class Fetcher:
         """As ``CatchUp.held``."""
         return {
             "MAX_QUARANTINED": (len(self._quarantined), MAX_QUARANTINED),
-            "MAX_OUTRUN": (len(self._outrun), MAX_OUTRUN),
+            "MAX_LINES": (len(self._lines), MAX_LINES),
         }
 
     def get_timer(self) -> float | None:
@@ -135,7 +140,7 @@ class Fetcher:
         for fragment, download in list(self._downloads.items()):
             download.advance(now)  # another download may have left a donor room
             if download.ended is not None:
-                del self._downloads[fragment]
+                self._downloads.pop(fragment).close(now)
                 self._put_aside.discard(fragment)
                 self._out.emit(download.ended)
         for fragment in sorted(self._waiting):
@@ -171,7 +176,9 @@ class Fetcher:
         if goal.what != STATE:
             return True
         loading = sum(d.total_bytes for d in self._downloads.values() if d.goal.what == STATE)
-        return not loading or loading + self._shape.state_bytes[goal.fragment] <= EXPORTS_FREE_BYTES
+        has_room = loading + self._shape.state_bytes[goal.fragment] <= EXPORTS_FREE_BYTES
+        ahead = sum(download.ahead for download in self._downloads.values())
+        return not loading or (has_room and ahead < max(DONORS_AT_ONCE, self._lines.chunks_in(AHEAD_S)))
 
     def _go_with(self, refusal: Refusal, download: Download, now: float) -> None:
         """Donors give another fragment's state just now, and we want that too: load it first."""
@@ -183,7 +190,7 @@ class Fetcher:
             return
         if download.goal.what == STATE and self._downloads.get(mine) is download:
             self._put_aside.add(mine)
-            del self._downloads[mine]
+            self._downloads.pop(mine).close(now)
             self._waiting[mine] = download.goal
             self._start(self._waiting.pop(fragment), now)
 
@@ -193,12 +200,11 @@ class Fetcher:
         self._requests += 1
         return self._requests
 
+    def _pending(self) -> int:
+        return sum(download.pending for download in self._downloads.values())
+
     def _vouch(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
         return self.vouch(donor, fragment, version, digest)
-
-    def _load(self, peer: PeerId) -> int:
-        sources = (download.sources.get(peer) for download in self._downloads.values())
-        return sum(len(source.asked) for source in sources if source is not None)
 
     def _expected(self, request: int, sender: PeerId) -> tuple[Download, Source] | None:
         for download in self._downloads.values():

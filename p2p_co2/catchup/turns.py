@@ -22,7 +22,8 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from p2p_co2.catchup.source import AGAIN_MOST_S, WINDOW_MOST
+from p2p_co2.catchup.line import WINDOW_MOST
+from p2p_co2.catchup.source import AGAIN_MOST_S
 from p2p_co2.wire.identity import PeerId
 
 CHOOSING_S = 4.0
@@ -42,6 +43,7 @@ MAX_CHOOSING = 256
 
 @dataclass
 class _Loader:
+    asked_at: float = -math.inf
     in_use_until: float = -math.inf
     chunks: int = 0
     """Those that it was sent, a bit each: one that is asked for twice is no progress."""
@@ -54,6 +56,14 @@ class Loaders:
 
     asked_last_at: float
     _peers: dict[PeerId, _Loader] = field(default_factory=dict)
+
+    def asked(self, peer: PeerId, now: float) -> None:
+        """``peer`` asks for its manifest or for a chunk."""
+        self.asked_last_at = self._known(peer).asked_at = now
+
+    def asked_at(self, peer: PeerId) -> float:
+        """When ``peer`` asked last; minus infinity if it did not."""
+        return self._peers[peer].asked_at if peer in self._peers else -math.inf
 
     def keep_for(self, peer: PeerId, until: float) -> None:
         """``peer`` was sent the manifest, and may choose until then."""

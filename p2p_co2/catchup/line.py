@@ -1,0 +1,181 @@
+"""What comes from each donor, in all downloads together: how fast, what it owes, and when it is silent.
+
+A donor is judged by what arrives from it while anything is asked of it, not by the age of one request: of a
+donor of 125 kB/s six downloads wait for a chunk each, and the last of these comes after 25 s.
+
+Pure arithmetic on times that are handed in. Laws: a donor has at most ``window`` chunks to answer, and the
+window opens from one chunk as its chunks prove right: a donor that lies from the start costs one chunk; it
+opens as far as the donor's rate carries in ``QUEUE_S`` and one more. While nothing comes from anybody it is
+our own line that stands still, and nobody is silent, for ``STALL_CAP_S`` at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from p2p_co2.wire.identity import PeerId
+
+WINDOW_MOST = 6
+"""Chunks asked of one donor and not yet received; its queue for us holds a few more."""
+QUEUE_S = 0.5
+"""A donor is asked for so much in advance that it is never idle over a round trip of this length."""
+FIRST_CHUNK_S = 10.0
+"""For the first chunk of a donor when nobody's speed is known."""
+SLOW_FLOOR_S, SLOW_CAP_S = 2.0, 20.0
+SLOWER_THAN_ITSELF, SLOWER_THAN_OTHERS = 4.0, 32.0
+"""A donor that pauses for longer than this many of its own slowest answers, or of the others' usual ones, is
+slow."""
+STALLED_OF = 0.5
+"""Where nothing came from anybody for this part of that, our own line stood still."""
+STALL_CAP_S = SLOW_CAP_S
+OUTRUN_S = 60.0
+"""A donor that was slow while others gave is asked for no chunk that others can give for so long; what is
+known of a line that nobody used for so long is forgotten."""
+MAX_LINES = 256
+GAPS_KEPT = 8
+NEARLY = 1e-6
+Asked = tuple[int, int]
+"""The request, and the chunk."""
+
+
+@dataclass(eq=False)
+class Line:
+    """``asked``: chunks of all downloads and when they were asked for, oldest first."""
+
+    heard_at: float
+    """When its last chunk came, or the first was asked for after it had given all."""
+    asked: dict[Asked, float] = field(default_factory=dict)
+    window: int = 1
+    slow_until: float = -math.inf
+    _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
+
+    @property
+    def gap_s(self) -> float:
+        """Its usual time between two chunks, 0 if not known."""
+        return sorted(self._gaps_s)[len(self._gaps_s) // 2] if self._gaps_s else 0.0
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.asked) < self.window
+
+    def ask(self, asked: Asked, now: float) -> None:
+        if not self.asked:
+            self.heard_at = now
+        self.asked[asked] = now
+
+    def gave(self, asked: Asked, now: float) -> None:
+        """A right chunk came: the window opens."""
+        self._gaps_s.append(now - self.heard_at)
+        self.heard_at = now
+        self.asked.pop(asked, None)
+        wanted = 1 + math.ceil(QUEUE_S / max(self.gap_s, 1e-3))
+        self.window = min(2 * self.window, max(2, min(WINDOW_MOST, wanted)))
+
+    def expected_s(self, asked: Asked, now: float, default_gap_s: float) -> float:
+        """How long an asked chunk will still take, as far as one can tell: one gap for each chunk before it,
+        and for a donor that is late as long again as it has kept us waiting."""
+        gap_s = self.gap_s or default_gap_s
+        waited_s = now - self.heard_at
+        return list(self.asked).index(asked) * gap_s + max(gap_s - waited_s, waited_s - gap_s, 0.0)
+
+    def free_at(self, now: float) -> float:
+        """When it should have given all that it owes, as far as one can tell."""
+        waited_s = now - self.heard_at if self.asked else 0.0
+        gap_s = max(self.gap_s, waited_s)
+        return now + len(self.asked) * gap_s - min(waited_s, gap_s if self.asked else 0.0)
+
+    def next_at(self, now: float) -> float:
+        """When a chunk that it is asked for now should be there; at once where nothing is known of it."""
+        return self.free_at(now) + self.gap_s
+
+    def patience_s(self, others_gap_s: float) -> float:
+        """For how long it may give nothing before it counts as silent or slow. ``others_gap_s``: the usual
+        time between two chunks of the other donors, 0 if not known."""
+        limit_s = SLOWER_THAN_ITSELF * max(self._gaps_s) if self._gaps_s else FIRST_CHUNK_S
+        if others_gap_s:
+            limit_s = min(limit_s, SLOWER_THAN_OTHERS * others_gap_s)
+        return min(SLOW_CAP_S, max(SLOW_FLOOR_S, limit_s))
+
+
+def all_there_at(lines: Collection[Line], chunks: int, now: float) -> float:
+    """When ``chunks`` more should be there at the soonest, each given by whoever has it there first: a donor
+    that is later than this with its next one holds the others up."""
+    free = sorted((line.free_at(now), line.gap_s) for line in lines if line.gap_s)
+    if not free:
+        return math.inf  # nothing is known yet
+    at, rate, given = math.inf, 0.0, 0.0
+    for free_at, gap_s in free:  # as if chunks could be cut
+        if free_at < at:
+            rate, given = rate + 1 / gap_s, given + free_at / gap_s
+            at = (chunks + given) / rate
+    while sum(max(0, math.floor((at - free_at) / gap_s + NEARLY)) for free_at, gap_s in free) < chunks:
+        at = min(_next_after(at, free_at, gap_s) for free_at, gap_s in free)
+    return at + NEARLY
+
+
+def _next_after(at: float, free_at: float, gap_s: float) -> float:
+    """When the next chunk of a donor is there that has been free since, or will be."""
+    return free_at + (max(0, math.floor((at - free_at) / gap_s + NEARLY)) + 1) * gap_s
+
+
+class Lines:
+    """Of all donors of late. ``came_at``: when the last right chunk came from anybody, or the first was asked
+    for after all had come."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[PeerId, Line] = OrderedDict()
+        self.came_at = -math.inf
+        self._pause_s, self._pause_ended_at = 0.0, -math.inf
+        """The last time in which something was asked and nothing came for longer than ``SLOW_FLOOR_S``'s
+        part."""
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def chunks_in(self, seconds: float) -> float:
+        """How many those give in so long that give any now."""
+        return sum(seconds / line.gap_s for line in self._lines.values() if line.asked and line.gap_s)
+
+    def of(self, peer: PeerId, now: float) -> Line:
+        line = self._lines.get(peer)
+        if line is None or (not line.asked and max(line.heard_at, line.slow_until) < now - OUTRUN_S):
+            line = self._lines[peer] = Line(now)
+        self._lines.move_to_end(peer)
+        if len(self._lines) > MAX_LINES:
+            unused = (known for known, its in self._lines.items() if not its.asked and its is not line)
+            del self._lines[next(unused, next(iter(self._lines)))]
+        return line
+
+    def ask(self, line: Line, asked: Asked, now: float) -> None:
+        if not any(one.asked for one in self._lines.values()):
+            self.came_at = now
+        line.ask(asked, now)
+
+    def gave(self, line: Line, asked: Asked, now: float) -> None:
+        if now - self.came_at > STALLED_OF * SLOW_FLOOR_S:
+            self._pause_s, self._pause_ended_at = now - self.came_at, now
+        self.came_at = now
+        line.gave(asked, now)
+
+    def outran(self, line: Line, now: float) -> None:
+        """It was slow while others gave: each download would lose a chunk's time by it, and the donor the
+        time of its line that its rounds need."""
+        if self.came_at > (line.heard_at + now) / 2:  # else it is our own line
+            line.slow_until = now + OUTRUN_S
+
+    def silent_at(self, line: Line, others_gap_s: float) -> float:
+        """When a donor that owes chunks counts as silent or slow."""
+        limit_s = line.patience_s(others_gap_s)
+        since = line.heard_at
+        if self._pause_ended_at > since and self._pause_s > STALLED_OF * limit_s:
+            since = self._pause_ended_at
+        ends_at = since + limit_s
+        others_owe = any(one.asked for one in self._lines.values() if one is not line)
+        if (
+            others_owe and ends_at - max(self.came_at, line.heard_at) > STALLED_OF * limit_s
+        ):  # so far none gives
+            ends_at = max(ends_at, self.came_at + STALL_CAP_S)
+        return min(ends_at, line.heard_at + limit_s + STALL_CAP_S)

@@ -1,0 +1,139 @@
+"""What comes from each donor, and when all should be there."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from p2p_co2.catchup.line import (
+    FIRST_CHUNK_S,
+    MAX_LINES,
+    OUTRUN_S,
+    SLOW_CAP_S,
+    SLOW_FLOOR_S,
+    Line,
+    Lines,
+    all_there_at,
+)
+from p2p_co2.wire.identity import PeerId
+
+A, B, C = (PeerId(name) for name in "abc")
+
+
+def line_of(gap_s: float, owes: int = 0, now: float = 0.0) -> Line:
+    """One that gave a chunk just now, ``gap_s`` after the one before."""
+    line = Line(now - gap_s)
+    line.ask((1, 0), now - gap_s)
+    line.gave((1, 0), now)
+    for chunk in range(owes):
+        line.ask((1, 1 + chunk), now)
+    return line
+
+
+def test_all_are_there_when_the_last_giver_is_by_hand() -> None:
+    assert all_there_at([line_of(1.0), line_of(4.0)], 4, 0.0) == pytest.approx(4.0)  # 3 and 1, or 4 and 0
+    assert all_there_at([line_of(1.0), line_of(4.0)], 3, 0.0) == pytest.approx(3.0)
+    assert all_there_at([line_of(1.0), line_of(4.0)], 5, 0.0) == pytest.approx(4.0)
+    assert all_there_at([line_of(1.0, owes=2), line_of(4.0)], 1, 0.0) == pytest.approx(3.0)
+    assert all_there_at([Line(0.0), line_of(4.0)], 1, 0.0) == pytest.approx(4.0)
+    assert all_there_at([Line(0.0)], 1, 0.0) == math.inf
+
+
+def test_no_order_of_asking_has_all_there_sooner() -> None:
+    """Against giving each chunk to whoever has it there first, one by one."""
+    random_ = random.Random(1)
+    for _ in range(300):
+        lines = [
+            line_of(random_.uniform(0.1, 9.0), random_.randrange(3)) for _ in range(random_.randint(1, 8))
+        ]
+        chunks, ends_at = random_.randint(1, 40), 0.0
+        next_at = [line.next_at(0.0) for line in lines]
+        for _ in range(chunks):
+            which = min(range(len(lines)), key=next_at.__getitem__)
+            ends_at = next_at[which]
+            next_at[which] += lines[which].gap_s
+        assert all_there_at(lines, chunks, 0.0) == pytest.approx(ends_at, abs=1e-4)
+
+
+def test_what_is_late_is_expected_later() -> None:
+    line = line_of(1.0, owes=2)
+    assert line.next_at(0.5) == pytest.approx(3.0)
+    assert line.next_at(5.0) == pytest.approx(5.0 + 5.0 + 1.0)  # it may need as long for each as it has now
+    assert line_of(1.0).next_at(7.0) == pytest.approx(8.0)
+
+
+def test_a_window_opens_from_one_chunk_as_far_as_the_rate_carries() -> None:
+    for gap_s, most in ((0.01, 6), (0.2, 4), (4.0, 2)):
+        line, now, seen = Line(0.0), 0.0, [1]
+        for chunk in range(8):
+            line.ask((1, chunk), now)
+            now += gap_s
+            line.gave((1, chunk), now)
+            seen.append(line.window)
+        assert seen[:2] == [1, 2]
+        assert max(seen) == most
+
+
+def silence(lines: Lines, line: Line, others_gap_s: float = 0.0) -> float:
+    return lines.silent_at(line, others_gap_s)
+
+
+def test_one_that_gives_nothing_while_others_do_is_silent_and_none_while_nobody_does() -> None:
+    lines = Lines()
+    a, b = lines.of(A, 0.0), lines.of(B, 0.0)
+    for at in range(20):
+        lines.ask(a, (1, at), at * 0.5)
+        lines.gave(a, (1, at), at * 0.5 + 0.5)
+        if at == 3:
+            lines.ask(b, (2, 0), 2.0)
+    lines.ask(a, (1, 99), 10.0)
+    assert silence(lines, b) == 2.0 + FIRST_CHUNK_S
+    assert silence(lines, b, 0.1) == 2.0 + 3.2
+    assert silence(lines, a) == 10.0 + SLOW_CAP_S  # so far nobody gives anything
+    lines.gave(b, (2, 0), 18.0)  # our own line stood still
+    assert silence(lines, a) == 18.0 + SLOW_FLOOR_S
+    lines.ask(b, (2, 1), 18.0)
+    lines.gave(b, (2, 1), 18.9)
+    lines.ask(b, (2, 2), 18.9)
+    lines.gave(b, (2, 2), 19.8)
+    assert silence(lines, a) == 18.0 + SLOW_FLOOR_S
+
+
+def test_one_alone_is_silent_by_its_own_measure_and_never_waited_for_without_end() -> None:
+    lines = Lines()
+    a, b = lines.of(A, 0.0), lines.of(B, 0.0)
+    lines.ask(a, (1, 0), 0.0)
+    lines.gave(a, (1, 0), 0.1)
+    lines.ask(a, (1, 1), 0.1)
+    assert silence(lines, a) == 0.1 + SLOW_FLOOR_S
+    at = 0.0
+    for chunk in range(60):  # each after a pause
+        lines.ask(b, (2, chunk), at)
+        at += 1.9
+        lines.gave(b, (2, chunk), at)
+    lines.ask(b, (2, 60), at)
+    assert silence(lines, a) <= 0.1 + SLOW_FLOOR_S + SLOW_CAP_S
+
+
+def test_who_was_outrun_is_forgotten_after_a_while_and_lines_are_bounded() -> None:
+    lines = Lines()
+    a, b = lines.of(A, 0.0), lines.of(B, 0.0)
+    lines.ask(a, (1, 0), 0.0)
+    lines.ask(b, (2, 0), 0.0)
+    lines.outran(a, 4.0)
+    assert a.slow_until < 4.0  # nothing came of the other either: it is we
+    lines.gave(b, (2, 0), 3.9)
+    lines.outran(a, 4.0)
+    assert a.slow_until == 4.0 + OUTRUN_S
+    assert lines.of(A, 70.0) is a  # it still owes
+    a.asked.clear()
+    assert lines.of(A, 4.0 + 2 * OUTRUN_S - 1.0) is a
+    assert lines.of(A, 4.0 + 2 * OUTRUN_S + 1.0) is not a
+    held = lines.of(C, 200.0)
+    lines.ask(held, (1, 0), 200.0)
+    for number in range(2 * MAX_LINES):
+        lines.of(PeerId(f"donor {number}"), 200.0)
+    assert len(lines) == MAX_LINES
+    assert lines.of(C, 200.0) is held
