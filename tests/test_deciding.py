@@ -8,8 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from p2p_co2.catchup import Fetched, Goal
-from p2p_co2.catchup.goals import ROUND
+from p2p_co2.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import OTHER_HISTORY, Catching
@@ -19,7 +18,17 @@ from p2p_co2.rounds import Offer, PayloadShape, PeerView, Rounds
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.telemetry.events import RoundAborted
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Contributor, Member, Outcome, PartOutcome, RoundKey, Status
+from p2p_co2.wire.messages_pb2 import (
+    Chunk,
+    Contributor,
+    Fetch,
+    Member,
+    Outcome,
+    PartOutcome,
+    Refusal,
+    RoundKey,
+    Status,
+)
 from tests.round_network import RUN, make_identity
 
 SHAPE = PayloadShape(8, (4,))
@@ -118,6 +127,40 @@ async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
         await coroutine
     assert said == [RoundAborted]
     node.rounds.offer(Offer(0, 5, 4, digest(b"theirs"), bytes(32), 1.0), 2.0)
+
+
+@pytest.mark.parametrize("is_unshared", [True, False])
+async def test_while_lonely_work_goes_back_nobody_is_given_the_state_that_holds_it(is_unshared: bool) -> None:
+    """Who had loaded it in that moment would have brought the same work to the others once more."""
+    catchup = CatchUp(make_identity(0), RUN, Shape((10,), (1000,)))
+    catchup.moved(0, 4)
+    asker, chunk = MEMBERS[0], Fetch(what=STATE, version=4, request=1, want_chunk=True)
+    sent: list[Any] = []
+
+    def ask() -> None:
+        catchup.receive(chunk, asker, 1.0)
+        sent.extend(type(message) for _, message in catchup.messages_to_send())
+
+    class Slow:
+        async def adopt(
+            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, *how: bool
+        ) -> AgreedVersion:
+            assert how == (False, is_unshared)
+            ask()
+            return agreed
+
+    node = node_with(MEMBERS)
+    node.rounds = node.progress = Mock()
+    node.rounds.next_commit = lambda fragment: None
+    node.refresh = node.pump = Mock()
+    node.catchup = catchup
+    node.catching.apart.is_unshared = lambda fragment: is_unshared
+    catchup.receive(Fetch(what=STATE, version=4, request=1), asker, 1.0)
+    catchup.exported(0, 4, bytes(1000), bytes(32), [bytes(32)], 1.0)
+    catchup.messages_to_send()
+    await Deciding(node, cast(Any, Slow()), cast(Any, None)).adopt(0, b"", AgreedVersion(9, bytes(32)))
+    ask()
+    assert sent == [Refusal if is_unshared else Chunk, Chunk]
 
 
 @pytest.mark.parametrize("is_ours_alone", [True, False])

@@ -63,6 +63,8 @@ class Donor:
         self._turns = Turns()
         self.given = [-1] * len(shape.state_bytes)
         """Of each fragment, the newest version of which anybody was sent a chunk."""
+        self.going_over: set[int] = set()
+        """Fragments of which nobody is given anything just now: work that nobody was given goes back."""
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``CatchUp.held``."""
@@ -117,7 +119,9 @@ class Donor:
         size = self._shape.bytes_of(fetch.what, fetch.fragment)
         if fetch.want_chunk and chunk_at(fetch.chunk, size, self._shape.chunk_bytes).start >= size:
             raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {size} bytes")
-        if fetch.what == ROUND:
+        if fetch.fragment in self.going_over:
+            self._refuse(fetch, sender, "going over to another state", again=True)
+        elif fetch.what == ROUND:
             self._serve_round(fetch, sender)
         elif fetch.want_chunk:
             self._serve_chunk(fetch, sender, now)

@@ -178,8 +178,13 @@ class Deciding:
             return
         known = self._node.rounds.next_commit(fragment)
         parts = None if known is None else weights_of(known)
-        is_unshared = self._node.catching.apart.is_unshared(fragment)
-        version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back, is_unshared)
+        is_unshared, donor = self._node.catching.apart.is_unshared(fragment), self._node.catchup.donor
+        if is_unshared:  # and stays so until its work is back: what is given meanwhile would count twice
+            donor.going_over.add(fragment)
+        try:
+            version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back, is_unshared)
+        finally:
+            donor.going_over.discard(fragment)
         if goes_back:
             self._node.catchup.turned_back(fragment)
         self._adopted = fragment
