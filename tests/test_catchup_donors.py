@@ -203,6 +203,27 @@ def test_slow_donors_give_what_they_can_have_there_in_time(
     assert sum(world.chunks_sent().values()) <= 1.05 * states * chunks
 
 
+def test_one_that_was_left_out_for_being_slow_gives_as_soon_as_the_quick_one_falters() -> None:
+    world = World(donors=2)
+    world.rates |= {D1: 4e6, D2: 0.4e6}
+    died_at, asked_at = list[float](), list[float]()
+
+    def tamper(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage | None:
+        if sender == D1 and isinstance(message, Chunk):
+            died_at.extend([world.now] if len(world.chunks_from(D1)) == 31 else [])
+            return None if died_at else message
+        if sender == D2 and isinstance(message, Chunk):
+            asked_at.append(world.now)
+        return message
+
+    world.tamper = tamper
+    world.want()
+    world.run()
+    world.fetched()
+    (at,) = died_at
+    assert 0.0 < min(later for later in asked_at if later > at) - at < 1.3  # patience ends after 2 s
+
+
 def test_a_swarm_that_is_slow_throughout_is_waited_for() -> None:
     world = World(donors=2, rate=60e3)  # 9 s a chunk
     world.want(fragment=0)

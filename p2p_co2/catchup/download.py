@@ -419,8 +419,9 @@ class Download:
         return chunk if longest_s >= max(REPEAT_S, REPEAT_TIMES * gap_s) else None
 
     def _look_at(self) -> float | None:
-        """When to see again whether a free donor should repeat what others owe."""
-        if self._chosen is None or self._pending or not self._missing:
+        """When to see again whether a free donor should repeat what others owe, or give what one quicker was
+        to give."""
+        if self._chosen is None or not self._missing:
             return None
         free = any(source.line.has_room and not source.asked for source in self._givers(self._looked_at))
         return self._looked_at + LOOK_EVERY_S if free else None
