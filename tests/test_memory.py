@@ -98,6 +98,41 @@ def test_messages_reuse_their_pages() -> None:
     assert faults("ours") < 10  # of 768 pages that each turn writes
 
 
+HOLES = """
+from pathlib import Path
+from p2p_co2 import memory
+
+def resident_bytes():
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
+
+assert memory.return_large_blocks()
+small = [bytes(64 << 10) for _ in range(64)]
+del small[1::2]
+give_back, later_s = memory._holes.give_back, memory.HOLES_EVERY_S
+assert not give_back(1.0)  # 2 MiB are not worth it
+messages = [bytes([1]) * (256 << 10) for _ in range(400)]
+del messages[::2]  # what is left keeps the others' places within the arena
+before = resident_bytes()
+assert not give_back(1.0 + 0.9 * later_s)  # it was looked at a moment ago
+assert give_back(1.0 + 1.1 * later_s)
+assert all(set(one) == {1} for one in messages)
+print((before - resident_bytes()) / (200 * (256 << 10)))
+"""
+
+
+def test_holes_go_back_to_the_system() -> None:
+    run = [sys.executable, "-c", HOLES]
+    answer = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert float(answer.stdout) > 0.9
+
+
+def test_without_glibc_there_are_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
+    assert memory.in_arenas_bytes() == (0, 0)
+    assert not memory._Holes(memory._Pool()).give_back(0.0)
+
+
 @pytest.mark.parametrize("size", [0, 1, memory.HUGE_PAGE_BYTES - 1, memory.HUGE_PAGE_BYTES + 1])
 def test_a_large_buffer_can_be_written(size: int) -> None:
     buffer = memory.large_buffer(size)
@@ -236,6 +271,33 @@ def test_the_largest_moment_is_forgotten() -> None:
         del buffer
     assert pool.held_bytes == SIZE
     assert len(places) <= 8  # and no pages were made for it
+
+
+def test_less_is_kept_while_more_is_in_use_beside_it() -> None:
+    """Together they hold no more than they used at one moment."""
+    pool = memory._Pool()
+    pool.beside(10 * SIZE)
+    pages = [pool.take(SIZE) for _ in range(4)]
+    del pages[1:]
+    pool.beside(10 * SIZE)
+    assert pool.held_bytes == 4 * SIZE
+    pool.beside(12 * SIZE)
+    assert pool.held_bytes == 2 * SIZE
+    more = [pool.take(SIZE) for _ in range(3)]
+    del more
+    assert pool.held_bytes == 4 * SIZE  # so much was in use beside the 12
+    pool.beside(20 * SIZE)
+    assert pool.held_bytes == SIZE
+
+
+def test_what_is_in_use_beside_it_keeps_no_moment_for_longer() -> None:
+    pool = memory._Pool()
+    pool.beside(100 * SIZE)
+    large = [pool.take(SIZE) for _ in range(8)]
+    del large
+    for _ in range(2 * 8 * memory.FORGOTTEN_AFTER + 1):
+        place_of(pool.take(SIZE))
+    assert pool.held_bytes == SIZE
 
 
 def test_what_rounds_need_is_not_forgotten() -> None:

@@ -75,20 +75,49 @@ def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None
         0, 1, bytes(16), dict.fromkeys(names, Share(1.0, 0)), (BlockRange(0, 1),), (names[0],),
         (frozenset(names),), DIGEST, names[1], 5.0, 12.0,
     )  # fmt: skip
-    room = Room(int(bounds.MAX_OWNED_PAYLOADS * size))
+    room, place = Room(int(bounds.MAX_OWNED_PAYLOADS * size)), memoryview(bytearray(size))
     job = PartJob(
         attempt, 0, 0, memoryview(bytes(size)), swarm=swarm, outlet=outlet, room=room,
-        arrivals=Arrivals(attempt, swarm, Durations(), (0,)), now=0.0,
+        arrivals=Arrivals(attempt, swarm, Durations(), (0,)), place=place, now=0.0,
     )  # fmt: skip
     piece = wire.Part(key=attempt.key(), total=size, data=bytes(size))
     taken = [job.add(piece, name, 1.0) for name in names[1:]]
-    assert sum(taken) == bounds.MAX_OWNED_PAYLOADS
+    assert sum(taken) == 1 + bounds.MAX_OWNED_PAYLOADS  # one lies in the mean's place
     job.check(5.0)  # the deadline: those who found room are averaged
     (wanted,) = outlet.events
     assert isinstance(wanted, ReduceWanted)
-    assert len(wanted.job.slices) == 1 + bounds.MAX_OWNED_PAYLOADS
-    job.reduced(bytes(size), memoryview(bytearray(size)))
+    assert len(wanted.job.slices) == 2 + bounds.MAX_OWNED_PAYLOADS
+    job.reduced(bytes(size), place)
     assert room.take(int(bounds.MAX_OWNED_PAYLOADS * size))  # all is given back
+
+
+def test_the_first_slice_is_put_together_in_the_means_place() -> None:
+    """A message's memory is let go of as it comes; what comes next has a place of its own, and over several
+    cells all do: there the mean may come while slices are summed once more."""
+    me, first, second = (PeerId(f"p{i:02}") for i in range(3))
+    size = 2 * PIECE_UNIT_BYTES
+    swarm, outlet = Swarm(me, PayloadShape(size, (1,)), 4), Outlet(me)
+    swarm.set_live({name: PeerView(1e6) for name in (me, first, second)})
+    shares = dict.fromkeys((me, first, second), Share(1.0, 0))
+    for council in (None, wire.Council(sums_within_s=1.0)):
+        attempt = Attempt(
+            0, 1, bytes(16), shares, (BlockRange(0, 1),), (me,), (frozenset(shares),), DIGEST, first, 5.0,
+            12.0, council,
+        )  # fmt: skip
+        place, slices = memoryview(bytearray(size)), dict[PeerId, bytes]()
+        job = PartJob(
+            attempt, 0, 0, memoryview(bytes(size)), swarm=swarm, outlet=outlet, room=Room(2 * size),
+            arrivals=Arrivals(attempt, swarm, Durations(), (0,)), place=place, now=0.0,
+        )  # fmt: skip
+        for number, name in enumerate((first, second), 1):
+            slices[name] = bytes([number]) * PIECE_UNIT_BYTES + bytes([number + 7]) * PIECE_UNIT_BYTES
+            for offset in (PIECE_UNIT_BYTES, 0):
+                data = slices[name][offset : offset + PIECE_UNIT_BYTES]
+                assert job.add(wire.Part(total=size, offset=offset, data=data), name, 1.0)
+        assert bytes(place) == (slices[first] if council is None else bytes(size))
+        wanted = outlet.events.pop()
+        assert isinstance(wanted, ReduceWanted)
+        assert {one.peer: bytes(one.data) for one in wanted.job.slices} == {me: bytes(size), **slices}
 
 
 # ---- a lost part

@@ -105,7 +105,6 @@ def offered_by(made: Saving, saved: Checkpoint) -> list[float]:
 def test_training_goes_on_while_a_checkpoint_of_one_moment_is_written(saving: Saving) -> None:
     before, moments = saving.live(), [state["exp_avg"].clone() for state in saving.optimizer.state.values()]
     saving.ask()
-    saving.others_move(0, by=100.0)  # committed before the checkpoint is taken, and after its moment
     with saving.slow_disk():
         saving.bench.sync.take_outcomes()
         saving.train()
@@ -121,6 +120,53 @@ def test_training_goes_on_while_a_checkpoint_of_one_moment_is_written(saving: Sa
     assert saved.inner_steps == 0
     (event,) = saving.bench.wire.seen(ev.CheckpointSaved)
     assert event["versions"] == (0, 0)
+
+
+def test_a_round_that_commits_before_training_comes_by_is_in_the_checkpoint(saving: Saving) -> None:
+    """It neither waits for the end of a step nor takes memory for a second state."""
+    saving.ask()
+    old = saving.bench.ledger._fragments[0].state
+    saving.others_move(0, by=100.0)
+    assert saving.bench.ledger._fragments[0].state.momentum.data_ptr() == old.momentum.data_ptr()
+    saving.bench.sync.take_outcomes()
+    saving.finish()
+    saved = load(saving.folder)
+    assert [state.version for state in saved.states] == [1, 0]
+    assert offered_by(saving, saved) == pytest.approx([0.1, 0.1], abs=1e-4)
+    assert len(saving.bench.wire.seen(ev.CheckpointSaved)) == 1
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_state_that_is_taken_over_before_training_comes_by_is_in_the_checkpoint(
+    saving: Saving, is_resumed: bool
+) -> None:
+    other = Saving(saving.folder.parent / "other", saving.bench.run.outer.rule)
+    other.others_move(1, by=100.0)
+    agreed, data = asyncio.run(other.bench.ledger.export(1))
+    other.close()
+    saving.bench.ledger._fragments[1].is_resumed = is_resumed
+    saving.ask()
+    asyncio.run(saving.bench.ledger.adopt(1, bytes(data), agreed))
+    saving.bench.sync.take_outcomes()
+    saving.finish()
+    saved = load(saving.folder)
+    assert [state.version for state in saved.states] == [0, 1]
+    assert offered_by(saving, saved) == pytest.approx([0.1, 0.0 if is_resumed else 0.1], abs=1e-4)
+
+
+def test_who_waits_for_a_checkpoint_hears_of_a_state_that_was_torn_meanwhile(saving: Saving) -> None:
+    saving.ask()
+    fragment = saving.bench.ledger._fragments[0]
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    fragment._take_step = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(EnvironmentFault, match="in its middle"):
+        saving.others_move(0, by=100.0)
+    with pytest.raises(EnvironmentFault, match="in its middle"):
+        saving.saver.save()
+    assert not list(saving.folder.glob("state-*"))
 
 
 def test_a_round_has_the_checkpoint_take_the_state_that_it_overwrites(saving: Saving) -> None:

@@ -123,7 +123,7 @@ class Member:
         own_slice = self._slice(part, self._payload)
         job = PartJob(
             self.attempt, part, generation, own_slice, swarm=self._swarm, outlet=self._outlet,
-            room=self._room, arrivals=arrivals, now=now,
+            room=self._room, arrivals=arrivals, place=self._parts[part].place, now=now,
         )  # fmt: skip
         self._jobs[part] = job
         job.check(now)

@@ -3,7 +3,8 @@
 Laws: a slice counts only if it arrived whole, once, from a member; the divisor is the weight of what is in
 the job; the own slice is always there; nothing waits longer than ``due_at``. What is held is at most the
 slices of this part: about one payload where links are equal, and at most ``MAX_OWNED_PAYLOADS`` in all parts
-of one owner, whatever BEGIN says; what finds no room is not counted.
+of one owner, whatever BEGIN says; what finds no room is not counted. One member's slice takes none: until
+the mean is made it lies where that will.
 """
 
 from __future__ import annotations
@@ -74,13 +75,15 @@ class Arrivals:
 
 class PartJob:
     """One part in one generation, at its owner. Slices are waited for from those whom BEGIN asked to send
-    them."""
+    them. ``place``: where the part's mean goes."""
 
     def __init__(
         self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
-        swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, now: float,
+        swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, place: memoryview, now: float,
     ) -> None:  # fmt: skip
         self._room, self._taken_bytes = room, 0
+        # Over several cells the mean comes from others, perhaps while slices are summed once more.
+        self._free_place = place if attempt.council is None else None
         self.attempt, self.part, self.generation = attempt, part, generation
         self.job: ReduceJob | None = None
         """What the tensor side was asked to average."""
@@ -105,17 +108,25 @@ class PartJob:
             if message.offset + len(message.data) == message.total and now < self._due_at:
                 self._arrivals.came(sender, self.part)  # it was not waited for, but would have been in time
             return False  # too late for this round; the sender did nothing wrong
-        if sender not in self._transfers:
-            if not self._room.take(self._size_bytes):
-                return False
-            self._taken_bytes += self._size_bytes
-            self._transfers[sender] = Assembly(self._size_bytes)
-        transfer = self._transfers[sender]
+        transfer = self._transfers.get(sender) or self._begun(sender)
+        if transfer is None:
+            return False
         is_new = transfer.add(message.offset, message.total, message.data)
         if is_new and transfer.whole is not None:
             self._whole[sender] = transfer.whole
             self.check(now)
         return is_new
+
+    def _begun(self, sender: PeerId) -> Assembly | None:
+        """A slice begins to come in; None if there is no room for it. The first one is put together in the
+        mean's place: a message's own memory, held among the others, would leave a hole there."""
+        place, self._free_place = self._free_place, None
+        if place is None:
+            if not self._room.take(self._size_bytes):
+                return None
+            self._taken_bytes += self._size_bytes
+        self._transfers[sender] = Assembly(self._size_bytes, place)
+        return self._transfers[sender]
 
     def check(self, now: float) -> None:
         """Ask for the average once the slice of everybody who is waited for is there, or the time is up."""

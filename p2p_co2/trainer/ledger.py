@@ -9,11 +9,12 @@ the ``Ledger`` methods; all tensor work is done by the one worker, in the order 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -25,12 +26,12 @@ from p2p_co2.codec import Codec, get_codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.fragments.large_tensor import large_tensor
-from p2p_co2.memory import Buffer, Joined
+from p2p_co2.memory import Buffer, Joined, return_holes
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.rounds.events import Step
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
-from p2p_co2.trainer.loan import Loan, Turns
+from p2p_co2.trainer.loan import Claim, Loan, Turns
 from p2p_co2.trainer.offered import Rebase
 
 _T = TypeVar("_T")
@@ -65,6 +66,9 @@ class Moment:
     residuals: dict[int, Values]
     rebases: dict[int, Rebase]
     loans: list[Loan]
+    claim: Claim = field(default_factory=Claim)
+    """The ledger takes it back if a state moves on before the training thread comes by, and tells of another:
+    so nothing waits for a step, or takes memory for a copy."""
 
 
 class TensorLedger:
@@ -80,6 +84,8 @@ class TensorLedger:
         self.failure: BaseException | None = None
         """A bug in work that nobody awaits; the training thread raises it."""
         self._digests = [state_digest(fragment.state) for fragment in self._fragments]
+        self._moment: Moment | None = None
+        """The last one that was told of."""
 
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -111,19 +117,39 @@ class TensorLedger:
     def submit_moment(self) -> Future[None]:
         """Put the agreed states among the outcomes, as a ``Moment``. Any thread; does not block."""
 
-        def tell() -> None:
-            rebases = {f: way for f, one in enumerate(self._fragments) if (way := one.rebase()) is not None}
-            residuals: dict[int, Values] = {
-                f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None
-            }
-            busy = Turns()
-            loans = [Loan(busy) for _ in self._fragments]
-            states = [one.lend(loan) for one, loan in zip(self._fragments, loans, strict=True)]
-            self.outcomes.put(Moment(states, residuals, rebases, loans))
-
-        future = self._worker.submit(tell)
+        future = self._worker.submit(self._tell_of_moment)
         future.add_done_callback(self._note_failure)
         return future
+
+    def _tell_of_moment(self) -> None:
+        rebases = {f: way for f, one in enumerate(self._fragments) if (way := one.rebase()) is not None}
+        residuals: dict[int, Values] = {
+            f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None
+        }
+        busy = Turns()
+        loans = [Loan(busy) for _ in self._fragments]
+        states = [one.lend(loan) for one, loan in zip(self._fragments, loans, strict=True)]
+        self._moment = Moment(states, residuals, rebases, loans)
+        self.outcomes.put(self._moment)
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        """A state moves on: a ``Moment`` that nobody has taken yet is told of anew, after it."""
+        moment, self._moment = self._moment, None
+        is_back = moment is not None and moment.claim.take()
+        if moment is not None and is_back:
+            for loan in moment.loans:
+                loan.end()
+            for told in (moment.states, moment.residuals, moment.rebases):
+                told.clear()  # it stays in the queue
+        try:
+            yield
+        finally:
+            if is_back:
+                try:
+                    self._tell_of_moment()
+                except BaseException as error:  # a torn state: whoever waits for the moment is told
+                    self.failure = self.failure or error
 
     def submit_offer(
         self,
@@ -141,6 +167,7 @@ class TensorLedger:
         """
 
         def encode() -> None:
+            return_holes()  # the snapshot is there, and more is about to be made
             ledger = self._fragments[fragment]
             if outcomes_taken != self._told[fragment]:
                 self._tell(Outcome(fragment, ledger.state.version, None))
@@ -187,27 +214,29 @@ class TensorLedger:
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         def work() -> AgreedVersion:
+            return_holes()
             ledger = self._fragments[mean.fragment]
             if ledger.state.version + 1 != mean.round:
                 return AgreedVersion(ledger.state.version, self._digests[mean.fragment])
             ended = ledger.has_offered
             decode = partial(self._decode, mean.mean, ledger.state.params.numel())
-            applied = ledger.commit(
-                mean.round, mean.base_version, decode, mean.parts, mean.mean, mean.is_alone
-            )
-            return self._moved(
-                mean.fragment,
-                lambda: Outcome(
+            with self._moving():
+                applied = ledger.commit(
+                    mean.round, mean.base_version, decode, mean.parts, mean.mean, mean.is_alone
+                )
+                return self._moved(
                     mean.fragment,
-                    mean.round,
-                    applied.merge,
-                    applied.report,
-                    applied.contributed,
-                    applied.share,
-                    ended,
-                    applied.refused,
-                ),
-            )
+                    lambda: Outcome(
+                        mean.fragment,
+                        mean.round,
+                        applied.merge,
+                        applied.report,
+                        applied.contributed,
+                        applied.share,
+                        ended,
+                        applied.refused,
+                    ),
+                )
 
         return await self._ask(work)
 
@@ -252,8 +281,11 @@ class TensorLedger:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
-            ended, merge = ledger.has_offered, ledger.adopt(state, parts, is_unshared)
-            return self._moved(fragment, lambda: Outcome(fragment, state.version, merge, ends_offer=ended))
+            with self._moving():
+                ended, merge = ledger.has_offered, ledger.adopt(state, parts, is_unshared)
+                return self._moved(
+                    fragment, lambda: Outcome(fragment, state.version, merge, ends_offer=ended)
+                )
 
         return await self._ask(work)
 

@@ -56,6 +56,20 @@ class Turns:
                 self._is_taken = False
 
 
+class Claim:
+    """On something that one thread offers and another takes: one of them has it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_settled = False
+
+    def take(self) -> bool:
+        """Whether it is ours, who ask: taken, or taken back."""
+        with self._lock:
+            is_ours, self._is_settled = not self._is_settled, True
+        return is_ours
+
+
 class Loan:
     """Of one state. Any thread; of loans that share ``busy`` one is settled at a time."""
 

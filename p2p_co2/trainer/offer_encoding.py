@@ -77,9 +77,10 @@ class OfferEncoding:
         if self.gradient is not None:
             set_piece(self.gradient, at, wanted)
         if self.residual is not None:
-            wanted += self.residual[at] * self.decay
+            wanted += self.residual[at].mul_(self.decay)
         self.codec.encode(wanted, rows)
         decoded = self.codec.decode(rows, scratch)[: len(wanted)]
+        energy = error_energy(wanted, decoded)
         if self.lost is not None:
-            self.lost.set(at, wanted - decoded)
-        return error_energy(wanted, decoded)
+            self.lost.set(at, wanted.sub_(decoded))
+        return energy

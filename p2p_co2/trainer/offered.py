@@ -125,13 +125,15 @@ class FromStep:
     by slices. ``mean``: what the step applied, encoded; ``momentum``: what it left, fp32 [numel], which must
     not change; ``gap``: its staleness gap penalty."""
 
-    held_bytes = 0
-    """The momentum is the state's. The mean is the donor's as long as somebody lacks it; with Nesterov it is
-    held here from then to the next boundary."""
-
     def __init__(self, config: OuterConfig, codec: Codec, mean: Buffer, momentum: Tensor, gap: float) -> None:
         self._config, self._codec, self._momentum, self._gap = config, codec, momentum, gap
         self._mean = memoryview(mean) if config.nesterov else None
+
+    @property
+    def held_bytes(self) -> int:
+        """The momentum is the state's. With Nesterov the mean is held here to the next boundary, and is the
+        donor's as well as long as somebody lacks it."""
+        return 0 if self._mean is None else len(self._mean)
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""

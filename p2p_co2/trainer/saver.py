@@ -88,6 +88,8 @@ class Saver:
         self._ledger.submit_moment().result()
         try:
             while self._asked:
+                if self._ledger.failure is not None:
+                    raise self._ledger.failure
                 self._sync.take_outcomes()
         finally:
             self._is_last = False
@@ -113,6 +115,8 @@ class Saver:
 
     def _take(self, moment: Moment) -> None:
         """The live parameters fit ``moment``: copy what will change."""
+        if not moment.claim.take():
+            return  # another one comes
         if not self._asked:
             _end(moment.loans)  # two were asked for, and one has served both
             return
