@@ -240,3 +240,26 @@ def test_a_version_that_nobody_has_is_given_up_soon() -> None:
     assert isinstance(world.events[-1], FetchFailed)
     assert world.events[-1].newest_version == 7
     assert world.now - began_at < 15.0
+
+
+@pytest.mark.parametrize("donors", [1, 3])
+def test_who_takes_its_promise_back_and_is_asked_all_the_same_stops_nobody(donors: int) -> None:
+    """It was asked for a chunk, then for its manifest again: what it owed could not be found, and raised."""
+    world = World(donors=donors, rate=2e6)
+    world.rates[D3] = 1e6
+    told, send = count(), world._send
+
+    def with_a_refusal(sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+        send(sender, receiver, message)
+        if sender == D1 and isinstance(message, Manifest) and next(told) == 0:
+            send(sender, receiver, Refusal(request=message.request, reason="no room", again=True))
+
+    world._send = with_a_refusal  # type: ignore[method-assign]
+    if donors > 1:
+        world.tamper = lambda sender, message: (
+            None if sender == D1 and isinstance(message, Chunk) else message
+        )
+    world.want()
+    world.run()
+    world.fetched()
+    assert not any(line.asked for line in world.machines[LATE]._fetcher._lines._lines.values())

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
-from p2p_co2.catchup.line import WINDOW_MOST, all_there_at
+from p2p_co2.catchup.line import WINDOW_MOST, all_there_in_s
 from p2p_co2.catchup.manifest import (
     Content,
     check_chunk,
@@ -96,7 +96,7 @@ class Download:
         )
         if self._vouched(source.peer, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
-        source.manifest, source.content = manifest, content_of(manifest)
+        source.manifest, source.content, source.again_at = manifest, content_of(manifest), None
         self._moved_at = now
         if self._choose_at is None:
             took_s = now - source.asked_at
@@ -149,10 +149,12 @@ class Download:
         if peer in self._reserve:
             self._reserve.remove(peer)
         source = self.sources.pop(peer, None)
-        if source is None or self.ended is not None:
+        if source is None:
+            return
+        self._give_back(source)
+        if self.ended is not None:
             return
         self._reason = f"{peer[-6:]}: {reason}"
-        self._give_back(source)
         self._fill(now)
         self.advance(now)
 
@@ -376,11 +378,11 @@ class Download:
         assert self._chosen is not None
         sources = self._givers(now)
         if self._pending:
-            ends_at = all_there_at([source.line for source in sources], self._context.pending(), now)
+            end_s = all_there_in_s([source.line for source in sources], self._context.pending(), now)
             for depth in range(WINDOW_MOST):  # one each, then a second each: nobody takes all of a small goal
                 for source in sources:
                     has_room = len(source.asked) == depth and source.line.has_room
-                    if has_room and self._pending and source.line.next_at(now) <= ends_at:
+                    if has_room and self._pending and source.line.next_in_s(now) <= end_s:
                         self._ask_chunk(source, self._pending.popleft(), now)
         self._looked_at = now
         for source in sources if not self._context.pending() else ():

@@ -11,6 +11,7 @@ our own line that stands still, and nobody is silent, for ``STALL_CAP_S`` at mos
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Collection
@@ -81,15 +82,16 @@ class Line:
         waited_s = now - self.heard_at
         return list(self.asked).index(asked) * gap_s + max(gap_s - waited_s, waited_s - gap_s, 0.0)
 
-    def free_at(self, now: float) -> float:
-        """When it should have given all that it owes, as far as one can tell."""
+    def free_in_s(self, now: float) -> float:
+        """In how long it should have given all that it owes, as far as one can tell."""
         waited_s = now - self.heard_at if self.asked else 0.0
         gap_s = max(self.gap_s, waited_s)
-        return now + len(self.asked) * gap_s - min(waited_s, gap_s if self.asked else 0.0)
+        return len(self.asked) * gap_s - min(waited_s, gap_s if self.asked else 0.0)
 
-    def next_at(self, now: float) -> float:
-        """When a chunk that it is asked for now should be there; at once where nothing is known of it."""
-        return self.free_at(now) + self.gap_s
+    def next_in_s(self, now: float) -> float:
+        """In how long a chunk that it is asked for now should be there; at once where nothing is known of
+        it."""
+        return self.free_in_s(now) + self.gap_s
 
     def patience_s(self, others_gap_s: float) -> float:
         """For how long it may give nothing before it counts as silent or slow. ``others_gap_s``: the usual
@@ -100,25 +102,25 @@ class Line:
         return min(SLOW_CAP_S, max(SLOW_FLOOR_S, limit_s))
 
 
-def all_there_at(lines: Collection[Line], chunks: int, now: float) -> float:
-    """When ``chunks`` more should be there at the soonest, each given by whoever has it there first: a donor
-    that is later than this with its next one holds the others up."""
-    free = sorted((line.free_at(now), line.gap_s) for line in lines if line.gap_s)
+def all_there_in_s(lines: Collection[Line], chunks: int, now: float) -> float:
+    """In how long ``chunks`` more should be there at the soonest, each given by whoever has it there first: a
+    donor that is later than this with its next one holds the others up. Reckoned from now and counted in
+    chunks, so that it ends: at unix time a double carries no more than 0.2 us."""
+    free = sorted((line.free_in_s(now), line.gap_s) for line in lines if line.gap_s)
     if not free:
         return math.inf  # nothing is known yet
-    at, rate, given = math.inf, 0.0, 0.0
-    for free_at, gap_s in free:  # as if chunks could be cut
-        if free_at < at:
-            rate, given = rate + 1 / gap_s, given + free_at / gap_s
-            at = (chunks + given) / rate
-    while sum(max(0, math.floor((at - free_at) / gap_s + NEARLY)) for free_at, gap_s in free) < chunks:
-        at = min(_next_after(at, free_at, gap_s) for free_at, gap_s in free)
-    return at + NEARLY
-
-
-def _next_after(at: float, free_at: float, gap_s: float) -> float:
-    """When the next chunk of a donor is there that has been free since, or will be."""
-    return free_at + (max(0, math.floor((at - free_at) / gap_s + NEARLY)) + 1) * gap_s
+    end_s, rate, given = math.inf, 0.0, 0.0
+    for free_s, gap_s in free:  # as if chunks could be cut
+        if free_s < end_s:
+            rate, given = rate + 1 / gap_s, given + free_s / gap_s
+            end_s = (chunks + given) / rate
+    counts = [max(0, math.floor((end_s - free_s) / gap_s + NEARLY)) for free_s, gap_s in free]
+    nexts = [(free_s + (n + 1) * gap_s, gap_s) for n, (free_s, gap_s) in zip(counts, free, strict=True)]
+    heapq.heapify(nexts)
+    for _ in range(chunks - sum(counts)):
+        next_s, gap_s = heapq.heapreplace(nexts, (nexts[0][0] + nexts[0][1], nexts[0][1]))
+        end_s = max(end_s, next_s)
+    return end_s + NEARLY
 
 
 class Lines:

@@ -74,6 +74,9 @@ class Source:
         return self.line.expected_s((self.request, chunk), now, default_gap_s)
 
     def ask_again_later(self, now: float) -> None:
+        """It has nothing for us now, whatever it promised: it is asked for nothing until it promises anew."""
+        self.manifest = None
+        self.answered.clear()
         self.again_at = now + min(AGAIN_MOST_S, AGAIN_FIRST_S * 2**self.agains)
         self.agains += 1
 
