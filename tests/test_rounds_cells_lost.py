@@ -220,7 +220,7 @@ def test_a_silent_council_is_given_up_sooner_by_the_word_of_all_who_are_asked_an
     soon, late = DOUBTED * SILENT_S, SILENT_S
     for told, answers, until in (
         ((), False, late), (ids[2:3], False, late), ((ids[2], ids[2]), False, late), (ids[:2], False, late),
-        (ids[2:], False, soon), (ids[2:], True, 20.0),
+        (ids[2:], False, soon), (ids[2:], True, 20.0), (3 * ids[2:], False, soon), (3 * ids[2:], True, 20.0),
     ):  # fmt: skip
         outlet = Outlet(ids[0])
         voice, now = Voice(council, outlet, 0.0, 100.0, ids[2:]), 0.0
@@ -229,8 +229,52 @@ def test_a_silent_council_is_given_up_sooner_by_the_word_of_all_who_are_asked_an
             if answers and now == int(now):
                 voice.answered(now)
             for sender in told if now == 2.2 else ():
-                voice.told_lost(sender, now)
+                voice.told_lost(sender)
             voice.handle_timer(now)
         assert {to for to, _ in outlet.messages} == {ids[1], *(() if answers else ids[2:])}
         assert voice.is_lost != answers
         assert until <= now <= until + 0.2
+
+
+@pytest.mark.parametrize("timers_first", [True, False])
+@pytest.mark.parametrize("for_s", [1.2, 2.1])
+def test_a_council_that_slept_just_after_it_heard_itself_commits_nothing_that_most_have_given_up(
+    timers_first: bool, for_s: float
+) -> None:
+    """They had asked it most of a second before it asked itself, and by its own word it had not stood still
+    for long enough: it committed what both others had given up, and two histories went on."""
+    net = Network(15, shape=SHAPE, cells=CELLS)
+    began: list[tuple[PeerId, float]] = []
+
+    def council(source: PeerId, to: PeerId, message: Message) -> PeerId | None:
+        if isinstance(message, wire.CellBegin) and not began:
+            began.append((source, net.now))
+        is_second = isinstance(message, wire.AskOutcome) and began and net.now > began[0][1] + 1.0
+        return to if is_second and to == began[0][0] else None  # its own second one was a moment ago
+
+    slept = put_to_sleep(net, council, timers_first=timers_first, for_s=for_s)
+    falls = net.on_send
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        falls(source, to, message)
+        is_vote = isinstance(message, wire.Result) and began and source != to
+        if is_vote and cell_of(source, CELLS) == cell_of(began[0][0], CELLS) and not slept:
+            net.at(began[0][1] + 1.5, lambda: net.deliver(source, to, message))
+            return False  # its own cell is slow to vote
+        return True
+
+    net.on_send = on_send
+    net.offer_all()
+    net.run(2.0)
+    assert slept
+    its_cell = [name for name in net.names if cell_of(name, CELLS) == cell_of(slept[0], CELLS)]
+    for name in its_cell:
+        if name != slept[0]:  # its links have closed
+            net.peers[name].machine.set_peers(
+                {other: net._view(other) for other in its_cell if other != slept[0]}, net.now
+            )
+            net.pump(name)
+    net.run(for_s + 2.0)
+    gave_up = [event for _, event in net.events if isinstance(event, Aborted)]
+    assert not (gave_up and net.committed())
+    assert bool(gave_up) == (for_s > 2.0)

@@ -24,7 +24,7 @@ from p2p_co2.rounds.attempt import check_digest, read_key
 from p2p_co2.rounds.cells import assign_roots, check_cell_ready, failure_of, slot_ranges
 from p2p_co2.rounds.deadline import Cadence, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
-from p2p_co2.rounds.delegate import DOUBTED, patience_s
+from p2p_co2.rounds.delegate import DOUBTED, REPEAT_S, patience_s
 from p2p_co2.rounds.forming import Forming
 from p2p_co2.rounds.gathering import attempt_nonce
 from p2p_co2.rounds.repute import NOT_BEGUN, SPOILT_IN_A_ROW
@@ -52,6 +52,7 @@ FORMING_KEPT = 3
 """Rounds of one fragment that gather cells: anybody may name one."""
 SUCCESSOR_S = 5.0
 """Who spoke for a cell may contradict for so long what another votes for it."""
+ASLEEP_S = 1.25 * REPEAT_S
 TOLD_OF_LEFT_OUT = 2
 """Peers of a cell that was left out who are told of a commit: the others see it in their heartbeats."""
 
@@ -66,6 +67,7 @@ class _Sitting:
     began_at: float
     left_out: list[int]
     """Cells that are not in it."""
+    looked_at: float
     patience_s: float
     """Who has not asked for so long how it ends is lost."""
     spoke_at: dict[int, float] = field(default_factory=dict)
@@ -99,9 +101,12 @@ class _Sitting:
         return self.heard_at.get(cell, self.began_at) + self.patience_s
 
     def has_stood_still(self, now: float) -> bool:
-        """Whether nobody at all was heard for so long: then it is we who slept, and all cells may have given
-        up, whatever of theirs still comes in."""
-        return now >= max([self.began_at, *self.heard_at.values()]) + DOUBTED * self.patience_s
+        """Whether we slept (awake, we look as often as our own cell asks), and half of the cells may have
+        given up by now, whatever of theirs still comes in."""
+        slept_s, self.looked_at = now - self.looked_at, now
+        heard_at = [self.heard_at.get(cell, self.began_at) for cell in self.readies]
+        may_be_gone = sum(now >= at + DOUBTED * self.patience_s for at in heard_at)
+        return slept_s > ASLEEP_S and 2 * may_be_gone >= len(heard_at)
 
     def due_at(self) -> float:
         return min([self.decide_at, *map(self.lost_at, self.silent())])
@@ -148,7 +153,8 @@ class Councils:
             del self._forming[at]
         if version is not None and version >= round_:
             answer.version, answer.state_digest = version, digest
-            answer.donors.extend([self._swarm.me, *self._neighbours()][:MAX_MEMBERS])
+            near = [peer for peer in self._swarm.live if peer != self._swarm.me]
+            answer.donors.extend([self._swarm.me, *near][:MAX_MEMBERS])
         elif (sitting := self._sitting_at(place)) is not None:
             if sitting.decision is not None:
                 self._tell(sitting, {sender})  # made without that cell: it is what it needs next
@@ -165,9 +171,6 @@ class Councils:
             forming.speakers.take(message, sender, now)
             answer.begins_within_s = max(0.0, forming.give_up_at - now)
         self._outlet.send(sender, answer)
-
-    def _neighbours(self) -> list[PeerId]:
-        return [peer for peer in self._swarm.live if peer != self._swarm.me]
 
     def _form(self, place: Place, verdicts: Verdicts, next_: int, now: float) -> Forming:
         """``next_``: the round that this peer needs itself."""
@@ -191,8 +194,7 @@ class Councils:
             and versions[fragment] >= round_ - 1 - SEEN_LATE_BY
         )
         forming = Forming(fragment, self._swarm, before, awake, now + wait_s, give_up_at)
-        same = [at for at in self._forming if at[0] == fragment]
-        if len(same) >= FORMING_KEPT:
+        if len(same := [at for at in self._forming if at[0] == fragment]) >= FORMING_KEPT:
             del self._forming[min(same, key=lambda at: (at[1] == next_, len(self._forming[at].readies)))]
         self._forming[place] = forming
         return forming
@@ -265,7 +267,7 @@ class Councils:
         left_out = [cell for cell in range(self._swarm.cells) if cell not in readies]
         several = {cell for cell in cells if forming.speakers.are_several(cell)}
         self._sittings[attempt] = _Sitting(
-            council, readies, decide_at, now, left_out, patience_s(council), contested=several
+            council, readies, decide_at, now, left_out, now, patience_s(council), contested=several
         )
         while len(self._sittings) > bounds.KEEP_ATTEMPTS:
             self._sittings.popitem(last=False)
@@ -384,8 +386,7 @@ class Councils:
             self._outlet.send(peer, message)
 
     def answer(self, message: AskOutcome, sender: PeerId, now: float) -> None:
-        """A cell asks how a round of ours ended, as it does until it hears: by that it sees that we are
-        there, and we that it is."""
+        """A cell asks how a round of ours ended, until it hears: so each sees that the other is there."""
         sitting, cell = self._sittings.get(message.key.attempt), self._swarm.cell_of(sender)
         if sitting is None:
             return
@@ -410,9 +411,7 @@ class Councils:
             self._end_if_due(sitting, now)
 
     def _end_if_due(self, sitting: _Sitting, now: float) -> None:
-        if sitting.decision is not None:
-            return
-        if sitting.has_stood_still(now):
+        if sitting.decision is None and sitting.has_stood_still(now):
             self._abort(sitting, "the council's coordinator stood still")
         if sitting.decision is not None or now < sitting.due_at():
             return
@@ -432,7 +431,7 @@ class Councils:
         return {
             "FORMING_KEPT": (len(self._forming), FORMING_KEPT * len(self._cadences)),
             "SPEAKERS_KEPT": (
-                max((f.speakers.most() for f in self._forming.values()), default=0),
+                max([f.speakers.most() for f in self._forming.values()], default=0),
                 SPEAKERS_KEPT,
             ),
             "COUNCILS": (len(self._sittings), bounds.KEEP_ATTEMPTS),

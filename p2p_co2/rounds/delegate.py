@@ -306,7 +306,7 @@ class Voice:
         self.is_lost = False
         self.result: CellResult | None = None
         self._outlet, self._give_up_at = outlet, until
-        self._lost_at = now + patience_s(council)
+        self._heard_at = now
         self._send(now)
 
     def vote(self, result: CellResult, now: float) -> None:
@@ -316,19 +316,18 @@ class Voice:
     def answered(self, now: float) -> None:
         """The council lives, and has not decided."""
         self._told_lost.clear()
-        self._lost_at = now + patience_s(self.council)
+        self._heard_at = now
 
-    def told_lost(self, sender: PeerId, now: float) -> None:
+    def told_lost(self, sender: PeerId) -> None:
         """One of the council's cell says that its coordinator is gone. If all who were asked do, it is waited
-        for no longer than who is doubted."""
+        for no longer than who is doubted, however often they say so."""
         if sender in self._beside:
             self._told_lost.add(sender)
-            if len(self._told_lost) == len(self._beside):
-                self._lost_at = min(self._lost_at, self._doubted_at)
 
     @property
-    def _doubted_at(self) -> float:
-        return self._lost_at - (1 - DOUBTED) * patience_s(self.council)
+    def _lost_at(self) -> float:
+        is_doubted = self._told_lost and len(self._told_lost) == len(self._beside)
+        return self._heard_at + patience_s(self.council) * (DOUBTED if is_doubted else 1.0)
 
     def get_timer(self) -> float:
         return min(self._again_at, self._lost_at, self._give_up_at)
@@ -350,7 +349,7 @@ class Voice:
         if self.result is not None:
             self._outlet.send(coordinator, self.result)
         asked = [coordinator]
-        if now >= self._lost_at - patience_s(self.council) + ASK_BESIDE_S:
+        if now >= self._heard_at + ASK_BESIDE_S:
             asked += self._beside
         for peer in asked:
             self._outlet.send(peer, AskOutcome(key=self.council.key))

@@ -224,7 +224,7 @@ class Delegation:
                 continue
             if council.coordinator != sender:
                 if message.refusal == COUNCIL_LOST and vote.voice is not None:
-                    vote.voice.told_lost(sender, now)
+                    vote.voice.told_lost(sender)
                 continue
             if message.refusal:
                 self._give_up(vote, message.refusal[: bounds.MAX_REASON])
