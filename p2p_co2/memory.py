@@ -130,13 +130,30 @@ def in_arenas_bytes() -> tuple[int, int]:
     return int(info.uordblks), int(info.fordblks)
 
 
+class _Most:
+    """The largest of the last values: since it was measured anew, or in the stretch before that."""
+
+    def __init__(self) -> None:
+        self._now = self._before = 0
+
+    @property
+    def value(self) -> int:
+        return max(self._now, self._before)
+
+    def see(self, value: int) -> None:
+        self._now = max(self._now, value)
+
+    def measure_anew(self, value: int) -> None:
+        self._before, self._now = self._now, value
+
+
 class _Pool:
     """Pages of large buffers that nobody uses any more, for the next ones.
 
     Law: what it holds, used and kept, is never more than was in use at one moment before, and lately: keeping
-    raises no peak, and what only a peak needed (a state that was loaded) is returned some rounds later. What
-    is in use ``beside`` it counts as its own there, so that it keeps less while messages take more. Any
-    thread may ask, and give back at any moment, in a garbage collection inside ``take`` too.
+    raises no peak, and what only a peak needed (a state that was loaded) is returned some rounds later. The
+    same holds of it and what is in use ``beside`` it together, so that it keeps less while messages take
+    more. Any thread may ask, and give back at any moment, in a garbage collection inside ``take`` too.
     """
 
     def __init__(self) -> None:
@@ -144,9 +161,9 @@ class _Pool:
         self._given_back: deque[tuple[mmap.mmap, bool]] = deque()
         self._kept: list[mmap.mmap] = []
         self._used_bytes = self._asked_bytes = 0
-        self._most_bytes = self._most_before_bytes = 0
-        """In use at one moment: since it was measured anew, and in the stretch before that."""
         self._beside_bytes = 0
+        self._most_used, self._most_with_beside = _Most(), _Most()
+        """Bytes at one moment."""
 
     @property
     def held_bytes(self) -> int:
@@ -191,15 +208,19 @@ class _Pool:
     def _in_use(self, size_bytes: int) -> None:
         self._used_bytes += size_bytes
         self._asked_bytes += size_bytes
-        in_use_bytes = self._used_bytes + self._beside_bytes
-        self._most_bytes = max(self._most_bytes, in_use_bytes)
-        most_bytes = max(self._most_bytes, self._most_before_bytes) - self._beside_bytes
-        if self._asked_bytes >= FORGOTTEN_AFTER * most_bytes:
-            self._most_before_bytes, self._most_bytes, self._asked_bytes = self._most_bytes, in_use_bytes, 0
+        with_beside_bytes = self._used_bytes + self._beside_bytes
+        self._most_used.see(self._used_bytes)
+        self._most_with_beside.see(with_beside_bytes)
+        if self._asked_bytes >= FORGOTTEN_AFTER * self._most_used.value:
+            self._most_used.measure_anew(self._used_bytes)
+            self._most_with_beside.measure_anew(with_beside_bytes)
+            self._asked_bytes = 0
 
     def _let_go(self) -> None:
         """Of what was kept for longest, as far as the law asks for it."""
-        allowed_bytes = max(self._most_bytes, self._most_before_bytes) - self._used_bytes - self._beside_bytes
+        allowed_bytes = (
+            min(self._most_used.value, self._most_with_beside.value - self._beside_bytes) - self._used_bytes
+        )
         kept_bytes = sum(map(len, self._kept))
         while self._kept and kept_bytes > allowed_bytes:
             kept_bytes -= len(self._kept.pop(0))

@@ -290,6 +290,17 @@ def test_less_is_kept_while_more_is_in_use_beside_it() -> None:
     assert pool.held_bytes == SIZE
 
 
+def test_no_more_is_kept_when_less_is_in_use_beside_it() -> None:
+    pool = memory._Pool()
+    pool.beside(20 * SIZE)
+    pages = [pool.take(SIZE) for _ in range(4)]
+    del pages
+    pool.beside(0)
+    larger = pool.take(3 * SIZE)
+    assert pool.held_bytes == 4 * SIZE  # what was in use of it at one moment
+    del larger
+
+
 def test_what_is_in_use_beside_it_keeps_no_moment_for_longer() -> None:
     pool = memory._Pool()
     pool.beside(100 * SIZE)
