@@ -95,6 +95,34 @@ def test_a_short_burst_that_buffers_took_says_nothing_of_a_line_that_was_seen() 
     assert meter.bytes_per_s == pytest.approx(9e6, rel=0.01)
 
 
+def test_a_fast_line_that_has_become_faster_is_found_out_though_its_bursts_are_short() -> None:
+    """Above ``FAST_BYTES_PER_S`` bulk takes no turns, so nothing else keeps the bursts from being short."""
+    meter, now = UploadMeter(), 1000.0
+
+    def exchange(line: float) -> None:
+        """60 MB, of which buffers hold 3 MB, and a round trip of 50 ms."""
+        nonlocal now
+        began_at, sent, looked_at, there = now, 0.0, now, 0.0
+        while sent < 60e6:
+            meter.started(now)
+            sent += 0.5e6
+            now = max(now + 0.5e6 / 400e6, began_at + (sent - 3e6) / line)
+            if now - looked_at >= 0.04:
+                is_there = min(sent, line * max(0.0, now - began_at - 0.05))
+                meter.came(int(is_there - there), now - looked_at, True, now)
+                looked_at, there = now, is_there
+            meter.finished("bcd"[int(sent / 0.5e6) % 3], 500_000, now)
+        now += 5.0
+        assert meter.rest(now)
+
+    for _ in range(5):
+        exchange(30e6)
+    assert meter.bytes_per_s == pytest.approx(30e6, rel=0.15)
+    for _ in range(4):
+        exchange(125e6)
+    assert meter.bytes_per_s == pytest.approx(125e6, rel=0.1)
+
+
 async def test_a_claimed_upload_is_the_lines_and_a_heartbeat_does_not_wait_behind_bulk(
     tmp_path: Path,
 ) -> None:

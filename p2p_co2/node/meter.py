@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from statistics import median_high
 from typing import NamedTuple
 
@@ -46,7 +46,8 @@ it lies in buffers, and a line of 2.9 MB/s seemed to carry from 2.3 to 5.8."""
 SWALLOWED_TIMES = 1.5
 """Buffers have taken what was handed over for less than ``SEEN_S`` at so many times what the line has shown:
 a line of 12 MB/s seemed to carry 20 to 85 where six connections took 2 to 8 MB in a tenth of a second. Bulk
-takes turns at less than that, so a line that has become faster is not mistaken for it."""
+takes turns at less than that, so a line that has become faster is not mistaken for it; where it takes none,
+because the line is too fast for that, what receivers acknowledged in so short a burst tells the two apart."""
 _MAX_MARKS = 512
 MAX_RECEIVERS = 64
 """Whose opinions are remembered."""
@@ -238,10 +239,13 @@ class UploadMeter:
                 continue
             self._eased_bursts = 0 if came else self._eased_bursts
             known = self._seen.get(to, Opinion())
+            swallowed_from = SWALLOWED_TIMES * _believed(known.rates)
             is_rough = bool(seen) and not came and drained_s < SEEN_S
-            is_rough &= known.is_rough or rate > SWALLOWED_TIMES * _believed(known.rates)
+            is_rough &= known.is_rough or rate > swallowed_from
             if is_rough and not known.is_rough:
-                continue
+                rate, is_rough = _came_at_least(seen), False
+                if rate <= swallowed_from:
+                    continue
             kept = known.rates if is_rough or not known.is_rough else ()
             self._seen.pop(to, None)
             self._seen[to] = Opinion((*kept, rate)[-BURSTS_KEPT:], last_at, is_rough)
@@ -286,6 +290,16 @@ def _came_bytes_per_s(seen: Iterable[_Came], began_at: float, last_at: float) ->
     for some in ([one for one in until if one.is_full], [one for one in until if one.at > middle_at]):
         took_s = sum(one.took_s for one in some)
         if took_s >= SEEN_S:
+            return sum(one.size_bytes for one in some) / took_s
+    return 0.0
+
+
+def _came_at_least(seen: Sequence[_Came]) -> float:
+    """What the line carried at least in a burst too short for ``_came_bytes_per_s``: what buffers have
+    swallowed is not there yet. 0.0 where that was seen for less than ``DRAINED_S``."""
+    for some in (list(dropwhile(lambda one: not one.size_bytes, seen)), seen):
+        took_s = sum(one.took_s for one in some)
+        if took_s >= DRAINED_S:
             return sum(one.size_bytes for one in some) / took_s
     return 0.0
 
