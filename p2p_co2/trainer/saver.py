@@ -90,7 +90,8 @@ class Saver:
             while self._asked:
                 if self._ledger.failure is not None:
                     raise self._ledger.failure
-                self._sync.take_outcomes()
+                if not self._sync.take_outcomes():
+                    self._ledger.agreed()  # a round took the moment back: it is told of anew after that
         finally:
             self._is_last = False
         if self._under_way is not None:
