@@ -20,7 +20,7 @@ from p2p_co2.catchup.line import OUTRUN_S, SLOW_CAP_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest
-from tests.catchup_world import D1, D2, D3, DONORS, LARGE, LATE, SMALL, World, lying, zero
+from tests.catchup_world import CHUNKS, D1, D2, D3, DONORS, LARGE, LATE, SMALL, World, lying, zero
 
 HALF = 16 * MAX_DATA_BYTES - 5
 """Two states of this size are loaded side by side."""
@@ -229,6 +229,23 @@ def test_a_swarm_that_is_slow_throughout_is_waited_for() -> None:
     world.want(fragment=0)
     world.run()
     assert world.fetched().version == 7
+
+
+def test_the_only_donor_is_waited_for_longer_where_it_has_become_slow() -> None:
+    """Ten newcomers came to it at once: what it gave at first was the measure for a minute, in each download
+    anew, and each failed."""
+    world, then = World(donors=1, rate=4e6), 200e3
+
+    def tamper(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == D1 and isinstance(message, Chunk) and len(world.chunks_from(D1)) > 3:
+            world.rates[D1] = then
+        return message
+
+    world.tamper = tamper
+    world.want()
+    world.run(seconds=600.0)
+    assert world.fetched().duration_s < LARGE / then + 30.0
+    assert sum(world.chunks_sent().values()) <= CHUNKS + 12  # what came for what it was given up for
 
 
 def test_a_donor_that_leaves_is_replaced_at_once() -> None:

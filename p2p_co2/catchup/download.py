@@ -213,6 +213,7 @@ class Download:
                 if source.asked:
                     since = source.line.heard_at
                     self._context.lines.outran(source.line, now)
+                    source.line.was_silent(now)
                 self._lose(source, f"silent for {now - since:.1f} s", now)
             elif source.again_at is not None and now >= source.again_at:
                 self._ask_manifest(source, now)

@@ -51,6 +51,8 @@ class Line:
     asked: dict[Asked, float] = field(default_factory=dict)
     window: int = 1
     slow_until: float = -math.inf
+    _silent_s: float = 0.0
+    """How long it was waited for when it was given up last, if nothing came since."""
     _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
 
     @property
@@ -65,12 +67,20 @@ class Line:
     def ask(self, asked: Asked, now: float) -> None:
         if not self.asked:
             self.heard_at = now
+            if self._silent_s:
+                self._gaps_s.append(self._silent_s)
+                self._silent_s = 0.0
         self.asked[asked] = now
+
+    def was_silent(self, now: float) -> None:
+        """It is given up. Where it is asked again it may need more than that: newcomers have come, and each
+        has its part of the donor's line."""
+        self._silent_s = now - self.heard_at
 
     def gave(self, asked: Asked, now: float) -> None:
         """A right chunk came: the window opens."""
         self._gaps_s.append(now - self.heard_at)
-        self.heard_at = now
+        self.heard_at, self._silent_s = now, 0.0
         self.asked.pop(asked, None)
         wanted = 1 + math.ceil(QUEUE_S / max(self.gap_s, 1e-3))
         self.window = min(2 * self.window, max(2, min(WINDOW_MOST, wanted)))
