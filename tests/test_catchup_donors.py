@@ -248,6 +248,17 @@ def test_the_only_donor_is_waited_for_longer_where_it_has_become_slow() -> None:
     assert sum(world.chunks_sent().values()) <= CHUNKS + 12  # what came for what it was given up for
 
 
+def test_the_only_donor_may_fail_often_as_long_as_it_gives_in_between() -> None:
+    """It was asked anew twice in a whole state, and then all that it had given was lost."""
+    world = World(donors=1, rate=2e6)
+    world.want()
+    for _ in range(4):
+        world.run(seconds=1.5)
+        world.machines[D1].donor._exports.clear()  # it keeps none for longer than a minute and its time
+    world.run()
+    world.fetched()
+
+
 def test_a_donor_that_leaves_is_replaced_at_once() -> None:
     world = World(donors=2, rate=2e6)
     world.want()

@@ -4,10 +4,9 @@
 
 Donors that promise other bytes (another version, or a lie) are put aside: what others than the donors vouch
 for goes before what they alone say, and what others contradict is refused before a byte of it is loaded. A
-chunk goes to whichever donor has
-room, so each donor gives as much as it can carry; near the end a free donor repeats what another is late
-with. A donor that is silent, slow, or wrong loses its place and its chunks go to the others; chunks that were
-right stay, whoever gave them.
+chunk goes to whichever donor has room, so each donor gives as much as it can carry; near the end a free donor
+repeats what another is late with. A donor that is silent, slow, or wrong loses its place and its chunks go to
+the others; chunks that were right stay, whoever gave them.
 
 Laws: nothing is allocated before a manifest of the size that this peer computed; every chunk kept has the
 digest of the chosen manifest; every wait has a timer; the order of all that is asked follows from the
@@ -118,6 +117,7 @@ class Download:
         self._moved_at = now
         if chunk.chunk in self._missing:
             self._missing.discard(chunk.chunk)
+            source.repeats = 0
             place = chunk_at(chunk.chunk, self.total_bytes, self._chosen.chunk_bytes)
             self._data[place] = chunk.data
             self._store.keep(self._chosen, place.start, chunk.data)
