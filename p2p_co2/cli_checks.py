@@ -108,7 +108,12 @@ def simulate(
         float,
         typer.Option(help="Seconds of a typical peer's inner step; 0: as the length of a round suggests."),
     ] = 0.0,
-    storm: Annotated[bool, typer.Option("--storm", help="A short run with every fault at once.")] = False,
+    storm: Annotated[
+        bool,
+        typer.Option(
+            "--storm", help="A short run of its own, every fault at once: --peers, --seed and --cells count."
+        ),
+    ] = False,
     cells: Annotated[
         int, typer.Option(help="Cells of the swarm; 0: as the run says, and of some 50 peers above 64.")
     ] = 0,

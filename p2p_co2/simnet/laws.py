@@ -14,6 +14,8 @@ forks          two states of one version exist only after peers' views could dif
 deadlines      no machine's timer is overdue; an open offer has one, and ends within its bounds
 memory         what a machine or a link's queue holds stays within the bound that it names
 
+The last two, and how long a fork lasts, are looked at once a virtual second (``inspection``).
+
 Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
 """
 
@@ -72,6 +74,8 @@ class Books:
         self.now = now
         self.works: dict[str, Work] = {}
         self.violations: list[Violation] = []
+        self.views_differed = False
+        """Whether peers ever saw different swarms."""
         self.written_off: Counter[str] = Counter()
         """Units of work that came to nothing, summed over blocks, by cause."""
         self.histories: list[dict[bytes, History]] = []
@@ -91,6 +95,16 @@ class Books:
 
     def broken(self, peer: str, law: str, text: str) -> None:
         self.violations.append(Violation(self.now(), peer, law, text))
+
+    def reached(self, peer: str, fragment: int, history: History) -> None:
+        """Somebody made a state by a commit."""
+        known, state = self.histories[fragment], history.state
+        if state.digest not in known:
+            others = any(other.state.version == state.version for other in known.values())
+            if others and not self.views_differed:
+                text = f"fragment {fragment}: another state of version {state.version}"
+                self.broken(peer, "forks", f"{text}, and nothing ever went wrong")
+            known[state.digest] = history
 
     def sign(self, context: bytes, content: bytes) -> None:
         """Somebody signed something: kept if it is a committed outcome, or the roster of a cell for one."""
@@ -201,7 +215,7 @@ class Auditor:
         counted = dict(history.counted)
         for part in parts:
             self._check_part(mean, part, counted, place)
-        books.histories[mean.fragment].setdefault(after.digest, History(after, before.digest, counted))
+        books.reached(self._peer, mean.fragment, History(after, before.digest, counted))
         books.checked.add((before.digest, content))
 
     def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None:

@@ -341,6 +341,7 @@ class Swarm:
     def views_differ(self) -> None:
         """From now on, and for a while, peers may see different swarms."""
         self.views_differed_at = self.world.now
+        self.books.views_differed = True
 
     def split(self, sides: dict[PeerId, int]) -> None:
         self.views_differ()
