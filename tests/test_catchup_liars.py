@@ -263,3 +263,22 @@ def test_who_takes_its_promise_back_and_is_asked_all_the_same_stops_nobody(donor
     world.run()
     world.fetched()
     assert not any(line.asked for line in world.machines[LATE]._fetcher._lines._lines.values())
+
+
+def test_who_says_a_thousand_times_that_it_wants_to_be_asked_again_ends_nobody() -> None:
+    """Each time it was to be asked after twice as long, until that was more than a double holds: an exception
+    that ended the newcomer's process."""
+    world = World(donors=2, rate=2e6)
+    send = world._send
+
+    def again_and_again(sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+        if sender == D1 and isinstance(message, Manifest):
+            for _ in range(1100):
+                send(sender, receiver, Refusal(request=message.request, reason="no room", again=True))
+        else:
+            send(sender, receiver, message)
+
+    world._send = again_and_again  # type: ignore[method-assign]
+    world.want()
+    world.run()
+    assert world.fetched().donors == (D2,)

@@ -14,6 +14,7 @@ from p2p_co2.node.allowances import (
     REFILL_PER_S,
     SHUT_OUT_CAP_S,
     SHUT_OUT_S,
+    TOO_SLOW,
     Allowances,
     control_units,
     refused_units,
@@ -87,6 +88,16 @@ def test_who_comes_back_to_flood_is_shut_out_for_longer() -> None:
         with pytest.raises(RemoteProtocolError):
             allowances.check(A, out_at + until - 1)
         allowances.check(A, now := out_at + until + 1)
+
+
+def test_who_is_shut_out_ever_again_stays_a_fault_of_its_own() -> None:
+    """For twice as long each time, until that was more than a double holds."""
+    allowances = Allowances(0.0)
+    for times in range(1100):
+        with pytest.raises(RemoteProtocolError, match="shut out"):
+            allowances.charge_link(A, TOO_SLOW, 100.0 + times)
+    with pytest.raises(RemoteProtocolError):
+        allowances.check(A, 1200.0 + SHUT_OUT_CAP_S - 2)
 
 
 @pytest.mark.parametrize(

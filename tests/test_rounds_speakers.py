@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from p2p_co2.rounds import Aborted, Distrusted, OutcomeWithoutBytes, PayloadShape, PeerView
 from p2p_co2.rounds.cells import council_order
 from p2p_co2.rounds.council import FORMING_KEPT
-from p2p_co2.rounds.delegate import Delegate
+from p2p_co2.rounds.delegate import AGAIN_CAP_S, Delegate
 from p2p_co2.rounds.speakers import SPEAKERS_KEPT, STALE_S, Speakers
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
 from p2p_co2.wire import messages_pb2 as wire
@@ -382,6 +382,22 @@ def test_a_coordinator_that_caught_up_before_its_cell_does_not_take_its_own_word
     delegate.waiting(told, me, 0.1)
     assert delegate.failure
     assert delegate.elsewhere is None
+
+
+def test_a_council_that_says_a_thousand_times_that_it_gathers_ends_nobody() -> None:
+    """Each time the next question was put off for twice as long, until that was more than a double holds: an
+    exception that ended the process of each cell's coordinator."""
+    me = make_identity(0).peer_id
+    swarm, outlet = Swarm(me, SHAPE, 64, CELLS), Outlet(me)
+    cell = (cell_of(me, CELLS) + 1) % CELLS
+    round_ = next(r for r in count(1) if council_order(range(CELLS), 0, r)[0] == cell)
+    council = stranger(cell)
+    swarm.others[cell] = [council]
+    delegate = Delegate((0, round_), lambda now: cell_ready(me, round_, bytes(32)), swarm, outlet, 0.0)
+    for _ in range(1100):
+        delegate.waiting(wire.CellWaiting(fragment=0, round=round_, begins_within_s=30.0), council, 0.1)
+    assert not delegate.failure
+    assert delegate.get_timer() == pytest.approx(0.1 + AGAIN_CAP_S)
 
 
 def test_members_blame_no_honest_coordinator_for_what_another_cell_did() -> None:

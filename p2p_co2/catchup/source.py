@@ -16,6 +16,8 @@ EXPORT_BYTES_PER_S = 100e6
 """How fast a donor surely serialises and digests a state, beside its training."""
 AGAIN_FIRST_S, AGAIN_MOST_S = 0.25, 2.0
 """A donor that said "again" is asked after the first, then after twice as long each time, up to the most."""
+DOUBLED_AT_MOST = 10
+"""It may say so a thousand times at once, and no double is two to that power."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Source:
         """It has nothing for us now, whatever it promised: it is asked for nothing until it promises anew."""
         self.manifest = None
         self.answered.clear()
-        self.again_at = now + min(AGAIN_MOST_S, AGAIN_FIRST_S * 2**self.agains)
+        self.again_at = now + min(AGAIN_MOST_S, AGAIN_FIRST_S * 2 ** min(self.agains, DOUBLED_AT_MOST))
         self.agains += 1
 
     def patience_ends_at(self, total_bytes: int, lines: Lines, others_gap_s: float) -> float | None:

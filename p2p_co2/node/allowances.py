@@ -45,6 +45,7 @@ PATIENCE_S = 10.0
 FORGIVING = 0.1
 """Of that, seconds forgiven in each second."""
 SHUT_OUT_S, SHUT_OUT_CAP_S = 60.0, 3600.0
+DOUBLED_AT_MOST = 10
 MAX_SENDERS = MAX_PEERS
 GRAVE = frozenset({
     "unreadable", "unknown message", "another run", "too large", "wrong message size", "bad status",
@@ -126,7 +127,7 @@ class Allowances:
         self.charge(sender, LINK_UNITS, now)
 
     def _shut_out(self, known: _Sender, now: float, reason: str) -> RemoteProtocolError:
-        shut_out_s = min(SHUT_OUT_CAP_S, SHUT_OUT_S * 2**known.times)
+        shut_out_s = min(SHUT_OUT_CAP_S, SHUT_OUT_S * 2 ** min(known.times, DOUBLED_AT_MOST))
         known.times, known.shut_out_until = known.times + 1, now + shut_out_s
         known.left, known.pressed_s = ALLOWANCE, 0.0
         return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s")

@@ -34,6 +34,8 @@ TRIES = 2
 ANSWER_S = 1.0
 AGAIN_S, AGAIN_CAP_S = 1.0, 8.0
 """Who said that the council gathers is asked again after this, then after twice as long and so on."""
+DOUBLED_AT_MOST = 10
+"""It may say so a thousand times at once, and no double is two to that power."""
 CHANGED_S = 0.3
 """Who comes or goes within this time after another is told of together with it."""
 PEERS_ASKED = 4
@@ -144,7 +146,8 @@ class Delegate:
             self._go_on()
             self._next(now)
             return
-        again_s = min(AGAIN_CAP_S, AGAIN_S * 2**self._repeats, since + self._borne_s() - now)
+        doubled = 2 ** min(self._repeats, DOUBLED_AT_MOST)
+        again_s = min(AGAIN_CAP_S, AGAIN_S * doubled, since + self._borne_s() - now)
         self._repeats += 1
         self._tries = self._sent_on = 0
         self._timer_at = now + min(again_s, within_s + bounds.GRACE_S)
