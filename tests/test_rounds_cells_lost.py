@@ -278,3 +278,40 @@ def test_a_council_that_slept_just_after_it_heard_itself_commits_nothing_that_mo
     gave_up = [event for _, event in net.events if isinstance(event, Aborted)]
     assert not (gave_up and net.committed())
     assert bool(gave_up) == (for_s > 2.0)
+
+
+def test_a_council_that_only_other_cells_ask_is_not_asleep_where_one_of_them_is_late() -> None:
+    """Its own cell had nothing to offer. One of two cells had lost its coordinator, and the other's question
+    was late by a moment: the council took that for sleep of its own and ended the round, which a successor
+    was about to save."""
+    net = Network(15, shape=SHAPE, cells=CELLS)
+    its_cell = council_order(range(CELLS), 0, 1)[0]
+    net.reduce_s, net.detect_s = 2.0, 3.5
+    began: set[PeerId] = set()
+    lost_at: list[float] = []
+    late: list[Message] = []
+
+    def is_late() -> bool:
+        return bool(lost_at) and 0 < net.now - lost_at[0] - DOUBTED * SILENT_S < 1.0
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        if isinstance(message, wire.CellBegin):
+            began.add(to)
+        elif isinstance(message, wire.Result) and to in began and not lost_at:
+            lost_at.append(net.now)
+            net.crash(to)
+        elif source in began and cell_of(to, CELLS) == its_cell and is_late():
+            late.append(message)
+            net.at(net.now + 0.4, lambda: net.deliver(source, to, message))
+            return False
+        return True
+
+    net.on_send = on_send
+    for name in net.names:
+        if cell_of(name, CELLS) != its_cell:
+            net.planned.add(name)
+            net.offer(name)
+    net.run_until_settled()
+    assert late
+    assert not [event.reason for _, event in net.events if isinstance(event, Aborted)]
+    assert len(net.committed()) == len(net.planned) - 1

@@ -101,7 +101,7 @@ class _Sitting:
         return self.heard_at.get(cell, self.began_at) + self.patience_s
 
     def has_stood_still(self, now: float) -> bool:
-        """Whether we slept (awake, we look as often as our own cell asks), and half of the cells may have
+        """Whether we slept (awake, we look every ``REPEAT_S``, whoever asks), and half of the cells may have
         given up by now, whatever of theirs still comes in."""
         slept_s, self.looked_at = now - self.looked_at, now
         heard_at = [self.heard_at.get(cell, self.began_at) for cell in self.readies]
@@ -403,7 +403,8 @@ class Councils:
 
     def get_timer(self) -> float | None:
         times = [forming.due_at() for forming in self._forming.values()]
-        times += [sitting.due_at() for sitting in self._sittings.values() if sitting.decision is None]
+        sittings = [one for one in self._sittings.values() if one.decision is None]
+        times += [min(one.due_at(), one.looked_at + REPEAT_S) for one in sittings]
         return min(times, default=None)
 
     def handle_timer(self, now: float) -> None:
