@@ -13,8 +13,8 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import OTHER_HISTORY, Catching
 from p2p_co2.node.deciding import Deciding
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, agreed_mean
-from p2p_co2.rounds import Offer, PayloadShape, PeerView, Rounds
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused, agreed_mean
+from p2p_co2.rounds import Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.telemetry.events import RoundAborted
 from p2p_co2.wire.identity import PeerId
@@ -29,7 +29,7 @@ from p2p_co2.wire.messages_pb2 import (
     RoundKey,
     Status,
 )
-from tests.round_network import RUN, make_identity
+from tests.round_network import RUN, Network, make_identity
 
 SHAPE = PayloadShape(8, (4,))
 START, MEAN = digest(b"start"), bytes(32)
@@ -127,6 +127,38 @@ async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
         await coroutine
     assert said == [RoundAborted]
     node.rounds.offer(Offer(0, 5, 4, digest(b"theirs"), bytes(32), 1.0), 2.0)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_slice_that_is_refused_is_counted_once_and_only_in_a_job_that_is_open(is_open: bool) -> None:
+    """A job that was given to another owner may look into memory that is in use again."""
+    refused: list[tuple[str, str, str]] = []
+    jobs: list[ReduceWanted] = []
+
+    class Refuses:
+        async def reduce(self, fragment: int, slices: Any, step: str) -> bytes:
+            raise SliceRefused(liar, "not finite")
+
+    net = Network(3)
+    owner, liar = net.names[:2]
+    net.on_reduce = lambda peer, job: bool(peer != owner or jobs.append(ReduceWanted(job)))
+    net.offer_all()
+    net.run(1.0)
+    node = node_with(net.names)
+    node.rounds, node.now = net.peers[owner].machine, lambda: net.now
+    node.refuse = lambda *of: refused.append(of)
+    deciding = Deciding(node, cast(Any, Refuses()), cast(Any, None))
+
+    def pump() -> None:
+        while (event := node.rounds.next_event()) is not None:
+            if isinstance(event, Refused):
+                deciding.handle(event)
+
+    node.pump = pump
+    if not is_open:
+        net.run_until_settled()  # nobody waits for this owner for ever
+    await deciding._reduce(jobs[0])
+    assert refused == ([(liar, "bad slice", "not finite; fragment 0, round 1")] if is_open else [])
 
 
 @pytest.mark.parametrize("is_unshared", [True, False])

@@ -121,7 +121,6 @@ class Deciding:
         try:
             mean = await self._ledger.reduce(job.fragment, job.slices, job.step)
         except SliceRefused as refused:
-            self._node.refuse(refused.peer, "bad slice", refused.reason)
             self._node.rounds.refused_slice(job, PeerId(refused.peer), refused.reason, self._node.now())
         else:
             self._node.rounds.reduced(job, mean, self._node.now())

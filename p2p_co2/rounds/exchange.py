@@ -201,13 +201,15 @@ class Exchange:
             for giver in given.givers:
                 self._answer(root, cell, giver)
 
-    def refused_slice(self, job: ReduceJob, name: PeerId) -> None:
-        """A cell's mean is hostile: average the others."""
+    def refused_slice(self, job: ReduceJob, name: PeerId) -> bool:
+        """A cell's mean is hostile: average the others. False if the job is not open any more."""
         root = self._roots[job.part, job.generation]
-        if root.job is job:
-            root.sums[int(name.removeprefix("cell "))].whole = None
-            root.job = None
-            self._ask(root)
+        if root.job is not job:
+            return False
+        root.sums[int(name.removeprefix("cell "))].whole = None
+        root.job = None
+        self._ask(root)
+        return True
 
     def _answer(self, root: _Root, cell: int, giver: PeerId) -> None:
         assert root.mean is not None

@@ -173,11 +173,12 @@ class Rounds:
         self._settle(now)
 
     def refused_slice(self, job: ReduceJob, peer: PeerId, reason: str, now: float) -> None:
-        """The tensor side found ``peer``'s slice hostile: it is left out and the job comes again without
-        it."""
+        """The tensor side found ``peer``'s slice hostile: it is left out and the job comes again without it.
+        Nobody is blamed for what a job that is over held: its memory may be in use again."""
         member = self._member_of(job)
         if member is not None and member.refused_slice(job, peer):
-            self._outlet.emit(Refused(peer, reason, f"slice of fragment {job.fragment}, round {job.round}"))
+            where = f"fragment {job.fragment}, round {job.round}"
+            self._outlet.emit(Refused(peer, "bad slice", f"{reason}; {where}"))
         self._settle(now)
 
     def _member_of(self, job: ReduceJob) -> Member | None:

@@ -210,8 +210,7 @@ class Member:
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""
         if job.step == "join" and self.exchange is not None:
-            self.exchange.refused_slice(job, peer)
-            return True
+            return self.exchange.refused_slice(job, peer)
         mine = self._jobs.get(job.part)
         if mine is None or not mine.is_answered_by(job):
             return False
