@@ -137,6 +137,20 @@ def test_a_round_that_commits_before_training_comes_by_is_in_the_checkpoint(savi
     assert len(saving.bench.wire.seen(ev.CheckpointSaved)) == 1
 
 
+def test_of_two_moments_that_wait_a_round_has_to_wait_for_neither(saving: Saving) -> None:
+    """A checkpoint was due, and then another was asked for. Only the last moment was taken back: the round
+    waited a second for the other, and took memory for a second state."""
+    saving.ask()
+    saving.bench.ledger.submit_moment().result()
+    old = saving.bench.ledger._fragments[0].state
+    saving.others_move(0, by=100.0)
+    assert saving.bench.ledger._fragments[0].state.momentum.data_ptr() == old.momentum.data_ptr()
+    saving.bench.sync.take_outcomes()
+    saving.finish()
+    assert [state.version for state in load(saving.folder).states] == [1, 0]
+    assert len(saving.bench.wire.seen(ev.CheckpointSaved)) == 1
+
+
 def test_who_waits_for_a_checkpoint_leaves_the_processor_to_the_round_that_took_its_moment_back(
     saving: Saving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ class TensorLedger:
         return future
 
     def _tell_of_moment(self) -> None:
+        self._take_back()  # this one serves who waits for that, too
         rebases = {f: way for f, one in enumerate(self._fragments) if (way := one.rebase()) is not None}
         residuals: dict[int, Values] = {
             f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None
@@ -132,16 +133,21 @@ class TensorLedger:
         self._moment = Moment(states, residuals, rebases, loans)
         self.outcomes.put(self._moment)
 
+    def _take_back(self) -> bool:
+        """Take the last ``Moment`` back, if nobody has taken it yet."""
+        moment, self._moment = self._moment, None
+        if moment is None or not moment.claim.take():
+            return False
+        for loan in moment.loans:
+            loan.end()
+        for told in (moment.states, moment.residuals, moment.rebases):
+            told.clear()  # it stays in the queue
+        return True
+
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:
         """A state moves on: a ``Moment`` that nobody has taken yet is told of anew, after it."""
-        moment, self._moment = self._moment, None
-        is_back = moment is not None and moment.claim.take()
-        if moment is not None and is_back:
-            for loan in moment.loans:
-                loan.end()
-            for told in (moment.states, moment.residuals, moment.rebases):
-                told.clear()  # it stays in the queue
+        is_back = self._take_back()
         try:
             yield
         finally:
