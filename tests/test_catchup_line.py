@@ -144,10 +144,25 @@ def test_who_was_outrun_is_forgotten_after_a_while_and_lines_are_bounded() -> No
     assert lines.of(A, 70.0) is a  # it still owes
     a.asked.clear()
     assert lines.of(A, 4.0 + 2 * OUTRUN_S - 1.0) is a
-    assert lines.of(A, 4.0 + 2 * OUTRUN_S + 1.0) is not a
+    b.window = 4
+    assert lines.of(A, 4.0 + 2 * OUTRUN_S + 1.0).slow_until < 0
+    assert (lines.of(B, 200.0).window, lines.of(B, 200.0).gap_s) == (1, 0.0)
     held = lines.of(C, 200.0)
     lines.ask(held, (1, 0), 200.0)
     for number in range(2 * MAX_LINES):
         lines.of(PeerId(f"donor {number}"), 200.0)
     assert len(lines) == MAX_LINES
     assert lines.of(C, 200.0) is held
+
+
+def test_a_donor_that_was_left_alone_for_long_is_one_line_in_all_downloads() -> None:
+    """A download that had it all along went on with a line of its own: the donor owed two windows at once,
+    and what it owed there was not seen."""
+    lines = Lines()
+    held = lines.of(A, 0.0)
+    lines.ask(held, (1, 0), 0.0)
+    lines.gave(held, (1, 0), 1.0)
+    others = lines.of(A, 2.0 + OUTRUN_S)
+    assert (others.window, others.gap_s) == (1, 0.0)
+    lines.ask(held, (1, 1), 2.0 + OUTRUN_S)
+    assert not others.has_room

@@ -64,6 +64,12 @@ class Line:
     def has_room(self) -> bool:
         return len(self.asked) < self.window
 
+    def begin_anew(self, now: float) -> None:
+        """Nobody has used it for long, and what is known of it is forgotten; a download that goes on may hold
+        it all the same, and what that asks for counts."""
+        self.heard_at, self.window, self.slow_until, self._silent_s = now, 1, -math.inf, 0.0
+        self._gaps_s.clear()
+
     def ask(self, asked: Asked, now: float) -> None:
         if not self.asked:
             self.heard_at = now
@@ -152,9 +158,9 @@ class Lines:
         return sum(seconds / line.gap_s for line in self._lines.values() if line.asked and line.gap_s)
 
     def of(self, peer: PeerId, now: float) -> Line:
-        line = self._lines.get(peer)
-        if line is None or (not line.asked and max(line.heard_at, line.slow_until) < now - OUTRUN_S):
-            line = self._lines[peer] = Line(now)
+        line = self._lines.setdefault(peer, Line(now))
+        if not line.asked and max(line.heard_at, line.slow_until) < now - OUTRUN_S:
+            line.begin_anew(now)
         self._lines.move_to_end(peer)
         if len(self._lines) > MAX_LINES:
             unused = (known for known, its in self._lines.items() if not its.asked and its is not line)
