@@ -311,6 +311,11 @@ class Membership:
     def next_event(self) -> MembershipEvent | None:
         return self._events.popleft() if self._events else None
 
+    @property
+    def longest(self) -> int:
+        """Entries of the longest of the lists in ``held``: all have the same bound."""
+        return max(len(self._live), len(self._candidates), len(self._one_way_until))
+
     def held(self) -> dict[str, tuple[int, int]]:
         """What strangers can make grow: (now, at most) by the name of the bound."""
         return {

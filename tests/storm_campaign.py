@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from p2p_co2.simnet.campaign import play
+from p2p_co2.simnet.campaign import STORM_OFFER_S, play
 from p2p_co2.simnet.faults import STORM_FAULTS
 
 SEEDS = 200
@@ -20,3 +20,4 @@ def check_storms(seeds: Iterable[int]) -> None:
     spared = {one.seed: sorted(STORM_FAULTS - one.faults.keys()) for one in played}
     assert not any(spared.values()), {seed: kinds for seed, kinds in spared.items() if kinds}
     assert all(one.committed_after for one in played)
+    assert all(0 < one.longest_offer_s <= STORM_OFFER_S for one in played)

@@ -213,7 +213,8 @@ def test_wrong_sights_are_refused(wrong: CellSight) -> None:
 
 
 def in_cells(settings: Settings, cells: int) -> Settings:
-    return replace(settings, run=settings.run.model_copy(update={"cells": cells, "group_size": 64}))
+    run = settings.run.model_copy(update={"cells": cells, "group_size": 64})
+    return replace(settings, run=run, offers_within_s=0.0)
 
 
 @pytest.mark.parametrize(("seed", "peers", "cells"), [(2, 12, 2), (8, 15, 3), (11, 15, 3), (13, 32, 2)])

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.membership import Membership
+from p2p_co2.membership import MAX_PEERS, Membership
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
-from p2p_co2.rounds import DECISION_CONTEXT
+from p2p_co2.profiles import PROFILES
+from p2p_co2.rounds import DECISION_CONTEXT, PayloadShape, bounds
 from p2p_co2.rounds.bounds import KEEP_DECISIONS, READY_CAP_S, ROUND_CAP_S
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.decision import Verdicts
 from p2p_co2.rounds.fragment import FragmentRounds
+from p2p_co2.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
+from p2p_co2.simnet.campaign import STORM_OFFER_S, storm_settings
+from p2p_co2.simnet.forks import Forks
 from p2p_co2.simnet.laws import Auditor, Books, History
 from p2p_co2.simnet.ledger import CountingLedger, State
+from p2p_co2.simnet.oversight import OVERDUE_S
+from p2p_co2.simnet.patience import offer_bound_s
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work, add, mean_of, pack, unpack
+from p2p_co2.telemetry.events import FragmentSent
+from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
@@ -121,19 +131,95 @@ def test_a_timer_that_nobody_heeds_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert any("the timer of membership is" in text for text in deadlines(swarm.run().violations))
 
 
-def test_an_offer_without_any_deadline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All offers wait, and no timer would ever end them: what is left is that they are open for too long."""
-    monkeypatch.setattr(FragmentRounds, "get_timer", lambda fragment: None)
+@pytest.mark.parametrize("stands_s", [2.3, 3.6, math.inf])
+def test_a_process_that_stands_still_is_caught_when_its_timer_is_overdue(stands_s: float) -> None:
+    """Also one that goes on before a whole second has passed since: it takes no turn meanwhile."""
+    settings = Settings(run=RunConfig(name="planted", fragments=2, clock=CLOCK), peers=3, seed=5)
+    swarm, due_at = Swarm(settings, EventLog()), list[float]()
+
+    def stand_still() -> None:
+        process = swarm.processes[0]
+        assert process.node is not None
+        timers = [at for at in process.node.timers().values() if at is not None]
+        due_at.append(swarm.world.now + min(timers) - process.node.now())
+        process.loop.stall()
+        if stands_s < math.inf:
+            swarm.world.call_at(swarm.world.now + stands_s, process.loop.go_on)
+
+    swarm.world.call_at(8.3, stand_still)
+    swarm.world.call_at(15.0, swarm.stop)
+    found = swarm.run().violations
+    assert laws(found) == {"deadlines"}
+    assert found[0].at == pytest.approx(due_at[0] + OVERDUE_S, abs=1e-3)
+    assert found[0].peer == swarm.volunteers[0].identity.peer_id
+
+
+def without_end(
+    monkeypatch: pytest.MonkeyPatch, next_timer: Callable[[FragmentRounds], float | None]
+) -> None:
+    """All offers wait, and no timer would ever end them."""
+    monkeypatch.setattr(FragmentRounds, "get_timer", next_timer)
     monkeypatch.setattr(FragmentRounds, "handle_timer", lambda fragment, now: None)
     monkeypatch.setattr(Coordination, "close_complete", lambda coordination, now: False)
     monkeypatch.setattr(Coordination, "get_timer", lambda coordination: None)
     monkeypatch.setattr(Coordination, "handle_timer", lambda coordination, now: None)
-    clock = CLOCK.model_copy(update={"rounds": 600})
-    swarm = Swarm(
-        Settings(run=RunConfig(name="planted", fragments=2, clock=clock), peers=3, seed=5), EventLog()
+
+
+def first_offer_of(swarm: Swarm) -> list[float]:
+    """When, once it has come."""
+    offered_at = list[float]()
+    swarm.log.readers.append(
+        lambda event: offered_at.append(swarm.world.now) if isinstance(event, FragmentSent) else None
     )
-    swarm.world.call_at(READY_CAP_S + ROUND_CAP_S + 60.0, swarm.stop)
-    assert any("an offer is open for" in text for text in deadlines(swarm.run().violations))
+    return offered_at
+
+
+def test_an_offer_without_any_timer_is_caught_as_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_end(monkeypatch, lambda fragment: None)
+    swarm = Swarm(
+        Settings(run=RunConfig(name="planted", fragments=2, clock=CLOCK), peers=3, seed=5), EventLog()
+    )
+    offered_at = first_offer_of(swarm)
+    swarm.world.call_at(12.0, swarm.stop)
+    found = swarm.run().violations
+    assert deadlines(found)[0] == "an open offer has no timer"
+    assert found[0].at == pytest.approx(offered_at[0], abs=0.01)
+
+
+@pytest.mark.parametrize("is_storm", [False, True])
+def test_an_offer_that_never_ends_is_caught(monkeypatch: pytest.MonkeyPatch, is_storm: bool) -> None:
+    """Its timers never come: what is left is that it is open for too long. In a storm that is soon seen."""
+    without_end(monkeypatch, lambda fragment: None if fragment.offer is None else fragment.offered_at + 1e6)
+    clock = CLOCK.model_copy(update={"rounds": 600})
+    run = RunConfig(name="planted", fragments=2, clock=clock)
+    settings = storm_settings(5, peers=6) if is_storm else Settings(run=run, peers=3, seed=5)
+    swarm = Swarm(settings, EventLog())
+    offered_at, bound_s = first_offer_of(swarm), swarm.inspector.offer_bound_s
+    assert bound_s == STORM_OFFER_S if is_storm else bound_s < 310.0
+    swarm.world.call_at(320.0, swarm.stop)
+    result = swarm.run()
+    found = [one for one in result.violations if one.law == "deadlines"]
+    assert found[0].text == f"an offer is open for {bound_s:.0f} s"
+    assert is_storm or found[0].at == pytest.approx(offered_at[0] + bound_s, abs=0.01)
+    assert result.longest_offer_s > bound_s
+
+
+def test_the_bound_of_an_offer_follows_from_payload_lines_and_cells() -> None:
+    home, slow = PROFILES["cable"], PROFILES["dsl"]
+    small = PayloadShape(8, (4, 8))
+    parts_s = 4 * 2.0  # nothing to send: the floor, and four times that if past rounds were slow
+    assert offer_bound_s(small, 1.0, [home]) == 150 + 3 * 2 * (2 * parts_s + 4) + 4 * parts_s
+    assert offer_bound_s(small, 1.0, [home, slow]) == offer_bound_s(small, 1.0, [home])
+    large = PayloadShape(8, (4, 1 << 20))
+    slowest = min(slow.up_bits_per_s, slow.down_bits_per_s) / 8
+    parts_s = 4 * 4 * 2 * (8 << 20) / slowest
+    assert 2 < parts_s < 300
+    assert offer_bound_s(large, 1.0, [home, slow]) == pytest.approx(
+        150 + 3 * 2 * (2 * parts_s + 4) + 4 * parts_s
+    )
+    assert offer_bound_s(large, 1e6, [slow]) == READY_CAP_S + ROUND_CAP_S + 1200
+    cells = PayloadShape(8, (4, 8), sum_block_bytes=64)
+    assert offer_bound_s(cells, 1.0, [home]) == 150 + 3 * 2 * (2 * (8 + 8) + 4 + 6) + 32
 
 
 def deadlines(violations: list[Violation]) -> list[str]:
@@ -152,6 +238,47 @@ def test_a_machine_that_keeps_everything_is_caught(monkeypatch: pytest.MonkeyPat
     found = Swarm(Settings(run=run, peers=3, seed=5), EventLog()).run().violations
     assert {violation.law for violation in found} == {"memory"}
     assert f"KEEP_DECISIONS: holds {KEEP_DECISIONS + 1}, the bound is {KEEP_DECISIONS}" in found[0].text
+
+
+def test_what_grows_and_falls_again_within_a_second_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces that overtook their BEGIN are kept without a bound, for some milliseconds."""
+    most = 10
+
+    def hold(buffer: ReorderBuffer, piece: Any, sender: PeerId) -> None:
+        buffer._held.append((sender, piece))
+
+    monkeypatch.setattr(ReorderBuffer, "hold", hold)
+    monkeypatch.setattr(bounds, "EARLY_MESSAGES", most)
+    swarm, looks = Swarm(storm_settings(1), EventLog()), list[int]()
+
+    def look() -> None:
+        nodes = [process.node for process in swarm.processes.values() if process.node is not None]
+        looks.extend(node.rounds.held()["EARLY_MESSAGES"][0] for node in nodes)
+        swarm.world.call_at(swarm.world.now + 1.0, look)
+
+    swarm.world.call_at(1.0, look)
+    found = swarm.run().violations
+    assert max(looks) <= most
+    assert laws(found) == {"memory"}
+    assert found[0].text.startswith("EARLY_MESSAGES: holds 11, the bound is 10")
+
+
+def test_a_list_of_peers_that_is_too_long_for_a_moment_is_caught() -> None:
+    settings = Settings(run=RunConfig(name="planted", fragments=2, clock=CLOCK), peers=3, seed=5)
+    swarm = Swarm(settings, EventLog())
+
+    def plant() -> None:
+        process = swarm.processes[0]
+        assert process.node is not None
+        candidates = process.node.membership._candidates
+        process.loop.call_soon(
+            lambda: candidates.update({PeerId(f"{n}"): math.inf for n in range(MAX_PEERS + 1)})
+        )
+        process.loop.call_soon(candidates.clear)
+
+    swarm.world.call_at(8.3, plant)
+    found = swarm.run().violations
+    assert {(one.law, one.at) for one in found} == {("memory", 8.3)}
 
 
 def test_every_machine_that_a_node_has_is_looked_over_for_what_it_holds() -> None:
@@ -186,6 +313,72 @@ def test_a_fork_is_seen_as_it_comes_however_soon_it_goes(views_differed: bool) -
         assert bool(books.violations) == (sums == [2, 1] and not views_differed)
     assert laws(books.violations) <= {"forks"}
     assert len(books.histories[0]) == 3
+
+
+class ForkedHistories:
+    """One fragment of two peers, each of which may make rounds of its own."""
+
+    def __init__(self) -> None:
+        self.world = VirtualTime()
+        self.books = Books([1], lambda: self.world.now)
+        self.wrong_at: float | None = 5.0
+        self.forks = Forks(self.world, self.books, 20.0, lambda: self.wrong_at)
+        self.held = {peer: State.of(0, 0, [0, 0]) for peer in "ab"}
+
+    def make(self, at: float, peer: str, lane: int) -> None:
+        """``peer`` makes the round that follows its state."""
+
+        def make() -> None:
+            before = self.held[peer]
+            after = State.of(0, before.version + 1, [lane, before.version + 1])
+            self.books.reached(peer, 0, History(after, before.digest, {}))
+            self._hold(peer, after)
+
+        self.world.call_at(at, make)
+
+    def adopt(self, at: float, peer: str, donor: str) -> None:
+        self.world.call_at(at, lambda: self._hold(peer, self.held[donor]))
+
+    def _hold(self, peer: str, state: State) -> None:
+        self.held[peer] = state
+        self.forks.holds(peer, [AgreedVersion(state.version, state.digest)])
+
+
+def test_a_fork_that_goes_on_making_rounds_is_caught_when_its_time_is_up() -> None:
+    """Two states of any one version never live for long in it."""
+    run = ForkedHistories()
+    run.books.views_differed = True
+    for number in range(12):
+        run.make(10.0 + 4 * number, "a", 1)
+        run.make(10.5 + 4 * number, "b", 2)
+    run.world.run(100.0)
+    assert [(one.at, one.law) for one in run.books.violations] == [(10.5 + 20.0, "forks")]
+    run.forks.end()
+    assert (run.forks.seen, run.forks.longest_s) == (1, 100.0 - 10.5)
+
+
+def test_a_fork_has_its_time_from_the_last_fault_and_is_over_when_it_is_healed() -> None:
+    run = ForkedHistories()
+    run.books.views_differed = True
+    run.make(10.0, "a", 1)
+    run.make(11.0, "b", 2)
+    run.make(12.0, "b", 2)  # of another version: a fork all the same
+    run.world.call_at(20.0, lambda: setattr(run, "wrong_at", 20.0))
+    run.adopt(39.9, "a", "b")
+    run.make(50.0, "b", 2)  # the other one lags, which is no fork
+    run.world.call_at(90.0, lambda: run.forks.gone("b"))
+    run.world.run(100.0)
+    assert run.books.violations == []
+    assert (run.forks.seen, run.forks.longest_s) == (1, pytest.approx(28.9))
+
+
+def test_a_fork_where_nothing_ever_went_wrong_is_caught_as_it_comes() -> None:
+    run = ForkedHistories()
+    run.wrong_at = None
+    run.make(10.0, "a", 1)
+    run.make(11.0, "b", 2)
+    run.world.run(100.0)
+    assert {(one.at, one.law) for one in run.books.violations} == {(11.0, "forks")}
 
 
 @pytest.mark.parametrize("signed_upon", ["the common start", "nothing", "another state"])

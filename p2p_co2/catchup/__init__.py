@@ -81,6 +81,8 @@ class CatchUp:
         self.donor = Donor(identity, run, shape, self._out)
         self.donor.history.is_everywhere = is_everywhere or self.donor.history.is_everywhere
         self._fetcher = Fetcher(run, shape, self._out)
+        self.revision = 0
+        """Grows with every call that may have made anything longer that is held."""
 
     def keep_in(self, store: Store) -> None:
         """From now on the chunks of states go to ``store``, and come from it after a restart."""
@@ -93,6 +95,7 @@ class CatchUp:
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
+        self.revision += 1
         self._fetcher.want(goal, now)
 
     def fetching(self, fragment: int) -> bool:
@@ -100,14 +103,17 @@ class CatchUp:
 
     def add_donors(self, fragment: int, peers: Sequence[PeerId], now: float) -> None:
         """``peers`` can serve what is being fetched of ``fragment``, too."""
+        self.revision += 1
         self._fetcher.add_donors(fragment, peers, now)
 
     def forget_donor(self, peer: PeerId, now: float) -> None:
         """``peer`` is gone: goals that wait for it go on with another donor."""
+        self.revision += 1
         self._fetcher.forget_donor(peer, now)
 
     def quarantine(self, peer: PeerId, reason: str, now: float) -> None:
         """What ``peer`` gave was whole and yet not the agreed state: ask others."""
+        self.revision += 1
         self._fetcher.quarantine(peer, now, reason)
 
     def moved(self, fragment: int, version: int) -> None:
@@ -116,6 +122,7 @@ class CatchUp:
 
     def remember(self, fragment: int, version: int, decision: Decision, mean: Buffer) -> None:
         """Keep a committed round for replay, within the memory bound."""
+        self.revision += 1
         self.donor.history.remember(fragment, version, decision, mean)
 
     def turned_back(self, fragment: int) -> None:
@@ -137,10 +144,12 @@ class CatchUp:
         now: float,
     ) -> None:
         """The answer to ``ExportWanted``; ``chunk_digests`` of ``data``'s chunks, in order."""
+        self.revision += 1
         self.donor.exported(fragment, version, data, digest, chunk_digests, now)
 
     def receive(self, message: CatchUpMessage, sender: PeerId, now: float) -> None:
         """Handle one message; raises ``RemoteProtocolError`` for what breaks the rules."""
+        self.revision += 1
         if not isinstance(message, Refusal) and message.fragment >= self._fragments:
             raise RemoteProtocolError("unknown fragment", str(message.fragment))
         if isinstance(message, Fetch):
@@ -149,6 +158,7 @@ class CatchUp:
             self._fetcher.receive(message, sender, now)
 
     def handle_timer(self, now: float) -> None:
+        self.revision += 1
         self._fetcher.handle_timer(now)
         self.donor.handle_timer(now)
 

@@ -47,7 +47,7 @@ class FragmentRounds:
         self.asking: Asking | None = None
         self.member: Member | None = None
         self._swarm, self._outlet, self._coordination = swarm, outlet, coordination
-        self._offered_at = 0.0
+        self.offered_at = 0.0
         self._payload_bytes = swarm.shape.payload_bytes(fragment)
         self._early = ReorderBuffer(2 * self._payload_bytes)
         self._rival: tuple[wire.Decision, wire.Outcome] | None = None
@@ -109,7 +109,7 @@ class FragmentRounds:
             raise LocalProtocolError(f"an offer for round {offer.round} at version {self.version}")
         if len(offer.payload) != self._payload_bytes:
             raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
-        self.offer, self._offered_at = offer, now
+        self.offer, self.offered_at = offer, now
         known = self.verdicts.commit(offer.round)
         if self._completing is not None:
             return  # the round that we hear ends this offer
@@ -132,8 +132,8 @@ class FragmentRounds:
 
     def waiting(self) -> tuple[float, float] | None:
         """Since when our offer waits and when its next timer is (never: inf); None if there is no offer."""
-        timer_at = self.get_timer()
-        return None if self.offer is None else (self._offered_at, inf if timer_at is None else timer_at)
+        timer_at = self.get_timer() if self.offer is not None else None
+        return None if self.offer is None else (self.offered_at, inf if timer_at is None else timer_at)
 
     def held(self) -> dict[str, tuple[int, int]]:
         return {**self.verdicts.held(), **self._early.held()}
@@ -332,7 +332,7 @@ class FragmentRounds:
                 why = f"it ended round {outcome.key.round} with: {outcome.reason}"
                 begun = self.member.attempt if self.member is not None else None
                 rounds = self.judging.rounds_spoilt(begun, outcome.reason, signer)
-                self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=now - self._offered_at)
+                self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=now - self.offered_at)
             self._abort(outcome.reason, now)
 
     def _on_commit(self, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
@@ -395,7 +395,7 @@ class FragmentRounds:
         """Our attempt has committed: end the offer if we hold all means."""
         assert self._completing is not None
         outcome, rival = self._completing.outcome, self._rival
-        event = self._completing.committed(self._offered_at, now)
+        event = self._completing.committed(self.offered_at, now)
         if event is None:
             return
         self._end()
@@ -433,7 +433,7 @@ class FragmentRounds:
         ahead = self._ahead.waiting
         self._aborted_round = offer.round
         self._end()
-        self._outlet.emit(Aborted(offer.fragment, offer.round, reason, now - self._offered_at))
+        self._outlet.emit(Aborted(offer.fragment, offer.round, reason, now - self.offered_at))
         if ahead is not None:
             self._ahead.tell(ahead, ends_offer=False)
 

@@ -63,6 +63,8 @@ class Rounds:
         self._coordination.known = lambda place: self._fragments[place[0]].verdicts.commit(place[1])
         self._coordination.joined_until = lambda place: self._fragments[place[0]].joined_until(place[1])
         self._now = 0.0
+        self.revision = 0
+        """Grows with every call that may have changed what is held or waited for."""
         self._timer_is_stale = True
         self._timer_at: float | None = None
 
@@ -92,13 +94,13 @@ class Rounds:
         """Other cells as far as they were seen of late: those that train, with their versions, are waited for
         when a round of all begins; one that has ``finished`` a fragment is not needed for its rounds."""
         self._swarm.awake, self._swarm.finished_in = dict(awake), dict(finished)
-        self._timer_is_stale = True
+        self._changed()
 
     def set_state(self, fragment: int, version: int, digest: bytes) -> None:
         """The agreed state that we hold now. An open offer that does not start from it ends in
         ``Aborted``."""
         self._swarm.my_versions[fragment] = version
-        self._timer_is_stale = True
+        self._changed()
         self._fragments[fragment].set_state(version, digest, self._now)
 
     def offer(self, offer: Offer, now: float) -> None:
@@ -122,6 +124,7 @@ class Rounds:
         All who held them are gone, or its signer lied, and is not believed for a while (``is_proved``: from
         the first time). Should one come back, it is in the minority by then and catches up with us.
         """
+        self.revision += 1
         self._fragments[fragment].judging.came_to_nothing(round_, self._now, is_proved=is_proved)
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
@@ -229,18 +232,28 @@ class Rounds:
         offers = ((index, fragment.waiting()) for index, fragment in enumerate(self._fragments))
         return [OpenOffer(index, *waiting) for index, waiting in offers if waiting is not None]
 
+    def offered_at(self) -> list[float | None]:
+        """By fragment, since when our offer waits; None where there is none."""
+        return [None if f.offer is None else f.offered_at for f in self._fragments]
+
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
-        of the fragment that holds most."""
+        of the fragment that has least room left."""
         most = {**self._coordination.held(), **self._swarm.repute.held()}
         for fragment in self._fragments:
-            for name, (count, bound) in fragment.held().items():
-                most[name] = (max(count, most.get(name, (0, 0))[0]), bound)
+            for name, now in fragment.held().items():
+                if name not in most or now[0] - now[1] > most[name][0] - most[name][1]:
+                    most[name] = now
         return most
+
+    def _changed(self) -> None:
+        self._timer_is_stale = True
+        self.revision += 1
 
     def _settle(self, now: float) -> None:
         """Deliver what we sent to ourselves and end what has failed, until nothing moves."""
-        self._now, self._timer_is_stale = now, True
+        self._now = now
+        self._changed()
         while True:
             if self._outlet.loop:
                 message = self._outlet.loop.popleft()

@@ -23,6 +23,9 @@ STORM_FROM_S, STORM_UNTIL_S = 3.5, 10.5
 """The first rounds begin at about 4 s; most come after the storm."""
 STORM_BLOCKS = (6, 3)
 """Of two fragments: parts enough for owners to die."""
+STORM_OFFER_S = 60.0
+"""No offer of a storm is open for longer, whoever of those that should answer it goes, sleeps or is cut off.
+By their own deadlines alone machines might wait for several times this (``patience``)."""
 BUGS = (
     P2PCo2Error, LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError,
 )  # fmt: skip
@@ -48,7 +51,7 @@ def storm_settings(seed: int, peers: int = 32) -> Settings:
     storm = Storm(STORM_FROM_S, STORM_UNTIL_S)
     return Settings(
         run=run, peers=peers, seed=seed, faults=storm, blocks=STORM_BLOCKS, checkpoint_every_s=4.0,
-        start_spread_s=START_SPREAD_S,
+        start_spread_s=START_SPREAD_S, offers_within_s=STORM_OFFER_S,
     )  # fmt: skip
 
 
@@ -66,12 +69,13 @@ def failure_of(seed: int, peers: int, result: Result) -> Failure | None:
 @dataclass(frozen=True)
 class Played:
     """What one seed came to. ``faults``: how often each kind came to pass; ``committed_after``: how often a
-    peer committed a round after the last of them."""
+    peer committed a round after the last of them; ``longest_offer_s``: how long one was open at most."""
 
     seed: int
     failure: Failure | None
     faults: Mapping[str, int]
     committed_after: int
+    longest_offer_s: float = 0.0
 
 
 def play(seed: int, peers: int = 32) -> Played:
@@ -87,4 +91,4 @@ def play(seed: int, peers: int = 32) -> Played:
     except BUGS as error:
         failure = Failure(seed, (f"ended by a bug: {error!r}",), replay_command(seed, peers))
         return Played(seed, failure, {}, 0)
-    return Played(seed, failure_of(seed, peers, result), result.faults, after[0])
+    return Played(seed, failure_of(seed, peers, result), result.faults, after[0], result.longest_offer_s)

@@ -1,114 +1,58 @@
-"""Looks over a simulated swarm now and then: forks, open offers, what machines hold; and keeps its figures.
+"""Has the laws of a simulated swarm looked at wherever they may be broken, and keeps its figures.
 
-What happens at a step is checked there (``laws``); what is a state of things is checked here.
+What peers do to what is agreed is checked by the ledgers' audits (``laws``), what a process holds and waits
+for at each of its turns (``oversight``), forks whenever somebody's state changes (``forks``), and here how
+the run ends.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from p2p_co2.membership import quiet_beat_s
-from p2p_co2.rounds import bounds
+from p2p_co2.simnet.forks import Forks
+from p2p_co2.simnet.oversight import Oversight
+from p2p_co2.simnet.patience import offer_bound_s
 
 if TYPE_CHECKING:
+    from p2p_co2.node.node import Node
     from p2p_co2.simnet.process import Process
     from p2p_co2.simnet.swarm import Result, Swarm
 
-LOOK_EVERY_S, LOOKS_IN_A_QUIET_BEAT = 1.0, 2.0
-"""Once a second; in rounds of minutes, where less happens, so often in one of their slow heartbeats."""
-OVERDUE_S = 1.5
-"""A timer that is later than this is one that nobody heeds (a process looks at its timers at least every
-second)."""
 HEAL_ROUNDS = 3.0
 HEAL_AFTER_S = 40.0
 """A fork is gone this many rounds, and these seconds for views to become one, after the last fault."""
 
 
 class Inspector:
+    """``offer_bound_s``: how long an offer may be open."""
+
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        clock = swarm.run_config.clock
-        quiet_s = quiet_beat_s(clock.round_s) if clock.mode == "time" else 0.0
-        self._look_every_s = max(LOOK_EVERY_S, quiet_s / LOOKS_IN_A_QUIET_BEAT)
-        self._forked_since: dict[tuple[int, int], float] = {}
-        self.forks = 0
-        self.longest_fork_s = self.longest_offer_s = 0.0
+        lines = [volunteer.profile for volunteer in swarm.volunteers]
+        derived_s = offer_bound_s(swarm.shape, swarm.internet.scale, lines)
+        self.offer_bound_s = swarm.settings.offers_within_s or derived_s
+        heal_s = HEAL_ROUNDS * swarm.run_config.clock.round_s + HEAL_AFTER_S
+        self.forks = Forks(swarm.world, swarm.books, heal_s, lambda: swarm.views_differed_at)
+        self.longest_offer_s = 0.0
         self.recoveries_s: list[float] = []
         self.first_contributions_s: list[float] = []
         self.held: dict[str, tuple[int, int]] = {}
         """By the name of its bound: the most that a peer held, and the bound then."""
         self.digests: dict[str, str] = {}
-        self._recovered: set[int] = set()
+        self._oversights: dict[Process, Oversight] = {}
 
-    def begin(self) -> None:
-        self._swarm.world.call_at(self._look_every_s, self._look)
+    def saw_node(self, process: Process, node: Node) -> None:
+        """A process has its node now."""
+        self._oversights[process] = Oversight(process, node, self, self.offer_bound_s)
 
-    def _look(self) -> None:
-        swarm = self._swarm
-        for process in swarm.processes.values():
-            if process.node is not None and process.stalled_until < swarm.world.now - OVERDUE_S:
-                self._look_at(process)
-        self._look_for_forks()
-        swarm.world.call_at(swarm.world.now + self._look_every_s, self._look)
-
-    # ---- one process
-
-    def _look_at(self, process: Process) -> None:
-        node = process.node
-        assert node is not None
-        now, books = node.now(), self._swarm.books
-        for open_offer in node.rounds.open_offers():
-            waited_s = now - open_offer.offered_at
-            self.longest_offer_s = max(self.longest_offer_s, waited_s)
-            if waited_s > bounds.READY_CAP_S + self._swarm.shape.round_cap_s:
-                books.broken(process.peer, "deadlines", f"an offer is open for {waited_s:.0f} s")
-            if now - open_offer.timer_at > OVERDUE_S:
-                late_s = now - open_offer.timer_at
-                books.broken(process.peer, "deadlines", f"an offer's timer is {late_s:.1f} s overdue")
-        for name, at in node.timers().items():
-            if at is not None and now - at > OVERDUE_S:
-                books.broken(process.peer, "deadlines", f"the timer of {name} is {now - at:.1f} s overdue")
-        links = {} if process.links is None else process.links.held()
-        machines = (node.rounds, node.membership, node.catchup, node.far.outlook)
-        for held in (*(machine.held() for machine in machines), links):
-            for name, (count, bound) in held.items():
-                if count > bound:
-                    books.broken(process.peer, "memory", f"{name}: holds {count}, the bound is {bound}")
-                if count >= self.held.get(name, (-1, 0))[0]:
-                    self.held[name] = (count, bound)
-
-    # ---- all together
-
-    def _look_for_forks(self) -> None:
-        swarm = self._swarm
-        states: defaultdict[tuple[int, int], set[bytes]] = defaultdict(set)
-        for process in swarm.processes.values():
-            if process.node is not None:
-                for fragment, agreed in enumerate(process.node.agreed):
-                    states[fragment, agreed.version].add(agreed.digest)
-        forked = {place for place, digests in states.items() if len(digests) > 1}
-        for place in sorted(self._forked_since.keys() - forked):
-            del self._forked_since[place]
-        for place in sorted(forked):
-            if place not in self._forked_since:
-                self._forked_since[place] = swarm.world.now
-                self.forks += 1
-            self._judge_fork(place, swarm.world.now - self._forked_since[place])
-
-    def _judge_fork(self, place: tuple[int, int], age_s: float) -> None:
-        swarm = self._swarm
-        self.longest_fork_s = max(self.longest_fork_s, age_s)
-        text = f"fragment {place[0]} has two states of version {place[1]}"
-        if swarm.views_differed_at is None:
-            swarm.books.broken("", "forks", f"{text}, and nothing ever went wrong")
-            return
-        bound_s = HEAL_ROUNDS * swarm.run_config.clock.round_s + HEAL_AFTER_S
-        if swarm.world.now - max(swarm.views_differed_at, swarm.world.now - age_s) > bound_s:
-            swarm.books.broken("", "forks", f"{text}, {age_s:.0f} s after it came and long after it may")
+    def offer_ended(self, after_s: float) -> None:
+        self.longest_offer_s = max(self.longest_offer_s, after_s)
 
     def saw_end(self, process: Process) -> None:
         """A process has ended: how it went."""
+        if (oversight := self._oversights.pop(process, None)) is not None:
+            oversight.end()
+            self.forks.gone(process.peer)
         if process.volunteer.processes > 1 and process.trained_at is not None:
             self.recoveries_s.append(process.trained_at - process.started_at)
             if process.contributed_at is not None:
@@ -122,6 +66,7 @@ class Inspector:
 
         swarm = self._swarm
         books = swarm.books
+        self.forks.end()
         if not swarm.ended_early:
             self._judge_end()
         return Result(
@@ -134,8 +79,8 @@ class Inspector:
             units=sum(volunteer.work.units for volunteer in swarm.volunteers),
             recoveries_s=self.recoveries_s,
             first_contributions_s=self.first_contributions_s,
-            forks=self.forks,
-            longest_fork_s=self.longest_fork_s,
+            forks=self.forks.seen,
+            longest_fork_s=self.forks.longest_s,
             longest_offer_s=self.longest_offer_s,
             held=dict(sorted(self.held.items())),
             counts=dict(sorted(swarm.log.counts.items())),

@@ -10,11 +10,12 @@ conservation   a commit adds exactly the offers of the contributors that it name
 agreed state   whoever is at a version got there by commits or a donor's state, from the common start
 failed round   an abort changes nothing that is agreed or counted
 signed         nobody applies a mean that no signed outcome names piece by piece
-forks          two states of one version exist only after peers' views could differ, and not for long
-deadlines      no machine's timer is overdue; an open offer has one, and ends within its bounds
+forks          two histories exist only after peers' views could differ, and not for long
+deadlines      no machine's timer is overdue; an open offer has one, and ends within a bound (``patience``)
 memory         what a machine or a link's queue holds stays within the bound that it names
 
-The last two, and how long a fork lasts, are looked at once a virtual second (``inspection``).
+The last two are looked at as each turn of a process ends, and when a timer or an offer has waited too long
+though its process takes no turn (``oversight``); how long a fork lasts, when its time is up (``forks``).
 
 Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
 """

@@ -74,6 +74,8 @@ class VirtualLinks:
         self._posted: Unsent = b""
         self._parcel = Parcel()
         """What was posted last: the same bytes go to many, one after the other."""
+        self.posted = 0
+        """Messages that were to go out: nothing else makes a queue longer."""
         self._is_closed = False
         self._control_gone_at = 0.0
         """When the last control message so far has left the uplink."""
@@ -110,6 +112,7 @@ class VirtualLinks:
     def post(
         self, peer: PeerId, data: Unsent, bulk: bool, served: bool = False, piece: Piece | None = None
     ) -> bool:
+        self.posted += 1
         if data is not self._posted:
             self._posted, self._parcel = data, Parcel(data)
         data = self._parcel

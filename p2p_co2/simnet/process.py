@@ -79,7 +79,8 @@ class Process:
         self.peer = volunteer.identity.peer_id
         self.endpoint = Endpoint(self.peer, volunteer.profile, self.loop)
         self.started_at = swarm.world.now
-        self.stalled_until = 0.0
+        self.stalls: list[tuple[float, float]] = []
+        """From when until when it stood still, or will stand."""
         self.trained_at: float | None = None
         self.contributed_at: float | None = None
         self.finished = False
@@ -96,6 +97,10 @@ class Process:
     @property
     def alive(self) -> bool:
         return not self._is_cut
+
+    @property
+    def stalled_until(self) -> float:
+        return self.stalls[-1][1] if self.stalls else 0.0
 
     @property
     def is_leaving(self) -> bool:
@@ -128,6 +133,7 @@ class Process:
             doorway, swarm.shape, swarm.state_bytes, self.ledger, self.ledger.agreed(), self.report,
             self._clock, self._make_links, swarm.open_message,
         )  # fmt: skip
+        swarm.inspector.saw_node(self, node)
         self._node_task = self.loop.create_task(node.run())
         self._node_task.add_done_callback(self._node_ended)
         training = self.training = Training(

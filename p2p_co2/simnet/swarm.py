@@ -55,8 +55,8 @@ class Settings:
     ``real_bytes_per_block`` bytes of an encoded gradient, ``state_factor`` times as many of a state and
     ``sum_factor`` times as many of a mean in fp32.
     ``step_s``: the typical peer's inner step, others are up to ``speed_spread`` times slower or faster.
-    ``parameters`` is only reported. ``ends_at``: seconds after which the simulation is cut off, 0: when the
-    run is over."""
+    ``parameters`` is only reported. ``offers_within_s``: how long an offer may be open, 0: what follows from
+    the run (``patience``)."""
 
     run: RunConfig
     peers: int
@@ -77,6 +77,7 @@ class Settings:
     checkpoint_every_s: float = 60.0
     largest_skew_s: float = 60.0
     largest_drift: float = 1e-4
+    offers_within_s: float = 0.0
 
 
 @dataclass
@@ -211,7 +212,6 @@ class Swarm:
         if self.settings.faults is not None:
             self.settings.faults.plan(self)
             self._last_start_at = max(self._last_start_at, self.settings.faults.calm_at)
-        self.inspector.begin()
         limit_s = self.planned_s + max(OUTLAST_S, self.shape.round_s)
         before = gc.get_threshold()
         gc.set_threshold(200_000, 20, 50)  # tasks and futures are many and short-lived
@@ -320,7 +320,7 @@ class Swarm:
             return
         self.views_differ()
         self.faults["stall"] += 1
-        process.stalled_until = until
+        process.stalls.append((self.world.now, until))
         process.loop.stall()
         self.world.call_at(until, self._go_on, process)
 

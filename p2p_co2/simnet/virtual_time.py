@@ -106,6 +106,8 @@ class VirtualTime:
                     current = loop
                 self.turns += 1
                 callback(*handle.args)
+                if loop is not None and loop.after_turn is not None:
+                    loop.after_turn()
         finally:
             events._set_running_loop(before)
         if not self._stopped:
@@ -134,6 +136,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._held: list[Handle] | None = None
         """Callbacks that became due while the process was stalled."""
         self._dying: deque[Handle] | None = None
+        self.after_turn: Callable[[], None] | None = None
+        """Called when a turn of the process has ended; not while it dies."""
         self.dead = False
         self.is_held = False
         """Whether ``admits`` must be asked: it is stalled or dead."""
