@@ -16,6 +16,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from p2p_co2.profiles import profile_of
 from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.telemetry.view import SwarmView
+from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import MAX_CELLS, MAX_MEMBERS
 
 BLOCKS = 16
@@ -43,6 +45,8 @@ messages, so in small cells ours are fewer and larger."""
 FP32_BYTES = 4
 STATE_BYTES_PER_VALUE = 8
 """Agreed parameters and momentum, fp32."""
+FEW_IN_A_CELL = 3
+"""Of two peers or one, nobody may be away: a cell needs more than half of those it knows."""
 MAX_SIMULATED_PEERS = 4096
 STEP_S, STEPS_IN_A_LONG_ROUND = 0.5, 120
 """A typical peer's inner step where nobody says: models whose rounds take minutes have slower ones."""
@@ -94,6 +98,8 @@ def run_simulation(options: SimulationOptions) -> int:
     began_at = time.monotonic()
     try:
         swarm = Swarm(settings, log)
+        if thin := _thin_cells(swarm.peer_ids(), settings.run.cells):
+            print(thin, file=sys.stderr)
         with StopSignals(swarm.stop):
             result = swarm.run()
     finally:
@@ -124,7 +130,8 @@ def settings_of(options: SimulationOptions) -> Settings:
                 "command line", "--storm", f"a run of its own: leave {options.run_file} or --storm out"
             )
         settings = storm_settings(options.seed, options.peers)
-        return replace(settings, run=_in_cells(settings.run, options))
+        run = _in_cells(settings.run, options)
+        return settings if run.cells == 1 else replace(settings, run=run, offers_within_s=0.0)
     if options.run_file is None:
         raise ConfigError("command line", "RUN.toml", "name a run file, or ask for --storm")
     _check_sizes(options)
@@ -181,6 +188,18 @@ def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:
     except ValidationError as error:
         why = error.errors()[0]["msg"]
         raise ConfigError("command line", "--cells", f"this run cannot have {cells} cells: {why}") from None
+
+
+def _thin_cells(peers: Sequence[PeerId], cells: int) -> str:
+    """A warning where some cell has so few peers that it cannot make rounds, or only while nobody is away."""
+    counts = Counter(cell_of(peer, cells) for peer in peers)
+    fewest = min(counts[cell] for cell in range(cells))
+    if cells == 1 or fewest >= FEW_IN_A_CELL:
+        return ""
+    return (
+        f"warning: one of the {cells} cells has {fewest or 'no'} peer{'s' * (fewest > 1)} (ids decide), "
+        "and rounds of all cells wait for it, or none is made: fewer --cells, or more --peers"
+    )
 
 
 def _sizes(run: RunConfig, parameters: int, peers: int) -> dict[str, Any]:
