@@ -315,3 +315,33 @@ def test_a_council_that_only_other_cells_ask_is_not_asleep_where_one_of_them_is_
     assert late
     assert not [event.reason for _, event in net.events if isinstance(event, Aborted)]
     assert len(net.committed()) == len(net.planned) - 1
+
+
+@pytest.mark.parametrize("gone_s", [1.0, 4.0])
+def test_one_who_sums_for_all_cells_and_is_there_again_is_not_given_up(gone_s: float) -> None:
+    """Its cell's coordinator ended the round of all cells two seconds after it had lost sight of it, though
+    its link was back by then."""
+    net = Network(15, shape=SHAPE, cells=CELLS)
+    net.reduce_s = 3.0
+    begun: dict[int, PeerId] = {}
+    lost: list[PeerId] = []
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        cell = cell_of(to, CELLS)
+        if isinstance(message, wire.CellBegin):
+            begun[cell] = to
+        elif isinstance(message, wire.CellPart) and not lost and to != begun[cell]:
+            lost.append(to)
+            near = [name for name in net.names if cell_of(name, CELLS) == cell and name != to]
+            net.peers[begun[cell]].machine.set_peers({name: net._view(name) for name in near}, net.now)
+            net.pump(begun[cell])
+            net.at(net.now + gone_s, net.tell_everybody)
+        return True
+
+    net.on_send = on_send
+    net.offer_all()
+    net.run_until_settled()
+    reasons = {event.reason for _, event in net.events if isinstance(event, Aborted)}
+    assert bool(reasons) == (gone_s > 2.0)
+    assert lost
+    assert len(net.committed()) == (0 if reasons else 15)

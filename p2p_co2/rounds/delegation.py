@@ -193,8 +193,8 @@ class Delegation:
                 self._changed(pending, now)
         for vote in self._votes.values():
             lost = not all(map(self._swarm.is_live, map(PeerId, vote.roots)))
-            if vote.outcome is None and vote.doomed_at is None and lost:
-                vote.doomed_at = now + bounds.GRACE_S  # the others may have all that it owed them
+            # The others may have all that it owed them, and its link may come back.
+            vote.doomed_at = (vote.doomed_at or now + bounds.GRACE_S) if lost else None
 
     def _changed(self, pending: _Pending, now: float) -> None:
         pending.is_old = True
