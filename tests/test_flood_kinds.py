@@ -11,7 +11,7 @@ from p2p_co2.node.allowances import ALLOWANCE, LINK_UNITS, PATIENCE_S, REFILL_PE
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from tests.fuzz.bench import RUN, Bench, envelope
-from tests.fuzz.scenes import NAMES, examples
+from tests.fuzz.stories import NAMES, examples
 from tests.fuzz.world import make_identity
 
 KINDS = sorted(field.name for field in wire.Envelope.DESCRIPTOR.oneofs_by_name["body"].fields)

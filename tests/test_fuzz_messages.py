@@ -22,8 +22,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, Records
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.gate import receive_relayed
-from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
-from p2p_co2.outlook import Outlook
+from p2p_co2.node.receiving import CELL_KINDS
 from p2p_co2.reports.reader import REPORT_CONTEXT, open_report
 from p2p_co2.reports.responder import Responder
 from p2p_co2.rounds.cells import cell_of
@@ -35,14 +34,11 @@ from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, unseal
 from tests.fuzz.bench import Bench, envelope
 from tests.fuzz.mutate import Mutator, Tape
-from tests.fuzz.scenes import Scene, examples
+from tests.fuzz.scenes import Scene
+from tests.fuzz.stories import CELL_NAMES, CELL_STORIES, CELLS, examples, parts
 from tests.fuzz.world import make_identity, run_virtual
-from tests.test_rounds_cells import KINDS as CELL_MESSAGES
 
-ALL_KINDS = {field.name for field in wire.Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
-KINDS = ALL_KINDS - CELL_KINDS - OUTLOOK_KINDS
-"""Rounds over cells have a test like these of their own (``test_rounds_cells``), looks at cells one below."""
-CELLS = 3
+KINDS = {field.name for field in wire.Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
 US, THEM = make_identity("us"), make_identity("them")
 CONFIG = RunConfig(name="fuzz").canonical_bytes()
 RUN = RunConfig(name="fuzz").digest()
@@ -147,12 +143,7 @@ def inside(descriptor: Descriptor) -> set[str]:
 
 
 def test_no_message_of_the_schema_is_left_out() -> None:
-    named = {
-        field.message_type.name: field.name for field in wire.Envelope.DESCRIPTOR.fields if field.message_type
-    }
-    between_cells = {named[kind.__name__] for kind in CELL_MESSAGES}
-    looks = {wire.Envelope.FromString(data).WhichOneof("body") for data in LookedAt().right}
-    assert set(examples()) | between_cells | looks == ALL_KINDS
+    assert set(examples()) == KINDS
     tried = inside(wire.Envelope.DESCRIPTOR) | inside(wire.Outcome.DESCRIPTOR)  # signed inside a Decision
     for kind in READERS:
         tried |= inside(kind.DESCRIPTOR)
@@ -172,6 +163,40 @@ def test_scenes_do_try_wrong_messages_and_refuse_them() -> None:
     scene.play()
     assert scene.wrong > 3
     assert scene.bench.receiving.refusals.total() > 3
+
+
+def test_every_part_of_a_round_over_cells_is_played() -> None:
+    """Whom the kinds between cells are for: a council, a cell's coordinator, owners, who watches a cell."""
+    heard = {
+        (part.story, part.name): {
+            wire.Envelope.FromString(what).WhichOneof("body")
+            for _, sender, what in part.steps
+            if sender is not None
+        }
+        for part in parts()
+        if part.cells == CELLS
+    }
+    assert len(heard) == len(CELL_STORIES) * len(CELL_NAMES)
+    council, coordinator = {"cell_ready", "cell_result"}, {"cell_begin", "cell_waiting", "cell_decision"}
+    owner = {"cell_part", "cell_mean"}
+    assert council | coordinator | owner == CELL_KINDS
+    for role in (council, coordinator, owner, {"cell_look", "cell_sight"}):
+        assert any(role <= kinds for kinds in heard.values()), role
+    between_cells = CELL_KINDS - {"cell_part"}
+    assert any(not kinds & between_cells for kinds in heard.values()), "a plain member"
+
+
+@pytest.mark.parametrize("story", ["cells_agree", "council_lost"])
+def test_a_part_over_cells_that_is_left_alone_ends_as_it_was_played(story: str) -> None:
+    """Replayed without a lie, each part refuses nothing."""
+    for number, part in enumerate(parts()):
+        if part.story == story:
+            scene = Scene(bytes((number,)))
+            assert scene.part is part
+            scene.play()
+            assert not scene.bench.receiving.refusals
+            if story == "cells_agree":
+                assert scene.bench.versions[0] == 2
 
 
 @pytest.mark.parametrize("kind", READERS, ids=lambda kind: kind.__name__)
@@ -198,9 +223,8 @@ class LookedAt:
 
     def __init__(self) -> None:
         identities = [make_identity(str(number)) for number in range(40)]
-        self.bench = bench = Bench("us")
-        bench.cells = CELLS
-        self.outlook = bench.outlook = Outlook(bench.me, CELLS)
+        self.bench = bench = Bench("us", cells=CELLS)
+        self.outlook = bench.outlook
         ours = self.outlook.cell
         self.near = next(one for one in identities if cell_of(one.peer_id, CELLS) == ours)
         self.outlook.conclude({}, bench.at, 0.25)

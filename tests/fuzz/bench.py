@@ -34,25 +34,28 @@ from p2p_co2.node.links import MAX_SERVED_BYTES
 from p2p_co2.node.receiving import Receiving
 from p2p_co2.outlook import Outlook
 from p2p_co2.rounds import (
+    CellWanted,
     Committed,
     FellBehind,
     Offer,
     OutcomeWithoutBytes,
+    Overheard,
     PayloadShape,
     PeerView,
     ReduceWanted,
     Refused,
     Rounds,
 )
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import CellSight, Chunk, Decision, Envelope, Status
 from tests.fuzz.world import make_identity
 from tests.round_network import toy_mean
 
 RUN = hashlib.sha256(b"a bench").digest()
-SHAPE = PayloadShape(8192, (2, 12))
+SHAPE = PayloadShape(8192, (2, 12), 8192)
 """The second fragment's parts travel in more than one piece at ``UPLOAD_BYTES_PER_S``."""
+ROUNDS_PER_S = 0.25
 STATE_BYTES = (1000, 200_000)
 UPLOAD_BYTES_PER_S = 50_000.0
 LATENCY_S = 0.01
@@ -65,18 +68,21 @@ _FIELDS = {
 
 class Bench:
     """One peer at version 0 of every fragment. ``sent``: (receiver, bytes), to be taken away; nothing where
-    nobody ``is_heard``."""
+    nobody ``is_heard``. ``cells``: of the run; ``listed``: whom the DHT knows, of all cells."""
 
-    def __init__(self, name: str, now: float = 1000.0, *, is_heard: bool = True) -> None:
-        self.is_heard = is_heard
+    def __init__(
+        self, name: str, now: float = 1000.0, *, is_heard: bool = True, cells: int = 1,
+        listed: Sequence[PeerId] = (),
+    ) -> None:  # fmt: skip
+        self.is_heard, self.cells, self._listed = is_heard, cells, listed
         self.identity = make_identity(name)
         self.me, self.run_digest, self.at = self.identity.peer_id, RUN, now
         self.membership = Membership(self.me)
-        self.rounds = Rounds(self.identity, RUN, SHAPE, 32)
+        self.rounds = Rounds(self.identity, RUN, SHAPE, 32, cells)
         means = tuple(blocks * SHAPE.block_bytes for blocks in SHAPE.blocks)
         self.catchup = CatchUp(self.identity, RUN, Shape(means, STATE_BYTES))
         self.progress = self.far = self
-        self.cells, self.outlook = 1, Outlook(self.me, 1)
+        self.outlook = Outlook(self.me, cells)
         self.receiving = Receiving(self, 0.0)  # type: ignore[arg-type]
         self.versions, self.digests = [0] * len(means), [START] * len(means)
         self.sent: list[tuple[PeerId, bytes]] = []
@@ -92,15 +98,18 @@ class Bench:
         return self.at
 
     def is_near(self, peer: PeerId) -> bool:
-        return True
+        return cell_of(peer, self.cells) == cell_of(self.me, self.cells)
 
     def sight(self) -> CellSight:
-        return CellSight()
+        return CellSight(
+            cell=self.outlook.cell, peer=self.me, trains=True, position=1.0, versions=self.versions,
+            digests=self.digests,
+        )  # fmt: skip
 
     def status(self) -> Status:
         return Status(
             phase=Status.TRAINING, versions=self.versions, digests=self.digests,
-            upload_bytes_per_s=UPLOAD_BYTES_PER_S,
+            upload_bytes_per_s=UPLOAD_BYTES_PER_S, sights=self.outlook.sights(self.at),
         )  # fmt: skip
 
     def report(self, kind: type[Any], **fields: Any) -> None:
@@ -118,7 +127,7 @@ class Bench:
 
     def pump(self, timers: bool = True) -> None:
         for _ in range(100):
-            for machine in (self.membership, self.rounds, self.catchup):
+            for machine in (self.membership, self.rounds, self.catchup, self.outlook):
                 going = machine.messages_to_send()
                 self._serve(going)
                 if self.is_heard:
@@ -147,7 +156,7 @@ class Bench:
 
     def tick(self, at: float) -> None:
         """Fire what is due until ``at``."""
-        self._tick(at, self.membership, self.rounds, self.catchup)
+        self._tick(at, self.membership, self.rounds, self.catchup, self.outlook)
 
     def come_to_rest(self, within_s: float) -> None:
         """Let time pass until no offer is open, at most ``within_s`` seconds; the heart beats no more."""
@@ -156,9 +165,10 @@ class Bench:
             due = self._timer_at(self.rounds, self.catchup)
             self._tick(end if due is None else min(due, end), self.rounds, self.catchup)
 
-    def _tick(self, at: float, *machines: Membership | Rounds | CatchUp) -> None:
+    def _tick(self, at: float, *machines: Membership | Rounds | CatchUp | Outlook) -> None:
         while (due := self._timer_at(*machines)) is not None and due <= at:
             self.at = max(self.at, due)
+            self._conclude()
             for machine in machines:
                 machine.handle_timer(self.at)
             self.pump()
@@ -167,9 +177,9 @@ class Bench:
         self.at = max(self.at, at)
 
     def timer_at(self) -> float | None:
-        return self._timer_at(self.membership, self.rounds, self.catchup)
+        return self._timer_at(self.membership, self.rounds, self.catchup, self.outlook)
 
-    def _timer_at(self, *machines: Membership | Rounds | CatchUp) -> float | None:
+    def _timer_at(self, *machines: Membership | Rounds | CatchUp | Outlook) -> float | None:
         times = [at for machine in machines if (at := machine.get_timer()) is not None]
         return min(times, default=None)
 
@@ -212,8 +222,27 @@ class Bench:
         mine = PeerView(UPLOAD_BYTES_PER_S, True, tuple(self.versions))
         self.rounds.set_peers({**views, self.me: mine}, self.at)
 
+    def _conclude(self) -> None:
+        """As ``node.far`` does every few seconds."""
+        if self.cells == 1:
+            return
+        self.outlook.conclude(self.membership.live, self.at, ROUNDS_PER_S)
+        words = self.outlook.recent(self.at)
+        self.rounds.set_other_cells(
+            {word.cell: word.versions for word in words if word.trains},
+            {word.cell: word.finished for word in words},
+        )
+
+    def _look_up(self, cell: int) -> None:
+        there = [peer for peer in self._listed if cell_of(peer, self.cells) == cell]
+        self.outlook.found(cell, there, self.at)
+        self.rounds.set_cell(cell, there, self.at)
+
     def _handle_all(self) -> bool:
-        handled = False
+        wanted, self.outlook.wanted = self.outlook.wanted, []
+        for cell in wanted:
+            self._look_up(cell)
+        handled = bool(wanted)
         while self.membership.next_event() is not None:
             handled = True
             self._see()
@@ -228,7 +257,9 @@ class Bench:
     def _on_round(self, event: Any) -> None:
         if isinstance(event, ReduceWanted):
             self.rounds.reduced(event.job, toy_mean(event.job), self.at)
-        elif isinstance(event, Committed):
+        elif isinstance(event, CellWanted):
+            self._look_up(event.cell)
+        elif isinstance(event, Committed | Overheard):
             decision = Decision.FromString(event.decision)
             self._moved(event.fragment, event.round, hashlib.sha256(bytes(event.mean)).digest())
             self.catchup.remember(event.fragment, event.round, decision, event.mean)
@@ -267,9 +298,10 @@ class Together:
     """Benches on one virtual clock. ``cut``: peers whose messages are lost. ``came``: per peer, what
     came in and what it did itself: (time, sender, bytes) or (time, None, action)."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, cells: int = 1) -> None:
         self.now = 1000.0
-        self.benches = [Bench(name, self.now) for name in names]
+        listed = [make_identity(name).peer_id for name in names]
+        self.benches = [Bench(name, self.now, cells=cells, listed=listed) for name in names]
         self.cut: set[PeerId] = set()
         self.came: dict[PeerId, list[tuple[float, Any, Any]]] = {bench.me: [] for bench in self.benches}
         self._by_id = {bench.me: bench for bench in self.benches}
