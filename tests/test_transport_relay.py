@@ -17,12 +17,20 @@ from p2p_co2.transport import libp2p_relay as room
 from p2p_co2.transport import libp2p_ways
 from p2p_co2.transport.addresses import is_loopback, is_near, is_own, is_public_maddr
 from p2p_co2.transport.hivemind_quiet import P2P
-from p2p_co2.transport.libp2p_control import Stream, hang_up, open_stream, reach
+from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
+from p2p_co2.transport.libp2p_control import (
+    Stream,
+    hang_up,
+    hang_up_on,
+    open_stream,
+    reach,
+    ways_to_peers,
+)
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.transport.libp2p_relay import ENOUGH_BYTES, Places, ask_for_place, start_relay
-from p2p_co2.transport.libp2p_ways import ANEW_AFTER_S, Ways, way_in_words
+from p2p_co2.transport.libp2p_ways import ANEW_AFTER_S, LOOK_EVERY_S, Ways, way_in_words
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import CircuitHop, CircuitLimit
+from p2p_co2.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
 from tests.transport_peers import PATIENCE_S, free_port
 
 A, B = PeerId("a"), PeerId("b")
@@ -211,6 +219,64 @@ async def test_holes_are_tried_by_one_end_where_both_have_an_address(monkeypatch
     assert await improve(monkeypatch, Link(), [BY_SEED], me=PeerId("c")) == []
     assert await improve(monkeypatch, Link(maddrs=(BY_SEED,)), [BY_SEED]) == []
     assert await improve(monkeypatch, Link(), [BY_SEED], own="/ip4/192.168.1.2/tcp/4001") == []
+
+
+async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its packets find a router that has heard of an attempt that is over."""
+    dialled: list[str] = []
+
+    async def dial(p2p: object, peer: PeerId, maddrs: object, timeout_s: float) -> None:
+        dialled.append(peer)
+        raise TransportError("nobody is there any more")
+
+    monkeypatch.setattr(libp2p_ways, "reach", dial)
+    for me, relayed, wanted in (("c", True, [B]), ("c", False, []), ("a", True, [])):
+        dialled.clear()
+        ways = Ways(None, PeerId(me), tuple)  # type: ignore[arg-type]
+        ways.start()
+        ways.ended(Link(is_relayed=relayed))
+        await asyncio.sleep(0)
+        assert dialled == wanted
+        await ways.stop()
+        ways.ended(Link())
+        await asyncio.sleep(0)
+        assert dialled == wanted, "nobody dials after the end"
+
+
+async def test_a_relayed_link_that_the_other_end_hangs_up_is_dialled_again(tmp_path: Path) -> None:
+    """By the carrier, though nobody has anything to send; one that we close is not."""
+    async with (
+        asyncio.timeout(2 * PATIENCE_S),
+        seed(tmp_path / "seed", relay=True) as (_, maddr),
+        daemon(tmp_path / "a") as a,
+        daemon(tmp_path / "b") as b,
+    ):
+        (first, first_id), (last, last_id) = sorted((a, b), key=lambda pair: pair[1])
+        places = Places(first, first_id, [maddr])
+        await places.renew()
+        carriers = []
+        owned = [Identity.load_or_create(tmp_path / name / "identity") for name in "ab"]
+        for p2p, identity in zip((first, last), sorted(owned, key=lambda one: one.peer_id), strict=True):
+            carriers.append(Libp2pCarrier(p2p, identity, bytes(32)))
+            await carriers[-1].start(nothing, lambda peer, error: None)
+        record = PeerRecord(peer=first_id, run=bytes(32), maddrs=[places.held[0].maddr])
+        link = await carriers[1].connect(record)
+        link.is_relayed = True  # as it would be if they were not on one machine
+        await hang_up_on(first, last_id, PATIENCE_S)
+        await link.wait_closed()
+        while first_id not in await ways_to_peers(last, PATIENCE_S):  # noqa: ASYNC110 (the daemon tells nobody)
+            await asyncio.sleep(0.05)
+        for carrier in carriers:
+            await carrier.close()
+
+
+async def nothing(sender: PeerId, data: bytes) -> None:
+    return None
+
+
+def test_a_try_to_punch_comes_when_routers_have_forgotten_the_last() -> None:
+    """Linux keeps half of a handshake for two minutes."""
+    assert min(ANEW_AFTER_S[1:]) - LOOK_EVERY_S > 120.0
 
 
 # ---- addresses

@@ -105,6 +105,7 @@ class Libp2pCarrier:
         except BaseException:
             await link.drop("never opened")
             raise
+        link.on_end(self._ways.ended)
         return link
 
     async def close(self) -> None:
@@ -301,6 +302,10 @@ class Libp2pLink:
     async def wait_closed(self) -> str:
         """See ``Link``."""
         return await asyncio.shield(self._watcher)
+
+    def on_end(self, ended: Callable[[Libp2pLink], None]) -> None:
+        """Call ``ended`` when the link has ended and we did not close it."""
+        self._watcher.add_done_callback(lambda _: None if self._closing else ended(self))
 
     async def drop(self, cause: str) -> None:
         """End the stream without a goodbye."""

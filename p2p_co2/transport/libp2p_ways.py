@@ -6,6 +6,13 @@ relayed connection comes in, when it may not yet know its own address as others 
 smaller id makes the connection anew, at growing intervals, as long as both say that they have such an address
 (libp2p believes in one when four others have seen it; without that there is nothing to try).
 
+Who makes it anew dials the other's address besides the relay, for the half second that the relay takes. That
+opens its own router, but for this attempt alone: what the other sends later comes through and is answered out
+of sequence, which a router that follows sequence numbers drops (Linux does), and the port is taken for a
+minute. So the other end dials at once, too: measured with such routers, 12 of 13 holes were punched where it
+did within 0.7 s, and none of six where it did later or not at all. What is left of a try that failed is gone
+after two minutes, in Linux: the next one waits for that.
+
 Law: what a link was sent before it moves arrives; only a message that is just being handed over may be lost,
 as with any link that ends.
 """
@@ -25,7 +32,7 @@ from p2p_co2.wire.identity import PeerId
 
 DIRECT = "direct"
 LOOK_EVERY_S = 15.0
-ANEW_AFTER_S = (45.0, 600.0, 3600.0)
+ANEW_AFTER_S = (45.0, 180.0, 180.0, 600.0, 3600.0)
 """Seconds after a link was first relayed at which the connection is made anew to punch a hole; then as often
 as the last of them."""
 MAX_REMEMBERED = 4096
@@ -61,6 +68,7 @@ class Ways:
         self._relayed_since: dict[PeerId, float] = {}
         self._tries: dict[PeerId, int] = {}
         self._task: asyncio.Task[None] | None = None
+        self._dialling: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._look_after(), name="ways of libp2p links")
@@ -68,8 +76,10 @@ class Ways:
     async def stop(self) -> None:
         """May be called twice."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            tasks = [self._task, *self._dialling]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._task = None
 
     def was_relayed(self, peer: PeerId) -> bool:
@@ -79,6 +89,20 @@ class Ways:
         """Remember a new link's way."""
         if link.is_relayed and len(self._relayed_since) < MAX_REMEMBERED:
             self._relayed_since.setdefault(link.peer, time.monotonic())
+
+    def ended(self, link: RelayedLink) -> None:
+        """A link has ended that we did not close. If the other end is making the connection anew, this one
+        has to dial now."""
+        if link.is_relayed and self._me > link.peer and self._task is not None:
+            task = asyncio.create_task(self._dial(link), name=f"dial {link.peer}")
+            self._dialling.add(task)
+            task.add_done_callback(self._dialling.discard)
+
+    async def _dial(self, link: RelayedLink) -> None:
+        try:
+            await reach(self._p2p, link.peer, tuple(link.maddrs), _TIMEOUT_S)
+        except TransportError:
+            return  # it is gone: who has something to send to it will say so
 
     async def _look_after(self) -> None:
         while True:
