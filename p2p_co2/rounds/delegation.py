@@ -193,8 +193,8 @@ class Delegation:
                 self._changed(pending, now)
         for vote in self._votes.values():
             lost = not all(map(self._swarm.is_live, map(PeerId, vote.roots)))
-            # The others may have all that it owed them, and its link may come back.
-            vote.doomed_at = (vote.doomed_at or now + bounds.GRACE_S) if lost else None
+            if vote.outcome is None and vote.doomed_at is None and lost:
+                vote.doomed_at = now + bounds.GRACE_S  # the others may have all that it owed them
 
     def _changed(self, pending: _Pending, now: float) -> None:
         pending.is_old = True
@@ -439,11 +439,11 @@ class Delegation:
             self._swarm.spoilt(PeerId(voice.council.coordinator), why, now, rounds=SPOILT_IN_A_ROW)
 
     def _give_up_for_all(self, vote: _Vote) -> None:
-        """A peer that sums for all cells is lost: none of them can end the round, and none need wait."""
+        """Who sums for all cells is lost: nobody can end the round or need wait. What it owed is gone."""
         council = vote.attempt.council
         assert council is not None
         gone = [peer for peer in vote.roots if not self._swarm.is_live(PeerId(peer))]
-        why = f"lost {named(sorted(gone))}, who sums for all cells"
+        why = f"lost {named(sorted(gone)) or 'one for a moment'}, who sums for all cells"
         self._outlet.send(
             PeerId(council.coordinator), CellResult(key=council.key, cell=self._swarm.cell, failure=why)
         )
