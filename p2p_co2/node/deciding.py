@@ -153,9 +153,10 @@ class Deciding:
             weights=counted_weights(outcome),
         )
         self.on_decision(event.fragment, event.round, decision)
-        if Outcome.FromString(decision.outcome).decided_by == self._node.me:
-            self._node.spawn(self._publish(decision, event.fragment, event.round))
         await self.take(agreed, decision)
+        if Outcome.FromString(decision.outcome).decided_by == self._node.me:
+            # Behind our own step: those who were in the round have heard, and may still lack a processor.
+            self._node.spawn(self._publish(decision, event.fragment, event.round))
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""
