@@ -26,7 +26,7 @@ from p2p_co2.rounds.decision import Verdicts
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.limits import MAX_PIECE_BYTES
 from tests.round_machine import DIGEST, begun_member, drain, offer_of, one_machine, part_of
 from tests.round_network import RUN, Faults, Network, make_identity
 
@@ -117,7 +117,7 @@ def test_who_slept_in_an_attempt_and_takes_a_later_state_sends_nothing_of_it(
 
 def test_large_payloads_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PIPELINED_PARTS", 1)
-    shape = PayloadShape(1000, (2000,))  # 2 MB: each of two parts is two pieces
+    shape = PayloadShape(1000, (3000,))  # 3 MB: each of two parts is two pieces
     net = Network(2, shape=shape)
     net.uploads = dict.fromkeys(net.names, 1e9)
     net.tell_everybody()
@@ -126,7 +126,7 @@ def test_large_payloads_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(net.committed()) == 2
     pieces_sent = [m for _, _, m in net.sent if isinstance(m, wire.Part)]
     assert len(pieces_sent) == 4
-    assert max(len(m.data) for m in pieces_sent) == MAX_DATA_BYTES
+    assert max(len(m.data) for m in pieces_sent) == MAX_PIECE_BYTES
     assert len({bytes(event.mean) for event in net.committed().values()}) == 1
 
 

@@ -42,7 +42,7 @@ from p2p_co2.rounds.parts import (
 from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.limits import MAX_PIECE_BYTES
 from tests.round_machine import DIGEST, offer_of, one_machine
 from tests.round_network import Network, make_identity
 
@@ -74,6 +74,13 @@ def test_a_large_share_is_cut_for_a_pipeline() -> None:
     assert parts_each(blocks * 68, 4) == 8
     assert covers(division.ranges, blocks)
     assert {part.stop - part.start for part in division.ranges} <= {963, 964}
+    lan = {peer: Rates(50e6) for peer in rates}  # 0.4 MB in the time that a pipeline may wait
+    assert Counter(divide(blocks, 68, lan, (0, 1), 0.0).owners) == {f"p{i}": 1 for i in range(4)}
+    assert Counter(divide(8 * blocks, 68, lan, (0, 1), 0.0).owners) == {f"p{i}": 8 for i in range(4)}
+    assert Counter(divide(4 * blocks, 68, lan, (0, 1), 0.0).owners) == {f"p{i}": 5 for i in range(4)}
+    assert parts_each(4 * blocks * 68, 4, [50e6] * 4) == 5
+    assert parts_each(64e6, 4, [1e12] * 4) == 8  # no part is larger for it than a message
+    assert parts_each(4 * blocks * 68, 4, [1e12, 1e12, 1e6, 0.0]) == 8  # two of four claim it
     small = divide(blocks // 32, 68, rates, (0, 1), 0.0)  # one part of a quarter of what is worth a message
     assert len(small.ranges) == 4
     many = divide(1 << 20, 68, {PeerId(f"p{i:02}"): Rates(1e6) for i in range(32)}, (0, 1), 0.0)
@@ -355,7 +362,7 @@ def test_a_division_is_whole_and_its_owners_send(
         assert read_senders(write_senders(peers, names), names) == peers
 
 
-@given(st.integers(0, 2**32), st.integers(1, 3 * MAX_DATA_BYTES), st.integers(0, 5))
+@given(st.integers(0, 2**32), st.integers(1, 3 * MAX_PIECE_BYTES), st.integers(0, 5))
 @settings(max_examples=20, deadline=None)
 def test_pieces_come_together_in_any_order(seed: int, size: int, doublings: int) -> None:
     shuffle = random.Random(seed)
@@ -386,8 +393,9 @@ def test_what_comes_in_one_piece_is_not_copied() -> None:
 @pytest.mark.parametrize(
     ("rates", "size"),
     [
-        ([], MAX_DATA_BYTES),
-        ([0.0, 1e9], MAX_DATA_BYTES),
+        ([], MAX_PIECE_BYTES),
+        ([0.0, 1e9], MAX_PIECE_BYTES),
+        ([3.9e6], 512 << 10),
         ([1e6, 3e5], 64 << 10),
         ([10_000], PIECE_UNIT_BYTES),
     ],
@@ -398,7 +406,7 @@ def test_pieces_are_as_small_as_the_slowest_link_needs(rates: list[float], size:
 
 
 def test_impossible_pieces_are_refused_and_change_nothing() -> None:
-    unit, total = PIECE_UNIT_BYTES, 2 * MAX_DATA_BYTES + 7
+    unit, total = PIECE_UNIT_BYTES, 2 * MAX_PIECE_BYTES + 7
     assembly = Assembly(total)
     assert assembly.add(unit, total, bytes(2 * unit))
     for reason, offset, claimed, data in [
@@ -406,8 +414,8 @@ def test_impossible_pieces_are_refused_and_change_nothing() -> None:
         ("wrong piece", 1, total, bytes(unit)),
         ("wrong piece", 0, total, bytes(unit - 1)),
         ("wrong piece", 0, total, b""),
-        ("wrong piece", 0, total, bytes(MAX_DATA_BYTES + unit)),
-        ("wrong piece", 2 * MAX_DATA_BYTES, total, bytes(8)),
+        ("wrong piece", 0, total, bytes(MAX_PIECE_BYTES + unit)),
+        ("wrong piece", 2 * MAX_PIECE_BYTES, total, bytes(8)),
         ("wrong piece", 1 << 60, total, bytes(unit)),
         ("conflicting duplicate", unit, total, b"x" * 2 * unit),
         ("conflicting duplicate", 2 * unit, total, bytes(2 * unit)),

@@ -138,7 +138,7 @@ def test_what_is_no_ed25519_peer_id(peer: str) -> None:
 def test_the_largest_messages_fit_their_limits() -> None:
     """Full data and full lists, so that no honest message is refused for its size."""
     key = RoundKey(fragment=limits.MAX_FRAGMENTS, round=2**63, attempt=os.urandom(16))
-    data = bytes(limits.MAX_DATA_BYTES)
+    data = bytes(limits.MAX_PIECE_BYTES)
     contributors = [Contributor(peer=ME.peer_id, weight=1.0)] * limits.MAX_MEMBERS
     for body in (
         Envelope(part=Part(key=key, part=63, generation=9, offset=2**40, total=2**40, data=data)),

@@ -128,7 +128,7 @@ def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[L
         )
         for which in (0, 1)
     )
-    is_pipelined = parts_each(payload_bytes, peers) > 1
+    is_pipelined = parts_each(payload_bytes, peers, [link.up_bytes_per_s for link in links]) > 1
     ramp_s = sum(
         _slow_start_s(payload_bytes / peers, rate / (peers - 1), round_trip_s)
         for _, rate, _ in ((slices,) if is_pipelined else (slices, means))

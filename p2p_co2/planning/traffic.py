@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from p2p_co2.config import CodecName
 from p2p_co2.membership import heartbeat_among_s, measure_every_s, quiet_beat_s
 from p2p_co2.rounds.bounds import ATTEMPT_BYTES, DIGEST_BYTES
-from p2p_co2.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.limits import MAX_PIECE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import (
     Begin,
     Contributor,
@@ -112,7 +112,7 @@ def round_control_bytes(peers: int, payload: int) -> float:
     from_coordinator = (
         _size(Envelope(waiting=waiting)) + _size(Envelope(begin=begin)) + _size(Envelope(decision=decision))
     )
-    pieces = -(-payload // peers // each // MAX_DATA_BYTES)
+    pieces = -(-payload // peers // each // MAX_PIECE_BYTES)
     part = _size(Envelope(part=Part(key=key, part=1, offset=_BIG, total=_BIG)))
     mean = _size(Envelope(mean=Mean(key=key, part=1, offset=_BIG, total=_BIG)))
     first = sum(contributor.ByteSize() + 2 for contributor in contributors)

@@ -2,7 +2,7 @@
 
 A sender cuts as finely as the links need: on a slow one a piece must not take so long that what comes behind
 it (heartbeats, votes) looks late. Laws: a piece starts at a multiple of ``PIECE_UNIT_BYTES``, is a multiple
-of it long unless it is the last, and at most ``MAX_DATA_BYTES``; any order and any repetition give the same
+of it long unless it is the last, and at most ``MAX_PIECE_BYTES``; any order and any repetition give the same
 bytes; a repetition with other content or other edges is a lie and is refused. Nothing is allocated from a
 number that a peer sent: the expected total comes from the agreed shape. Bytes are copied once, to their place
 in the whole, which nothing changes after they have come; what comes in one piece and has no place yet stays
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer, large_buffer
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.limits import MAX_PIECE_BYTES
 
 PIECE_UNIT_BYTES = 16 << 10
 PIECE_S, LAST_PIECE_S = 0.25, 0.07
@@ -27,16 +27,18 @@ saves it nothing, and each message costs some 0.3 ms of processor time on its wa
 
 
 def piece_bytes(rates_bytes_per_s: Iterable[float], within_s: float = PIECE_S) -> int:
-    """How large pieces may be on links of these rates (0: unknown) to be gone ``within_s``: a power of two
-    from ``PIECE_UNIT_BYTES`` to ``MAX_DATA_BYTES``."""
+    """How large pieces may be on links of these rates (0: unknown) to be gone ``within_s``:
+    ``MAX_PIECE_BYTES``, or a smaller power of two from ``PIECE_UNIT_BYTES``."""
     slowest = min((rate for rate in rates_bytes_per_s if rate > 0), default=float("inf"))
-    size = MAX_DATA_BYTES
+    if within_s * slowest >= MAX_PIECE_BYTES:
+        return MAX_PIECE_BYTES
+    size = 1 << MAX_PIECE_BYTES.bit_length() - 1
     while size > PIECE_UNIT_BYTES and size > within_s * slowest:
         size //= 2
     return size
 
 
-def pieces(data: memoryview, size_bytes: int = MAX_DATA_BYTES) -> Iterator[tuple[int, memoryview]]:
+def pieces(data: memoryview, size_bytes: int = MAX_PIECE_BYTES) -> Iterator[tuple[int, memoryview]]:
     """(offset, bytes) of every piece of ``data``: views of it."""
     for offset in range(0, len(data), size_bytes):
         yield offset, data[offset : offset + size_bytes]
@@ -85,5 +87,5 @@ class Assembly:
             raise RemoteProtocolError("wrong size", f"{total} bytes announced, {self.total_bytes} expected")
         stop = offset + size
         aligned = offset % PIECE_UNIT_BYTES == 0 and (stop == total or size % PIECE_UNIT_BYTES == 0)
-        if not aligned or not 0 < size <= MAX_DATA_BYTES or stop > total:
+        if not aligned or not 0 < size <= MAX_PIECE_BYTES or stop > total:
             raise RemoteProtocolError("wrong piece", f"{size} bytes at offset {offset} of {total}")

@@ -40,6 +40,7 @@ from p2p_co2.rounds.bounds import (
     OWNED_PAYLOADS,
 )
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PIECE_BYTES
 
 FASTEST_SHARE = 16.0
 FASTEST_BYTES_PER_S = 25e6
@@ -52,8 +53,9 @@ PATIENCE = 1.5
 """A round may take this many times as long as the fast members alone would need."""
 PIPELINED_PARTS = 32
 """Parts of a round, all owners' together: a group of 32 or more has one for each owner."""
-PIPELINED_BYTES = 64 << 10
-"""A share is not cut for the pipeline into parts smaller than this."""
+PIPELINED_BYTES, PIPELINED_S = 64 << 10, 0.008
+"""A share is not cut for the pipeline into parts smaller than this, nor, up to the largest message, than most
+lines carry in this time: on a fast line a message costs more than to wait for so long."""
 FINEST_BYTES = 16 << 10
 """Nor for a slow member into parts smaller than this."""
 _NEARLY = 0.1
@@ -110,7 +112,8 @@ def divide(
     }
     shares = _capped(shares, OWNED_PAYLOADS / max(1, len(members) - len(budgets)))
     finest = blocks * min(budgets.values(), default=2.0) / 2
-    ranges, owners = _cut(blocks, members, shares, finest, block_bytes)
+    pipelined = _pipelined_bytes(payload_bytes, len(members), [rate.upload for rate in rates.values()])
+    ranges, owners = _cut(blocks, members, shares, finest, block_bytes, pipelined)
     asked = {peer: _asked(peer, ranges, budget * blocks, place) for peer, budget in budgets.items()}
     senders = tuple(
         frozenset(peer for peer in members if peer not in asked or part in asked[peer])
@@ -165,11 +168,18 @@ def split_blocks(blocks: int, uploads_bytes_per_s: Sequence[float]) -> tuple[Blo
     return _edges(blocks, _shares(rates, PATIENCE * _shortest_s(rates)))
 
 
-def parts_each(payload_bytes: float, members: int) -> int:
+def parts_each(payload_bytes: float, members: int, uploads_bytes_per_s: Sequence[float] = ()) -> int:
     """In how many parts each of ``members`` equal ones averages its share."""
-    most = min(PIPELINED_PARTS, max(1, MAX_PARTS - members))
-    size_bytes = max(PIPELINED_BYTES, payload_bytes / most)
+    size_bytes = _pipelined_bytes(payload_bytes, members, uploads_bytes_per_s)
     return max(1, int(payload_bytes / members / size_bytes + _NEARLY))
+
+
+def _pipelined_bytes(payload_bytes: float, members: int, uploads_bytes_per_s: Sequence[float]) -> float:
+    """How large the parts are that a pipeline wants. Unknown rates (0) are counted: few boasts make no parts
+    coarser."""
+    most = min(PIPELINED_PARTS, max(1, MAX_PARTS - members))
+    typical = median_low(uploads_bytes_per_s or [0.0])
+    return max(PIPELINED_BYTES, payload_bytes / most, min(MAX_PIECE_BYTES, PIPELINED_S * typical))
 
 
 def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
@@ -247,10 +257,15 @@ def _edges(blocks: int, shares: Sequence[float]) -> tuple[BlockRange, ...]:
 
 
 def _cut(
-    blocks: int, members: Sequence[PeerId], shares: Sequence[float], finest: float, block_bytes: int
+    blocks: int,
+    members: Sequence[PeerId],
+    shares: Sequence[float],
+    finest: float,
+    block_bytes: int,
+    pipelined_bytes: float,
 ) -> tuple[tuple[BlockRange, ...], tuple[PeerId, ...]]:
     """Ranges and their owners, in blocks: no part larger than ``finest`` where ``MAX_PARTS`` and
-    ``FINEST_BYTES`` allow it, and a share in as many parts of ``PIPELINED_BYTES`` as a pipeline wants."""
+    ``FINEST_BYTES`` allow it, and a share in as many parts of ``pipelined_bytes`` as there are."""
     whole = [
         (owner, part)
         for owner, part in zip(members, _edges(blocks, shares), strict=True)
@@ -258,7 +273,7 @@ def _cut(
     ]
     most = max(1, MAX_PARTS - len(whole))
     size = max(1.0, finest, blocks / most)
-    pipelined = max(1.0, PIPELINED_BYTES / block_bytes, blocks / min(PIPELINED_PARTS, most))
+    pipelined = max(1.0, pipelined_bytes / block_bytes)
     ranges: list[BlockRange] = []
     owners: list[PeerId] = []
     for owner, (start, stop) in whole:

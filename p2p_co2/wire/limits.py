@@ -5,8 +5,10 @@ from __future__ import annotations
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
 """A carrier refuses a larger message before it is allocated."""
+MAX_PIECE_BYTES = 992 << 10
+"""Payload bytes in one Part or Mean message; what is left is for those that they name."""
 MAX_DATA_BYTES = 512 << 10
-"""Payload bytes in one Part, Mean or Chunk message."""
+"""Of a state, in one Chunk message."""
 MAX_STATUS_BYTES = 32 << 10
 """A Ping, Pong or Leave: what they say of a peer is kept for as long as it lives."""
 MAX_MEMBERS = 64
