@@ -493,3 +493,11 @@ def test_pieces_are_no_finer_than_a_round_could_notice(payload_mib: int, size: i
     swarm.set_live({me: PeerView(upload_bytes_per_s=3e5), other: PeerView()})
     assert swarm.piece_bytes([me, other], LAST_PIECE_S) == size
     assert swarm.piece_bytes([me, other]) == 64 << 10
+
+
+@pytest.mark.parametrize("upload_bytes_per_s", [4.1e6, 8e6, 14e6, 15e6])
+def test_pieces_of_the_largest_payload_are_no_larger_than_a_message_bears(upload_bytes_per_s: float) -> None:
+    me, other = PeerId("p0"), PeerId("p1")
+    swarm = Swarm(me, PayloadShape(1 << 20, (999,)), 32)
+    swarm.set_live({me: PeerView(upload_bytes_per_s=upload_bytes_per_s), other: PeerView()})
+    assert swarm.piece_bytes([me, other], LAST_PIECE_S) == MAX_PIECE_BYTES

@@ -227,7 +227,7 @@ class Swarm:
         size, coarse = piece_bytes(rates, within_s), piece_bytes(rates)
         payload_bytes = min(self.shape.blocks) * self.shape.block_bytes
         while size < coarse and 2 * size * FINEST_PIECES <= payload_bytes:
-            size *= 2
+            size = min(2 * size, coarse)
         self._pieces_of = receivers, self.live, upload, within_s, size
         return size
 
