@@ -39,6 +39,9 @@ def test_records_are_those_found_last_and_those_in_use() -> None:
     assert known.use(PeerId("b"), 2.0) is None
     assert known.use(PeerId("a"), 2.0) == record("a")
     assert known.use(PeerId("c"), 2.0) == record("c", "new")
+    assert known.maddrs_of(PeerId("c")) == known.maddrs_of(PeerId("nobody")) == ()
+    known.found([PeerRecord(peer="c", run=RUN, maddrs=["/ip4/203.0.113.9/tcp/1"])], 2.5)
+    assert known.maddrs_of(PeerId("c")) == ("/ip4/203.0.113.9/tcp/1",)
     known.found([record("c", "newer")], 3.0)
     assert known.use(PeerId("c"), 3.0) == record("c", "newer")
     known.found([], 2.0 + RECORD_KEPT_S)

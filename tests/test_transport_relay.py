@@ -177,7 +177,12 @@ def test_ways_in_words() -> None:
 
 
 async def improve(
-    monkeypatch: pytest.MonkeyPatch, link: Link, ways: list[str], me: PeerId = A, own: str = PUBLIC
+    monkeypatch: pytest.MonkeyPatch,
+    link: Link,
+    ways: list[str],
+    me: PeerId = A,
+    own: str = PUBLIC,
+    newest: tuple[str, ...] = (),
 ) -> list[str]:
     """What one look after the links does, once the link has been relayed for long enough."""
     done: list[str] = []
@@ -191,14 +196,15 @@ async def improve(
     async def hang_up_on(*_: object) -> None:
         done.append("hang up")
 
-    async def again(*_: object) -> None:
+    async def again(p2p: object, peer: PeerId, maddrs: tuple[str, ...], timeout_s: float) -> None:
         done.append("reach")
+        assert maddrs == (newest or link.maddrs)
 
     for name, stand_in in (
         ("ways_to_peers", known), ("own_maddrs", addresses), ("hang_up_on", hang_up_on), ("reach", again),
     ):  # fmt: skip
         monkeypatch.setattr(libp2p_ways, name, stand_in)
-    looking = Ways(None, me, lambda: (link,))  # type: ignore[arg-type]
+    looking = Ways(None, me, lambda: (link,), lambda peer: newest)  # type: ignore[arg-type]
     looking.opened(link)
     looking._relayed_since[B] -= ANEW_AFTER_S[0] + 1
     await looking._improve([link])
@@ -219,6 +225,11 @@ async def test_holes_are_tried_by_one_end_where_both_have_an_address(monkeypatch
     assert await improve(monkeypatch, Link(), [BY_SEED], me=PeerId("c")) == []
     assert await improve(monkeypatch, Link(maddrs=(BY_SEED,)), [BY_SEED]) == []
     assert await improve(monkeypatch, Link(), [BY_SEED], own="/ip4/192.168.1.2/tcp/4001") == []
+    known, later = Link(maddrs=(BY_SEED,)), (BY_SEED, PUBLIC)  # it had no address when the link was opened
+    assert await improve(monkeypatch, known, [BY_SEED], newest=later) == [
+        "hang up",
+        "reach",
+    ]
 
 
 async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,8 @@ class Network:
             self._grpc = GrpcCarrier(self.identity, self.ticket.run, self.config.host, self.config.grpc_port)
             carriers.append(self._grpc)
         if self.config.carrier in ("auto", "libp2p"):
-            carriers.append(Libp2pCarrier(self.p2p, self.identity, self.ticket.run))
+            newest = self._records.maddrs_of
+            carriers.append(Libp2pCarrier(self.p2p, self.identity, self.ticket.run, newest=newest))
         if self.config.slow_line:
             slow = SlowCarriers(
                 SlowLine.parse(self.config.slow_line), zlib.crc32(self.identity.peer_id.encode())
@@ -248,6 +249,11 @@ class KnownRecords:
         """Records that were used of late, the newest first."""
         newest = sorted(self._used_at, key=lambda peer: self._used_at[peer], reverse=True)
         return [self._records[peer] for peer in newest[:most] if peer in self._records]
+
+    def maddrs_of(self, peer: PeerId) -> Sequence[str]:
+        """Where its last record says that ``peer`` is; empty if it is not known."""
+        record = self._records.get(peer)
+        return () if record is None else tuple(record.maddrs)
 
     def use(self, peer: PeerId, now: float) -> PeerRecord | None:
         """The record of ``peer``, kept for longer from now on."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.transport.acknowledged import SAY_EVERY_S, Acknowledged
@@ -59,17 +59,23 @@ _DAEMON_TIMEOUT_S = 5.0
 
 
 class Libp2pCarrier:
-    """Over a started ``P2P``, which stays the caller's; ``run`` is the digest of the run."""
+    """Over a started ``P2P``, which stays the caller's; ``run`` is the digest of the run, ``newest`` as
+    ``Ways`` has it."""
 
     name = "libp2p"
 
     def __init__(
-        self, p2p: P2P, identity: Identity, run: bytes, clock: Callable[[], float] = time.time
+        self,
+        p2p: P2P,
+        identity: Identity,
+        run: bytes,
+        clock: Callable[[], float] = time.time,
+        newest: Callable[[PeerId], Sequence[str]] = lambda peer: (),
     ) -> None:
         self._p2p = p2p
         self._admission = Admission(identity, run, clock)
         self._links: set[Libp2pLink] = set()
-        self._ways = Ways(p2p, identity.peer_id, lambda: tuple(self._links))
+        self._ways = Ways(p2p, identity.peer_id, lambda: tuple(self._links), newest)
         self._inbound: set[asyncio.Task[None]] = set()
         self._listening = False
         self._on_message: OnMessage | None = None

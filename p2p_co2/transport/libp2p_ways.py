@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from p2p_co2.errors import TransportError
@@ -61,10 +61,17 @@ def way_in_words(maddr: str, was_relayed: bool) -> str:
 
 
 class Ways:
-    """``links`` gives the links that are open now. ``start`` and ``stop`` in the loop of ``p2p``."""
+    """``links`` gives the links that are open now, ``newest`` the addresses that a peer's last record names:
+    none if it is not known. ``start`` and ``stop`` in the loop of ``p2p``."""
 
-    def __init__(self, p2p: P2P, me: PeerId, links: Callable[[], Iterable[RelayedLink]]) -> None:
-        self._p2p, self._me, self._links = p2p, me, links
+    def __init__(
+        self,
+        p2p: P2P,
+        me: PeerId,
+        links: Callable[[], Iterable[RelayedLink]],
+        newest: Callable[[PeerId], Sequence[str]] = lambda peer: (),
+    ) -> None:
+        self._p2p, self._me, self._links, self._newest = p2p, me, links, newest
         self._relayed_since: dict[PeerId, float] = {}
         self._tries: dict[PeerId, int] = {}
         self._task: asyncio.Task[None] | None = None
@@ -100,7 +107,7 @@ class Ways:
 
     async def _dial(self, link: RelayedLink) -> None:
         try:
-            await reach(self._p2p, link.peer, tuple(link.maddrs), _TIMEOUT_S)
+            await reach(self._p2p, link.peer, self._maddrs(link), _TIMEOUT_S)
         except TransportError:
             return  # it is gone: who has something to send to it will say so
 
@@ -123,7 +130,7 @@ class Ways:
             elif self._is_due(link.peer) and await self._may_punch(link):
                 self._tries[link.peer] = self._tries.get(link.peer, 0) + 1
                 await hang_up_on(self._p2p, link.peer, _TIMEOUT_S)
-                await reach(self._p2p, link.peer, tuple(link.maddrs), _TIMEOUT_S)
+                await reach(self._p2p, link.peer, self._maddrs(link), _TIMEOUT_S)
 
     def _is_due(self, peer: PeerId) -> bool:
         if self._me > peer:
@@ -136,4 +143,9 @@ class Ways:
     async def _may_punch(self, link: RelayedLink) -> bool:
         """Whether both ends know an address of theirs that the world sees."""
         own = await own_maddrs(self._p2p, _TIMEOUT_S)
-        return all(any(map(is_public_maddr, maddrs)) for maddrs in (own, link.maddrs))
+        return all(any(map(is_public_maddr, maddrs)) for maddrs in (own, self._maddrs(link)))
+
+    def _maddrs(self, link: RelayedLink) -> tuple[str, ...]:
+        """Where the other end is. A link lives for long, and who has just started does not know its own
+        public address when its first links are opened."""
+        return tuple(self._newest(link.peer) or link.maddrs)
