@@ -20,7 +20,7 @@ from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
-from p2p_co2.telemetry.events import Event, PeerLeft
+from p2p_co2.telemetry.events import Event, PeerFinished, PeerLeft
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope, PeerRecord
@@ -84,6 +84,26 @@ def test_the_goodbye_of_a_peer_that_leaves_is_on_the_wire_before_it_is_gone() ->
     swarm.run()
     assert {peer for peer, _ in seen} == set(swarm.peer_ids()) - {leaver}
     assert {reason for _, reason in seen} == {"left: stopped"}
+
+
+def test_a_peer_that_leaves_waits_for_no_answer_of_a_dht_that_is_out_of_reach() -> None:
+    """What it decided of late was to be found there: that is given up after some 15 s, or 30."""
+    swarm = Swarm(Settings(run=run_of(9), peers=2, seed=1, profile="fibre"), EventLog())
+    leaver, other = swarm.peer_ids()
+    gone_at: list[float] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, PeerFinished) and event.peer == leaver:
+            gone_at.append(swarm.world.now)
+
+    swarm.log.readers.append(look)
+    for seed in swarm.rendezvous.seeds:
+        swarm.world.call_at(5.0, swarm.set_seed, seed, False)
+    swarm.world.call_at(5.0, swarm.cut_pair, leaver, other)
+    swarm.world.call_at(14.0, _ask_the_first_to_leave, swarm)
+    result = swarm.run()
+    assert 14.0 < min(gone_at) < 16.0
+    assert "deadlines" not in {broken.law for broken in result.violations}
 
 
 def _ask_the_first_to_leave(swarm: Swarm) -> None:

@@ -99,7 +99,7 @@ class Deciding:
         elif isinstance(event, Refused | Distrusted):
             self._blame(event)
         elif isinstance(event, CellWanted):
-            self._node.spawn(self._node.far.look_up(event.cell))
+            self._node.spawn(self._node.far.look_up(event.cell), is_errand=True)
 
     def _fell_behind(self, event: FellBehind | OutcomeWithoutBytes) -> None:
         version, digest = (
@@ -156,7 +156,7 @@ class Deciding:
         await self.take(agreed, decision)
         if Outcome.FromString(decision.outcome).decided_by == self._node.me:
             # Behind our own step: those who were in the round have heard, and may still lack a processor.
-            self._node.spawn(self._publish(decision, event.fragment, event.round))
+            self._node.spawn(self._publish(decision, event.fragment, event.round), is_errand=True)
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""

@@ -65,7 +65,7 @@ class Far:
         """Carry out what the outlook asks for; True if it asked."""
         wanted, self.outlook.wanted = self.outlook.wanted, []
         for cell in wanted:
-            self._node.spawn(self.look_up(cell))
+            self._node.spawn(self.look_up(cell), is_errand=True)
         return bool(wanted)
 
     def conclude(self, now: float) -> None:

@@ -24,6 +24,7 @@ from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership, quiet_beat
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
+from p2p_co2.node.errands import Errands
 from p2p_co2.node.far import Far
 from p2p_co2.node.lanes import piece_of
 from p2p_co2.node.ledger import AgreedVersion, Ledger
@@ -45,7 +46,7 @@ GREET_SEEDS_S = 20.0
 """How often the ticket's seeds are looked for again, whether we miss them or not."""
 QUIET_IDLE = 0.5
 """Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
-NEWS_UNDER_WAY_S = 0.002
+NEWS_UNDER_WAY_S, LAST_WORDS_S = 0.002, 1.0
 CROWD_S = 0.05
 """Who comes or goes within this time after another is told of together with it."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
@@ -103,6 +104,7 @@ class Node:
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
+        self._errands = Errands()
         self._links: Outgoing | None = None
         self._alone_since = self.now()
         self._bug: Exception | None = None
@@ -116,21 +118,17 @@ class Node:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
-            cap = self._network.config.limits.upload_bytes_per_s
-            await self._network.start_carriers(self.receiving.on_message, self.receiving.on_link_refused)
-            for carrier in self._network.carriers:
+            network, cap = self._network, self._network.config.limits.upload_bytes_per_s
+            await network.start_carriers(self.receiving.on_message, self.receiving.on_link_refused)
+            for carrier in network.carriers:
                 carrier.keep_places(self.rounds.has_worked)
-            find_record = self._network.find_record
-            self._links = self._make_links(self._network.carriers, find_record, observer, tasks, cap)
-            background = [
-                tasks.create_task(self._discover(), name="discover"),
-                tasks.create_task(self._keep_time(), name="timers"),
-                tasks.create_task(self._watch_daemon(), name="watch the daemon"),
-            ]
+            self._links = self._make_links(network.carriers, network.find_record, observer, tasks, cap)
+            works = self._discover(), self._keep_time(), self._watch_daemon()
+            background = [tasks.create_task(work) for work in works]
             await self._stopping.wait()
             for task in background:
                 task.cancel()
-            await self._links.drain(1.0)
+            await asyncio.gather(self._links.drain(LAST_WORDS_S), self._errands.end(LAST_WORDS_S))
             await self._links.close()
         if self._bug is not None:
             raise self._bug
@@ -439,12 +437,14 @@ class Node:
         text = f"the libp2p daemon has ended ({words}): gRPC links go on; restart this peer to be found"
         self.report(ev.Warned, text=text)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None], is_errand: bool = False) -> None:
         """Run ``work`` in the node's TaskGroup: an error in it is ours and ends the node loudly."""
         if self._tasks is None or self._stopping.is_set():
             work.close()
             return
-        self._tasks.create_task(work)
+        task = self._tasks.create_task(work)
+        if is_errand:
+            self._errands.add(task)
 
     def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._report_event(kind(at=self.clock.unix(), peer=self.me, **fields))
