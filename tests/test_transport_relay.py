@@ -254,6 +254,51 @@ async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pyt
         assert dialled == wanted, "nobody dials after the end"
 
 
+async def test_who_hangs_up_again_and_again_is_dialled_once_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dialled, go_on = list[str](), asyncio.Event()
+
+    async def dial(p2p: object, peer: PeerId, maddrs: object, timeout_s: float) -> None:
+        dialled.append(peer)
+        await go_on.wait()
+
+    monkeypatch.setattr(libp2p_ways, "reach", dial)
+    ways = Ways(None, PeerId("c"), tuple)  # type: ignore[arg-type]
+    ways.start()
+    for _ in range(10):
+        ways.ended(Link())
+        ways.ended(Link(A))
+        await asyncio.sleep(0)
+    assert dialled == [B, A]
+    go_on.set()
+    await asyncio.gather(*ways._dialling.values())
+    await asyncio.sleep(0)
+    ways.ended(Link())
+    await asyncio.sleep(0)
+    assert dialled == [B, A, B]
+    await ways.stop()
+
+
+async def test_a_link_that_ends_while_the_ways_stop_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopping waits for tasks to end; links end meanwhile, and what they start nobody would cancel."""
+
+    async def dial(p2p: object, peer: PeerId, maddrs: object, timeout_s: float) -> None:
+        try:
+            await asyncio.sleep(timeout_s)
+        finally:
+            ways.ended(Link(A))
+
+    monkeypatch.setattr(libp2p_ways, "reach", dial)
+    ways = Ways(None, PeerId("c"), tuple)  # type: ignore[arg-type]
+    before = asyncio.all_tasks()
+    ways.start()
+    ways.ended(Link())
+    await asyncio.sleep(0)
+    await ways.stop()
+    assert asyncio.all_tasks() == before
+
+
 async def test_a_relayed_link_that_the_other_end_hangs_up_is_dialled_again(tmp_path: Path) -> None:
     """By the carrier, though nobody has anything to send; one that we close is not."""
     async with (

@@ -75,19 +75,19 @@ class Ways:
         self._relayed_since: dict[PeerId, float] = {}
         self._tries: dict[PeerId, int] = {}
         self._task: asyncio.Task[None] | None = None
-        self._dialling: set[asyncio.Task[None]] = set()
+        self._dialling: dict[PeerId, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._look_after(), name="ways of libp2p links")
 
     async def stop(self) -> None:
         """May be called twice."""
-        if self._task is not None:
-            tasks = [self._task, *self._dialling]
+        looking, self._task = self._task, None  # first: links may end while we wait, and nobody dials now
+        if looking is not None:
+            tasks = [looking, *self._dialling.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._task = None
 
     def was_relayed(self, peer: PeerId) -> bool:
         return peer in self._relayed_since
@@ -99,11 +99,11 @@ class Ways:
 
     def ended(self, link: RelayedLink) -> None:
         """A link has ended that we did not close. If the other end is making the connection anew, this one
-        has to dial now."""
-        if link.is_relayed and self._me > link.peer and self._task is not None:
-            task = asyncio.create_task(self._dial(link), name=f"dial {link.peer}")
-            self._dialling.add(task)
-            task.add_done_callback(self._dialling.discard)
+        has to dial now; once at a time, however often a liar hangs up."""
+        peer = link.peer
+        if link.is_relayed and self._me > peer and self._task is not None and peer not in self._dialling:
+            task = self._dialling[peer] = asyncio.create_task(self._dial(link), name=f"dial {peer}")
+            task.add_done_callback(lambda _: self._dialling.pop(peer))
 
     async def _dial(self, link: RelayedLink) -> None:
         try:
