@@ -158,6 +158,8 @@ class CatchUp:
             self._fetcher.receive(message, sender, now)
 
     def handle_timer(self, now: float) -> None:
+        if self._fetcher.is_idle and self.donor.get_timer() is None:
+            return  # a node asks every time that it wakes up
         self.revision += 1
         self._fetcher.handle_timer(now)
         self.donor.handle_timer(now)

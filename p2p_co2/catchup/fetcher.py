@@ -69,6 +69,11 @@ class Fetcher:
         self._waiting[goal.fragment] = goal
         self._settle(now)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is fetched, and nothing waits for it."""
+        return not self._downloads and not self._waiting
+
     def fetching(self, fragment: int) -> bool:
         return fragment in self._downloads or fragment in self._waiting
 

@@ -190,10 +190,12 @@ class SwarmProgress:
     def conclude_at(self) -> float:
         """When to ``conclude`` again; never while it would say the same. A peer that trains is in no
         hurry."""
-        has_news = self.local.phase != Status.TRAINING and self._seen() != self._concluded_of
+        if self.local.phase == Status.TRAINING or self._seen() == self._concluded_of:
+            return math.inf
         soon_s = len(self._node.membership.live) / CONCLUDED_PEERS_PER_S
-        every_s = CONCLUDED_EVERY_S if self._waits_for_time else min(CONCLUDED_EVERY_S, soon_s)
-        return self._concluded_at + every_s if has_news else math.inf
+        return self._concluded_at + (
+            CONCLUDED_EVERY_S if self._waits_for_time else min(CONCLUDED_EVERY_S, soon_s)
+        )
 
     def _seen(self) -> tuple[object, ...]:
         """What a conclusion rests on. An offer of ours that ends may be the last thing that happens."""
