@@ -14,7 +14,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import OTHER_HISTORY, Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused, agreed_mean
-from p2p_co2.rounds import Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
+from p2p_co2.rounds import Committed, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.telemetry.events import RoundAborted
 from p2p_co2.wire.identity import PeerId
@@ -214,6 +214,44 @@ async def test_work_that_others_have_a_part_of_is_not_kept_to_go_back(is_ours_al
     assert mean.is_alone
     await Deciding(node, cast(Any, Told()), cast(Any, None)).take(mean, fetched.decision)
     assert told == [is_ours_alone]
+
+
+async def test_a_commit_is_announced_after_our_own_step() -> None:
+    """By who decided it: its others wait for that peer next, and all of them need a processor now."""
+    done: list[str] = []
+
+    class Steps:
+        async def commit(self, mean: AgreedMean) -> AgreedVersion:
+            done.append("step")
+            return AgreedVersion(5, bytes(32))
+
+    class Announces:
+        async def publish_decision(
+            self, fragment: int, round_: int, decision: bytes, lifetime_s: float
+        ) -> None:
+            done.append(f"round {round_} is announced")
+
+    node = node_with(MEMBERS)
+    node.identity, node.me = COORDINATOR, COORDINATOR.peer_id
+    node.rounds = node.progress = node.catchup = Mock()
+    node.refresh = node.pump = node.report = Mock()
+    work: list[Any] = []
+
+    def spawn(one: Any, is_errand: bool = False) -> None:
+        work.append(one)
+        done.append("errand" if is_errand else "work")
+
+    node.spawn = spawn
+    fetched = round_of(MEMBERS)
+    Deciding(node, cast(Any, Steps()), cast(Any, Announces())).handle(
+        Committed(
+            fragment=0, round=5, decision=fetched.decision.SerializeToString(), mean=MEAN, parts=(),
+            base_version=4, group=tuple(MEMBERS), coordinator=node.me, duration_s=1.0, contributed=(True,),
+        )
+    )  # fmt: skip
+    for coroutine in work:
+        await coroutine
+    assert done == ["work", "step", "errand", "round 5 is announced"]
 
 
 def round_of(members: list[PeerId]) -> Fetched:
