@@ -222,6 +222,23 @@ def test_the_bound_of_an_offer_follows_from_payload_lines_and_cells() -> None:
     assert offer_bound_s(cells, 1.0, [home]) == 150 + 3 * 2 * (2 * (8 + 8) + 4 + 6) + 32
 
 
+def test_a_fork_may_last_for_as_long_as_the_slowest_line_loads_the_states() -> None:
+    """200 MB of a fragment over a satellite take minutes, whatever a round's length."""
+    run = RunConfig(name="planted", fragments=2, clock=CLOCK)
+    calm_s = 3 * CLOCK.round_s + 40.0
+
+    def heal_s(real_bytes_per_block: float) -> float:
+        settings = Settings(
+            run=run, peers=3, seed=5, profile="satellite", real_bytes_per_block=real_bytes_per_block
+        )
+        return Swarm(settings, EventLog()).inspector.heal_s
+
+    assert heal_s(16.0) == pytest.approx(calm_s, abs=0.1)
+    large_s = 2 * 8 * 15 * (1 << 20) / (PROFILES["satellite"].up_bits_per_s / 8)
+    assert heal_s(float(1 << 20)) == pytest.approx(calm_s + large_s)
+    assert large_s > calm_s
+
+
 def deadlines(violations: list[Violation]) -> list[str]:
     return [violation.text for violation in violations if violation.law == "deadlines"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.simnet.forks import Forks
 from p2p_co2.simnet.oversight import Oversight
-from p2p_co2.simnet.patience import offer_bound_s
+from p2p_co2.simnet.patience import loading_s, offer_bound_s
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 HEAL_ROUNDS = 3.0
 HEAL_AFTER_S = 40.0
-"""A fork is gone this many rounds, and these seconds for views to become one, after the last fault."""
+"""A fork is gone this many rounds, these seconds for views to become one, and the time in which a line loads
+the states, after the last fault."""
 
 
 class Inspector:
-    """``offer_bound_s``: how long an offer may be open."""
+    """``offer_bound_s``: how long an offer may be open; ``heal_s``: how long a fork may be."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
@@ -32,7 +33,8 @@ class Inspector:
         derived_s = offer_bound_s(swarm.shape, swarm.internet.scale, lines)
         self.offer_bound_s = swarm.settings.offers_within_s or derived_s
         heal_s = HEAL_ROUNDS * swarm.run_config.clock.round_s + HEAL_AFTER_S
-        self.forks = Forks(swarm.world, swarm.books, heal_s, lambda: swarm.views_differed_at)
+        self.heal_s = heal_s + loading_s(swarm.state_bytes, swarm.internet.scale, lines)
+        self.forks = Forks(swarm.world, swarm.books, self.heal_s, lambda: swarm.views_differed_at)
         self.longest_offer_s = 0.0
         self.recoveries_s: list[float] = []
         self.first_contributions_s: list[float] = []

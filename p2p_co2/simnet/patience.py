@@ -26,7 +26,7 @@ WAITS_OF_A_TERM = 2.0
 
 def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile]) -> float:
     """Seconds. ``scale``: real bytes of bulk for each simulated one."""
-    slowest = min(min(line.up_bits_per_s, line.down_bits_per_s) / 8 for line in lines)
+    slowest = _slowest(lines)
     blocks = max(shape.blocks)
     parts_s = _patience_s(blocks * shape.block_bytes * scale / slowest, shape.parts_cap_s)
     sums_s = grace_s = 0.0
@@ -37,6 +37,16 @@ def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile
     attempt_s = min(shape.round_cap_s, bounds.MAX_TERMS * WAITS_OF_A_TERM * term_s)
     complete_s = min(shape.round_cap_s, max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * parts_s))
     return bounds.READY_CAP_S + attempt_s + complete_s
+
+
+def loading_s(state_bytes: Iterable[int], scale: float, lines: Iterable[LinkProfile]) -> float:
+    """Seconds that all fragments' states take over the slowest line: who is to go over to them loads them."""
+    return sum(state_bytes) * scale / _slowest(lines)
+
+
+def _slowest(lines: Iterable[LinkProfile]) -> float:
+    """Bytes per second."""
+    return min(min(line.up_bits_per_s, line.down_bits_per_s) / 8 for line in lines)
 
 
 def _patience_s(payload_s: float, cap_s: float) -> float:
