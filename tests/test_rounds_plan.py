@@ -1,11 +1,10 @@
-"""How a round is planned: parts by upload rate, pieces, the order of coordinators, quorums and deadlines."""
+"""How a round is planned: parts by upload rate, pieces, the order of coordinators and quorums."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import Counter
-from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -16,18 +15,7 @@ from p2p_co2.rounds import PayloadShape, PeerView
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.assembly import LAST_PIECE_S, PIECE_S, PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
 from p2p_co2.rounds.attempt import Attempt, Share, read_senders, write_senders
-from p2p_co2.rounds.deadline import (
-    GATHER_LEAST_CAP_S,
-    Cadence,
-    Durations,
-    Punctuality,
-    ReadyHistory,
-    adaptive_deadline_s,
-    gather_least_s,
-    parts_deadline_s,
-    votes_deadline_s,
-)
-from p2p_co2.rounds.owner import Arrivals, send_mean
+from p2p_co2.rounds.owner import send_mean
 from p2p_co2.rounds.parts import (
     FINEST_BYTES,
     PIPELINED_BYTES,
@@ -220,105 +208,7 @@ def test_long_lists_of_peers_are_named_in_short() -> None:
     assert named([f"peer-{i:06}" for i in range(7)]) == "000000, 000001, 000002, 000003, 000004 and 2 more"
 
 
-def test_deadline_is_median_and_spread_between_floor_and_cap() -> None:
-    assert adaptive_deadline_s((), 10.0, 0.3, 30.0) == 10.0
-    assert adaptive_deadline_s((1.0, 2.0, 3.0), 10.0, 0.3, 30.0) == 6.0  # 2 + 4 * 1
-    assert adaptive_deadline_s((4.0, 4.0, 4.0), 10.0, 0.3, 30.0) == 5.0  # no spread: a quarter
-    assert adaptive_deadline_s((0.01,), 10.0, 0.3, 30.0) == 0.3
-    assert adaptive_deadline_s((100.0,), 10.0, 0.3, 30.0) == 30.0
-
-
-def test_ready_deadline_learns_from_late_arrivals() -> None:
-    history = ReadyHistory()
-    assert history.deadline_s(1) == limits.GATHER_DEFAULT_S
-    for round_ in range(1, 6):
-        history.arrived(round_, 100.0 * round_)
-        history.arrived(round_, 100.0 * round_ + 8.0)  # after BEGIN, perhaps: measured all the same
-    assert history.deadline_s(6) == 10.0
-    for round_ in range(6, 40):
-        history.arrived(round_, 100.0 * round_)
-        history.arrived(round_, 100.0 * round_ + 0.1)
-    assert history.deadline_s(40, 10.6 / 4) == 10.6 / 16  # a round of 10.6 s has room for steps of 0.5 s
-    assert history.deadline_s(40, 1.0) == limits.GATHER_FLOOR_S
-    assert history.deadline_s(40) == GATHER_LEAST_CAP_S
-
-
-def test_readies_are_waited_for_as_long_as_an_inner_step_within_their_cap() -> None:
-    """In rounds of 4.3 s with steps of 1 s the deadline was 0.3 s: who ended its step last was left out."""
-    assert gather_least_s(1.1) == limits.GATHER_FLOOR_S
-    assert [gather_least_s(4.0, step_s) for step_s in (0.4, 1.0, 2.0, 9.0)] == [1.0, 1.25, 2.5, 4.0]
-    history = ReadyHistory()
-    for round_ in range(1, 9):
-        history.arrived(round_, 10.0 * round_)
-        history.arrived(round_, 10.0 * round_ + 0.1)
-    assert [history.deadline_s(9, 4.0, step_s) for step_s in (0.0, 2.0)] == [1.0, 2.5]
-
-
-def test_who_is_a_round_behind_is_waited_for_half_of_the_time_between_rounds() -> None:
-    assert [Cadence().behind_s, Cadence(8.0).behind_s, Cadence(600.0).behind_s] == [0.0, 4.0, 30.0]
-
-
-def test_parts_deadline_is_the_links_time_with_a_margin_or_what_was_observed() -> None:
-    assert parts_deadline_s(10.0, Durations()) == 40.0
-    assert parts_deadline_s(0.001, Durations()) == limits.PARTS_FLOOR_S
-    slow = Durations()
-    slow.add(8.0)
-    assert parts_deadline_s(1.0, slow) == 10.0
-    slow.add(1000.0)
-    assert parts_deadline_s(1.0, slow) == 16.0
-
-
-def test_votes_are_waited_for_as_long_as_past_rounds_needed_at_most_as_long_again() -> None:
-    observed = Durations()
-    assert votes_deadline_s(2.0, observed) == 1.0
-    observed.add(0.001)
-    assert votes_deadline_s(2.0, observed) == 0.25
-    for _ in range(9):
-        observed.add(60.0)
-    assert votes_deadline_s(2.0, observed) == 2.0
-    assert votes_deadline_s(0.01, observed) == limits.VOTES_FLOOR_S
-
-
-def test_ready_is_waited_for_at_most_a_share_of_the_time_between_rounds() -> None:
-    assert Cadence().gather_cap_s(5) == limits.GATHER_CAP_S
-    cadence = Cadence(planned_s=20.0)
-    assert [cadence.gather_cap_s(round_) for round_ in (1, 2)] == [limits.GATHER_CAP_S, 5.0]
-    for round_, at in [(1, 100.0), (2, 108.0), (4, 124.0), (3, 125.0), (5, 132.0)]:
-        cadence.committed(round_, at)
-    assert cadence.period_s == 8.0
-    assert cadence.gather_cap_s(6) == 2.0
-    history = ReadyHistory()
-    for round_ in range(1, 9):
-        history.arrived(round_, 0.0)
-        history.arrived(round_, 5.0)
-    assert history.deadline_s(9) == 6.25
-    assert history.deadline_s(9, cadence.gather_cap_s(9)) == 2.0
-
-
-def test_who_missed_two_deadlines_is_not_awaited_until_it_is_in_time() -> None:
-    habit, peer = Punctuality(), PeerId("a")
-    habit.missed(peer, 1)
-    habit.missed(peer, 1)  # another part of the same round
-    assert habit.is_awaited(peer)
-    habit.missed(peer, 2)
-    assert not habit.is_awaited(peer)
-    habit.came(peer)
-    assert habit.is_awaited(peer)
-    for occasion in range(5):
-        habit.missed(peer, occasion)
-    habit.keep({PeerId("b")})
-    assert habit.is_awaited(peer)
-
-
 # ---- against a reference
-
-
-@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=20))
-def test_deadline_against_the_statistics_module(samples: list[float]) -> None:
-    middle = median(samples)
-    mad = median([abs(sample - middle) for sample in samples])
-    expected = min(max(middle + max(4 * mad, middle / 4), 0.3), 30.0)
-    assert adaptive_deadline_s(samples, 10.0, 0.3, 30.0) == pytest.approx(expected)
 
 
 def test_every_peer_computes_the_same_order_and_the_load_spreads() -> None:
@@ -443,28 +333,6 @@ def test_two_quorums_share_a_member(count: int, data: st.DataObject) -> None:
     other = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
     if attempt.is_quorum(one) and attempt.is_quorum(other):
         assert one & other
-
-
-def test_who_owes_several_slices_is_in_time_with_all_of_them_or_late() -> None:
-    me, other = PeerId("p0"), PeerId("p1")
-    both = frozenset((me, other))
-    attempt = Attempt(
-        0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 8), BlockRange(8, 16)),
-        (me, me), (both, both), DIGEST, me, 5.0, 12.0,
-    )  # fmt: skip
-    swarm, observed = Swarm(me, PayloadShape(8, (16,)), 32), Durations()
-    swarm.set_live({other: PeerView()})
-    for occasion in range(2):
-        swarm.slices.missed(other, occasion)
-    arrivals = Arrivals(attempt, swarm, observed, (0, 1))
-    arrivals.came(other, 0)
-    arrivals.closed(0, 1.0)
-    assert not swarm.slices.is_awaited(other)  # the second may still be late
-    assert observed.deadline_s(9.0, 0.0, 99.0) == 9.0  # nothing is measured before the last part
-    arrivals.came(other, 1)
-    arrivals.closed(1, 4.0)
-    assert swarm.slices.is_awaited(other)
-    assert observed.deadline_s(9.0, 0.0, 99.0) == pytest.approx(5.0)  # the longest wait and a quarter
 
 
 def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
