@@ -11,9 +11,8 @@ import pytest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.membership import MAX_PEERS, Membership
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
-from p2p_co2.profiles import PROFILES
-from p2p_co2.rounds import DECISION_CONTEXT, PayloadShape, bounds
-from p2p_co2.rounds.bounds import KEEP_DECISIONS, READY_CAP_S, ROUND_CAP_S
+from p2p_co2.rounds import DECISION_CONTEXT, bounds
+from p2p_co2.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.decision import Verdicts
 from p2p_co2.rounds.fragment import FragmentRounds
@@ -24,7 +23,6 @@ from p2p_co2.simnet.forks import Forks
 from p2p_co2.simnet.laws import Auditor, Books, History
 from p2p_co2.simnet.ledger import CountingLedger, State
 from p2p_co2.simnet.oversight import OVERDUE_S
-from p2p_co2.simnet.patience import offer_bound_s
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work, add, mean_of, pack, unpack
 from p2p_co2.telemetry.events import FragmentSent
@@ -202,41 +200,6 @@ def test_an_offer_that_never_ends_is_caught(monkeypatch: pytest.MonkeyPatch, is_
     assert found[0].text == f"an offer is open for {bound_s:.0f} s"
     assert is_storm or found[0].at == pytest.approx(offered_at[0] + bound_s, abs=0.01)
     assert result.longest_offer_s > bound_s
-
-
-def test_the_bound_of_an_offer_follows_from_payload_lines_and_cells() -> None:
-    home, slow = PROFILES["cable"], PROFILES["dsl"]
-    small = PayloadShape(8, (4, 8))
-    parts_s = 4 * 2.0  # nothing to send: the floor, and four times that if past rounds were slow
-    assert offer_bound_s(small, 1.0, [home]) == 150 + 3 * 2 * (2 * parts_s + 4) + 4 * parts_s
-    assert offer_bound_s(small, 1.0, [home, slow]) == offer_bound_s(small, 1.0, [home])
-    large = PayloadShape(8, (4, 1 << 20))
-    slowest = min(slow.up_bits_per_s, slow.down_bits_per_s) / 8
-    parts_s = 4 * 4 * 2 * (8 << 20) / slowest
-    assert 2 < parts_s < 300
-    assert offer_bound_s(large, 1.0, [home, slow]) == pytest.approx(
-        150 + 3 * 2 * (2 * parts_s + 4) + 4 * parts_s
-    )
-    assert offer_bound_s(large, 1e6, [slow]) == READY_CAP_S + ROUND_CAP_S + 1200
-    cells = PayloadShape(8, (4, 8), sum_block_bytes=64)
-    assert offer_bound_s(cells, 1.0, [home]) == 150 + 3 * 2 * (2 * (8 + 8) + 4 + 6) + 32
-
-
-def test_a_fork_may_last_for_as_long_as_the_slowest_line_loads_the_states() -> None:
-    """200 MB of a fragment over a satellite take minutes, whatever a round's length."""
-    run = RunConfig(name="planted", fragments=2, clock=CLOCK)
-    calm_s = 3 * CLOCK.round_s + 40.0
-
-    def heal_s(real_bytes_per_block: float) -> float:
-        settings = Settings(
-            run=run, peers=3, seed=5, profile="satellite", real_bytes_per_block=real_bytes_per_block
-        )
-        return Swarm(settings, EventLog()).inspector.heal_s
-
-    assert heal_s(16.0) == pytest.approx(calm_s, abs=0.1)
-    large_s = 2 * 8 * 15 * (1 << 20) / (PROFILES["satellite"].up_bits_per_s / 8)
-    assert heal_s(float(1 << 20)) == pytest.approx(calm_s + large_s)
-    assert large_s > calm_s
 
 
 def deadlines(violations: list[Violation]) -> list[str]:

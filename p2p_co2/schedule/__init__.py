@@ -13,7 +13,7 @@ from p2p_co2.schedule.account import (
     WorkAccount,
     overdue_points,
 )
-from p2p_co2.schedule.clock import SwarmClock
+from p2p_co2.schedule.clock import SLEW, SwarmClock
 from p2p_co2.schedule.ending import (
     COUNCIL_SETTLE_S,
     FLUSH_CAP_S,
@@ -35,6 +35,7 @@ __all__ = [
     "FLUSH_CAP_S",
     "FLUSH_FLOOR_S",
     "SETTLE_S",
+    "SLEW",
     "Ending",
     "Lag",
     "LastOffers",

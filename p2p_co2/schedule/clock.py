@@ -9,7 +9,7 @@ import math
 
 from p2p_co2.config import ClockConfig
 
-_SLEW = 0.1
+SLEW = 0.1
 """The largest correction of the clock's rate."""
 _JUMP_ROUNDS = 1.0
 """A clock that is further behind than this jumps forward."""
@@ -65,7 +65,7 @@ class SwarmClock:
 
     def _advance(self, now: float) -> None:
         elapsed = max(0.0, now - self._at) / self._config.round_s
-        reach = _SLEW * elapsed
+        reach = SLEW * elapsed
         slewed = max(-reach, min(reach, self._correction))
         self._correction -= slewed
         self._position += elapsed + slewed

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 HEAL_ROUNDS = 3.0
 HEAL_AFTER_S = 40.0
-"""A fork is gone this many rounds, these seconds for views to become one, and the time in which a line loads
-the states, after the last fault."""
+"""A fork is gone this many rounds, these seconds for views to become one, and the time in which the states
+are loaded, after the last fault is over."""
 
 
 class Inspector:
@@ -34,7 +34,7 @@ class Inspector:
         self.offer_bound_s = swarm.settings.offers_within_s or derived_s
         heal_s = HEAL_ROUNDS * swarm.run_config.clock.round_s + HEAL_AFTER_S
         self.heal_s = heal_s + loading_s(swarm.state_bytes, swarm.internet.scale, lines)
-        self.forks = Forks(swarm.world, swarm.books, self.heal_s, lambda: swarm.views_differed_at)
+        self.forks = Forks(swarm.world, swarm.books, self.heal_s, swarm.went_wrong_at)
         self.longest_offer_s = 0.0
         self.recoveries_s: list[float] = []
         self.first_contributions_s: list[float] = []

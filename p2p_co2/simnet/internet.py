@@ -67,6 +67,29 @@ class Path:
     bytes_per_s: float
 
 
+@dataclass(frozen=True)
+class Way:
+    """What lies between two lines, in one direction: each figure as in ``Path``."""
+
+    delay_s: float
+    jitter_s: float
+    loss: float
+    bytes_per_s: float
+
+
+def way_between(sender: LinkProfile, receiver: LinkProfile, relayed: bool) -> Way:
+    """By both ends' lines and, over a long lossy way, by what one connection gets through it."""
+    times = 2.0 if relayed else 1.0
+    delay_s = times * (sender.latency_ms + receiver.latency_ms) / 2000
+    loss = min(0.5, times * (sender.loss + receiver.loss) / 2)
+    rate = min(sender.up_bits_per_s, receiver.down_bits_per_s) / 8
+    if loss > 0:
+        rate = min(rate, MATHIS * PACKET_BYTES / (2 * delay_s * math.sqrt(loss)))
+    if relayed:
+        rate = min(rate, RELAY_BYTES_PER_S)
+    return Way(delay_s, times * (sender.jitter_ms + receiver.jitter_ms) / 2000, loss, rate)
+
+
 @dataclass
 class Endpoint:
     """One process on its line. ``is_up``: the process listens; ``host_up``: the machine answers at all (a
@@ -232,16 +255,8 @@ class Internet:
             relayed = not (first.nat == "open" or (both_cone and lucky))
         if relayed and not self.relays_up(sender.peer):
             return "grpc: no route to host (behind NAT); libp2p: no relay answers"
-        times = 2.0 if relayed else 1.0
-        delay_s = times * (first.latency_ms + second.latency_ms) / 2000
-        loss = min(0.5, times * (first.loss + second.loss) / 2)
-        rate = min(first.up_bits_per_s, second.down_bits_per_s) / 8
-        if loss > 0:
-            rate = min(rate, MATHIS * PACKET_BYTES / (2 * delay_s * math.sqrt(loss)))
-        if relayed:
-            rate = min(rate, RELAY_BYTES_PER_S)
-        jitter_s = times * (first.jitter_ms + second.jitter_ms) / 2000
-        return Path(carrier, reason, delay_s, jitter_s, loss, rate)
+        way = way_between(first, second, relayed)
+        return Path(carrier, reason, way.delay_s, way.jitter_s, way.loss, way.bytes_per_s)
 
     # ---- messages
 

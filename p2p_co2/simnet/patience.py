@@ -1,9 +1,12 @@
-"""How long an honest peer's offer may be open: the sum of its machines' own longest waits in this very run.
+"""How long things may take in this very run: an offer, the end of a run, to go over to another history.
 
 An offer asks for its round until ``READY_CAP_S`` at most. Then it is in an attempt under up to ``MAX_TERMS``
 coordinators, each of whom may wait once for everybody and once more for a part that was given away. Then its
 means may still be coming (``Completing``). All but the first follow from how long owners wait for slices, and
 that from payload and lines, as in ``rounds.deadline``; the longest that past rounds could make of it counts.
+
+A run ends once the last peer that starts has joined, trained for all rounds (as a peer does that is alone and
+has lost its disk, by the slowest clock) and flushed: all of that is bounded by the peer itself, on any line.
 
 Law: faults of others (who stall, go, or are cut off) are what these waits end; only the time for which the
 peer itself stood still comes on top. Price: a bound is no forecast, most offers wait for a tenth of it.
@@ -11,17 +14,23 @@ peer itself stood still comes on top. Price: a bound is no forecast, most offers
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from p2p_co2.profiles import LinkProfile
 from p2p_co2.rounds import PayloadShape, bounds
 from p2p_co2.rounds.deadline import SAFETY
 from p2p_co2.rounds.member import COUNCIL_GRACE_S
+from p2p_co2.schedule import FLUSH_CAP_S, SLEW, settle_bound_s
+from p2p_co2.simnet.internet import way_between
+from p2p_co2.simnet.training import CATCH_UP_BOUND_S, GATHER_BOUND_S
 
 TIMES_SENT = 2.0
 """A member sends its slices and the means of its own part: with equal parts, two payloads."""
 WAITS_OF_A_TERM = 2.0
 """For all parts, and again for one that was given away."""
+SPARE_S = 60.0
+"""To reach a seed, for the step that is under way when the last round is over, and to hang up."""
 
 
 def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile]) -> float:
@@ -39,9 +48,28 @@ def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile
     return bounds.READY_CAP_S + attempt_s + complete_s
 
 
-def loading_s(state_bytes: Iterable[int], scale: float, lines: Iterable[LinkProfile]) -> float:
-    """Seconds that all fragments' states take over the slowest line: who is to go over to them loads them."""
-    return sum(state_bytes) * scale / _slowest(lines)
+def run_bound_s(last_start_at: float, planned_s: float, step_s: float, cells: int) -> float:
+    """When a run of ``planned_s`` is over for everybody, the last of whom starts at ``last_start_at``.
+    ``step_s``: of the slowest peer."""
+    joined_s = last_start_at + GATHER_BOUND_S + CATCH_UP_BOUND_S
+    ended_s = FLUSH_CAP_S + settle_bound_s(FLUSH_CAP_S, cells)
+    return joined_s + planned_s / (1 - SLEW) + step_s + ended_s + SPARE_S
+
+
+def loading_s(state_bytes: Iterable[int], scale: float, lines: Sequence[LinkProfile]) -> float:
+    """Seconds that all fragments' states take to who has the worst ways: going over to them is loading them.
+    Most others hold them, so one of those that do is on its median way or a better one."""
+    slowest = [_median_bytes_per_s(to, Counter(lines) - Counter([to])) for to in set(lines)]
+    return sum(state_bytes) * scale / min(slowest) if len(lines) > 1 else 0.0
+
+
+def _median_bytes_per_s(receiver: LinkProfile, senders: Counter[LinkProfile]) -> float:
+    """What the median of the ways from ``senders`` carries; where luck decides on a relay, there is one."""
+    rates = sorted(
+        way_between(sender, receiver, "open" not in (sender.nat, receiver.nat)).bytes_per_s
+        for sender in senders.elements()
+    )
+    return rates[(len(rates) - 1) // 2] if rates else 0.0
 
 
 def _slowest(lines: Iterable[LinkProfile]) -> float:

@@ -24,6 +24,7 @@ from p2p_co2.profiles import profile_of
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
 from p2p_co2.rounds.decision import keep_opened
+from p2p_co2.schedule import FIRST_ROUND_BOUND_S
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.faults import Churn, Storm
 from p2p_co2.simnet.inspection import Inspector
@@ -31,6 +32,7 @@ from p2p_co2.simnet.internet import Internet, Noise
 from p2p_co2.simnet.laws import Books, Violation
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.parcel import open_parcel
+from p2p_co2.simnet.patience import run_bound_s
 from p2p_co2.simnet.process import Process, Volunteer
 from p2p_co2.simnet.rendezvous import Rendezvous, Seed
 from p2p_co2.simnet.training import Pace
@@ -41,8 +43,6 @@ from p2p_co2.wire.limits import MAX_DATA_BYTES
 
 OUTCOMES_PER_CELL = 4
 """Decisions on their way that are opened once for a whole cell: of two rounds, by two coordinators."""
-OUTLAST_S = 240.0
-"""A run that is over is given this long for its last flushes, or as long as a round where that is more."""
 MAX_CHUNKS = 64
 """In how many chunks a state travels at most."""
 MAX_STATE_FACTOR = 64
@@ -212,7 +212,9 @@ class Swarm:
         if self.settings.faults is not None:
             self.settings.faults.plan(self)
             self._last_start_at = max(self._last_start_at, self.settings.faults.calm_at)
-        limit_s = self.planned_s + max(OUTLAST_S, self.shape.round_s)
+        run = self.run_config
+        waits_s = run.outer.blocking_rounds * run.fragments * FIRST_ROUND_BOUND_S
+        limit_s = run_bound_s(self._last_start_at, self.planned_s + waits_s, self._slowest_step_s, run.cells)
         before = gc.get_threshold()
         gc.set_threshold(200_000, 20, 50)  # tasks and futures are many and short-lived
         try:
@@ -228,9 +230,12 @@ class Swarm:
     def planned_s(self) -> float:
         """Virtual seconds of all rounds, without what the end of the run takes."""
         clock = self.run_config.clock
-        slowest_step_s = self.settings.step_s * self.settings.speed_spread * 1.1
-        round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * slowest_step_s
-        return clock.rounds * round_s
+        of_steps_s = clock.inner_steps_per_round * self._slowest_step_s
+        return clock.rounds * (clock.round_s if clock.mode == "time" else of_steps_s)
+
+    @property
+    def _slowest_step_s(self) -> float:
+        return self.settings.step_s * self.settings.speed_spread * 1.1
 
     def stop(self) -> None:
         """Let ``run`` end now, with what there is by then; a signal handler may call it at any time."""
@@ -337,6 +342,15 @@ class Swarm:
         })  # fmt: skip
 
     # ---- what happens to the net
+
+    def went_wrong_at(self) -> float | None:
+        """When peers could last come to see different swarms: now, while anything is wrong; None if never."""
+        is_wrong = (
+            not self.internet.is_whole
+            or self.internet.is_noisy
+            or any(process.stalled_until > self.world.now for process in self.processes.values())
+        )
+        return self.world.now if is_wrong else self.views_differed_at
 
     def views_differ(self) -> None:
         """From now on, and for a while, peers may see different swarms."""

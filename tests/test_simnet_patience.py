@@ -1,0 +1,120 @@
+"""How long things may take among simulated peers: what is slow on slow lines is no fault, and is awaited."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.node.catching import Catching
+from p2p_co2.profiles import PROFILES
+from p2p_co2.rounds import PayloadShape
+from p2p_co2.rounds.bounds import READY_CAP_S, ROUND_CAP_S
+from p2p_co2.simnet import EventLog, Settings, Swarm, Violation
+from p2p_co2.simnet.internet import way_between
+from p2p_co2.simnet.patience import loading_s, offer_bound_s, run_bound_s
+
+CLOCK = ClockConfig(mode="time", round_s=4.0, rounds=5)
+HOME, SLOW, SPACE = PROFILES["cable"], PROFILES["dsl"], PROFILES["satellite"]
+
+# ---- by hand
+
+
+def test_the_bound_of_an_offer_follows_from_payload_lines_and_cells() -> None:
+    home, slow = PROFILES["cable"], PROFILES["dsl"]
+    small = PayloadShape(8, (4, 8))
+    parts_s = 4 * 2.0  # nothing to send: the floor, and four times that if past rounds were slow
+    assert offer_bound_s(small, 1.0, [home]) == 150 + 3 * 2 * (2 * parts_s + 4) + 4 * parts_s
+    assert offer_bound_s(small, 1.0, [home, slow]) == offer_bound_s(small, 1.0, [home])
+    large = PayloadShape(8, (4, 1 << 20))
+    slowest = min(slow.up_bits_per_s, slow.down_bits_per_s) / 8
+    parts_s = 4 * 4 * 2 * (8 << 20) / slowest
+    assert 2 < parts_s < 300
+    assert offer_bound_s(large, 1.0, [home, slow]) == pytest.approx(
+        150 + 3 * 2 * (2 * parts_s + 4) + 4 * parts_s
+    )
+    assert offer_bound_s(large, 1e6, [slow]) == READY_CAP_S + ROUND_CAP_S + 1200
+    cells = PayloadShape(8, (4, 8), sum_block_bytes=64)
+    assert offer_bound_s(cells, 1.0, [home]) == 150 + 3 * 2 * (2 * (8 + 8) + 4 + 6) + 32
+
+
+def test_a_run_is_over_when_the_last_peer_has_joined_trained_and_flushed() -> None:
+    """Each of them by its own longest wait: to gather 120 s, to catch up 600, to flush 600 and 625 more."""
+    assert run_bound_s(10.0, 900.0, 2.0, cells=1) == 10 + 120 + 600 + 900 / 0.9 + 2 + 600 + 625 + 60
+    assert run_bound_s(10.0, 900.0, 2.0, cells=2) == run_bound_s(10.0, 900.0, 2.0, cells=1) + 60
+
+
+def test_states_are_loaded_over_the_worst_peers_median_way() -> None:
+    """A line of 5 Mbit/s to a satellite, and through a relay to another one, carries 10 kB/s by TCP."""
+    far = way_between(SPACE, SPACE, relayed=True).bytes_per_s
+    near = way_between(HOME, SPACE, relayed=True).bytes_per_s
+    assert 9e3 < far < 11e3 < near < 30e3
+    assert loading_s([1000, 500], 2.0, [SPACE] * 3) == pytest.approx(3000 / far)
+    assert loading_s([1000, 500], 2.0, [SPACE, HOME, SPACE, HOME, HOME]) == pytest.approx(3000 / near)
+    fibre = PROFILES["fibre"]
+    assert (
+        loading_s([1000], 1.0, [fibre, fibre]) == 1000 / way_between(fibre, fibre, relayed=False).bytes_per_s
+    )
+    assert loading_s([1000], 1.0, [SPACE]) == 0.0
+
+
+# ---- a run
+
+
+def swarm_of(
+    peers: int, rounds: int, profile: str, real_bytes_per_block: float = 16.0, seed: int = 5
+) -> Swarm:
+    run = RunConfig(name="patient", fragments=2, clock=CLOCK.model_copy(update={"rounds": rounds}))
+    return Swarm(
+        Settings(run=run, peers=peers, seed=seed, profile=profile, real_bytes_per_block=real_bytes_per_block),
+        EventLog(),
+    )
+
+
+def forks(violations: list[Violation]) -> list[Violation]:
+    return [violation for violation in violations if violation.law == "forks"]
+
+
+def test_a_fork_may_last_for_as_long_as_slow_ways_load_the_states() -> None:
+    """200 MB of a fragment over a satellite take hours, whatever a round's length."""
+    calm_s = 3 * CLOCK.round_s + 40.0
+    large_s = 2 * 8 * 15 * (1 << 20) / way_between(SPACE, SPACE, relayed=True).bytes_per_s
+    heal_s = swarm_of(3, 5, "satellite", float(1 << 20)).inspector.heal_s
+    assert heal_s == pytest.approx(calm_s + large_s)
+    assert swarm_of(3, 5, "fibre").inspector.heal_s == pytest.approx(calm_s, abs=0.1)
+
+
+def test_a_run_that_its_lines_are_too_slow_for_is_played_to_its_end() -> None:
+    """Its last rounds took ten minutes, and it was cut after four: "did not finish"."""
+    swarm = swarm_of(3, 200, "transatlantic", 2e7)
+    result = swarm.run()
+    assert len(result.digests) == 3
+    assert not any("did not finish" in one.text for one in result.violations)
+    assert result.virtual_s > swarm.planned_s + 1000
+    assert result.longest_offer_s < swarm.inspector.offer_bound_s
+
+
+@pytest.mark.parametrize("until", [100.0, 150.0])
+def test_a_fork_is_given_its_time_once_the_cut_is_over(until: float) -> None:
+    """Two halves make rounds of their own for as long as the net is cut, which no protocol can help."""
+    swarm = swarm_of(4, 60, "fibre")
+    heal_s = swarm.inspector.heal_s
+    sides = {peer: number % 2 for number, peer in enumerate(swarm.peer_ids())}
+    swarm.world.call_at(20.0, swarm.split, sides)
+    swarm.world.call_at(until, swarm.heal)
+    result = swarm.run()
+    assert result.violations == []
+    assert result.forks == 2
+    assert heal_s < until - 40.0 < result.longest_fork_s < until - 20.0 + heal_s
+
+
+def test_two_halves_that_never_find_together_again_are_called_out() -> None:
+    """Nobody looks around: what is still forked when its time is up is said, and how the run ended."""
+    swarm, healed_at = swarm_of(4, 25, "fibre"), 40.0
+    swarm.world.call_at(20.0, swarm.split, {peer: n % 2 for n, peer in enumerate(swarm.peer_ids())})
+    swarm.world.call_at(healed_at, swarm.heal)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Catching, "look_around", lambda catching, now: None)
+        patch.setattr(Catching, "go_to", lambda catching, *where: False)
+        found = swarm.run().violations
+    assert [one.at for one in forks(found)] == pytest.approx([healed_at + swarm.inspector.heal_s] * 2)
+    assert found[-1].text.endswith("different states at the end")
