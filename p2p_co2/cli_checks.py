@@ -99,7 +99,9 @@ def simulate(
     profile: Annotated[
         str, typer.Option(help="Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")
     ] = "home-mix",
-    hours: Annotated[float, typer.Option(help="Virtual hours of training.")] = 1.0,
+    hours: Annotated[
+        float, typer.Option(help="Virtual hours of training, if the run's own end is not sooner.")
+    ] = 1.0,
     churn: Annotated[str, typer.Option(help="How often each peer goes, such as 0.1/h.")] = "0/h",
     seed: Annotated[int, typer.Option(help="Of everything that happens by chance.")] = 0,
     folder: Annotated[Path | None, typer.Option(help="Where events and summary are written.")] = None,

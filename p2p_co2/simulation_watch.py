@@ -137,11 +137,13 @@ def settings_of(options: SimulationOptions) -> Settings:
     _check_sizes(options)
     profile_of(options.profile, options.seed, 0)
     run = _in_cells(read_run_config(options.run_file), options)
-    clock, seconds, step_s = run.clock, 3600 * options.hours, options.step_s or STEP_S
+    clock, step_s = run.clock, options.step_s or STEP_S
     if clock.mode == "time" and not options.step_s:
         step_s = max(STEP_S, clock.round_s / STEPS_IN_A_LONG_ROUND)
     round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * step_s
-    rounds = max(1, math.ceil(seconds / round_s))
+    rounds = max(1, math.ceil(3600 * options.hours / round_s))
+    rounds = min(rounds, clock.rounds or rounds)
+    seconds = min(3600 * options.hours, rounds * round_s)
     run = run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
     return Settings(
         run=run,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.simnet import EventLog, Swarm
+from p2p_co2.simnet import Churn, EventLog, Swarm
 from p2p_co2.simnet.campaign import replay_command, storm_settings
 from p2p_co2.simulation_watch import SimulationOptions, quantiles, read_churn, settings_of
 from p2p_co2.telemetry.journal import read_events
@@ -183,3 +183,21 @@ def test_steps_that_nobody_names_are_slower_in_long_rounds(tmp_path: Path) -> No
                 parameters=1000, step_s=asked_s, storm=False,
             )  # fmt: skip
             assert settings_of(options).step_s == step_s
+
+
+@pytest.mark.parametrize(("hours", "rounds", "calm_at"), [(24.0, 6, 54.0), (0.01, 4, 32.4)])
+def test_a_run_that_has_an_end_is_not_played_beyond_it(
+    tmp_path: Path, hours: float, rounds: int, calm_at: float
+) -> None:
+    """A run of ten rounds of 10 s was played for a day."""
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN + "rounds = 6\n")
+    settings = settings_of(
+        SimulationOptions(
+            run_file=run_file, peers=4, profile="dsl", hours=hours, churn_per_h=0.1, seed=0, folder=None,
+            parameters=1000, step_s=0.0, storm=False,
+        )
+    )  # fmt: skip
+    assert settings.run.clock.rounds == rounds
+    assert isinstance(settings.faults, Churn)
+    assert settings.faults.calm_at == pytest.approx(calm_at)
