@@ -266,6 +266,17 @@ def test_a_newcomer_that_loaded_a_round_offers_at_its_point() -> None:
     assert made.due(0.9, 1.0) == [0]
 
 
+@pytest.mark.parametrize(("round_s", "sent"), [(4.0, [0, 1]), (60.0, [0])])
+def test_who_loaded_what_others_made_is_due_at_once_in_short_rounds(round_s: float, sent: list[int]) -> None:
+    made = account(round_s=round_s)
+    made.left_out(1)  # at first it loads what it is to begin with
+    assert made.due(0.9, 1.0) == [0]
+    send(made, 1, 0.5, 140)
+    made.meet(1, 1, True)
+    made.left_out(1)
+    assert made.due(0.9, 1.0) == sent
+
+
 def test_points_of_a_rest_are_not_made_up() -> None:
     made = account()
     send(made, 1, 0.5, 140)

@@ -73,6 +73,7 @@ class WorkAccount:
         contributed each time is a part at random, so the parts' mean age is their weight."""
         self._missed = [0] * self._count
         """Schedule points in a row that passed while the fragment's last round was in flight."""
+        self._has_offered = [False] * self._count
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
 
@@ -106,6 +107,7 @@ class WorkAccount:
         """An offer sets out: its weight. ``chance``: 0 to 1, at random."""
         points = points_passed(fragment, self._count, position)
         self.in_flight[fragment] = Sent(inner_steps, now, points, tokens)
+        self._has_offered[fragment] = True
         return max(1, tokens - self._contributed_tokens[fragment]) + DISTINCT * chance
 
     def awaited(self, sent: Sequence[int]) -> set[int]:
@@ -120,15 +122,22 @@ class WorkAccount:
         self.versions[fragment] = version  # outcomes come in their order; a peer may turn back to others
         return self.in_flight.pop(fragment, None) if ends_offer else self.in_flight.get(fragment)
 
+    def left_out(self, fragment: int) -> None:
+        """The others have made a round without us, and its state is ours now: in short rounds we are due at
+        once, since they may be ready for the next. Who waited for its own point would come late to that one
+        too, and to all that follow: of 256 peers in eight cells, with rounds of 10 s, more and more."""
+        if self._are_rounds_short and self._has_offered[fragment]:
+            self._missed[fragment] = self._overdue
+
     def step(
         self, fragment: int, sent: Sent | None, share: float, *, position: float, inner_steps: int, now: float
     ) -> Lag:
         """An outer step was taken. ``sent``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. Who
-        has none in it is due at once: the others, who were in it, may be ready for the next."""
+        has none in it was ``left_out``."""
         if sent is None:
             return Lag(0, 0, 0.0)
-        if not share and self._are_rounds_short:
-            self._missed[fragment] = self._overdue
+        if not share:
+            self.left_out(fragment)
         known = self._contributed_tokens[fragment]
         self._contributed_tokens[fragment] = known + share * (sent.tokens - known)
         self._delays_s.append(now - sent.at)

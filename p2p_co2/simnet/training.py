@@ -218,9 +218,11 @@ class Training:
             self._apply(self._ledger.outcomes.popleft())
 
     def _apply(self, outcome: Outcome) -> None:
-        fragment = outcome.fragment
+        fragment, is_newer = outcome.fragment, outcome.version > self.versions[outcome.fragment]
         sent = self._account.meet(fragment, outcome.version, outcome.ends_offer)
         if not outcome.stepped:
+            if is_newer:
+                self._account.left_out(fragment)
             return
         self.contributions += outcome.contributed and sent is not None
         lag = self._account.step(

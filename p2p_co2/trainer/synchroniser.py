@@ -284,7 +284,7 @@ class Synchroniser:
             self._apply(outcome)
 
     def _apply(self, outcome: Outcome) -> None:
-        fragment = outcome.fragment
+        fragment, is_newer = outcome.fragment, outcome.version > self.versions[outcome.fragment]
         sent = self._account.meet(fragment, outcome.version, outcome.ends_offer)
         if outcome.merge is not None:
             if outcome.merge.keep == 0.0:
@@ -296,6 +296,8 @@ class Synchroniser:
         if outcome.trouble:
             self._report(ev.Warned, text=f"fragment {fragment}: {outcome.trouble}")
         if outcome.report is None:
+            if is_newer:
+                self._account.left_out(fragment)
             return
         lag = self._account.step(
             fragment, sent, outcome.share,
