@@ -180,6 +180,13 @@ def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:
         raise ConfigError("command line", "--cells", f"1 to {MAX_CELLS}, or 0 to choose (got {cells})")
     if not options.cells and cells == 1 and options.peers > MAX_MEMBERS:
         cells = cells_for(options.peers)
+    most = max(1, options.peers // FEW_IN_A_CELL)
+    if cells > most:
+        raise ConfigError(
+            "command line", "--cells",
+            f"{cells} cells need {FEW_IN_A_CELL * cells} peers, {FEW_IN_A_CELL} each, so that one may be away: at "
+            f"most {most} for {options.peers}, or more --peers",
+        )  # fmt: skip
     if cells == run.cells:
         return run
     if cells > 1:
