@@ -184,8 +184,8 @@ def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:
     if cells > most:
         raise ConfigError(
             "command line", "--cells",
-            f"{cells} cells need {FEW_IN_A_CELL * cells} peers, {FEW_IN_A_CELL} each, so that one may be away: at "
-            f"most {most} for {options.peers}, or more --peers",
+            f"{cells} cells need {FEW_IN_A_CELL * cells} peers, {FEW_IN_A_CELL} each, so that one may be "
+            f"away: at most {most} for {options.peers}, or more --peers",
         )  # fmt: skip
     if cells == run.cells:
         return run
