@@ -18,6 +18,7 @@ from p2p_co2.errors import TransportError
 from p2p_co2.node import network as room
 from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, lead_nowhere_else, publishable
 from p2p_co2.ticket import Ticket
+from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
@@ -103,3 +104,25 @@ async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -
         finally:
             await network.discovery.close()
             await stop_p2p(network.p2p)
+
+
+async def test_relayed_links_are_led_to_where_the_newest_records_say(tmp_path: Path) -> None:
+    async with asyncio.timeout(60):
+        identity = Identity.load_or_create(tmp_path / "identity")
+        network = Network(identity, PeerConfig(carrier="libp2p"), Ticket(RUN, identity.peer_id, (DEAD,)))
+        network.p2p = await start_p2p(tmp_path / "identity")
+        try:
+            await network.start_carriers(ignore, lambda *_: None)
+            (carrier,) = network.carriers
+            assert isinstance(carrier, Libp2pCarrier)
+            for port in (1, 2):
+                maddr = f"/ip4/203.0.113.9/tcp/{port}"
+                network._records.found([PeerRecord(peer="c", run=RUN, maddrs=[maddr])], float(port))
+                assert tuple(carrier._ways._newest(PeerId("c"))) == (maddr,)
+        finally:
+            await network.close()
+            await stop_p2p(network.p2p)
+
+
+async def ignore(sender: PeerId, data: bytes) -> None:
+    return None

@@ -234,16 +234,16 @@ async def test_holes_are_tried_by_one_end_where_both_have_an_address(monkeypatch
 
 async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its packets find a router that has heard of an attempt that is over."""
-    dialled: list[str] = []
+    dialled: list[tuple[PeerId, object]] = []
 
     async def dial(p2p: object, peer: PeerId, maddrs: object, timeout_s: float) -> None:
-        dialled.append(peer)
+        dialled.append((peer, maddrs))
         raise TransportError("nobody is there any more")
 
     monkeypatch.setattr(libp2p_ways, "reach", dial)
-    for me, relayed, wanted in (("c", True, [B]), ("c", False, []), ("a", True, [])):
+    for me, relayed, wanted in (("c", True, [(B, (DIRECT,))]), ("c", False, []), ("a", True, [])):
         dialled.clear()
-        ways = Ways(None, PeerId(me), tuple)  # type: ignore[arg-type]
+        ways = Ways(None, PeerId(me), tuple, lambda peer: [DIRECT])  # type: ignore[arg-type]
         ways.start()
         ways.ended(Link(is_relayed=relayed))
         await asyncio.sleep(0)
@@ -310,10 +310,15 @@ async def test_a_relayed_link_that_the_other_end_hangs_up_is_dialled_again(tmp_p
         (first, first_id), (last, last_id) = sorted((a, b), key=lambda pair: pair[1])
         places = Places(first, first_id, [maddr])
         await places.renew()
-        carriers = []
+        carriers, asked = [], list[PeerId]()
+
+        def newest(peer: PeerId) -> list[str]:
+            asked.append(peer)
+            return []
+
         owned = [Identity.load_or_create(tmp_path / name / "identity") for name in "ab"]
         for p2p, identity in zip((first, last), sorted(owned, key=lambda one: one.peer_id), strict=True):
-            carriers.append(Libp2pCarrier(p2p, identity, bytes(32)))
+            carriers.append(Libp2pCarrier(p2p, identity, bytes(32), newest=newest))
             await carriers[-1].start(nothing, lambda peer, error: None)
         record = PeerRecord(peer=first_id, run=bytes(32), maddrs=[places.held[0].maddr])
         link = await carriers[1].connect(record)
@@ -322,6 +327,7 @@ async def test_a_relayed_link_that_the_other_end_hangs_up_is_dialled_again(tmp_p
         await link.wait_closed()
         while first_id not in await ways_to_peers(last, PATIENCE_S):  # noqa: ASYNC110 (the daemon tells nobody)
             await asyncio.sleep(0.05)
+        assert asked == [first_id], "it may have another address by now"
         for carrier in carriers:
             await carrier.close()
 
