@@ -386,12 +386,9 @@ class Member:
         if self.exchange is not None and (sums_due_at := self.exchange.get_timer()) is not None:
             times.append(sums_due_at)
         # Each mean's due time has to fire once; a later one is told by news, not by the clock.
-        times += [state.due_at for part, state in enumerate(self._parts) if self._must_report(part)]
-        return min(times)
-
-    def _must_report(self, part: int) -> bool:
         told = self._told.lost_parts if self._told is not None else ()
-        return self._parts[part].mean is None and part not in told
+        times += [s.due_at for part, s in enumerate(self._parts) if s.mean is None and part not in told]
+        return min(times)
 
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
