@@ -110,8 +110,8 @@ class _Watch:
 class Outlook:
     """``mine``: how our own cell stands, kept by the shell; ``hurry``: whether this peer waits for the
     others' word; ``revision`` grows with what is news of other cells, but not with positions; ``seen`` with
-    each sight of this peer's own, ``has_seen_news`` says whether one differed from the last.
-    ``rests``: whether this peer only trains, as ``membership`` has it; ``ends``: whether it is done.
+    each sight of this peer's own, ``has_seen_news`` says whether one differed from the last; ``listed`` with
+    what ``held`` counts. ``rests``: whether this peer only trains, as in ``membership``; ``ends``: is done.
     ``secret``: what nobody else knows: ids are free, and who knew in which order each watcher asks could make
     one that all of them ask first."""
 
@@ -121,7 +121,7 @@ class Outlook:
         self.rests = self.ends = False
         self.mine = CellSight(cell=self.cell)
         self.hurry = True
-        self.revision = self.seen = 0
+        self.revision = self.seen = self.listed = 0
         self.has_seen_news = False
         self.words: dict[int, CellWord] = {}
         self.wanted: list[int] = []
@@ -211,6 +211,7 @@ class Outlook:
             listed = [peer for peer in peers if cell_of(peer, self.cells) == cell]
             mine = self._secret + self.me
             watch.known = sorted(listed, key=lambda peer: _rank(mine + peer, cell))[:KNOWN_KEPT]
+            self.listed += 1
             if watch.asked is None and watch.known:
                 self._look(cell, watch, now)
 
@@ -227,7 +228,7 @@ class Outlook:
         mine = sorted(mine, key=lambda cell: _rank(self.me, cell))[:MAX_WATCHED]
         if mine != list(self._watched):
             self._watched = {cell: self._watched.get(cell) or _Watch([]) for cell in mine}
-            self._next_at = now
+            self._next_at, self.listed = now, self.listed + 1
 
     def _first(self, cell: int) -> list[PeerId]:
         """The first peers of our cell to watch ``cell``: as many again as do, who may see another swarm."""

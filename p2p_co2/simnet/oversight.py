@@ -42,8 +42,9 @@ class Oversight:
         self._outlook = node.far.outlook
         self._is_over = False
         self._has_cells = process.swarm.run_config.cells > 1
-        self._revision = self._fetched = self._posted = -1
-        """What the rounds machine, catching up and the links had counted when they were looked at last."""
+        self._revision = self._fetched = self._posted = self._listed = -1
+        """What the rounds machine, catching up, the links and the outlook had counted when they were looked
+        at last."""
         self._agreed: list[object] = []
         self._offered_at: list[float | None] = []
         self._offers: dict[tuple[int, float], float] = {}
@@ -75,9 +76,9 @@ class Oversight:
 
     def turned(self) -> None:
         """A turn has ended."""
-        rounds, membership, links = self._rounds, self._membership, self._process.links
-        if rounds.revision != self._revision:
-            self._revision = rounds.revision
+        membership, links = self._membership, self._process.links
+        if self._rounds.revision != self._revision:
+            self._revision = self._rounds.revision
             self._look_at_rounds()
         if self._catchup.revision != self._fetched:
             self._fetched = self._catchup.revision
@@ -91,8 +92,11 @@ class Oversight:
             self._longest = longest
             self._weigh(3, membership.held())
         if self._has_cells:
-            self._weigh(4, self._outlook.held())
-            self._note_timer(2, self._outlook.get_timer())
+            if self._outlook.listed != self._listed:
+                self._listed = self._outlook.listed
+                self._weigh(4, self._outlook.held())
+            if (look_at := self._outlook.get_timer()) != self._timers_at[2]:
+                self._note_timer(2, look_at)
         beat_at = membership.get_timer()
         at = self._others_at if beat_at is None or beat_at > self._others_at else beat_at
         if at != self._next_at:
