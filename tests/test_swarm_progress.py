@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -218,3 +219,22 @@ def test_one_whose_own_last_offer_ends_when_it_is_alone_need_not_be_told_anythin
     assert place.progress.conclude_at() < float("inf")
     place.conclude()
     assert place.progress.settled
+
+
+@pytest.mark.parametrize(
+    ("round_s", "is_hurried"), [(10.0, True), (15.0, True), (60.0, False), (math.inf, False)]
+)
+def test_other_cells_are_looked_at_quickly_while_rounds_are_short(round_s: float, is_hurried: bool) -> None:
+    """A cell that was late for a round saw what the others had made five seconds later, and came too late
+    to the next one, too: of eight cells two stayed out of one fragment's rounds of 10 s to the end."""
+    node: Any = SimpleNamespace(
+        me=PeerId("me"),
+        identity=SimpleNamespace(sign=lambda context, data: b"secret"),
+        membership=SimpleNamespace(quiet_s=0.0, live={}),
+        progress=SimpleNamespace(local=LocalProgress(Status.TRAINING), rests=False, rounds_per_s=1 / round_s),
+        catching=SimpleNamespace(has_heard=False),
+        rounds=SimpleNamespace(set_other_cells=lambda versions, finished: None),
+    )
+    far = Far(node, 2, cast(Any, None))
+    far.conclude(0.0)
+    assert far.outlook.hurry == is_hurried

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.errors import TransportError
 from p2p_co2.outlook import Outlook
+from p2p_co2.schedule import ALONE_S
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.messages_pb2 import CellSight, PeerRecord, Status
@@ -69,11 +70,13 @@ class Far:
         return bool(wanted)
 
     def conclude(self, now: float) -> None:
-        """Put together what our cell sees of the others, now and then."""
+        """Put together what our cell sees of the others, now and then; soon in short rounds: a cell that sees
+        late what the others made without it comes late to their next round, too, and so on."""
         if self.cells == 1:
             return
         phase, has_heard = self._node.progress.local.phase, self._node.catching.has_heard
-        self.outlook.hurry = phase != Status.TRAINING or has_heard
+        is_round_short = self._node.progress.rounds_per_s * ALONE_S >= 1.0
+        self.outlook.hurry = phase != Status.TRAINING or has_heard or is_round_short
         self.outlook.ends = phase == Status.DRAINING
         self.outlook.rests = self._node.progress.rests
         every_s = CONCLUDED_QUICKLY_EVERY_S if self.outlook.hurry else CONCLUDED_EVERY_S
