@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from p2p_co2 import outlook
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.membership import MAX_PEERS, Membership
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.outlook import Outlook
 from p2p_co2.rounds import DECISION_CONTEXT, bounds
 from p2p_co2.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.rounds.coordination import Coordination
@@ -28,7 +30,7 @@ from p2p_co2.simnet.work import Work, add, mean_of, pack, unpack
 from p2p_co2.telemetry.events import FragmentSent
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
-from p2p_co2.wire.messages_pb2 import Decision, Outcome
+from p2p_co2.wire.messages_pb2 import CellLook, CellSight, Decision, Outcome
 
 ROUND_S = 4.0
 CLOCK = ClockConfig(mode="time", round_s=ROUND_S, rounds=5)
@@ -259,6 +261,23 @@ def test_a_list_of_peers_that_is_too_long_for_a_moment_is_caught() -> None:
     swarm.world.call_at(8.3, plant)
     found = swarm.run().violations
     assert {(one.law, one.at) for one in found} == {("memory", 8.3)}
+
+
+def test_a_list_that_grows_without_being_counted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks how our cell stands is remembered for good."""
+    receive = Outlook.receive
+
+    def remember(mine: Outlook, message: CellLook | CellSight, sender: PeerId, now: float) -> None:
+        receive(mine, message, sender, now)
+        for watch in mine._watched.values():
+            watch.known.append(sender)
+
+    monkeypatch.setattr(Outlook, "receive", remember)
+    monkeypatch.setattr(outlook, "KNOWN_KEPT", 8)
+    run = RunConfig(name="planted", fragments=2, clock=CLOCK, cells=2)
+    found = Swarm(Settings(run=run, peers=8, seed=5), EventLog()).run().violations
+    assert laws(found) == {"memory"}
+    assert all(one.text.startswith("KNOWN_KEPT: holds ") for one in found)
 
 
 def test_every_machine_that_a_node_has_is_looked_over_for_what_it_holds() -> None:

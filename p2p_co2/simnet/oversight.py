@@ -9,8 +9,9 @@ Laws: no timer is due for longer than ``OVERDUE_S`` while its process could run;
 and ends within the bound of the run; what is held stays within the bound that it names. Nothing here changes
 what the process does.
 
-Price: a few percent of a simulation. What a machine of the rounds, or a link's queue, holds is looked at only
-after turns that called it.
+Price: a few percent of a simulation. What a machine of the rounds, a link's queue or the outlook holds is
+looked at only after turns in which it counted something, and what grows without being counted as the alarm
+comes.
 """
 
 from __future__ import annotations
@@ -115,6 +116,16 @@ class Oversight:
             self._agreed = list(self._node.agreed)
             self._inspector.forks.holds(self._process.peer, self._node.agreed)
 
+    def _weigh_all(self) -> None:
+        links = self._process.links
+        self._weigh(0, self._rounds.held())
+        self._weigh(1, self._catchup.held())
+        if links is not None:
+            self._weigh(2, links.held())
+        self._weigh(3, self._membership.held())
+        if self._has_cells:
+            self._weigh(4, self._outlook.held())
+
     def _weigh(self, place: int, held: dict[str, tuple[int, int]]) -> None:
         if held == self._held[place]:
             return
@@ -170,6 +181,7 @@ class Oversight:
         nearest = self._nearest_timer()
         if nearest != self._next_at:
             self._next_at, self._since = nearest, now
+        self._weigh_all()
         if now > self._timers_due_at() - JUST_S:
             self._tell_of_timers()
             self._since = now
