@@ -197,13 +197,9 @@ class Synchroniser:
             base, payload = offer.base_version, offer.payload
             self._wire.offer(Offer(index, offer.round, base, agreed.digest, payload, weight, is_last))
             self._report(
-                ev.FragmentSent,
-                fragment=index,
-                round=offer.round,
-                payload_bytes=len(offer.payload),
-                weight=weight,
+                ev.FragmentSent, fragment=index, round=offer.round, payload_bytes=len(payload), weight=weight,
                 relative_error=offer.relative_error,
-            )
+            )  # fmt: skip
 
         snapshot, taken = self.live.snapshot(fragment), self._account.taken[fragment]
         self._encoding = self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded)
@@ -281,7 +277,13 @@ class Synchroniser:
         if sent is not None and outcome.report is not None and self.inner_steps < sent.inner_steps + delay:
             self._held.append((sent.inner_steps + delay, outcome))
         else:
-            self._apply(outcome)
+            self._apply_next(outcome)
+
+    def _apply_next(self, outcome: Outcome) -> None:
+        """Apply it; before it, what is held back of its fragment: a state that is loaded has met that."""
+        if any(held.fragment == outcome.fragment for _, held in self._held):
+            self.release_held()
+        self._apply(outcome)
 
     def _apply(self, outcome: Outcome) -> None:
         fragment, is_newer = outcome.fragment, outcome.version > self.versions[outcome.fragment]
@@ -333,7 +335,7 @@ class Synchroniser:
             if isinstance(outcome, Moment):
                 self._save(outcome)
             else:
-                self._apply(outcome)
+                self._apply_next(outcome)
         return True
 
     # ---- the end
