@@ -25,6 +25,7 @@ from p2p_co2.simnet.forks import Forks
 from p2p_co2.simnet.laws import Auditor, Books, History
 from p2p_co2.simnet.ledger import CountingLedger, State
 from p2p_co2.simnet.oversight import OVERDUE_S
+from p2p_co2.simnet.training import Training
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work, add, mean_of, pack, unpack
 from p2p_co2.telemetry.events import FragmentSent
@@ -152,6 +153,21 @@ def test_a_process_that_stands_still_is_caught_when_its_timer_is_overdue(stands_
     assert laws(found) == {"deadlines"}
     assert found[0].at == pytest.approx(due_at[0] + OVERDUE_S, abs=1e-3)
     assert found[0].peer == swarm.volunteers[0].identity.peer_id
+
+
+def test_an_end_that_takes_longer_than_it_was_told_to_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sees that all agree, and everybody waits for it ten times as long as it said."""
+    wait = Training._wait
+
+    async def wait_on(training: Training, done: Callable[[], bool], bound_s: float, *look_s: float) -> bool:
+        return await wait(training, done, 10 * bound_s if look_s else bound_s, *look_s)
+
+    monkeypatch.setattr(Training, "_wait", wait_on)
+    monkeypatch.setattr(Training, "_settled", lambda training: False)
+    settings = Settings(run=RunConfig(name="planted", fragments=2, clock=CLOCK), peers=3, seed=5)
+    found = Swarm(settings, EventLog()).run().violations
+    assert [one.law for one in found] == ["deadlines"] * 3
+    assert {one.text for one in found} == {"is there 145 s after its training, for 85 s told"}
 
 
 def without_end(

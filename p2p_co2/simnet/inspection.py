@@ -47,6 +47,11 @@ class Inspector:
         """A process has its node now."""
         self._oversights[process] = Oversight(process, node, self, self.offer_bound_s)
 
+    def saw_training_end(self, process: Process, told_s: float) -> None:
+        """A process has trained to the end of the run, and told within what time it goes."""
+        if (oversight := self._oversights.get(process)) is not None:
+            oversight.goes_within(told_s, self._swarm.world.now)
+
     def offer_ended(self, after_s: float) -> None:
         self.longest_offer_s = max(self.longest_offer_s, after_s)
 

@@ -6,8 +6,8 @@ falls within one turn is not.) A process that takes no turns any more is found b
 at which a timer or an offer will have waited too long, and set anew when that moment comes for nothing.
 
 Laws: no timer is due for longer than ``OVERDUE_S`` while its process could run; an open offer has a timer
-and ends within the bound of the run; what is held stays within the bound that it names. Nothing here changes
-what the process does.
+and ends within the bound of the run; whoever has trained to the end goes within the time that it told; what
+is held stays within the bound that it names. Nothing here changes what the process does.
 
 Price: a few percent of a simulation. What a machine of the rounds, a link's queue or the outlook holds is
 looked at only after turns in which it counted something, and what grows without being counted as the alarm
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 OVERDUE_S = 1.5
 """A timer that is later than this is one that nobody heeds (a process looks at its timers at least every
 second)."""
+HANG_UP_S = 60.0
+"""So much later than a peer told that it would be gone it may still be there: to say goodbye."""
 JUST_S = 1e-6
 """What floats of seconds since 1970 cannot tell."""
 
@@ -217,6 +219,19 @@ class Oversight:
         """How long the process stood still after ``since``, or since its oldest offer came."""
         since = min(self._offers.values(), default=0.0) if since is None else since
         return sum(max(0.0, until - max(since, at)) for at, until in self._process.stalls)
+
+    # ---- the end
+
+    def goes_within(self, told_s: float, since: float) -> None:
+        """Training ended at ``since``, and the process said how long it may take to go."""
+        if self._is_over:
+            return
+        due_at = since + told_s / self._rate + self._slept_s(since) + HANG_UP_S
+        if self._world.now < due_at:
+            self._world.call_at(due_at, self.goes_within, told_s, since)
+            return
+        age_s = self._world.now - since
+        self._broken("deadlines", f"is there {age_s:.0f} s after its training, for {told_s:.0f} s told")
 
     # ---- what is wrong
 

@@ -241,6 +241,8 @@ class Process:
             return
         if isinstance(event, ev.FragmentApplied) and event.contributed and self.contributed_at is None:
             self.contributed_at = self.swarm.world.now
+        if isinstance(event, ev.TrainingEnded):
+            self.swarm.inspector.saw_training_end(self, event.offers_within_s + event.settles_within_s)
         self.swarm.log.write(event)
 
     def _say_started(self) -> None:
