@@ -3,9 +3,7 @@ faults."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +13,11 @@ from torch import Tensor
 
 from p2p_co2 import outer
 from p2p_co2.averaging import mean_of_parts
-from p2p_co2.checkpoint import state_bytes, state_digest
+from p2p_co2.checkpoint import state_digest
 from p2p_co2.codec import get_codec
 from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
-from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
+from p2p_co2.errors import LocalProtocolError
+from p2p_co2.node.ledger import PartWeights
 from p2p_co2.outer import Merge
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
@@ -396,76 +394,3 @@ def test_a_second_offer_while_one_is_in_flight_is_a_bug() -> None:
     peer.offer()
     with pytest.raises(LocalProtocolError, match="in flight"):
         peer.offer()
-
-
-# ---- on the worker thread
-
-
-def make_ledger() -> TensorLedger:
-    run = run_config()
-    codec = get_codec("fp32")
-    return TensorLedger(codec, [FragmentLedger(run, codec, "a", outer.init(torch.zeros(BLOCK)))])
-
-
-async def test_a_hostile_slice_is_refused_and_named() -> None:
-    ledger = make_ledger()
-    good = torch.ones(BLOCK).numpy().tobytes()
-    bad = torch.full((BLOCK,), math.nan).numpy().tobytes()
-    with pytest.raises(SliceRefused) as refused:
-        await ledger.reduce(0, [("a", 1.0, good), ("mallory", 1.0, bad)])
-    assert refused.value.peer == "mallory"
-    assert await ledger.reduce(0, [("a", 1.0, good)]) == good
-    ledger.close()
-
-
-async def test_commits_out_of_turn_change_nothing() -> None:
-    ledger = make_ledger()
-    before = ledger.agreed()[0]
-    mean = AgreedMean(0, 5, 4, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
-    assert await ledger.commit(mean) == before
-    assert ledger.outcomes.empty()
-    ledger.close()
-
-
-async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> None:
-    donor, late = make_ledger(), make_ledger()
-    mean = AgreedMean(0, 1, 0, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
-    await donor.commit(mean)
-    version, exported = await donor.export(0)
-    data = exported[:]
-    assert [exported[70:80], exported[582:586], len(exported)] == [data[70:80], data[582:586], len(data)]
-    with pytest.raises(DigestMismatch):
-        await late.adopt(0, data, AgreedVersion(1, bytes(32)))
-    with pytest.raises(RemoteProtocolError):
-        await late.adopt(0, data[:-1], version)
-    assert late.agreed()[0].version == 0
-    assert await late.adopt(0, data, version) == version
-    await donor.commit(replace(mean, round=2, base_version=1))
-    assert exported[:] == data == state_bytes(late.states()[0])  # the export stays as it was
-    with pytest.raises(RemoteProtocolError):
-        await donor.adopt(0, data, version)  # an older one: only for who goes back to most others
-    assert await donor.adopt(0, data, version, goes_back=True) == version == donor.agreed()[0]
-    donor.close()
-    late.close()
-
-
-def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
-    ledger = make_ledger()
-    called = []
-    snapshot = torch.full((BLOCK,), math.nan)
-    future = ledger.submit_offer(0, snapshot, 1.0, 0, lambda *offer: called.append(offer))
-    future.result()
-    outcome = ledger.outcomes.get_nowait()
-    assert not called
-    assert outcome.merge is not None
-    assert outcome.merge.keep == 0.0
-    assert "not finite" in outcome.trouble
-    ledger.close()
-
-
-def test_the_worker_is_one_thread_and_close_ends_it() -> None:
-    ledger = make_ledger()
-    asyncio.run(ledger.export(0))
-    worker = ledger._worker
-    ledger.close()
-    assert not any(thread.is_alive() for thread in worker._threads)

@@ -1,0 +1,89 @@
+"""What the tensor side of one peer does on its worker thread, for the network thread and for training."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from p2p_co2 import outer
+from p2p_co2.checkpoint import state_bytes
+from p2p_co2.codec import get_codec
+from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
+from p2p_co2.trainer.fragment_ledger import FragmentLedger
+from p2p_co2.trainer.ledger import TensorLedger
+from tests.test_trainer_ledger import BLOCK, run_config
+
+
+def make_ledger() -> TensorLedger:
+    run = run_config()
+    codec = get_codec("fp32")
+    return TensorLedger(codec, [FragmentLedger(run, codec, "a", outer.init(torch.zeros(BLOCK)))])
+
+
+async def test_a_hostile_slice_is_refused_and_named() -> None:
+    ledger = make_ledger()
+    good = torch.ones(BLOCK).numpy().tobytes()
+    bad = torch.full((BLOCK,), math.nan).numpy().tobytes()
+    with pytest.raises(SliceRefused) as refused:
+        await ledger.reduce(0, [("a", 1.0, good), ("mallory", 1.0, bad)])
+    assert refused.value.peer == "mallory"
+    assert await ledger.reduce(0, [("a", 1.0, good)]) == good
+    ledger.close()
+
+
+async def test_commits_out_of_turn_change_nothing() -> None:
+    ledger = make_ledger()
+    before = ledger.agreed()[0]
+    mean = AgreedMean(0, 5, 4, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    assert await ledger.commit(mean) == before
+    assert ledger.outcomes.empty()
+    ledger.close()
+
+
+async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> None:
+    donor, late = make_ledger(), make_ledger()
+    mean = AgreedMean(0, 1, 0, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    await donor.commit(mean)
+    version, exported = await donor.export(0)
+    data = exported[:]
+    assert [exported[70:80], exported[582:586], len(exported)] == [data[70:80], data[582:586], len(data)]
+    with pytest.raises(DigestMismatch):
+        await late.adopt(0, data, AgreedVersion(1, bytes(32)))
+    with pytest.raises(RemoteProtocolError):
+        await late.adopt(0, data[:-1], version)
+    assert late.agreed()[0].version == 0
+    assert await late.adopt(0, data, version) == version
+    await donor.commit(replace(mean, round=2, base_version=1))
+    assert exported[:] == data == state_bytes(late.states()[0])  # the export stays as it was
+    with pytest.raises(RemoteProtocolError):
+        await donor.adopt(0, data, version)  # an older one: only for who goes back to most others
+    assert await donor.adopt(0, data, version, goes_back=True) == version == donor.agreed()[0]
+    donor.close()
+    late.close()
+
+
+def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
+    ledger = make_ledger()
+    called = []
+    snapshot = torch.full((BLOCK,), math.nan)
+    future = ledger.submit_offer(0, snapshot, 1.0, 0, lambda *offer: called.append(offer))
+    future.result()
+    outcome = ledger.outcomes.get_nowait()
+    assert not called
+    assert outcome.merge is not None
+    assert outcome.merge.keep == 0.0
+    assert "not finite" in outcome.trouble
+    ledger.close()
+
+
+def test_the_worker_is_one_thread_and_close_ends_it() -> None:
+    ledger = make_ledger()
+    asyncio.run(ledger.export(0))
+    worker = ledger._worker
+    ledger.close()
+    assert not any(thread.is_alive() for thread in worker._threads)
