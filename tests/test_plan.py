@@ -18,7 +18,7 @@ from bootstrap.plan.links import GivenLink, read_links
 from bootstrap.plan.picture import jobs_of
 from bootstrap.plan.report import WHY, print_plan, seconds, size
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning.cell_count import advice_on_cells, cells_for
+from p2p_co2.planning.cell_count import advice_on_cells, advice_on_short_rounds, cells_for
 from p2p_co2.planning.simulator import utilisation
 from p2p_co2.recipes import load_recipe
 
@@ -120,6 +120,18 @@ def test_a_plan_for_a_large_swarm_says_into_how_many_cells_it_should_be_cut(run_
     print_plan(make_plan(options(run_file, peers=1024)), Console(file=text, width=400))
     assert "for 1024 peers 1 cell is few: set cells = 20 and group_size = 64" in " ".join(
         text.getvalue().split()
+    )
+
+
+def test_a_plan_over_cells_asks_for_rounds_that_a_cell_can_catch_up_in(run_file: Path) -> None:
+    assert advice_on_short_rounds(10.0, 1) == advice_on_short_rounds(20.0, 8) == ""
+    run_file.write_text(
+        'name = "p"\ncells = 2\ngroup_size = 64\n[clock]\nmode = "time"\nround_s = 10\n', encoding="utf-8"
+    )
+    text = StringIO()
+    print_plan(make_plan(options(run_file, peers=40)), Console(file=text, width=400))
+    assert "over cells a round every 10 s is short, those that miss one may stay out: set round_s = 20" in (
+        " ".join(text.getvalue().split())
     )
 
 
