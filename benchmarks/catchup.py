@@ -219,11 +219,12 @@ def _donor(ticket: str, folder: str, width: str, donors: str, name: str, fault: 
 def _lie() -> None:
     send = Donor._send_chunk
 
-    def wrong(self: Donor, fetch: Any, peer: Any, data: bytes) -> None:
-        send(self, fetch, peer, data)
+    def wrong(self: Donor, fetch: Any, peer: Any, data: bytes) -> int:
+        size_bytes = send(self, fetch, peer, data)
         chunk = self._out.messages[-1][1]
         assert isinstance(chunk, Chunk)
         chunk.data = bytes(len(chunk.data))
+        return size_bytes
 
     Donor._send_chunk = wrong  # type: ignore[method-assign]
 
