@@ -130,9 +130,16 @@ def test_a_plan_over_cells_asks_for_rounds_that_a_cell_can_catch_up_in(run_file:
     )
     text = StringIO()
     print_plan(make_plan(options(run_file, peers=40)), Console(file=text, width=400))
-    assert "over cells a round every 10 s is short, those that miss one may stay out: set round_s = 20" in (
-        " ".join(text.getvalue().split())
-    )
+    advised = "over cells a round every 10 s is short, those that miss one may stay out: set round_s = 20"
+    assert advised in " ".join(text.getvalue().split())
+    # Also of a run that is only to be cut into cells; not of one that is to be one again.
+    short = '[clock]\nmode = "time"\nround_s = 10\n'
+    run_file.write_text('name = "p"\n' + short, encoding="utf-8")
+    assert advised in make_plan(options(run_file, peers=1024)).sources["links"]
+    run_file.write_text('name = "p"\ncells = 2\n' + short, encoding="utf-8")
+    told = make_plan(options(run_file, peers=20)).sources["links"]
+    assert "2 cells are many: set cells = 1" in told
+    assert advised not in told
 
 
 @pytest.mark.parametrize("mode", ["time", "steps"])
