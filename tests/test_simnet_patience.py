@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.node.catching import Catching
 from p2p_co2.profiles import PROFILES
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.rounds.bounds import READY_CAP_S, ROUND_CAP_S
-from p2p_co2.simnet import EventLog, Settings, Swarm, Violation
+from p2p_co2.schedule import FIRST_ROUND_BOUND_S, SLEW
+from p2p_co2.simnet import Churn, EventLog, Settings, Swarm, Violation
 from p2p_co2.simnet.internet import way_between
 from p2p_co2.simnet.patience import loading_s, offer_bound_s, run_bound_s
+from p2p_co2.telemetry.events import Event, TrainingEnded
 
 CLOCK = ClockConfig(mode="time", round_s=4.0, rounds=5)
 HOME, SLOW, SPACE = PROFILES["cable"], PROFILES["dsl"], PROFILES["satellite"]
@@ -118,3 +120,36 @@ def test_two_halves_that_never_find_together_again_are_called_out() -> None:
         found = swarm.run().violations
     assert [one.at for one in forks(found)] == pytest.approx([healed_at + swarm.inspector.heal_s] * 2)
     assert found[-1].text.endswith("different states at the end")
+
+
+def test_a_peer_that_stands_still_at_its_end_goes_so_much_later() -> None:
+    """And as long as it does, views may come to differ: a fork's time begins when it goes on."""
+    swarm, wrong_at, stands_s = swarm_of(3, 5, "fibre"), list[float | None](), 200.0
+
+    def look() -> None:
+        wrong_at.append(swarm.went_wrong_at())
+
+    def stop_first(event: Event) -> None:
+        if isinstance(event, TrainingEnded) and event.peer == swarm.peer_ids()[0]:
+            now = swarm.world.now
+            swarm.stall(0, now + stands_s)
+            wrong_at.append(now + stands_s - 1.0)
+            swarm.world.call_at(now + stands_s - 1.0, look)
+
+    swarm.log.readers.append(stop_first)
+    result = swarm.run()
+    assert {one.law for one in result.violations} <= {"end"}  # the others have gone without it
+    assert result.virtual_s > swarm.planned_s + stands_s
+    assert wrong_at[0] == wrong_at[1]
+
+
+def test_a_run_is_given_time_for_who_starts_last_and_for_rounds_that_are_awaited() -> None:
+    """Without them it would be cut off while its peers are still in time."""
+    limits = list[float]()
+    for blocking, faults in ((0, None), (3, None), (0, Churn(0.0, 500.0))):
+        run = RunConfig(name="patient", fragments=2, clock=CLOCK, outer=OuterConfig(blocking_rounds=blocking))
+        swarm = Swarm(Settings(run=run, peers=3, seed=5, faults=faults), EventLog())
+        swarm.world.run = limits.append  # type: ignore[method-assign]
+        swarm.run()
+    assert limits[1] == limits[0] + 3 * 2 * FIRST_ROUND_BOUND_S / (1 - SLEW)
+    assert limits[2] == limits[0] - 2.0 + 500.0

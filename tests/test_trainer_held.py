@@ -12,8 +12,11 @@ from p2p_co2.node.ledger import AgreedVersion
 from tests.test_trainer import Bench
 
 
+@pytest.mark.parametrize("while_waiting", [True, False])
 @pytest.mark.parametrize("starts_again", [True, False])
-def test_what_is_held_back_is_met_before_a_state_that_is_loaded(starts_again: bool) -> None:
+def test_what_is_held_back_is_met_before_a_state_that_is_loaded(
+    starts_again: bool, while_waiting: bool
+) -> None:
     """It was met after it: a second time, and the parameters counted as those of an older version."""
     made = Bench(sync_delay_steps=3)
     made.step(2)  # fragment 1 is sent
@@ -26,8 +29,10 @@ def test_what_is_held_back_is_met_before_a_state_that_is_loaded(starts_again: bo
     newer = state._replace(version=state.version + 1, params=state.params + 100.0)
     agreed = AgreedVersion(newer.version, state_digest(newer))
     asyncio.run(made.ledger.adopt(1, bytes(state_view(newer)), agreed))
+    if while_waiting:  # for another fragment's first round
+        made.sync._wait(made.ledger.outcomes.empty, 5.0)
     made.step()
-    own_steps = 0.0 if starts_again else 2.0  # since the offer, of which all is in the mean
+    own_steps = float(while_waiting) if starts_again else 2.0  # since the offer, all of which is in the mean
     assert made.sync.versions == [0, 2]
     made.step(3)
     assert made.sync.versions == [0, 2]
