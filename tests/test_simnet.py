@@ -16,10 +16,13 @@ from p2p_co2.profiles import profile_of
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
+from p2p_co2.simnet.laws import Books
+from p2p_co2.simnet.ledger import CountingLedger, Saved, State
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
+from p2p_co2.simnet.work import Work
 from p2p_co2.telemetry.events import Event, PeerFinished, PeerLeft
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
@@ -222,6 +225,49 @@ def test_bulk_waits_while_its_receiver_is_cut_off_or_restarts(is_cut: bool) -> N
     assert links.queued_bytes == 0
 
 
+def test_a_way_that_stood_idle_carries_no_more_than_one_that_did_not() -> None:
+    """It carried as much at the line's own rate as it could have carried meanwhile."""
+    world = VirtualTime()
+    net = Internet(world, random.Random(1), 1.0)
+    here, there = (
+        Endpoint(PeerId(name), profile_of("satellite", 1, index), world.loop())
+        for index, name in enumerate("ab")
+    )
+    net.endpoints = {one.peer: one for one in (here, there)}
+    came_at: list[float] = []
+
+    async def on_message(sender: PeerId, data: bytes) -> None:
+        came_at.append(world.now)
+
+    there.on_message = on_message
+    links = VirtualLinks(net, here, LinkObserver(lambda *_: None, lambda *_: None, lambda *_: None))
+    for at in (0.0, 100.0, 100.0, 300.0):
+        world.call_at(at, links.post, there.peer, bytes(100_000), True)
+    world.run(400.0)
+    path = net.path(here, there)
+    assert isinstance(path, Path)
+    takes_s = 100_000 / path.bytes_per_s
+    assert 9.0 < takes_s < 11.0
+    first, second, third, fourth = came_at
+    assert first > takes_s
+    assert [second - 100, third - 100, fourth - 300] == pytest.approx([takes_s, 2 * takes_s, takes_s], abs=3)
+
+
+def test_a_state_has_no_part_that_nobody_needs_to_load() -> None:
+    """It was filled up with zeros, which is what a newcomer's memory holds."""
+    world = VirtualTime()
+    loop = world.loop()
+    ledger = CountingLedger(
+        "a", [4], [960], 1.0, work=Work("a"), audit=Books([4], lambda: world.now), loop=loop
+    )
+    ledger.restore([Saved(State.of(0, 3, range(1, 9)), (0,) * 4)])
+    task = loop.create_task(ledger.export(0))
+    world.run(1.0)
+    agreed, data = task.result()
+    assert (agreed.version, len(data)) == (3, 960)
+    assert all(any(data[start : start + 32]) for start in range(0, 960, 32))
+
+
 def test_what_a_peer_asks_for_has_room_whatever_of_our_rounds_waits_for_it() -> None:
     world = VirtualTime()
     net = Internet(world, random.Random(1), 1.0)
@@ -247,10 +293,11 @@ def test_over_relays_too_slow_for_its_rounds_a_swarm_ends_in_one_state(seed: int
     swarm = Swarm(
         Settings(
             run=run, peers=4, seed=seed, profile="dsl", blocks=(16,) * 4, real_bytes_per_block=real_bytes,
+            state_factor=4,
         ),
         EventLog(digests=False),
     )  # fmt: skip
-    assert 500e3 < swarm.shape.chunk_bytes * swarm.internet.scale < 550e3  # as a real one
+    assert 130e3 < swarm.shape.chunk_bytes * swarm.internet.scale < 140e3  # a 64th
     result = swarm.run()
     assert result.violations == []
     assert len(result.digests) == 4

@@ -199,8 +199,9 @@ class CountingLedger:
     async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
         def work() -> tuple[AgreedVersion, bytes]:
             state = self.fragments[fragment].state
-            data = pack((state.version, *state.sums)).ljust(self._state_bytes[fragment], b"\0")
-            return AgreedVersion(state.version, state.digest), data
+            data = pack((state.version, *state.sums))
+            times = -(-self._state_bytes[fragment] // len(data))  # no zeros: nobody would have to load them
+            return AgreedVersion(state.version, state.digest), (times * data)[: self._state_bytes[fragment]]
 
         return await self._ask(self._state_bytes[fragment], work)
 

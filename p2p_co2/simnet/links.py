@@ -322,8 +322,9 @@ class VirtualLinks:
             arrives_at = lane.last_control_at = max(arrives_at, lane.last_control_at)
         else:
             self._measured_bytes += size
-            departs_at = self._me.up_free_at = max(world.now, self._me.up_free_at) + size / uplink
-            lane.free_at = max(departs_at, lane.free_at + size / path.bytes_per_s)
+            starts_at = max(world.now, self._me.up_free_at)
+            departs_at = self._me.up_free_at = starts_at + size / uplink
+            lane.free_at = max(departs_at, max(starts_at, lane.free_at) + size / path.bytes_per_s)
             if counts:
                 self._going_up.append((departs_at, lane, len(data)))
             arrives_at = lane.free_at + internet.travel_s(path, size)
