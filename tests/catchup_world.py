@@ -123,7 +123,9 @@ class World:
 
     def _export(self, machine: CatchUp, fragment: int, version: int) -> None:
         data = state_of(fragment, version)[-self.shape.state_bytes[fragment] :]
-        digests = [chunk_digest(data[chunk_at(i, len(data))]) for i in range(chunk_count(len(data)))]
+        size, chunk_bytes = len(data), self.shape.chunk_bytes
+        chunks = range(chunk_count(size, chunk_bytes))
+        digests = [chunk_digest(data[chunk_at(i, size, chunk_bytes)]) for i in chunks]
         machine.exported(fragment, version, data, hashlib.sha256(data).digest(), digests, self.now)
 
     def _send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:

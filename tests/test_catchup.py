@@ -20,14 +20,17 @@ from p2p_co2.catchup import (
     FetchFailed,
     Goal,
     Shape,
+    chunk_bytes_of,
+    chunk_count,
     chunk_digest,
     split_donors,
 )
-from p2p_co2.catchup.donor import EXPORT_KEPT_S, EXPORT_LONGEST_S
+from p2p_co2.catchup.donor import EXPORT_KEPT_S, EXPORT_LONGEST_S, SLOWLY_KEPT_S, SLOWLY_LONGEST_S
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
 from p2p_co2.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 from tests.catchup_world import (
     CHUNKS,
@@ -331,3 +334,37 @@ def test_fragments_start_with_different_donors() -> None:
     peers = [PeerId(name) for name in "abc"]
     assert [split_donors(peers, fragment)[0] for fragment in range(4)] == ["a", "b", "c", "a"]
     assert split_donors([], 1) == ()
+
+
+def test_chunks_are_as_small_as_a_slow_way_needs_and_as_large_as_a_large_state_allows() -> None:
+    assert chunk_bytes_of([1, 0]) == chunk_bytes_of([8 << 20]) == 64 << 10
+    assert chunk_bytes_of([1, 16 << 20]) == 128 << 10
+    assert chunk_bytes_of([64 << 20]) == chunk_bytes_of([1 << 40]) == MAX_DATA_BYTES
+    assert chunk_count((16 << 20) + 1, chunk_bytes_of([(16 << 20) + 1])) == 128
+
+
+def test_a_small_export_is_kept_for_those_who_take_long_over_it_and_makes_room_for_others() -> None:
+    """A second chunk was asked for when the first had come, and the state was no longer kept."""
+    size = EXPORTS_FREE_BYTES
+    machine = CatchUp(IDENTITIES[1], RUN, Shape((10, 10), (size, size)))
+    digests = [bytes(32)] * chunk_count(size)
+
+    def ask(fragment: int, now: float, want_chunk: bool = False, chunk: int = 0) -> None:
+        fetch = Fetch(what=STATE, fragment=fragment, version=5, want_chunk=want_chunk, chunk=chunk)
+        machine.receive(fetch, LATE if fragment == 0 else D2, now)
+        while isinstance(event := machine.next_event(), ExportWanted):
+            machine.exported(event.fragment, 5, bytes(size), bytes(32), digests, now)
+
+    for fragment in range(2):
+        machine.moved(fragment, 5)
+    ask(0, 0.0)
+    assert machine.get_timer() == EXPORT_KEPT_S  # nothing was taken yet
+    now = 0.0
+    for chunk in range(32):
+        ask(0, now, True, chunk)
+        assert machine.get_timer() == min(now + SLOWLY_KEPT_S, SLOWLY_LONGEST_S)
+        now += 18.0
+    turn_s = EXPORT_LONGEST_S + size / 250e3
+    assert turn_s < now < SLOWLY_LONGEST_S
+    ask(1, now - 17.9)  # a chunk was just taken, but its turn is over
+    assert [fragment for fragment, _ in machine.donor._exports] == [1]

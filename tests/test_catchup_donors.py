@@ -14,6 +14,7 @@ from p2p_co2.catchup import (
     Fetched,
     FetchFailed,
     Shape,
+    chunk_bytes_of,
 )
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
 from p2p_co2.catchup.line import OUTRUN_S, SLOW_CAP_S
@@ -163,6 +164,20 @@ def test_one_that_is_gone_is_found_out_though_the_others_are_slow() -> None:
     world.want(fragment=0)
     world.run()
     assert world.fetched().duration_s < 2.5 * SMALL / (3 * 60e3) + SLOW_CAP_S
+
+
+@pytest.mark.parametrize("mb", [0.8, 4.0])
+@pytest.mark.parametrize("donors", [1, 3])
+def test_a_small_state_comes_over_ways_of_10_kb_s(donors: int, mb: float) -> None:
+    """As between satellites behind relays. In chunks of half a megabyte no donor gave one in time, and a
+    state that took longer than a minute was no longer kept."""
+    size = int(mb * 1e6)
+    world = World(donors, 10e3, Shape((10, 10), (1000, size), chunk_bytes_of([size])))
+    world.want(fragment=1)
+    world.run(seconds=600.0)
+    event = world.fetched()
+    assert event.duration_s < 1.1 * size / (donors * 10e3) + 5.0
+    assert event.chunks_wasted <= donors
 
 
 def test_all_that_fall_silent_for_good_are_given_up() -> None:

@@ -13,6 +13,7 @@ from p2p_co2.catchup.line import (
     OUTRUN_S,
     SLOW_CAP_S,
     SLOW_FLOOR_S,
+    STALL_CAP_S,
     Line,
     Lines,
     all_there_in_s,
@@ -105,7 +106,7 @@ def test_one_that_gives_nothing_while_others_do_is_silent_and_none_while_nobody_
     lines.ask(a, (1, 99), 10.0)
     assert silence(lines, b) == 2.0 + FIRST_CHUNK_S
     assert silence(lines, b, 0.1) == 2.0 + 3.2
-    assert silence(lines, a) == 10.0 + SLOW_CAP_S  # so far nobody gives anything
+    assert silence(lines, a) == 10.0 + STALL_CAP_S  # so far nobody gives anything
     lines.gave(b, (2, 0), 18.0)  # our own line stood still
     assert silence(lines, a) == 18.0 + SLOW_FLOOR_S
     lines.ask(b, (2, 1), 18.0)
@@ -128,7 +129,20 @@ def test_one_alone_is_silent_by_its_own_measure_and_never_waited_for_without_end
         at += 1.9
         lines.gave(b, (2, chunk), at)
     lines.ask(b, (2, 60), at)
-    assert silence(lines, a) <= 0.1 + SLOW_FLOOR_S + SLOW_CAP_S
+    assert silence(lines, a) <= 0.1 + SLOW_FLOOR_S + STALL_CAP_S
+
+
+def test_over_ways_of_10_kb_s_a_donor_has_the_time_that_its_chunks_take() -> None:
+    """It was given up after 20 s, beside others no quicker, while what a round sent had its way."""
+    lines, slow = Lines(), line_of(6.5, owes=1)
+    assert silence(lines, slow, 6.5) == 4 * 6.5
+    assert silence(lines, line_of(12.0, owes=1), 12.0) == 4 * 12.0
+    assert silence(lines, line_of(20.0, owes=1), 20.0) == SLOW_CAP_S
+    assert silence(lines, slow, 0.1) == 3.2  # others are quick
+    first = Line(0.0)
+    first.ask((1, 0), 0.0)
+    assert silence(lines, first, 6.5) == 4 * 6.5
+    assert silence(lines, first, 1.0) == FIRST_CHUNK_S
 
 
 def test_who_was_outrun_is_forgotten_after_a_while_and_lines_are_bounded() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.node.catching import Catching
+from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.profiles import PROFILES
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.rounds.bounds import READY_CAP_S, ROUND_CAP_S
@@ -107,6 +108,27 @@ def test_a_fork_is_given_its_time_once_the_cut_is_over(until: float) -> None:
     assert result.violations == []
     assert result.forks == 2
     assert heal_s < until - 40.0 < result.longest_fork_s < until - 20.0 + heal_s
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_fork_heals_over_ways_of_10_kb_s(seed: int) -> None:
+    """Of 200,000 parameters, int4: no satellite gave another half a megabyte before it counted as silent, and
+    both fragments stayed forked to the end."""
+    values, round_s = 100_000, 60.0
+    encoded = payload_bytes("int4", values)
+    clock = ClockConfig(mode="time", round_s=round_s, rounds=12)
+    settings = Settings(
+        run=RunConfig(name="far", fragments=2, clock=clock), peers=6, seed=seed, profile="satellite",
+        blocks=(16, 16), real_bytes_per_block=encoded / 16, state_factor=round(8 * values / encoded),
+    )  # fmt: skip
+    swarm = Swarm(settings, EventLog(digests=False))
+    assert 750e3 < swarm.state_bytes[0] * swarm.internet.scale < 850e3
+    swarm.world.call_at(100.0, swarm.split, {peer: n % 2 for n, peer in enumerate(swarm.peer_ids())})
+    swarm.world.call_at(300.0, swarm.heal)
+    result = swarm.run()
+    assert result.violations == []
+    assert result.forks == 2
+    assert result.longest_fork_s < 200.0 + 2.5 * round_s
 
 
 def test_two_halves_that_never_find_together_again_are_called_out() -> None:

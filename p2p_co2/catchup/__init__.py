@@ -34,6 +34,7 @@ from p2p_co2.catchup.goals import (
     Outbox,
     Shape,
     Vouch,
+    chunk_bytes_of,
     split_donors,
 )
 from p2p_co2.catchup.kept import Store
@@ -58,6 +59,7 @@ __all__ = [
     "Shape",
     "Store",
     "chunk_at",
+    "chunk_bytes_of",
     "chunk_count",
     "chunk_digest",
     "split_donors",

@@ -28,7 +28,12 @@ EXPORT_KEPT_S = 15.0
 """An export that nobody asks for is dropped after this long: a newcomer that was interrupted may be back."""
 EXPORT_LONGEST_S = 60.0
 EXPORT_SLOWEST_BYTES_PER_S = 250e3
-"""No export is kept for longer than ``EXPORT_LONGEST_S`` and the time its bytes take at this rate."""
+"""Nobody has an export in use for longer than ``EXPORT_LONGEST_S`` and the time its bytes take at this rate,
+and a large one is kept no longer."""
+SLOWLY_KEPT_S, SLOWLY_LONGEST_S = 60.0, 600.0
+"""The same for one within ``EXPORTS_FREE_BYTES`` that somebody takes chunks of: over a slow line the next one
+is asked for when the last has come. It makes room for whoever wants another; a newcomer loads for no longer
+(``trainer.connection``)."""
 EXPORT_REST = 3.0
 """How many times as long as an export took no other is begun, if all states together are large: the rounds
 need the same thread. A newcomer takes longer to load one anyway."""
@@ -42,9 +47,24 @@ class _Export:
     manifest: Manifest
     loaders: Loaders
 
+    @property
+    def is_taken_slowly(self) -> bool:
+        """Whether it is kept for those who take long over it."""
+        return len(self.data) <= EXPORTS_FREE_BYTES and self.loaders.take_any
+
+    def turn_ends_at(self) -> float:
+        """When nobody can have it in use any more."""
+        return self.made_at + EXPORT_LONGEST_S + len(self.data) / EXPORT_SLOWEST_BYTES_PER_S
+
     def ends_at(self) -> float:
-        longest_s = EXPORT_LONGEST_S + len(self.data) / EXPORT_SLOWEST_BYTES_PER_S
-        return min(self.loaders.asked_last_at + EXPORT_KEPT_S, self.made_at + longest_s)
+        kept_s, longest_at = EXPORT_KEPT_S, self.turn_ends_at()
+        if self.is_taken_slowly:
+            kept_s, longest_at = SLOWLY_KEPT_S, max(longest_at, self.made_at + SLOWLY_LONGEST_S)
+        return min(self.loaders.asked_last_at + kept_s, longest_at)
+
+    def is_in_use(self, now: float, but_for: PeerId) -> bool:
+        """By anybody else."""
+        return now < self.turn_ends_at() and self.loaders.is_in_use(now, but_for)
 
 
 class Donor:
@@ -205,9 +225,8 @@ class Donor:
             return False
         wanted = self._shape.state_bytes[fetch.fragment]
         pending = sum(self._shape.state_bytes[fragment] for fragment in self._waiting)
-        loaders = {key: known.loaders for key, known in self._exports.items()}
-        idle = [key for key, its in loaders.items() if not its.is_in_use(now, but_for=peer)]
-        idle.sort(key=lambda key: loaders[key].asked_at(peer))
+        idle = [key for key, known in self._exports.items() if not known.is_in_use(now, but_for=peer)]
+        idle.sort(key=lambda key: self._exports[key].loaders.asked_at(peer))
         for key in (*idle, None):
             held = self.exported_bytes() + pending
             if not held or held + wanted <= EXPORTS_FREE_BYTES:

@@ -19,6 +19,18 @@ EXPORTS_FREE_BYTES = 16 << 20
 that a donor never holds more than one of them."""
 
 
+CHUNKS_OF_A_STATE, LEAST_CHUNK_BYTES = 128, 64 << 10
+"""A chunk is a state's part of so many, but within ``LEAST_CHUNK_BYTES`` and ``MAX_DATA_BYTES``."""
+
+
+def chunk_bytes_of(state_bytes: Sequence[int]) -> int:
+    """Bytes of a chunk where the fragments' states have so many. A way of 10 kB/s, as through a relay between
+    two satellites, carries the largest chunk in 52 s: its donor would count as silent, and on a connection
+    that it shares, what says that a peer lives would wait behind it. Whatever such ways can carry at all
+    within a newcomer's patience is small."""
+    return min(MAX_DATA_BYTES, max(LEAST_CHUNK_BYTES, -(-max(state_bytes) // CHUNKS_OF_A_STATE)))
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes that every peer computes for itself: per fragment, bytes of an encoded mean and of a serialised

@@ -25,13 +25,13 @@ QUEUE_S = 0.5
 """A donor is asked for so much in advance that it is never idle over a round trip of this length."""
 FIRST_CHUNK_S = 10.0
 """For the first chunk of a donor when nobody's speed is known."""
-SLOW_FLOOR_S, SLOW_CAP_S = 2.0, 20.0
+SLOW_FLOOR_S, SLOW_CAP_S = 2.0, 60.0
 SLOWER_THAN_ITSELF, SLOWER_THAN_OTHERS = 4.0, 32.0
 """A donor that pauses for longer than this many of its own slowest answers, or of the others' usual ones, is
-slow."""
+slow; of which nothing is known yet, for as many of the others' usual ones as of its own."""
 STALLED_OF = 0.5
 """Where nothing came from anybody for this part of that, our own line stood still."""
-STALL_CAP_S = SLOW_CAP_S
+STALL_CAP_S = 20.0
 OUTRUN_S = 60.0
 """A donor that was slow while others gave is asked for no chunk that others can give for so long; what is
 known of a line that nobody used for so long is forgotten."""
@@ -112,7 +112,8 @@ class Line:
     def patience_s(self, others_gap_s: float) -> float:
         """For how long it may give nothing before it counts as silent or slow. ``others_gap_s``: the usual
         time between two chunks of the other donors, 0 if not known."""
-        limit_s = SLOWER_THAN_ITSELF * max(self._gaps_s) if self._gaps_s else FIRST_CHUNK_S
+        first_s = max(FIRST_CHUNK_S, SLOWER_THAN_ITSELF * others_gap_s)
+        limit_s = SLOWER_THAN_ITSELF * max(self._gaps_s) if self._gaps_s else first_s
         if others_gap_s:
             limit_s = min(limit_s, SLOWER_THAN_OTHERS * others_gap_s)
         return min(SLOW_CAP_S, max(SLOW_FLOOR_S, limit_s))

@@ -12,8 +12,9 @@ for, and not at all where others were turned away before; who wasted a turn stan
 
 Price: identities are free to make. Each that stands before a newcomer may waste one turn, so behind k of them
 it waits for up to k times ``CHOOSING_S`` and what the exports take; who really loads, at 90 kB/s or more from
-each donor, holds its turn for as long as an export may last; and a crowd that fills all places before a
-newcomer comes, and goes on filling them, keeps it out. How many may speak at all is the door's business.
+each donor (16 kB/s in the smallest chunks), holds its turn for as long as an export may last; and a crowd
+that fills all places before a newcomer comes, and goes on filling them, keeps it out. How many may speak at
+all is the door's business.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ class Loaders:
     def has_taken(self, peer: PeerId) -> bool:
         """Whether ``peer`` was sent any chunk."""
         return peer in self._peers and self._peers[peer].chunks > 0
+
+    @property
+    def take_any(self) -> bool:
+        """Whether anybody was sent a chunk."""
+        return any(one.chunks for one in self._peers.values())
 
     def takes_nothing(self, peer: PeerId) -> None:
         """What ``peer`` was sent lies before its line: it is not in use."""

@@ -199,7 +199,7 @@ class Deciding:
     async def export(self, fragment: int) -> None:
         version, data = await self._ledger.export(fragment)
         size, digests = len(data), []
-        chunk_bytes = self._node.shape.chunk_bytes
+        chunk_bytes = self._node.catchup.shape.chunk_bytes
         for chunk in range(chunk_count(size, chunk_bytes)):
             digests.append(chunk_digest(data[chunk_at(chunk, size, chunk_bytes)]))
             await asyncio.sleep(0)  # a large state takes long, and the rounds go on

@@ -4,8 +4,8 @@ One file per fragment, ``fragment-<index>-version-<version>.part``, as long as t
 yet is a hole. Laws: bounded by the model's own size, whatever donors do; gone when the peer has caught up
 (from then on it is the checkpoint's task); nothing here is believed (see ``catchup.kept``), so nothing is
 synced: a killed process loses nothing, a power cut at most the saving. A disk that refuses ends the keeping
-and nothing else. The same version must still be given: donors keep an export for 15 s
-(``donor.EXPORT_KEPT_S``), and without one a state that has not changed since.
+and nothing else. The same version must still be given: donors keep an export for 15 s,
+a small one for 60 (``catchup.donor``), and without one a state that has not changed since.
 
 Price: the state is written once, 8 bytes a parameter, on the network thread: into the page cache, 0.2 ms per
 chunk.

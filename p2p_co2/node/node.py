@@ -18,7 +18,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from p2p_co2.catchup import CatchUp, Shape
+from p2p_co2.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.errors import LocalProtocolError, TransportError
 from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership, quiet_beat_s
 from p2p_co2.node.catching import Catching
@@ -84,7 +84,7 @@ class Node:
         cells = network.run.cells
         self.far = Far(self, cells, network.find_peers)
         self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, cells)
-        sizes = Shape(shape.mean_bytes, tuple(state_bytes), shape.chunk_bytes)
+        sizes = Shape(shape.mean_bytes, tuple(state_bytes), shape.chunk_bytes or chunk_bytes_of(state_bytes))
         self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
         for fragment, version in enumerate(agreed):
             self.catchup.moved(fragment, version.version)

@@ -14,7 +14,6 @@ from p2p_co2.memory import Buffer
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
 
 Step = Literal["mean", "sum", "join"]
 
@@ -25,15 +24,15 @@ class PayloadShape:
     of ``block_bytes`` bytes, ``sum_block_bytes`` as fp32 (only where there are several cells). ``round_s``:
     the run's time between two rounds of a fragment, 0 where it counts inner steps.
     ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; ``chunk_bytes``: of states
-    and past means, what is asked for at once. A simulation whose bytes stand for more of them counts both in
-    its own."""
+    and past means, what is asked for at once, 0: as the states suggest. A simulation whose bytes stand for
+    more of them counts both in its own."""
 
     block_bytes: int
     blocks: tuple[int, ...]
     sum_block_bytes: int = 0
     round_s: float = 0.0
     assumed_upload_bytes_per_s: float = bounds.ASSUMED_UPLOAD_BYTES_PER_S
-    chunk_bytes: int = MAX_DATA_BYTES
+    chunk_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:

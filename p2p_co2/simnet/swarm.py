@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2p_co2 import __version__
+from p2p_co2.catchup import chunk_bytes_of
 from p2p_co2.config import RunConfig
 from p2p_co2.node.node import Node
 from p2p_co2.profiles import profile_of
@@ -39,7 +40,6 @@ from p2p_co2.simnet.training import Pace
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, Work
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
 
 OUTCOMES_PER_CELL = 4
 """Decisions on their way that are opened once for a whole cell: of two rounds, by two coordinators."""
@@ -174,7 +174,8 @@ class Swarm:
 
     def _chunk_bytes(self) -> int:
         """A chunk as large as a real one; of states so large that they have more chunks, larger."""
-        real = math.ceil(min(1.0, 1.0 / self.internet.scale) * MAX_DATA_BYTES)
+        scale = self.internet.scale
+        real = math.ceil(chunk_bytes_of([round(scale * size) for size in self.state_bytes]) / max(1.0, scale))
         return max(real, math.ceil(max(self.state_bytes) / MAX_CHUNKS))
 
     def _volunteer(self, index: int) -> Volunteer:
