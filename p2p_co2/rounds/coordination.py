@@ -16,7 +16,6 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.ahead import farthest_version
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
-from p2p_co2.rounds.council import cells_before
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, content_of, sign_outcome
 from p2p_co2.rounds.delegation import Delegation
@@ -130,7 +129,7 @@ class Coordination:
                 message.round - 1, frozenset(PeerId(member.peer) for member in before[1].members),
             )  # fmt: skip
         if self.delegation is not None:
-            gathering.cells_before = cells_before(verdicts, message.round)
+            gathering.cells_before = verdicts.cells_before(message.round)
         gathering.ready(message, sender, now)
 
     def _answer_decided(

@@ -175,7 +175,7 @@ class Councils:
     def _form(self, place: Place, verdicts: Verdicts, next_: int, now: float) -> Forming:
         """``next_``: the round that this peer needs itself."""
         fragment, round_ = place
-        before = frozenset(cells_before(verdicts, round_))
+        before = frozenset(verdicts.cells_before(round_))
         history, cadence = self._history[fragment], self._cadences[fragment]
         history.forget(round_)
         if round_ == 1:
@@ -437,12 +437,6 @@ class Councils:
             ),
             "COUNCILS": (len(self._sittings), bounds.KEEP_ATTEMPTS),
         }
-
-
-def cells_before(verdicts: Verdicts, round_: int) -> list[int]:
-    """The cells that made the round before ``round_``; none if it is not known."""
-    known = verdicts.commit(round_ - 1)
-    return [share.cell for share in known[1].cells] if known is not None else []
 
 
 def result_within_s(parts_s: float, sums_s: float) -> float:

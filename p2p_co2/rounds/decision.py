@@ -322,6 +322,11 @@ class Verdicts:
     def commit(self, round_: int) -> tuple[Decision, Outcome] | None:
         return self._commits.get(round_)
 
+    def cells_before(self, round_: int) -> list[int]:
+        """The cells that made the round before ``round_``; none if it is not known."""
+        known = self.commit(round_ - 1)
+        return [share.cell for share in known[1].cells] if known is not None else []
+
     def newest_commit(self) -> tuple[Decision, Outcome] | None:
         return self._commits[max(self._commits)] if self._commits else None
 
