@@ -33,6 +33,8 @@ class Cell:
     def __init__(self) -> None:
         self.now = 100.0
         self.goals: list[Goal] = []
+        self.makers = frozenset[int]()
+        """The cells that made our state."""
         self.me, *self.near = named(0, 3)
         self.outlook = Outlook(self.me, CELLS)
         self.agreed = [AgreedVersion(VERSION, OURS)]
@@ -43,9 +45,11 @@ class Cell:
             agreed=self.agreed,
             progress=SimpleNamespace(local=SimpleNamespace(phase=Status.TRAINING)),
             far=SimpleNamespace(
-                cells=CELLS, is_near=lambda peer: cell_of(peer, CELLS) == 0, outlook=self.outlook
+                cells=CELLS, cell=0, is_near=lambda peer: cell_of(peer, CELLS) == 0, outlook=self.outlook
             ),
-            rounds=SimpleNamespace(is_completing=lambda fragment: False),
+            rounds=SimpleNamespace(
+                is_completing=lambda fragment: False, made_by=lambda fragment: self.makers
+            ),
             catchup=SimpleNamespace(
                 ask_swarm=lambda vouch: None,
                 add_donors=lambda *of: None,
@@ -154,3 +158,20 @@ def test_a_cell_that_most_cells_contradict_goes_over_whole_though_one_of_it_has_
         outvoted.see(VERSION, OURS)
         outvoted.now += NOTICE_FAR_AFTER_S
     assert [goal.digest for goal in outvoted.goals] == [OURS]
+
+
+@pytest.mark.parametrize(
+    ("makers", "goes"), [((), False), ((1, 2), True), ((2,), False), ((0, 1), False), ((0, 1, 2), False)]
+)
+def test_who_loaded_a_state_goes_after_those_that_made_it_though_most_cells_stay(
+    makers: tuple[int, ...], goes: bool
+) -> None:
+    """Only they make the next one: where one of three cells went on alone, as it may, the two others had
+    waited for it to the end of the run, and without knowing they made a version of their own."""
+    cell = Cell()
+    cell.makers = frozenset(makers)
+    for _ in range(3):
+        cell.see(VERSION + 1, NEW, cells=(1,))
+        cell.now += NOTICE_FAR_AFTER_S
+    wanted = [(goal.what, goal.version, goal.digest, set(goal.donors)) for goal in cell.goals]
+    assert wanted == ([(STATE, VERSION + 1, NEW, {named(1, 1)[0]})] if goes else [])

@@ -216,6 +216,25 @@ async def test_work_that_others_have_a_part_of_is_not_kept_to_go_back(is_ours_al
     assert told == [is_ours_alone]
 
 
+@pytest.mark.parametrize(("before", "after", "is_known"), [(4, 5, True), (5, 5, False), (4, 6, False)])
+async def test_a_round_that_was_replayed_is_known_if_it_made_our_state(
+    before: int, after: int, is_known: bool
+) -> None:
+    class Takes:
+        async def commit(self, mean: AgreedMean) -> AgreedVersion:
+            return AgreedVersion(after, START)
+
+    node = node_with(MEMBERS)
+    node.agreed = [AgreedVersion(before, START)]
+    node.rounds = Mock()
+    node.progress = node.catchup = node.refresh = node.pump = Mock()
+    fetched = round_of(MEMBERS)
+    mean = agreed_mean(Outcome.FromString(fetched.decision.outcome), fetched.data)
+    assert mean.round == 5
+    await Deciding(node, cast(Any, Takes()), cast(Any, None)).take(mean, fetched.decision)
+    assert node.rounds.replayed.called == is_known
+
+
 async def test_a_commit_is_announced_after_our_own_step() -> None:
     """By who decided it: its others wait for that peer next, and all of them need a processor now."""
     done: list[str] = []

@@ -339,6 +339,7 @@ class Catching:
             if event.version > told + AHEAD_AT_MOST and self.majority.is_too_far(fragment, event.version):
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
             agreed = AgreedVersion(event.version, event.digest)
+            self._node.rounds.given_by(fragment, event.donors)
             await self._node.deciding.adopt(fragment, event.data, agreed, goes_back=fragment in self._back)
         except (DigestMismatch, RemoteProtocolError) as error:
             self._blame(event, "bad state", str(error))

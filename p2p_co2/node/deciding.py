@@ -163,6 +163,8 @@ class Deciding:
         if mean.is_alone and not self._node.catching.apart.may_stay_unshared(mean.fragment):
             mean = replace(mean, is_alone=False)  # what others have of it already does not go back
         version = await self._ledger.commit(mean)
+        if version.version == mean.round == self._node.agreed[mean.fragment].version + 1:
+            self._node.rounds.replayed(decision)
         moved = self._agree(mean.fragment, version, members_of(decision)) and version.version == mean.round
         if moved:
             self._node.catchup.remember(mean.fragment, mean.round, decision, mean.mean)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import split_donors
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.rounds.cells import are_enough
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Status
 
@@ -32,7 +33,7 @@ class Majority:
 
     def swarm_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers of our cell have reached, or half of the cells
-        (``Outlook.version``)."""
+        (``Outlook.version``), or enough of those that made our state to have gone on without the others."""
         near, node = self.near_version(fragment), self._node
         if node.far.cells == 1:
             return near
@@ -40,7 +41,24 @@ class Majority:
         phases.add(node.progress.local.phase)
         over = Status.TRAINING not in phases and not node.far.outlook.trains(node.now())
         mine = near if phases & {Status.TRAINING, Status.DRAINING} else None
-        return max(near, node.far.outlook.version(fragment, mine, over))
+        return max(near, node.far.outlook.version(fragment, mine, over), self._makers_version(fragment, near))
+
+    def _makers_version(self, fragment: int, near: int) -> int:
+        """Where enough of the cells are that made our state to have gone on without the others: who loaded it
+        makes no round without them, and most cells may have. 0 if it is not known."""
+        makers = self._node.rounds.made_by(fragment)
+        words = self._node.far.outlook.words.values()
+        held = {
+            word.cell: word.versions[fragment]
+            for word in words
+            if word.cell in makers and fragment < len(word.versions)
+        }
+        if self._node.far.cell in makers:
+            held[self._node.far.cell] = near
+        for version in sorted(set(held.values()), reverse=True):
+            if are_enough({cell for cell, there in held.items() if there >= version}, makers):
+                return version
+        return 0
 
     def near_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers have reached, this one included unless it is

@@ -92,6 +92,12 @@ def assign_roots(
     return roots
 
 
+def are_enough(came: Collection[int], makers: Collection[int]) -> bool:
+    """Whether a round may begin with the cells that ``came`` of those that made the one before: more than
+    half, or half with the lowest."""
+    return 2 * len(came) > len(makers) or (2 * len(came) == len(makers) > 0 and min(makers) in came)
+
+
 def failure_of(cell: int, why: str = "") -> str:
     """How the reason of an abort begins that one cell is the cause of, by the council's word."""
     return f"cell {cell}: {why}"

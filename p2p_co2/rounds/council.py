@@ -166,6 +166,7 @@ class Councils:
             answer.ask = coordination_order(training or [self._swarm.me], fragment, round_)[0]
         else:
             forming = self._forming.get(place) or self._form(place, verdicts, (version or 0) + 1, now)
+            forming.heard = verdicts.cells_told(round_ - 1)  # the answers may come only now
             if message.cell not in forming.readies:
                 self._history[fragment].arrived(round_, now)
             forming.speakers.take(message, sender, now)
@@ -193,7 +194,7 @@ class Councils:
             and fragment < len(versions)
             and versions[fragment] >= round_ - 1 - SEEN_LATE_BY
         )
-        forming = Forming(fragment, self._swarm, before, awake, now + wait_s, give_up_at)
+        forming = Forming(fragment, self._swarm, before, frozenset(), awake, now + wait_s, give_up_at)
         if len(same := [at for at in self._forming if at[0] == fragment]) >= FORMING_KEPT:
             del self._forming[min(same, key=lambda at: (at[1] == next_, len(self._forming[at].readies)))]
         self._forming[place] = forming

@@ -240,6 +240,8 @@ class Verdicts:
         self._left: deque[tuple[int, tuple[bytes, ...]]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """The last of them that has committed, and those since that we left before they were decided; with
         all their ids."""
+        self._hearsay: dict[PeerId, tuple[Decision, Outcome]] = {}
+        """Who told what of the round that made a state which we loaded (``makers``)."""
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
@@ -326,6 +328,28 @@ class Verdicts:
         """The cells that made the round before ``round_``; none if it is not known."""
         known = self.commit(round_ - 1)
         return [share.cell for share in known[1].cells] if known is not None else []
+
+    def hear(self, sender: PeerId, decision: Decision, outcome: Outcome) -> None:
+        """``sender``, whom we asked, says that this made the state that we loaded."""
+        self._hearsay[sender] = decision, outcome
+
+    def drop_hearsay(self) -> None:
+        self._hearsay.clear()
+
+    def words(self) -> int:
+        """How many have told."""
+        return len(self._hearsay)
+
+    def cells_told(self, round_: int) -> frozenset[int]:
+        """The cells that made a state of ``round_`` which we loaded: all that anybody named."""
+        told = (outcome for _, outcome in self._hearsay.values() if outcome.key.round == round_)
+        return frozenset(share.cell for outcome in told for share in outcome.cells)
+
+    def council_word(self, round_: int) -> Decision | None:
+        """The council's own outcome of a committed round, as far as we know it, be it by hearsay."""
+        told = (decision for decision, outcome in self._hearsay.values() if outcome.key.round == round_)
+        known = self._commits[round_][0] if round_ in self._commits else next(told, None)
+        return None if known is None else Decision(outcome=known.outcome, signature=known.signature)
 
     def newest_commit(self) -> tuple[Decision, Outcome] | None:
         return self._commits[max(self._commits)] if self._commits else None

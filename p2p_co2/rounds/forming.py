@@ -1,8 +1,9 @@
 """A council before CELL_BEGIN: which cells are ready for one round, and whether it may begin.
 
 Laws: a round needs more than half of the cells that made the round before (of all, for the first one), or
-half of them with the lowest; a cell that is done counts and does not come, so at the end of a run few make no
-version that all others would have to load.
+half of them with the lowest, as this peer or a cell that is ready knows them, or as this peer was told
+(``makers``) while so many of them are seen; a cell that is done counts and does not come, so at the end of a
+run few make no version that all others would have to load.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from p2p_co2.rounds.cells import are_enough
 from p2p_co2.rounds.speakers import Speakers
 from p2p_co2.rounds.swarm import Swarm
 from p2p_co2.wire.identity import PeerId
@@ -20,11 +22,12 @@ from p2p_co2.wire.messages_pb2 import CellReady
 @dataclass
 class Forming:
     """The CELL_READYs of one round. ``before``: the cells that made the round before, as far as this peer
-    knows; ``awake``: those that were seen to train of late."""
+    knows; ``heard``: as it was told; ``awake``: those that were seen to train of late."""
 
     fragment: int
     swarm: Swarm
     before: frozenset[int]
+    heard: frozenset[int]
     awake: frozenset[int]
     close_at: float
     give_up_at: float
@@ -57,11 +60,17 @@ class Forming:
         return best, camps.get(best, [])
 
     def expected(self) -> frozenset[int]:
-        """The cells of the round before: this peer's word of them, or all that any of the others names, since
-        with fewer a round would begin sooner."""
+        """The cells of the round before: this peer's word of them, or all that any of the others names, or
+        named to this peer, since with fewer a round would begin sooner."""
         here = self._strongest(self.readies.keys())[1]
         told = frozenset(cell for own in here for cell in self.readies[own][0].before)
-        return self.before or told or frozenset(range(self.swarm.cells))
+        return self.before or told | self._heard() or frozenset(range(self.swarm.cells))
+
+    def _heard(self) -> frozenset[int]:
+        """What this peer was told, as long as so many of these cells are seen as a round needs: nobody else
+        may ever begin if those who made a state are gone."""
+        seen = {self.swarm.cell, *self.swarm.awake, *self.swarm.finished_in, *self.readies}
+        return self.heard if are_enough(self.heard & seen, self.heard) else frozenset()
 
     def done(self) -> frozenset[int]:
         """Those of them that are done with the fragment, and will not come."""
@@ -74,9 +83,7 @@ class Forming:
     def _suffices(self, cells: Collection[int]) -> bool:
         expected = self.expected()
         came = expected & set(cells)
-        if 2 * len(came) == len(expected):
-            return min(expected) in came and not self.done()
-        return 2 * len(came) > len(expected)
+        return are_enough(came, expected) and not (2 * len(came) == len(expected) and self.done())
 
     def begins_at(self) -> float:
         """When to begin, if it may: once all cells are there, or at the deadline; with one for which somebody

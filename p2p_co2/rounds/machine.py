@@ -29,9 +29,10 @@ from p2p_co2.memory import Buffer
 from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import check_place, read_key
 from p2p_co2.rounds.coordination import Coordination
-from p2p_co2.rounds.decision import open_decision
+from p2p_co2.rounds.decision import open_council_decision, open_decision
 from p2p_co2.rounds.events import Offer, OpenOffer, PayloadShape, PeerView, ReduceJob, Refused, RoundsEvent
 from p2p_co2.rounds.fragment import FragmentRounds
+from p2p_co2.rounds.makers import NO_ATTEMPT, Makers
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import OTHERS_KEPT, Outlet, Swarm
 from p2p_co2.wire import messages_pb2 as wire
@@ -60,6 +61,10 @@ class Rounds:
             FragmentRounds(fragment, self._swarm, self._outlet, self._coordination)
             for fragment in range(len(shape.blocks))
         ]
+        self._makers = [
+            Makers(index, self._swarm, self._outlet, fragment.verdicts)
+            for index, fragment in enumerate(self._fragments if cells > 1 else ())
+        ]
         self._coordination.known = lambda place: self._fragments[place[0]].verdicts.commit(place[1])
         self._coordination.joined_until = lambda place: self._fragments[place[0]].joined_until(place[1])
         self._now = 0.0
@@ -76,6 +81,8 @@ class Rounds:
         self._swarm.set_live(live)
         for fragment in self._fragments:
             fragment.peers_changed(now)
+        for makers in self._makers:
+            makers.peers_changed(now)
         self._coordination.peers_changed(now)
         self._settle(now)
 
@@ -86,6 +93,8 @@ class Rounds:
         if delegation is not None and cell != self._swarm.cell:
             self._swarm.others[cell] = known[:OTHERS_KEPT] or self._swarm.others.get(cell, [])
             delegation.cells_changed(now)
+            for makers in self._makers:
+                makers.peers_changed(now)
             self._settle(now)
 
     def set_other_cells(
@@ -102,6 +111,13 @@ class Rounds:
         self._swarm.my_versions[fragment] = version
         self._changed()
         self._fragments[fragment].set_state(version, digest, self._now)
+        if self._makers:
+            self._makers[fragment].moved(version, digest, self._now)
+
+    def given_by(self, fragment: int, donors: Sequence[PeerId]) -> None:
+        """Whose state of a fragment we are about to hold: ``set_state`` comes next."""
+        if self._makers:
+            self._makers[fragment].donors = tuple(donors)
 
     def offer(self, offer: Offer, now: float) -> None:
         """Take part in the round after our state. Raises ``LocalProtocolError`` while the fragment has an
@@ -126,6 +142,20 @@ class Rounds:
         """
         self.revision += 1
         self._fragments[fragment].judging.came_to_nothing(round_, self._now, is_proved=is_proved)
+
+    def replayed(self, decision: wire.Decision) -> None:
+        """The commit that made the state after ours, with a mean that a donor gave us: over several cells it
+        is known from now on as one that we were in, since the next round depends on who made it."""
+        if self._swarm.cells > 1:
+            outcome = open_decision(decision, self._run, self._shape)
+            self._fragments[outcome.key.fragment].verdicts.keep(decision, outcome)
+
+    def made_by(self, fragment: int) -> frozenset[int]:
+        """The cells that made the state that we hold, as far as we know or were told: only most of them make
+        the next one."""
+        mine = self._fragments[fragment]
+        version = mine.version or 0
+        return frozenset(mine.verdicts.cells_before(version + 1)) or mine.verdicts.cells_told(version)
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""
@@ -205,6 +235,7 @@ class Rounds:
         if self._timer_is_stale:
             self._timer_is_stale = False
             times = [self._coordination.get_timer(), *(fragment.get_timer() for fragment in self._fragments)]
+            times += [makers.get_timer() for makers in self._makers]
             self._timer_at = min((at for at in times if at is not None), default=None)
         return self._timer_at
 
@@ -214,6 +245,8 @@ class Rounds:
         self._settle(now)
         for fragment in self._fragments:
             fragment.handle_timer(now)
+        for makers in self._makers:
+            makers.handle_timer(now)
         self._settle(now)
 
     def messages_to_send(self) -> list[tuple[PeerId, Message]]:
@@ -287,13 +320,7 @@ class Rounds:
             case wire.Result():
                 self._on_result(message, sender, now)
             case wire.AskOutcome():
-                delegation, fragment = self._coordination.delegation, self._keyed(message)
-                # Another cell's peer needs the council's word, not our cell's.
-                is_told = self._swarm.is_near(sender) and self._answer(fragment, message, sender)
-                if not is_told and delegation is not None:
-                    attempt = fragment.member.attempt if fragment.member is not None else None
-                    delegation.witness.answer(message.key, sender, attempt, fragment.asking)
-                    delegation.councils.answer(message, sender, now)
+                self._on_ask(message, sender, now)
             case wire.Listen():
                 self._on_listen(message, sender, now)
             case wire.Decision():
@@ -310,6 +337,19 @@ class Rounds:
             case _:
                 raise LocalProtocolError(f"{message.__class__.__name__} is not for the rounds machine")
         return True
+
+    def _on_ask(self, message: wire.AskOutcome, sender: PeerId, now: float) -> None:
+        fragment_, round_, attempt = read_key(message.key, self._shape)
+        if self._makers and attempt == NO_ATTEMPT:
+            self._makers[fragment_].answer(round_, sender)
+            return
+        delegation, fragment = self._coordination.delegation, self._fragments[fragment_]
+        # Another cell's peer needs the council's word, not our cell's.
+        is_told = self._swarm.is_near(sender) and self._answer(fragment, message, sender)
+        if not is_told and delegation is not None:
+            mine = fragment.member.attempt if fragment.member is not None else None
+            delegation.witness.answer(message.key, sender, mine, fragment.asking)
+            delegation.councils.answer(message, sender, now)
 
     def _for_cells(self, message: Message, sender: PeerId, now: float) -> None:
         delegation = self._coordination.delegation
@@ -328,6 +368,10 @@ class Rounds:
                 delegation.on_begin(message, sender, now)
             case wire.CellResult():
                 delegation.councils.on_result(message, sender, now)
+            case wire.CellDecision() if message.attempt == NO_ATTEMPT:
+                outcome = open_council_decision(message.decision, self._run)
+                read_key(outcome.key, self._shape)
+                self._makers[outcome.key.fragment].told(message.decision, outcome, sender)
             case wire.CellDecision():
                 delegation.on_decision(message, sender)
 
@@ -346,13 +390,7 @@ class Rounds:
 
     def _keyed(
         self,
-        message: wire.Begin
-        | wire.Part
-        | wire.Mean
-        | wire.Reassign
-        | wire.Result
-        | wire.AskOutcome
-        | wire.Listen,
+        message: wire.Begin | wire.Part | wire.Mean | wire.Reassign | wire.Result | wire.Listen,
     ) -> FragmentRounds:
         return self._fragments[read_key(message.key, self._shape)[0]]
 

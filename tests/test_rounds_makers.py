@@ -1,0 +1,236 @@
+"""rounds.makers: who made a state that was loaded, asked of those who know; rounds that depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.rounds import PayloadShape, PeerView
+from p2p_co2.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.rounds.makers import ANSWER_S, ASKED_AT_ONCE, NO_ATTEMPT, TIMES, WORD_BYTES, Makers
+from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId, cell_of
+from tests.round_network import RUN, Network, make_identity
+
+CELLS = 5
+SHAPE = PayloadShape(8, (24,), 8)
+MADE_IT, LOADED = (0, 1, 2), (2, 3, 4)
+"""Cell 2 made version 1, too, and was restarted since."""
+
+
+def members(net: Network, cells: Collection[int]) -> list[PeerId]:
+    return [name for name in net.names if cell_of(name, CELLS) in cells]
+
+
+def after_one_round() -> Network:
+    """Three of five cells made version 1; one of them has forgotten it since, and two have loaded it."""
+    net = Network(25, shape=SHAPE, cells=CELLS)
+    for name in members(net, MADE_IT):
+        net.offer(name)
+    net.run(100.0)
+    assert set(net.committed()) == set(members(net, MADE_IT))
+    agreed = net.peers[members(net, MADE_IT)[0]].states[0]
+    for name in members(net, {2}):
+        net.crash(name)
+    net.run(net.detect_s)
+    for name in members(net, {2}):
+        net.restart(name, 1e9)
+        net.peers[name].machine.withdraw(0, "not yet", net.now)
+    for name in members(net, LOADED):
+        machine = net.peers[name].machine
+        machine.set_cell(0, members(net, {0}), net.now)
+        machine.given_by(0, members(net, {1}))
+        net.set_state(name, 0, *agreed)
+        net.pump(name)
+    net.tell_everybody()
+    net.run(4 * ANSWER_S)
+    return net
+
+
+def part_ways(net: Network, *, is_seen: bool) -> None:
+    """The cells 0 and 1 here, all others there; ``is_seen``: whether these still see them."""
+
+    def is_on_one_side(source: PeerId, to: PeerId, message: object) -> bool:
+        return (cell_of(source, CELLS) in (0, 1)) == (cell_of(to, CELLS) in (0, 1))
+
+    net.on_send = is_on_one_side
+    for name in net.names:
+        awake = {cell: (1,) for cell in range(CELLS) if is_seen or cell in LOADED}
+        net.peers[name].machine.set_other_cells(awake, {})
+    for name in net.names:
+        if net.peers[name].machine.open_offers() == []:
+            net.offer(name, 2)
+
+
+def test_cells_that_loaded_a_state_make_no_other_version_than_those_that_made_it() -> None:
+    """Three of five let each other go on, and so did two of the three that had made the state."""
+    net = after_one_round()
+    for name in members(net, LOADED):
+        assert net.peers[name].machine.made_by(0) == set(MADE_IT)
+    part_ways(net, is_seen=True)
+    net.run(100.0)
+    assert set(net.committed(2)) == set(members(net, (0, 1)))
+
+
+def test_cells_that_loaded_a_state_go_on_once_those_that_made_it_are_seen_no_more() -> None:
+    net = after_one_round()
+    part_ways(net, is_seen=False)
+    for name in members(net, (0, 1)):
+        net.peers[name].alive = False
+    net.run(100.0)
+    assert set(net.committed(2)) == set(members(net, LOADED))
+
+
+def test_a_round_that_was_replayed_is_known_with_the_cells_that_made_it() -> None:
+    net = after_one_round()
+    knows, asks = (net.peers[members(net, {cell})[0]].machine for cell in (0, 1))
+    known = knows._fragments[0].verdicts.commit(1)
+    assert known is not None
+    asks._fragments[0].verdicts.forget(0)
+    assert asks.made_by(0) == set()
+    asks.replayed(known[0])
+    assert asks.made_by(0) == set(MADE_IT)
+
+
+# ---- asking
+
+
+NEAR = [make_identity(i) for i in range(200) if cell_of(make_identity(i).peer_id, CELLS) == 0][:10]
+FAR = [make_identity(i) for i in range(200) if cell_of(make_identity(i).peer_id, CELLS) == 1][:10]
+STATE = b"s" * 32
+
+
+class Asker:
+    """A peer of cell 0 that holds version 7, which others gave it."""
+
+    def __init__(self, near: int = 0, far: int = 0) -> None:
+        me, *others = [one.peer_id for one in NEAR]
+        self.swarm, self.outlet, self.verdicts = Swarm(me, SHAPE, 32, CELLS), Outlet(me), Verdicts()
+        self.makers = Makers(0, self.swarm, self.outlet, self.verdicts)
+        self.donors = [*others[:near], *(one.peer_id for one in FAR[:far])]
+        self.hears_of(others[:near])
+        self.makers.donors = self.donors
+        self.makers.moved(7, STATE, 0.0)
+
+    def hears_of(self, peers: list[PeerId]) -> None:
+        self.swarm.set_live({peer: PeerView(1e6, True, (7,), digests=(STATE,)) for peer in peers})
+
+    def asked(self) -> list[PeerId]:
+        messages, self.outlet.messages = self.outlet.messages, []
+        for _, message in messages:
+            assert isinstance(message, wire.AskOutcome)
+            assert (message.key.round, message.key.attempt) == (7, NO_ATTEMPT)
+        return [peer for peer, _ in messages]
+
+    def tell(self, sender: PeerId, cells: Collection[int], round_: int = 7, **changed: object) -> None:
+        outcome = wire.Outcome(
+            key=wire.RoundKey(round=round_, attempt=bytes(range(16))), run=RUN, state_digest=b"b" * 32,
+            committed=True,
+        )  # fmt: skip
+        for cell in cells:
+            outcome.cells.add(cell=cell, roster_digest=b"r" * 32)
+        for name, value in changed.items():
+            setattr(outcome, name, value)
+        self.makers.told(sign_outcome(FAR[9], outcome), outcome, sender)
+
+    @property
+    def cells(self) -> set[int]:
+        return set(self.verdicts.cells_told(7))
+
+
+def test_a_few_are_asked_a_few_times_and_nobody_waits_for_ever() -> None:
+    asker, asked = Asker(near=9, far=9), list[PeerId]()
+    for turn in range(TIMES):
+        now = turn * ANSWER_S
+        few = asker.asked()
+        assert len(few) == 2 * ASKED_AT_ONCE
+        asked += few
+        assert asker.makers.get_timer() == now + ANSWER_S
+        asker.makers.handle_timer(now + ANSWER_S)
+    assert asker.asked() == []
+    assert asker.makers.get_timer() is None
+    assert len(set(asked)) == len(asked)
+
+
+def test_who_starts_from_its_disk_asks_once_it_hears_of_others() -> None:
+    asker = Asker()
+    assert asker.asked() == []
+    assert asker.makers.get_timer() is None
+    near = [one.peer_id for one in NEAR[1:3]]
+    asker.hears_of(near)
+    asker.makers.peers_changed(1.0)
+    assert sorted(asker.asked()) == sorted(near)
+
+
+def test_who_knows_the_round_asks_nobody() -> None:
+    asker = Asker(near=2)
+    asker.asked()
+    key = wire.RoundKey(round=8, attempt=bytes(16))
+    asker.verdicts.keep(wire.Decision(), wire.Outcome(key=key, committed=True))
+    asker.makers.moved(8, STATE, 1.0)
+    assert asker.asked() == []
+
+
+def test_of_two_words_all_cells_count_and_nobody_else_is_asked() -> None:
+    """One of them lies, so that a round begins sooner."""
+    asker = Asker(near=2, far=2)
+    asked = asker.asked()
+    asker.tell(asked[0], [1])
+    assert asker.cells == {1}
+    asker.tell(asked[0], [1])
+    assert asker.makers.get_timer() is not None
+    asker.tell(asked[1], [0, 3, 4])
+    assert asker.cells == {0, 1, 3, 4}
+    assert asker.makers.get_timer() is None
+
+
+def test_what_was_told_of_one_state_is_forgotten_with_it() -> None:
+    asker = Asker(near=2)
+    asker.tell(asker.asked()[0], [1, 2])
+    asker.makers.moved(7, b"t" * 32, 1.0)
+    assert asker.cells == set()
+    assert asker.asked()
+
+
+def test_nobody_counts_who_was_not_asked_or_tells_of_another_round() -> None:
+    asker = Asker(near=2)
+    asked = asker.asked()
+    asker.tell(FAR[5].peer_id, [1, 2])
+    asker.tell(asked[0], [1, 2], round_=6)
+    assert asker.cells == set()
+
+
+@pytest.mark.parametrize(
+    ("cells", "changed"),
+    [
+        ([], {}),
+        ([2, 1], {}),
+        ([1, 1], {}),
+        ([1, CELLS], {}),
+        ([1, 2], {"committed": False}),
+        ([1, 2], {"reason": "x" * (WORD_BYTES + 256 * CELLS)}),
+    ],
+)
+def test_what_no_council_signs_is_refused(cells: list[int], changed: dict[str, object]) -> None:
+    asker = Asker(near=2)
+    with pytest.raises(RemoteProtocolError):
+        asker.tell(asker.asked()[0], cells, **changed)
+    assert asker.cells == set()
+
+
+def test_what_was_told_is_passed_on_without_the_roster() -> None:
+    asker = Asker(near=2)
+    asker.makers.answer(7, FAR[0].peer_id)
+    asked = asker.asked()
+    asker.tell(asked[0], [1, 2])
+    asker.makers.answer(6, FAR[0].peer_id)
+    asker.makers.answer(7, FAR[0].peer_id)
+    [(to, message)] = asker.outlet.messages
+    assert to == FAR[0].peer_id
+    assert isinstance(message, wire.CellDecision)
+    assert message.attempt == NO_ATTEMPT
+    assert not message.decision.roster
+    assert [share.cell for share in wire.Outcome.FromString(message.decision.outcome).cells] == [1, 2]
