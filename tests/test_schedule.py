@@ -25,6 +25,7 @@ from p2p_co2.schedule import (
     flush_bound_s,
     points_passed,
 )
+from p2p_co2.schedule.ending import AGAIN_S
 
 
 def test_points_by_hand() -> None:
@@ -298,6 +299,27 @@ def test_only_first_rounds_are_awaited_and_only_if_the_run_asks_for_it() -> None
 def test_a_run_is_over_at_its_last_round() -> None:
     assert not account().is_over(1e9)
     assert [account(rounds=2).is_over(position) for position in (1.99, 2.0)] == [False, True]
+
+
+def test_an_offer_that_ends_at_once_is_not_made_again_at_once() -> None:
+    """A peer alone in its cell, whose council knew that no round would begin, made one offer every two
+    milliseconds at the end of a run."""
+    ending, now, offered = Ending(2, 100.0, 30.0), 100.0, list[float]()
+    while (todo := ending.next([1], [], now)) is not None:
+        fragments, wait_s = todo
+        assert wait_s > 0
+        offered += [now] * len(fragments)
+        now += 0.002 if fragments else wait_s  # it is refused at once
+    assert len(offered) == 30
+    assert min(b - a for a, b in pairwise(offered)) >= AGAIN_S
+    assert Ending(2, 100.0, 30.0).next([0, 1], [], 100.0) == ([0, 1], 15.0)
+
+
+def test_an_offer_that_fails_later_is_made_again_at_once_and_others_do_not_wait_for_it() -> None:
+    ending = Ending(3, 100.0, 30.0)
+    assert ending.next([0, 1, 2], [], 100.0) == ([0, 1], 15.0)
+    assert ending.next([0, 1, 2], [1], 100.25) == ([2], 0.75)  # the first has ended at once
+    assert ending.next([0, 1, 2], [2], 104.0) == ([0], 11.0)
 
 
 def test_the_end_offers_few_at_once_then_all_then_nothing() -> None:

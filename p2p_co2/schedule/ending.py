@@ -19,6 +19,10 @@ SETTLE_S = 25.0
 COUNCIL_SETTLE_S = 60.0
 """The same on top over several cells: a last round gathers twice there, and then states travel."""
 
+AGAIN_S = 1.0
+"""A fragment is not offered twice within this: a cell of one peer hears at once that no round begins any
+more, and each offer takes a snapshot and its encoding."""
+
 
 def flush_bound_s(count: int, delays_s: Collection[float]) -> float:
     """How long a peer tries to have the rest of its work counted, in ``count`` fragments. ``delays_s``: what
@@ -68,6 +72,7 @@ class Ending:
 
     def __init__(self, count: int, began_at: float, bound_s: float) -> None:
         self._offers, self._ends_at, self._bound_s = LastOffers(count), began_at + bound_s, bound_s
+        self._again_at = [began_at] * count
 
     def next(
         self, uncounted: Collection[int], in_flight: Collection[int], now: float
@@ -78,5 +83,9 @@ class Ending:
         if not uncounted or left_s <= 0:
             return None
         in_a_hurry = left_s <= half_s
-        offers = self._offers.next(uncounted, in_flight, in_a_hurry)
-        return offers, left_s if in_a_hurry else left_s - half_s
+        early = {f for f in uncounted if now < self._again_at[f] and f not in in_flight}
+        offers = self._offers.next([f for f in uncounted if f not in early], in_flight, in_a_hurry)
+        for fragment in offers:
+            self._again_at[fragment] = now + AGAIN_S
+        soon_s = min((self._again_at[fragment] - now for fragment in early), default=left_s)
+        return offers, min(soon_s, left_s if in_a_hurry else left_s - half_s)
