@@ -265,7 +265,7 @@ def test_who_goes_over_gives_nobody_what_it_made_alone() -> None:
 async def test_what_was_loaded_to_go_back_is_not_taken_once_the_others_have_come(they_come: bool) -> None:
     """A state takes minutes over a slow line; meanwhile they may have fetched what we made alone."""
     others = {PeerId(name): said(9, "a") if they_come else said(3, "b") for name in "bc"}
-    apart, adopted = one_that_made(6, 3, {}), list[AgreedVersion]()
+    apart, adopted, gave = one_that_made(6, 3, {}), list[AgreedVersion](), list[object]()
 
     async def adopt(fragment: int, data: bytes, agreed: AgreedVersion, *, goes_back: bool) -> None:
         assert goes_back
@@ -276,6 +276,7 @@ async def test_what_was_loaded_to_go_back_is_not_taken_once_the_others_have_come
     node.far.is_near = lambda peer: True  # type: ignore[method-assign]
     node.catchup = SimpleNamespace(ask_swarm=lambda vouch: None)  # type: ignore[assignment]
     node.deciding = SimpleNamespace(adopt=adopt)  # type: ignore[assignment]
+    node.rounds = SimpleNamespace(given_by=lambda *told: gave.append(told))  # type: ignore[assignment]
     node.report = lambda kind, **fields: None  # type: ignore[method-assign]
     catching = Catching(node)
     catching.apart = apart
@@ -284,6 +285,7 @@ async def test_what_was_loaded_to_go_back_is_not_taken_once_the_others_have_come
     goal = Goal(STATE, 0, 3, tuple(others), state(3, "b"))
     await catching._take_state(Fetched(goal, 3, b"", Decision(), state(3, "b"), tuple(others), 1.0, 0))
     assert adopted == ([] if they_come else [AgreedVersion(3, state(3, "b"))])
+    assert gave == ([] if they_come else [(0, tuple(others))])  # they may know which cells made it
     assert not catching._back
 
 
