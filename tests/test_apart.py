@@ -11,7 +11,7 @@ import pytest
 
 from p2p_co2.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape, chunk_digest
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TURN_AFTER_S, Apart, Camp
+from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TAKING_S, TURN_AFTER_S, Apart, Camp
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.majority import Majority
@@ -93,6 +93,9 @@ def test_one_that_made_versions_alone_goes_where_most_others_are(
 def test_who_stands_where_lonely_rounds_began_is_waited_for_and_who_helped_to_make_them_is_not_left() -> None:
     behind = {"b": said(2, "a"), "c": said(2, "a")}
     camp = one_that_made(6, 2, behind).camp(0)
+    assert camp is not None
+    assert (camp.version, camp.wait_s) == (2, TAKING_S)  # they may be loading them, over a slow way
+    camp = one_that_made(6, 2, behind, given=2).camp(0)
     assert camp is not None
     assert (camp.version, camp.wait_s) == (2, STANDING_S)
     liars = {"d": said(2, "z"), "e": said(2, "z")}

@@ -34,7 +34,10 @@ PAST_KEPT = 256
 TURN_AFTER_S = 3.0
 """What the others contradict is given up after this: who wakes tells where it was left."""
 STANDING_S = 15.0
-"""They stand where our lonely rounds began: long enough for them to have fetched these."""
+"""They stand where our lonely rounds began: long enough for them to have begun to fetch these."""
+TAKING_S = 40.0
+"""The same where anybody was given any of them: over a slow way the others take so long, and came to where
+this peer had been while it went to where they were."""
 STRONGEST_AFTER_S = 8.0
 """Where all finish in several states, of which none has a majority: last rounds that are on their way to
 others come first."""
@@ -153,7 +156,9 @@ class Apart:
         if counts[held] < HOLDERS:
             return None
         holders = tuple(sorted(peer for peer in elsewhere if elsewhere[peer] == held))
-        return Camp(*held, holders, STANDING_S if standing else TURN_AFTER_S)
+        if not standing:
+            return Camp(*held, holders, TURN_AFTER_S)
+        return Camp(*held, holders, STANDING_S if self.is_unshared(fragment) else TAKING_S)
 
     def _strongest(self, fragment: int, middle: int) -> Camp | None:
         """Where all finish, in several states of which none has a majority, nobody makes a round that could
