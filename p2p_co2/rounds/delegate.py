@@ -46,6 +46,9 @@ LOOK_UP_S = 4.0
 WHOLE_ROUND = 6
 """A round over all cells may take so many times what a cell says that slices take, and some seconds
 (``council.result_within_s``)."""
+SEEN_WITHIN_S = 8.0
+"""A cell that is told that the others are past its round sees so itself, and is there, within this: its
+watchers look every few seconds, most cells must have been seen, and a state takes some more."""
 COUNCIL_CAP_S = 90.0
 """From the end of the cell's gathering to CELL_BEGIN."""
 REPEAT_S = 1.0
@@ -200,18 +203,28 @@ class Delegate:
             self._next(now)
 
     def _believe(self, claim: CellWaiting, teller: PeerId, now: float) -> None:
-        """For want of a better word. If our cell asks for this very round again, it did not bear out."""
+        """For want of a better word. If our cell asks for this very round again when it should long have seen
+        what it was told of, it did not bear out."""
         self.elsewhere = claim
         ready = self._ready(now)
         if ready is not None:
-            self._swarm.sent_elsewhere[teller] = (*self._place, ready.state_digest)
+            asks = (*self._place, ready.state_digest)
+            asked, from_ = self._swarm.sent_elsewhere.get(teller, (None, 0.0))
+            if asked != asks:
+                is_far = claim.version >= self._place[1] and not any(map(self._swarm.is_near, claim.donors))
+                from_ = now + (SEEN_WITHIN_S if is_far else 0.0)
+            self._swarm.sent_elsewhere[teller] = asks, from_
 
     def _judge(self, ready: CellReady, now: float) -> None:
         """Who sent our cell elsewhere for nothing is asked last for a while: every cell asks the same peer
-        first, and it could hold the round up for good."""
-        tellers = self._swarm.sent_elsewhere
-        for teller in [teller for teller, claim in tellers.items() if claim[0] == self._place[0]]:
-            if tellers.pop(teller) == (*self._place, ready.state_digest):
+        first, and it could hold the round up for good. Peers whose point comes before they see what they were
+        told of ask again in good faith, and of who told the truth."""
+        tellers, asks = self._swarm.sent_elsewhere, (*self._place, ready.state_digest)
+        for teller, (asked, from_) in list(tellers.items()):
+            if asked[0] != self._place[0] or (asked == asks and now < from_):
+                continue
+            del tellers[teller]
+            if asked == asks:
                 why = "the other cells were not where it said that they are"
                 self._swarm.spoilt(teller, why, now, rounds=SPOILT_IN_A_ROW)
 

@@ -1,0 +1,55 @@
+"""What a cell holds against who sent it after the others."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from p2p_co2.rounds import Distrusted, PayloadShape
+from p2p_co2.rounds.cells import council_order
+from p2p_co2.rounds.delegate import SEEN_WITHIN_S, Delegate
+from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
+from tests.round_network import make_identity
+
+SHAPE = PayloadShape(8, (24,), 8)
+CELLS = 3
+STATE, OTHER_STATE = bytes(32), 32 * b"1"
+ME = make_identity(0)
+HERE = cell_of(ME.peer_id, CELLS)
+
+
+def of_cell(cell: int, number: int = 0) -> PeerId:
+    ids = (peer_id_of(i.to_bytes(32, "big")) for i in range(1000))
+    return [peer for peer in ids if cell_of(peer, CELLS) == cell][number]
+
+
+def ready(speaker: PeerId, round_: int) -> wire.CellReady:
+    return wire.CellReady(
+        key=wire.RoundKey(fragment=0, round=round_, attempt=bytes(16)), cell=cell_of(speaker, CELLS),
+        state_digest=STATE, members=8, parts_within_s=1.0, owners=24 * [speaker],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("again_s", [3.0, SEEN_WITHIN_S + 1.0])
+def test_who_says_that_the_others_are_past_a_round_is_given_the_time_to_bear_out(again_s: float) -> None:
+    """In short rounds the next schedule point came before the cell saw what it had been told of: it asked for
+    the same round again, and who had told the truth was asked last for a minute, in rounds that needed it."""
+    round_ = next(r for r in count(2) if council_order(range(CELLS), 0, r)[0] != HERE)
+    cell = council_order(range(CELLS), 0, round_)[0]
+    swarm, outlet = Swarm(ME.peer_id, SHAPE, 64, CELLS), Outlet(ME.peer_id)
+    blamed: list[Distrusted] = []
+    swarm.repute.emit = blamed.append
+    tellers = coordination_order([of_cell(cell, 0), of_cell(cell, 1)], 0, round_)
+    swarm.others[cell] = tellers
+    told = wire.CellWaiting(
+        fragment=0, round=round_, version=round_, state_digest=OTHER_STATE, donors=tellers
+    )
+    first = Delegate((0, round_), lambda now: ready(ME.peer_id, round_), swarm, outlet, 0.0)
+    for teller in tellers:
+        first.waiting(told, teller, 0.1)
+    assert first.elsewhere == told
+    Delegate((0, round_), lambda now: ready(ME.peer_id, round_), swarm, outlet, again_s)
+    assert {news.peer for news in blamed} == (set(tellers) if again_s > SEEN_WITHIN_S else set())
