@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Began, Committed, Doubted, PeerView, Rounds, open_decision
+from p2p_co2.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds, open_decision
 from p2p_co2.rounds import bounds as limits
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
@@ -140,6 +140,21 @@ def test_who_has_nothing_more_to_offer_for_a_fragment_is_neither_waited_for_nor_
     machine = machine_with({ME: done, OTHER: TRAINS, THIRD: elsewhere})
     machine.receive(ready(last=True), OTHER, 1.0)
     assert groups(machine) == []
+
+
+def test_who_trains_last_does_not_make_a_round_again_that_as_many_have_made() -> None:
+    """It loaded the state before from others who were done by then, and made their last round once more."""
+    for version in (0, 1):
+        done = PeerView(1e6, training=False, versions=(version,), finished=frozenset({0}))
+        machine = machine_with({ME: PeerView(1e6, versions=(0,)), OTHER: done, THIRD: done})
+        machine.offer(offer_of(), 1.0)
+        if version == 0:
+            assert groups(machine) == [(ME,)]
+            continue
+        assert groups(machine) == []
+        machine.handle_timer(1.0 + limits.GATHER_CAP_S)
+        aborted = [event.reason for event in drain(machine) if isinstance(event, Aborted)]
+        assert aborted == ["as many others have made this round already"]
 
 
 # ---- two attempts of one round

@@ -43,6 +43,31 @@ def test_a_slow_member_is_left_out_and_the_rest_commits() -> None:
     assert all(len(part.contributors) >= 3 for part in event.parts)
 
 
+@pytest.mark.parametrize("live", [2, 3])
+def test_of_three_live_peers_a_coordinator_alone_commits_nothing(live: int) -> None:
+    """Without the third one a group has two, and what one of these made alone the others could not load from
+    most of them: they made the round again, another state of its version. Of two one goes on when the other
+    is lost."""
+    net = Network(live)
+    first = coordinator_of(net)
+    other = next(name for name in net.names if name != first)
+    net.on_send = lambda source, to, message: (
+        not (
+            (to == other and isinstance(message, wire.Mean))
+            or (source == other and isinstance(message, wire.Part))
+        )
+    )
+    net.offer(first)
+    net.offer(other)
+    net.run(limits.READY_CAP_S)
+    began = [event.group for _, event in net.events if isinstance(event, Began)]
+    assert began[0] == tuple(sorted((first, other)))
+    assert (first in net.committed()) is (live == 2)
+    assert other not in net.committed()
+    if live == 3:
+        assert isinstance(net.endings()[first], Aborted)
+
+
 def test_a_minority_does_not_begin_and_the_reason_says_who_was_missing() -> None:
     net = Network(4)
     lonely = coordinator_of(net)

@@ -252,6 +252,7 @@ class Coordination:
 
     def _start(self, place: Place, gathering: Gathering, begin: Begin, late: set[PeerId], now: float) -> None:
         tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape, self._swarm.cells), now)
+        tally.least_votes = gathering.least_votes
         tally.start(now)
         self._begun[place] = begun = _Begun(begin, tally, gathering, now)
         group = tuple(tally.attempt.shares)

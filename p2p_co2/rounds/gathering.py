@@ -2,11 +2,11 @@
 
 Laws: a round begins only with a majority of the live training peers that agree on the state they start from,
 so two halves of a split swarm cannot both go on; half of it is enough only for the peer that is first by
-rendezvous hash, in its own half. The group closes when everybody who can come is there, or at the adaptive
-deadline; a majority that is missing then is waited for, up to the cap, and peers one round behind for longer
-than the deadline, if they are not few of many. The answer is always a BEGIN or a
-reason in words. "Live" is what membership says: where views differ widely two groups can still begin, and the
-digests of the next READYs show and heal it.
+rendezvous hash, in its own half. None begins that as many others have made already, though they are done.
+The group closes when everybody who can come is there, or at the adaptive deadline; a majority that is missing
+then is waited for, up to the cap, and peers one round behind for longer than the deadline, if they are not
+few of many. The answer is always a BEGIN or a reason in words. "Live" is what membership says: where views
+differ widely two groups can still begin, and the digests of the next READYs show and heal it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Gathering:
         self.readies: dict[PeerId, Ready] = {}
         self.cells_before: list[int] = []
         """Those that made the round before, where there are several and it is known."""
+        self.least_votes = 1
+        """How many of the last BEGIN's group must vote for a commit."""
         self.sums_s = 0.0
         """What the owners of the last BEGIN are given for the exchange among cells."""
         self.first_at = now
@@ -249,6 +251,17 @@ class Gathering:
         others = [peer for peer in others if not self._swarm.repute.is_passed_over(peer, now)]
         return any(map(self._is_past, others))
 
+    def _is_made(self, camp: list[PeerId], now: float) -> bool:
+        """Whether as many as ``camp`` has say that they made this round, though they are done with the
+        fragment: who makes a run's last round once more makes another state of its version."""
+        if self._swarm.cells > 1:
+            return False
+        views = self._swarm.live.items()
+        here = (p for p, view in views if view.training or self.fragment in view.finished)
+        past = [p for p in here if p not in camp and self._is_past(p)]
+        past = [peer for peer in past if not self._swarm.repute.is_passed_over(peer, now)]
+        return len(past) >= len(camp)
+
     def _is_past(self, peer: PeerId) -> bool:
         """Whether ``peer`` says that it has made this round."""
         return (self._swarm.version_of(peer, self.fragment) or 0) >= self.round
@@ -258,6 +271,8 @@ class Gathering:
         live = self._live()
         if self._is_too_late():
             return "most peers of this cell have nothing more to offer"
+        if self._is_made(camp, now):
+            return "as many others have made this round already"
         if self._suffices(camp, live, now):
             return ""
         waited = f"within {now - self.first_at:.1f} s"
@@ -272,6 +287,7 @@ class Gathering:
         digest, camp = self.agreeing()
         size = min(self._swarm.group_size, MAX_MEMBERS)
         group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
+        self.least_votes = 2 if self._swarm.cells == 1 and len(camp) == 2 < len(self._live()) else 1
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}

@@ -16,13 +16,19 @@ So a successor repeats the lost coordinator's verdict or finds that there was no
 predecessor had committed and told nobody who can be heard; that commit stands when it surfaces, and the
 digests of the next READY heal the rest.
 
+That two attempts of one round are not both committed follows from who begins them, a majority of those who
+train (``gathering``): two have a member in common, which knows of the first. But it forgets a commit that it
+cannot load. So where three train a group of two needs both votes. Half of it with its coordinator is one peer
+of three, whose state the two others would not load on its word alone, and would make again without it. Price:
+on lines too slow for the run such rounds abort that a coordinator committed alone, with its own work only.
+
 A mean that is sent again also costs least: no slice has to travel twice.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -47,6 +53,8 @@ class Tally:
         self.attempt = attempt
         self.is_decided = False
         self.successor = False
+        self.least_votes = 1
+        """So many must be for a commit: of a majority of three peers, two, not its coordinator alone."""
         self._term = 0
         self._swarm, self._outlet, self._decide = swarm, outlet, decide
         self._observed = observed
@@ -172,7 +180,7 @@ class Tally:
             return
         voters, parts = self._best()
         waiting = [peer for peer in self.attempt.shares if self._is_awaited(peer)]
-        if self.attempt.is_quorum(voters):
+        if self._may_commit(voters):
             if self._has_waited(waiting, now) or final:
                 self._note_punctuality(waiting, now)
                 self._commit(parts)
@@ -187,6 +195,9 @@ class Tally:
             return
         if final or timed_out or (not waiting and not self._may_still_hear()):
             self._abort(self._why(voters))
+
+    def _may_commit(self, voters: Collection[PeerId]) -> bool:
+        return len(voters) >= self.least_votes and self.attempt.is_quorum(voters)
 
     def _has_waited(self, waiting: list[PeerId], now: float) -> bool:
         """Whether a quorum need not wait longer for the votes of the others. It need not wait at all: who is
@@ -217,9 +228,7 @@ class Tally:
         reported lost parts may still complete them, if enough of the group is left for that to matter."""
         if self.successor:
             return True
-        return any(vote.lost_parts for vote in self._votes.values()) and self.attempt.is_quorum(
-            self._living()
-        )
+        return any(vote.lost_parts for vote in self._votes.values()) and self._may_commit(self._living())
 
     def _best(self) -> tuple[list[PeerId], list[PartOutcome]]:
         """The largest set of equal complete votes."""
@@ -280,11 +289,11 @@ class Tally:
         """The parts without which no quorum can be complete. Once everybody has spoken: as few of the lost
         parts as leave a quorum with nothing else lost, those lost most often first."""
         lost = Counter(part for vote in self._votes.values() for part in vote.lost_parts)
-        chosen = [part for part in sorted(lost) if not self.attempt.is_quorum(self._possible_voters(part))]
+        chosen = [part for part in sorted(lost) if not self._may_commit(self._possible_voters(part))]
         if heard_all:
             for part in sorted(lost, key=lambda part: (-lost[part], part)):
                 able = [p for p, vote in self._votes.items() if set(vote.lost_parts) <= set(chosen)]
-                if self.attempt.is_quorum(able):
+                if self._may_commit(able):
                     break
                 if part not in chosen:
                     chosen.append(part)
@@ -302,7 +311,7 @@ class Tally:
 
     def _may_reassign(self) -> bool:
         answered = not self.successor or self.attempt.is_quorum(self._votes)
-        return answered and self.attempt.is_quorum(self._living())
+        return answered and self._may_commit(self._living())
 
     def _living(self) -> list[PeerId]:
         order = coordination_order(self.attempt.shares, self.attempt.fragment, self.attempt.round)
