@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds, open_decision
 from p2p_co2.rounds import bounds as limits
+from p2p_co2.rounds.repute import SPOILT_IN_A_ROW
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -144,9 +145,12 @@ def test_who_has_nothing_more_to_offer_for_a_fragment_is_neither_waited_for_nor_
 
 def test_who_trains_last_does_not_make_a_round_again_that_as_many_have_made() -> None:
     """It loaded the state before from others who were done by then, and made their last round once more."""
-    for version in (0, 1):
+    for version, is_passed_over in ((0, False), (1, False), (1, True)):
         done = PeerView(1e6, training=False, versions=(version,), finished=frozenset({0}))
         machine = machine_with({ME: PeerView(1e6, versions=(0,)), OTHER: done, THIRD: done})
+        for peer in (OTHER, THIRD) if is_passed_over else ():  # whose lines are slow
+            machine._swarm.repute.spoilt(peer, "it was too late", 0.5, rounds=SPOILT_IN_A_ROW, cost_s=0.0)
+            assert machine._swarm.repute.is_passed_over(peer, 1.0)
         machine.offer(offer_of(), 1.0)
         if version == 0:
             assert groups(machine) == [(ME,)]

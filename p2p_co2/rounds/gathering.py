@@ -253,14 +253,15 @@ class Gathering:
 
     def _is_made(self, camp: list[PeerId], now: float) -> bool:
         """Whether as many as ``camp`` has say that they made this round, though they are done with the
-        fragment: who makes a run's last round once more makes another state of its version."""
+        fragment: who makes a run's last round once more makes another state of its version. Where they are
+        more, even those who are passed over: who could not give their bytes in time are."""
         if self._swarm.cells > 1:
             return False
         views = self._swarm.live.items()
         here = (p for p, view in views if view.training or self.fragment in view.finished)
         past = [p for p in here if p not in camp and self._is_past(p)]
-        past = [peer for peer in past if not self._swarm.repute.is_passed_over(peer, now)]
-        return len(past) >= len(camp)
+        believed = [peer for peer in past if not self._swarm.repute.is_passed_over(peer, now)]
+        return len(past) > len(camp) or len(believed) >= len(camp)
 
     def _is_past(self, peer: PeerId) -> bool:
         """Whether ``peer`` says that it has made this round."""
