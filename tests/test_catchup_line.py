@@ -180,3 +180,21 @@ def test_a_donor_that_was_left_alone_for_long_is_one_line_in_all_downloads() -> 
     assert (others.window, others.gap_s) == (1, 0.0)
     lines.ask(held, (1, 1), 2.0 + OUTRUN_S)
     assert not others.has_room
+
+
+def test_who_sends_what_a_round_needs_is_not_silent_but_not_for_ever() -> None:
+    """Its chunks wait behind its slices: a donor of a crowded line was dropped after 20 s, with two thirds of
+    a state given."""
+    lines = Lines()
+    line = lines.of(A, 0.0)
+    lines.ask(line, (1, 0), 0.0)
+    lines.gave(line, (1, 0), 2.0)
+    lines.ask(line, (1, 1), 2.0)
+    alone_at = lines.silent_at(line, 0.0)
+    assert alone_at == 2.0 + 4 * 2.0
+    lines.is_busy(A, 8.0)
+    assert lines.silent_at(line, 0.0) == 8.0 + 4 * 2.0
+    lines.is_busy(A, 1e6)
+    assert lines.silent_at(line, 0.0) == alone_at + STALL_CAP_S
+    lines.is_busy(B, 9.0)  # nothing is asked of it
+    assert len(lines) == 1

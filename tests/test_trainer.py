@@ -3,140 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from trainer_bench import Bench, bench_on_virtual_time
 
 from p2p_co2 import outer
 from p2p_co2.codec import get_codec
-from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, RunConfig
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
 from p2p_co2.node.ledger import AgreedMean, PartWeights
-from p2p_co2.node.progress import LocalProgress
-from p2p_co2.rounds import Offer
-from p2p_co2.schedule import DISTINCT, FIRST_ROUND_BOUND_S, FLUSH_FLOOR_S, SETTLE_S
+from p2p_co2.schedule import DISTINCT, FIRST_ROUND_BOUND_S
 from p2p_co2.telemetry import events as ev
-from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
-from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
-
-
-class RecordingWire:
-    """A network that takes offers and says nothing: the test answers."""
-
-    def __init__(self) -> None:
-        self.offers: list[Offer] = []
-        self.events: list[tuple[type[ev.Event], Mapping[str, Any]]] = []
-        self.shown: list[LocalProgress] = []
-        self.is_settled = False
-        self.ended: frozenset[int] = frozenset()
-        self.awaiting = set[int]()
-        self.broken: BaseException | None = None
-
-    def offer(self, offer: Offer) -> None:
-        self.offers.append(offer)
-
-    def show(self, progress: LocalProgress) -> None:
-        self.shown.append(progress)
-
-    def swarm_position(self) -> tuple[float, float] | None:
-        return None
-
-    def settled(self, versions: Sequence[int]) -> bool:
-        return self.is_settled
-
-    def over(self) -> frozenset[int]:
-        return self.ended
-
-    def awaits_begin(self, fragment: int) -> bool:
-        return fragment in self.awaiting
-
-    def traffic_bytes(self) -> tuple[int, int]:
-        return 0, 0
-
-    def failure(self) -> BaseException | None:
-        return self.broken
-
-    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
-        kind(at=0.0, peer="me", **fields)  # the fields fit the event
-        self.events.append((kind, fields))
-
-    def seen(self, kind: type[ev.Event]) -> list[Mapping[str, Any]]:
-        return [fields for event, fields in self.events if event is kind]
-
-
-class Bench:
-    """A synchroniser in mode steps: 2 fragments unless told otherwise, 4 inner steps per round."""
-
-    def __init__(self, fragments: int = 2, clock: ClockConfig | None = None, **settings: Any) -> None:
-        self.run = RunConfig(
-            fragments=fragments,
-            clock=clock or ClockConfig(mode="steps", inner_steps_per_round=4),
-            codec=CodecConfig(name="fp32"),
-            outer=OuterConfig(**{"blocking_rounds": 0, **settings}),
-        )
-        self.model = torch.nn.Linear(8, 32)
-        plan = plan_fragments(self.model, fragments)
-        codec = get_codec("fp32")
-        live = LiveParameters(self.model, plan)
-        states = [outer.init(live.snapshot(fragment)) for fragment in range(fragments)]
-        self.ledger = TensorLedger(codec, [FragmentLedger(self.run, codec, "me", state) for state in states])
-        self.wire = RecordingWire()
-        self.sync = Synchroniser(self.run, self.model, plan, self.ledger, self.wire, Progressed())
-
-    def step(self, times: int = 1) -> None:
-        for _ in range(times):
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.add_(1.0)
-            self.sync.after_step(tokens=10, loss=1.0)
-            self.ledger.agreed()  # let the worker finish what was asked
-
-    def commit(self, fragment: int) -> None:
-        """The round of this peer's last offer for ``fragment`` commits, with it alone in the mean."""
-        offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
-        parts = (PartWeights(0, len(offer.payload) // 512, {"me": offer.weight}),)
-        mean = AgreedMean(fragment, offer.round, offer.base_version, offer.payload, parts)
-        asyncio.run(self.ledger.commit(mean))
-
-    def abort(self, fragment: int) -> None:
-        asyncio.run(self.ledger.abort(fragment, self.ledger.agreed()[fragment].version + 1))
-
-    def value(self) -> float:
-        return float(self.model.weight.detach().flatten()[0])
-
-
-class PatientOutcomes(queue.SimpleQueue[Any]):
-    """Time passes only while the training thread waits here, the tensor worker has done all, and nothing
-    comes."""
-
-    def __init__(self, bench: Bench, now_s: list[float]) -> None:
-        self.bench, self.now_s = bench, now_s
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        self.bench.ledger.agreed()
-        try:
-            return self.get_nowait()
-        except queue.Empty:
-            self.now_s[0] += timeout or 0.0
-            raise
-
-
-def bench_on_virtual_time(monkeypatch: pytest.MonkeyPatch, fragments: int = 2, **settings: Any) -> Bench:
-    now_s = [0.0]
-    monkeypatch.setattr(synchroniser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    made = Bench(fragments, **settings)
-    made.ledger.outcomes = PatientOutcomes(made, now_s)
-    return made
 
 
 @pytest.fixture
@@ -349,88 +233,6 @@ def test_a_fault_of_the_network_thread_comes_up_in_the_next_step(bench: Bench) -
     bench.wire.broken = OSError("the network thread died")
     with pytest.raises(OSError, match="network thread"):
         bench.step()
-
-
-def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench_on_virtual_time(monkeypatch)
-    made.step(1)
-    made.sync.flush(finished=True)  # nobody answers
-    assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
-    (ended,) = made.wire.seen(ev.TrainingEnded)
-    assert ended == {
-        "fragments": (0, 1), "offers_within_s": FLUSH_FLOOR_S, "settles_within_s": FLUSH_FLOOR_S + SETTLE_S,
-    }  # fmt: skip
-    told = [(said["phase"], said["exposed_s"]) for said in made.wire.seen(ev.Progress)]
-    assert {phase for phase, _ in told} == {"draining"}
-    assert [exposed_s for _, exposed_s in told] == sorted(exposed_s for _, exposed_s in told)
-    assert len(told) > FLUSH_FLOOR_S  # once a second, though nothing happens
-    made.ledger.states()
-    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
-    assert made.wire.shown[-1].phase == made.sync.phase
-    assert made.wire.seen(ev.Progress)[-1]["phase"] == "draining"
-    made.ledger.close()
-
-
-def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They count on its part in that round as long as they hear that it is open."""
-    made = bench_on_virtual_time(monkeypatch)
-    made.step(1)
-    told: list[frozenset[int]] = []
-
-    def settled(versions: Sequence[int]) -> bool:
-        told.append(made.wire.shown[-1].finished)
-        if len(told) == 1:
-            made.abort(0)
-            made.abort(1)
-        return len(told) > 4
-
-    monkeypatch.setattr(made.wire, "settled", settled)
-    made.sync.flush(finished=True)
-    assert told[0] == frozenset()
-    assert told[-1] == {0, 1}
-    made.ledger.close()
-
-
-def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_snapshot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = Bench(fragments=4)
-    in_flight: list[int] = []
-    waiting: list[int] = []
-    snapshot = made.sync.live.snapshot
-
-    def take(fragment: int) -> torch.Tensor:
-        waiting.append(len(waiting) - len(made.wire.offers))
-        return snapshot(fragment)
-
-    def answer(offer: Offer) -> None:
-        in_flight.append(len(made.sync._account.in_flight))
-        made.wire.offers.append(offer)
-        if len(made.wire.offers) % 2 == 0:
-            for one in made.wire.offers[-2:]:
-                threading.Thread(target=made.commit, args=(one.fragment,)).start()
-
-    monkeypatch.setattr(made.sync.live, "snapshot", take)
-    monkeypatch.setattr(made.wire, "offer", answer)
-    made.wire.is_settled = True
-    made.step(1)
-    made.sync.flush(finished=True)
-    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
-    assert max(in_flight) == 2
-    assert waiting == [0] * 4  # each is taken when the one before has been encoded
-    assert made.sync.versions == [1, 1, 1, 1]
-    made.ledger.close()
-
-
-def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench_on_virtual_time(monkeypatch, fragments=4)
-    made.step(1)
-    made.sync.flush(finished=True)  # nobody answers the first two
-    made.ledger.states()
-    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
-    made.ledger.close()
 
 
 async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:

@@ -86,6 +86,10 @@ class CatchUp:
         self.revision = 0
         """Grows with every call that may have made anything longer that is held."""
 
+    def moves(self, now: float, within_s: float) -> bool:
+        """Whether what others hold came to this peer of late, or a state of ours went to others."""
+        return now - max(self._fetcher.got_at, self.donor.gave_at) <= within_s
+
     def keep_in(self, store: Store) -> None:
         """From now on the chunks of states go to ``store``, and come from it after a restart."""
         self._fetcher.store = store
@@ -107,6 +111,10 @@ class CatchUp:
         """``peers`` can serve what is being fetched of ``fragment``, too."""
         self.revision += 1
         self._fetcher.add_donors(fragment, peers, now)
+
+    def is_busy(self, donor: PeerId, now: float) -> None:
+        """A round's bytes came from ``donor``: it is not silent, and its chunks come after them."""
+        self._fetcher.is_busy(donor, now)
 
     def forget_donor(self, peer: PeerId, now: float) -> None:
         """``peer`` is gone: goals that wait for it go on with another donor."""

@@ -15,7 +15,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES, ROUND, STATE, ExportWanted, Outbox, Shape
+from p2p_co2.catchup.goals import ROUND, STATE, ExportWanted, Outbox, Shape
 from p2p_co2.catchup.history import HISTORY_ROUNDS_KEPT, History
 from p2p_co2.catchup.manifest import chunk_at, make_manifest
 from p2p_co2.catchup.turns import MAX_WAITING, Loaders, Turns
@@ -46,15 +46,17 @@ class _Export:
     made_at: float
     manifest: Manifest
     loaders: Loaders
+    shape: Shape
 
     @property
     def is_taken_slowly(self) -> bool:
         """Whether it is kept for those who take long over it."""
-        return len(self.data) <= EXPORTS_FREE_BYTES and self.loaders.take_any
+        return self.shape.is_free(len(self.data)) and self.loaders.take_any
 
     def turn_ends_at(self) -> float:
         """When nobody can have it in use any more."""
-        return self.made_at + EXPORT_LONGEST_S + len(self.data) / EXPORT_SLOWEST_BYTES_PER_S
+        real_bytes = len(self.data) * self.shape.scale
+        return self.made_at + EXPORT_LONGEST_S + real_bytes / EXPORT_SLOWEST_BYTES_PER_S
 
     def ends_at(self) -> float:
         kept_s, longest_at = EXPORT_KEPT_S, self.turn_ends_at()
@@ -83,6 +85,8 @@ class Donor:
         self._turns = Turns()
         self.given = [-1] * len(shape.state_bytes)
         """Of each fragment, the newest version of which anybody was sent a chunk."""
+        self.gave_at = -math.inf
+        """When anybody was sent a chunk that it had not been sent before."""
         self.going_over: set[int] = set()
         """Fragments of which nobody is given anything just now: work that nobody was given goes back."""
 
@@ -111,9 +115,9 @@ class Donor:
             self._identity, self._run, place, len(data), chunk_digests, digest=digest,
             chunk_bytes=self._shape.chunk_bytes,
         )  # fmt: skip
-        self._exports[fragment, version] = _Export(version, data, now, manifest, Loaders(now))
+        self._exports[fragment, version] = _Export(version, data, now, manifest, Loaders(now), self._shape)
         self._exports_changed()
-        if sum(self._shape.state_bytes) > EXPORTS_FREE_BYTES:
+        if not self._shape.is_free(sum(self._shape.state_bytes)):
             self._rests_until = now + EXPORT_REST * (now - self._began_at.pop(fragment, now))
         for peer, fetch in self._waiting.pop(fragment, []):
             if _suits(fetch, version):
@@ -188,7 +192,8 @@ class Donor:
             return
         export.loaders.asked(peer, now)
         size_bytes = self._send_chunk(fetch, peer, export.data)
-        if export.loaders.gave(peer, fetch.chunk, size_bytes, now):
+        if export.loaders.gave(peer, fetch.chunk, size_bytes * self._shape.scale, now):
+            self.gave_at = now
             self._turns.took(peer, fetch.fragment)
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
@@ -229,7 +234,7 @@ class Donor:
         idle.sort(key=lambda key: self._exports[key].loaders.asked_at(peer))
         for key in (*idle, None):
             held = self.exported_bytes() + pending
-            if not held or held + wanted <= EXPORTS_FREE_BYTES:
+            if not held or self._shape.is_free(held + wanted):
                 return True
             if key is not None:
                 del self._exports[key]

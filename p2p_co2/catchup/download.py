@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
-from p2p_co2.catchup.line import WINDOW_MOST, all_there_in_s
+from p2p_co2.catchup.line import OUTRUN_S, WINDOW_MOST, all_there_in_s
 from p2p_co2.catchup.manifest import (
     Content,
     check_chunk,
@@ -68,9 +68,11 @@ class Download:
         self.sources: dict[PeerId, Source] = {}
         self._context = context
         self._reserve = deque(goal.donors)
-        self._known = set(goal.donors)
+        self._known = dict.fromkeys(goal.donors, math.inf)
+        """Who was asked, or is to be, and until when not again."""
         self._width = min(DONORS_AT_ONCE, chunk_count(total_bytes, context.chunk_bytes))
         self._started_at = self._moved_at = self._looked_at = now
+        self.asked_at = -math.inf
         self._choose_at: float | None = None
         self._chosen: Manifest | None = None
         self._content: Content = b""
@@ -96,6 +98,7 @@ class Download:
         if self._vouched(source.peer, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
         source.manifest, source.content, source.again_at = manifest, content_of(manifest), None
+        source.moved_on = False
         self._moved_at = now
         if self._choose_at is None:
             took_s = now - source.asked_at
@@ -103,7 +106,8 @@ class Download:
         self.advance(now)
 
     def take_chunk(self, source: Source, chunk: Chunk, now: float) -> None:
-        """Raises ``RemoteProtocolError`` for a chunk that was not asked for, or is wrong."""
+        """Raises ``RemoteProtocolError`` for a chunk that was not asked for, or is wrong. What is asked next,
+        and by which download, is the fetcher's to say."""
         if chunk.chunk in source.answered:
             return  # doubled under way
         if self._chosen is None or chunk.chunk not in source.asked:
@@ -124,7 +128,6 @@ class Download:
             self._gave[source.peer] = self._gave.get(source.peer, 0) + 1
         else:
             self._wasted += 1
-        self.advance(now)
 
     def take_refusal(self, source: Source, refusal: Refusal, now: float) -> None:
         """The donor cannot help, or not now."""
@@ -142,7 +145,8 @@ class Download:
             self._fill(now, more=1)
             self.advance(now)
         else:
-            self._lose(source, reason, now)
+            moved_on = self.goal.what == STATE and source.manifest is not None
+            self._lose(source, reason, now, moved_on=moved_on)
 
     def drop(self, peer: PeerId, reason: str, now: float) -> None:
         """Go on without ``peer``."""
@@ -159,10 +163,11 @@ class Download:
         self.advance(now)
 
     def add_donors(self, peers: Iterable[PeerId], now: float) -> None:
-        """More donors are known by now; those that were asked before are not asked again."""
-        new = [peer for peer in peers if peer not in self._known]
+        """More donors are known by now, or were silent long ago; others that were asked before are not asked
+        again."""
+        new = [peer for peer in peers if self._known.get(peer, now) <= now]
         if new and self.ended is None:
-            self._known.update(new)
+            self._known.update(dict.fromkeys(new, math.inf))
             self._reserve.extend(new)
             self._fill(now)
 
@@ -224,7 +229,8 @@ class Download:
         self.advance(now)
 
     def _patience_ends_at(self, source: Source) -> float | None:
-        return source.patience_ends_at(self.total_bytes, self._context.lines, self._others_gap_s(source))
+        context, real_bytes = self._context, self.total_bytes * self._context.scale
+        return source.patience_ends_at(real_bytes, context.lines, self._others_gap_s(source))
 
     def _others_gap_s(self, source: Source) -> float:
         """The usual time between two chunks of the other donors, 0 if not known."""
@@ -256,16 +262,8 @@ class Download:
         self._context.out.send(source.peer, self._manifest_wanted(source))
 
     def _manifest_wanted(self, source: Source) -> Fetch:
-        goal = self.goal
-        fetch = Fetch(what=goal.what, fragment=goal.fragment, version=goal.oldest or goal.version)
-        if goal.what == ROUND:
-            fetch.version = goal.version
-        elif self._chosen is not None:
-            fetch.version = fetch.newest = self._chosen.version
-        elif self._held:
-            fetch.version = fetch.newest = self._held
-        fetch.request = source.request
-        return fetch
+        only = self._chosen.version if self._chosen is not None else self._held
+        return self.goal.wanted(source.request, 0 if source.moved_on else only)
 
     def _useful(self) -> list[Source]:
         """The donors that promise what was chosen."""
@@ -279,19 +277,24 @@ class Download:
     def _answered(self) -> list[Source]:
         return [source for source in self.sources.values() if source.manifest is not None]
 
-    def _lose(self, source: Source, reason: str, now: float) -> None:
-        """An honest donor did not deliver. The last one is asked anew: a message may be lost, or its export
-        gone."""
-        others = len(self.sources) > 1 or self._reserve
-        if others or source.repeats >= REPEATS_MOST:
+    def _lose(self, source: Source, reason: str, now: float, *, moved_on: bool = False) -> None:
+        """An honest donor did not deliver. The last one is asked anew, for a message may be lost, and one
+        that ``moved_on`` from what it promised, for whatever it has now."""
+        is_last = len(self.sources) == 1 and not self._reserve
+        if source.repeats >= REPEATS_MOST or not (is_last or moved_on):
+            self._known[source.peer] = now + OUTRUN_S
             self.drop(source.peer, reason, now)
             return
         self._give_back(source)
         source.repeats += 1
-        source.manifest, self._chosen = None, None
-        source.line.window = 1
+        source.moved_on, source.manifest = moved_on, None
+        if is_last:
+            self._chosen = None
+        if not moved_on:
+            source.line.window = 1
         source.answered.clear()
         self._ask_manifest(source, now)
+        self.advance(now)
 
     def _give_back(self, source: Source) -> None:
         """What was asked of a donor goes to the others first."""
@@ -393,14 +396,11 @@ class Download:
     def _ask_chunk(self, source: Source, chunk: int, now: float) -> None:
         assert self._chosen is not None
         source.ask(chunk, now, self._context.lines)
+        self.asked_at = now
         fetch = Fetch(
-            what=self.goal.what,
-            fragment=self.goal.fragment,
-            version=self._chosen.version,
-            want_chunk=True,
-            chunk=chunk,
-            request=source.request,
-        )
+            what=self.goal.what, fragment=self.goal.fragment, version=self._chosen.version,
+            want_chunk=True, chunk=chunk, request=source.request,
+        )  # fmt: skip
         self._context.out.send(source.peer, fetch)
 
     def _overdue(self, free: Source, now: float) -> int | None:

@@ -8,12 +8,12 @@ side by side.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from p2p_co2.catchup.download import DONORS_AT_ONCE, Download
 from p2p_co2.catchup.goals import (
-    EXPORTS_FREE_BYTES,
     STATE,
     DonorRefused,
     FetchFailed,
@@ -54,9 +54,12 @@ class Fetcher:
         """Fragments whose download has waited for another one already."""
         self._requests = 0
         self._lines = Lines()
+        self.got_at = -math.inf
+        """When a right chunk came."""
         self._context = Context(
-            run, out, self._next_request, self._vouch, shape.chunk_bytes, self._lines, self._pending
-        )
+            run, out, self._next_request, self._vouch, shape.chunk_bytes, self._lines, self._pending,
+            shape.scale,
+        )  # fmt: skip
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
@@ -68,6 +71,10 @@ class Fetcher:
             self._downloads.pop(goal.fragment).close(now)
         self._waiting[goal.fragment] = goal
         self._settle(now)
+
+    def is_busy(self, donor: PeerId, now: float) -> None:
+        """``donor`` sends us a round's bytes: its chunks come after them."""
+        self._lines.is_busy(donor, now)
 
     @property
     def is_idle(self) -> bool:
@@ -111,6 +118,7 @@ class Fetcher:
                 download.take_manifest(source, message, now)
             elif isinstance(message, Chunk):
                 download.take_chunk(source, message, now)
+                self.got_at = now
             else:
                 self._go_with(message, download, now)
                 download.take_refusal(source, message, now)
@@ -141,9 +149,11 @@ class Fetcher:
     # ---- which downloads run
 
     def _settle(self, now: float) -> None:
-        """Tell of downloads that ended, and start what may start."""
-        for fragment, download in list(self._downloads.items()):
-            download.advance(now)  # another download may have left a donor room
+        """Tell of downloads that ended, and start what may start. A donor's room goes to the download that
+        has asked for nothing the longest: else who loads a whole state keeps it to itself."""
+        by_turn = sorted(self._downloads.items(), key=lambda running: running[1].asked_at)
+        for fragment, download in by_turn:
+            download.advance(now)
             if download.ended is not None:
                 self._downloads.pop(fragment).close(now)
                 self._put_aside.discard(fragment)
@@ -181,7 +191,7 @@ class Fetcher:
         if goal.what != STATE:
             return True
         loading = sum(d.total_bytes for d in self._downloads.values() if d.goal.what == STATE)
-        has_room = loading + self._shape.state_bytes[goal.fragment] <= EXPORTS_FREE_BYTES
+        has_room = self._shape.is_free(loading + self._shape.state_bytes[goal.fragment])
         ahead = sum(download.ahead for download in self._downloads.values())
         return not loading or (has_room and ahead < max(DONORS_AT_ONCE, self._lines.chunks_in(AHEAD_S)))
 

@@ -34,11 +34,17 @@ def chunk_bytes_of(state_bytes: Sequence[int]) -> int:
 @dataclass(frozen=True)
 class Shape:
     """Sizes that every peer computes for itself: per fragment, bytes of an encoded mean and of a serialised
-    state; of a chunk of either."""
+    state; of a chunk of either. ``scale``: bytes that each of them stands for, other than 1 in simulations
+    alone."""
 
     mean_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
     chunk_bytes: int = MAX_DATA_BYTES
+    scale: float = 1.0
+
+    def is_free(self, size_bytes: int) -> bool:
+        """Whether states of so many bytes together are given, and loaded, side by side."""
+        return size_bytes * self.scale <= EXPORTS_FREE_BYTES
 
     def bytes_of(self, what: Fetch.What, fragment: int) -> int:
         return (self.mean_bytes if what == ROUND else self.state_bytes)[fragment]
@@ -63,6 +69,17 @@ class Goal:
     donors: tuple[PeerId, ...]
     digest: bytes = b""
     oldest: int = 0
+
+    def wanted(self, request: int, only: int) -> Fetch:
+        """The question for its manifest. ``only``: of this version of a state and no other; 0 for any that
+        will do."""
+        fetch = Fetch(what=self.what, fragment=self.fragment, version=only or self.oldest or self.version)
+        if self.what == ROUND:
+            fetch.version = self.version
+        elif only:
+            fetch.newest = only
+        fetch.request = request
+        return fetch
 
 
 Vouch = Callable[[PeerId, int, int, bytes], bool | None]

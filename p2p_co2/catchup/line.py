@@ -51,6 +51,8 @@ class Line:
     asked: dict[Asked, float] = field(default_factory=dict)
     window: int = 1
     slow_until: float = -math.inf
+    busy_at: float = -math.inf
+    """When something else that is large came from it last: what a round needs goes before chunks."""
     _silent_s: float = 0.0
     """How long it was waited for when it was given up last, if nothing came since."""
     _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
@@ -179,6 +181,11 @@ class Lines:
         self.came_at = now
         line.gave(asked, now)
 
+    def is_busy(self, peer: PeerId, now: float) -> None:
+        """Something large came from ``peer`` that is no chunk."""
+        if peer in self._lines:
+            self._lines[peer].busy_at = now
+
     def outran(self, line: Line, now: float) -> None:
         """It was slow while others gave: each download would lose a chunk's time by it, and the donor the
         time of its line that its rounds need."""
@@ -191,7 +198,7 @@ class Lines:
         since = line.heard_at
         if self._pause_ended_at > since and self._pause_s > STALLED_OF * limit_s:
             since = self._pause_ended_at
-        ends_at = since + limit_s
+        ends_at = max(since, line.busy_at) + limit_s
         others_owe = any(one.asked for one in self._lines.values() if one is not line)
         if (
             others_owe and ends_at - max(self.came_at, line.heard_at) > STALLED_OF * limit_s

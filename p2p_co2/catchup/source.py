@@ -32,6 +32,8 @@ class Context:
     lines: Lines
     pending: Callable[[], int]
     """Chunks that nobody was asked for yet, in all downloads."""
+    scale: float
+    """As ``Shape.scale``."""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Source:
     again_at: float | None = None
     """Set while the donor wants to be asked later."""
     agains: int = 0
+    moved_on: bool = False
+    """Whether it no longer has what was chosen, and is asked for whatever it has."""
     repeats: int = 0
     """How often it was asked anew after it had failed to answer."""
 
@@ -82,7 +86,7 @@ class Source:
         self.again_at = now + min(AGAIN_MOST_S, AGAIN_FIRST_S * 2 ** min(self.agains, DOUBLED_AT_MOST))
         self.agains += 1
 
-    def patience_ends_at(self, total_bytes: int, lines: Lines, others_gap_s: float) -> float | None:
+    def patience_ends_at(self, total_bytes: float, lines: Lines, others_gap_s: float) -> float | None:
         """When this donor counts as silent or slow; None while nothing is asked of it. ``others_gap_s``: as
         in ``Line.patience_s``."""
         if self.again_at is not None:

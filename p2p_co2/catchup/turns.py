@@ -71,7 +71,7 @@ class Loaders:
         loader = self._known(peer)
         loader.in_use_until = max(loader.in_use_until, until)
 
-    def gave(self, peer: PeerId, chunk: int, chunk_bytes: int, now: float) -> bool:
+    def gave(self, peer: PeerId, chunk: int, chunk_bytes: float, now: float) -> bool:
         """``peer`` is sent a chunk; whether it is a new one."""
         loader = self._known(peer)
         if loader.chunks >> chunk & 1:

@@ -81,10 +81,10 @@ class Node:
         self.agreed = list(agreed)
         pace = network.run.clock
         self.membership = Membership(self.me, quiet_beat_s(pace.round_s) if pace.mode == "time" else 0.0)
-        cells = network.run.cells
-        self.far = Far(self, cells, network.find_peers)
-        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, cells)
-        sizes = Shape(shape.mean_bytes, tuple(state_bytes), shape.chunk_bytes or chunk_bytes_of(state_bytes))
+        self.far = Far(self, network.run.cells, network.find_peers)
+        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, self.far.cells)
+        chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
+        sizes = Shape(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
         for fragment, version in enumerate(agreed):
             self.catchup.moved(fragment, version.version)

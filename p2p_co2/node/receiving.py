@@ -156,6 +156,8 @@ class Receiving:
         elif kind in _ROUNDS:
             node.know_all()
             useful = node.rounds.receive(message, sender, now)
+            if useful and kind in BULK:
+                node.catchup.is_busy(sender, now)
             if kind in _HAVE_THE_LAST:
                 node.catchup.donor.history.shrink()
         elif kind in _CATCH_UP:

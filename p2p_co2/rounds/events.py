@@ -25,7 +25,7 @@ class PayloadShape:
     the run's time between two rounds of a fragment, 0 where it counts inner steps.
     ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; ``chunk_bytes``: of states
     and past means, what is asked for at once, 0: as the states suggest. A simulation whose bytes stand for
-    more of them counts both in its own."""
+    ``scale`` real ones each counts both in its own."""
 
     block_bytes: int
     blocks: tuple[int, ...]
@@ -33,6 +33,7 @@ class PayloadShape:
     round_s: float = 0.0
     assumed_upload_bytes_per_s: float = bounds.ASSUMED_UPLOAD_BYTES_PER_S
     chunk_bytes: int = 0
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:

@@ -20,6 +20,7 @@ import math
 from typing import TYPE_CHECKING
 
 from p2p_co2.node.node import Node
+from p2p_co2.schedule import LOADS_CAP_S, LOADS_QUIET_S
 
 if TYPE_CHECKING:
     from p2p_co2.simnet.inspection import Inspector
@@ -30,6 +31,8 @@ OVERDUE_S = 1.5
 second)."""
 HANG_UP_S = 60.0
 """So much later than a peer told that it would be gone it may still be there: to say goodbye."""
+LEFT_OFF_S = LOADS_QUIET_S + HANG_UP_S
+"""And so long after it got, or gave, the last chunk of a state."""
 JUST_S = 1e-6
 """What floats of seconds since 1970 cannot tell."""
 
@@ -229,6 +232,9 @@ class Oversight:
         due_at = since + told_s / self._rate + self._slept_s(since) + HANG_UP_S
         if self._world.now < due_at:
             self._world.call_at(due_at, self.goes_within, told_s, since)
+            return
+        if self._world.now < due_at + LOADS_CAP_S and self._node.catchup.moves(self._node.now(), LEFT_OFF_S):
+            self._world.call_at(self._world.now + LEFT_OFF_S, self.goes_within, told_s, since)
             return
         age_s = self._world.now - since
         self._broken("deadlines", f"is there {age_s:.0f} s after its training, for {told_s:.0f} s told")

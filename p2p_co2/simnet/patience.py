@@ -21,7 +21,7 @@ from p2p_co2.profiles import LinkProfile
 from p2p_co2.rounds import PayloadShape, bounds
 from p2p_co2.rounds.deadline import SAFETY
 from p2p_co2.rounds.member import COUNCIL_GRACE_S
-from p2p_co2.schedule import FLUSH_CAP_S, SLEW, settle_bound_s
+from p2p_co2.schedule import FLUSH_CAP_S, LOADS_CAP_S, SLEW, settle_bound_s
 from p2p_co2.simnet.internet import way_between
 from p2p_co2.simnet.training import CATCH_UP_BOUND_S, GATHER_BOUND_S
 
@@ -52,7 +52,7 @@ def run_bound_s(last_start_at: float, planned_s: float, step_s: float, cells: in
     """When a run of ``planned_s`` is over for everybody, the last of whom starts at ``last_start_at``.
     ``step_s``: of the slowest peer."""
     joined_s = last_start_at + GATHER_BOUND_S + CATCH_UP_BOUND_S
-    ended_s = FLUSH_CAP_S + settle_bound_s(FLUSH_CAP_S, cells)
+    ended_s = FLUSH_CAP_S + settle_bound_s(FLUSH_CAP_S, cells) + LOADS_CAP_S
     return joined_s + planned_s / (1 - SLEW) + step_s + ended_s + SPARE_S
 
 

@@ -154,6 +154,7 @@ class Swarm:
             clock.round_s if clock.mode == "time" else 0.0,
             ASSUMED_UPLOAD_BYTES_PER_S / self.internet.scale,
             self._chunk_bytes(),
+            self.internet.scale,
         )
         self.books = Books(settings.blocks, lambda: self.world.now)
         self.volunteers = [self._volunteer(index) for index in range(settings.peers)]

@@ -19,7 +19,16 @@ from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import FIRST_ROUND_BOUND_S, Ending, SwarmClock, WorkAccount, settle_bound_s
+from p2p_co2.schedule import (
+    FIRST_ROUND_BOUND_S,
+    LOADS_CAP_S,
+    LOADS_QUIET_S,
+    STILL_LOADS,
+    Ending,
+    SwarmClock,
+    WorkAccount,
+    settle_bound_s,
+)
 from p2p_co2.simnet.ledger import CountingLedger, Offered, Outcome
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.messages_pb2 import Status
@@ -281,9 +290,16 @@ class Training:
             await self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            await self._wait(self._settled, settle_s, SETTLE_LOOK_EVERY_S)
+            if not await self._wait(self._settled, settle_s, SETTLE_LOOK_EVERY_S) and self._loads():
+                self._node.report(ev.Warned, text=STILL_LOADS)
+                await self._wait(
+                    lambda: self._settled() or not self._loads(), LOADS_CAP_S, SETTLE_LOOK_EVERY_S
+                )
         self.exposed_s += self._now() - entered_at
         self.report()
+
+    def _loads(self) -> bool:
+        return self._node.catchup.moves(self._node.now(), LOADS_QUIET_S)
 
     def _settled(self) -> bool:
         if self._finished() != self._node.progress.local.finished:

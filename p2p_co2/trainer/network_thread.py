@@ -26,6 +26,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
 from p2p_co2.rounds import Offer, PayloadShape
+from p2p_co2.schedule import LOADS_QUIET_S
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
@@ -162,6 +163,10 @@ class NetworkThread:
         """Whether all live peers are done at ``versions``, and this thread knows that we are there too."""
         known = [agreed.version for agreed in self.node.agreed]
         return known == list(versions) and self.node.progress.settled
+
+    def loads(self) -> bool:
+        """Whether a state is on its way to this peer, or from it to another."""
+        return self.node.catchup.moves(self.node.now(), LOADS_QUIET_S)
 
     def over(self) -> frozenset[int]:
         """Fragments of which no more rounds are made in this run."""

@@ -27,7 +27,15 @@ from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
-from p2p_co2.schedule import FIRST_ROUND_BOUND_S, Ending, SwarmClock, WorkAccount, settle_bound_s
+from p2p_co2.schedule import (
+    FIRST_ROUND_BOUND_S,
+    LOADS_CAP_S,
+    STILL_LOADS,
+    Ending,
+    SwarmClock,
+    WorkAccount,
+    settle_bound_s,
+)
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
 from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
@@ -52,6 +60,7 @@ class Wire(Protocol):
     def show(self, progress: LocalProgress) -> None: ...
     def swarm_position(self) -> tuple[float, float] | None: ...
     def settled(self, versions: Sequence[int]) -> bool: ...
+    def loads(self) -> bool: ...
     def over(self) -> frozenset[int]: ...
     def awaits_begin(self, fragment: int) -> bool: ...
     def traffic_bytes(self) -> tuple[int, int]: ...
@@ -89,8 +98,7 @@ class Synchroniser:
         self.inner_steps, self.tokens = start.inner_steps, start.tokens
         versions = [agreed.version for agreed in ledger.agreed()]
         self._account = WorkAccount(run, start.tokens, versions)
-        self._is_flushing = False
-        self._told_finished = frozenset[int]()
+        self._is_flushing, self._told_finished = False, frozenset[int]()
         self._encoding: Future[None] | None = None
         """Of the last snapshot."""
         self._put_off: list[int] = []
@@ -102,8 +110,7 @@ class Synchroniser:
         self._returned_at = self._started_at
         self.train_s = self.exposed_s = 0.0
         self._losses: list[float | Tensor] = []
-        self._loss = math.nan
-        self._tokens_per_s = 0.0
+        self._loss, self._tokens_per_s = math.nan, 0.0
         self._reported_at, self._reported_tokens = self._started_at, start.tokens
         self.phase: Status.Phase = Status.TRAINING
         self.stopped = False
@@ -306,16 +313,11 @@ class Synchroniser:
             position=self.position, inner_steps=self.inner_steps, now=time.monotonic(),
         )  # fmt: skip
         self._report(
-            ev.FragmentApplied,
-            fragment=fragment,
-            version=outcome.version,
-            contributed=outcome.contributed,
+            ev.FragmentApplied, fragment=fragment, version=outcome.version, contributed=outcome.contributed,
+            gap=outcome.report.gap, gradient_norm=outcome.report.gradient_norm,
+            momentum_norm=outcome.report.momentum_norm, clipped_share=outcome.report.clipped_share,
             **asdict(lag),
-            gap=outcome.report.gap,
-            gradient_norm=outcome.report.gradient_norm,
-            momentum_norm=outcome.report.momentum_norm,
-            clipped_share=outcome.report.clipped_share,
-        )
+        )  # fmt: skip
 
     def _wait(self, done: Callable[[], bool], bound_s: float) -> bool:
         """Stand still until ``done`` or the bound, taking outcomes as they come; True if done."""
@@ -349,18 +351,17 @@ class Synchroniser:
             self._wait(lambda: not self._account.in_flight, LEAVE_BOUND_S)
         else:
             bound_s = self._account.flush_bound_s
-            settle_s = settle_bound_s(bound_s, self._run.cells)
-            self._is_flushing = True
+            settle_s, self._is_flushing = settle_bound_s(bound_s, self._run.cells), True
             self._report(
-                ev.TrainingEnded,
-                fragments=tuple(self._account.uncounted(self.tokens)),
-                offers_within_s=bound_s,
-                settles_within_s=settle_s,
-            )
+                ev.TrainingEnded, fragments=tuple(self._account.uncounted(self.tokens)),
+                offers_within_s=bound_s, settles_within_s=settle_s,
+            )  # fmt: skip
             self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            self._wait(lambda: self.stopped or self._has_settled(), settle_s)
+            if not self._wait(self._has_settled, settle_s) and self._wire.loads():
+                self._report(ev.Warned, text=STILL_LOADS)
+                self._wait(lambda: self._has_settled() or not self._wire.loads(), LOADS_CAP_S)
             self.release_held()
         self._stood_still()
         self.report()
@@ -375,7 +376,7 @@ class Synchroniser:
         """Whether all agree. What is in flight no more is told: until then others wait for our part in it."""
         if self._finished() != self._told_finished:
             self._show()
-        return self._wire.settled(self.versions)
+        return self.stopped or self._wire.settled(self.versions)
 
     def _offer_the_rest(self, bound_s: float) -> None:
         """Offer what this peer learned since its last contributions until it is counted, or time is up."""

@@ -1,0 +1,98 @@
+"""Catching up over lines that carry a state more slowly than the swarm makes the next."""
+
+from __future__ import annotations
+
+import random
+
+from catchup_world import D1, D2, LARGE, LATE, World
+
+from p2p_co2.catchup import ROUND, CatchUpMessage, Fetched, Goal, Shape
+from p2p_co2.catchup.line import OUTRUN_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
+
+
+def look_around(world: World) -> None:
+    """Run to the end of it; a node names the donors again with each look around."""
+    for _ in range(600):
+        if not world.events:
+            world.run(1.0)
+            world.machines[LATE].add_donors(1, [D1, D2], world.now)
+
+
+def test_a_donor_that_no_longer_keeps_a_state_gives_the_next_one_with_the_others() -> None:
+    """Both said so at the same moment; the first was never asked again, and half of the line lay idle."""
+    world = World(donors=2, rate=2e6)
+    refused: list[PeerId] = []
+
+    def forget_once(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if isinstance(message, Chunk) and message.version == 7:
+            for peer in (D1, D2):
+                world.move(peer, 8)
+            refused.append(sender)
+            return Refusal(request=message.request, reason="that state is no longer kept")
+        return message
+
+    world.tamper = forget_once
+    world.want(version=7)
+    world.run()
+    event = world.fetched()
+    assert {D1, D2} == set(refused)
+    assert event.version == 8
+    given = [len(set(world.chunks_from(donor))) for donor in (D1, D2)]
+    assert min(given) > 10  # of 40, each about its half
+
+
+def test_a_donor_that_was_silent_is_asked_again_later() -> None:
+    world = World(donors=2, rate=100e3)
+    world.tamper = lambda sender, message: (
+        None if sender == D2 and world.now < 30.0 and isinstance(message, Manifest) else message
+    )
+    world.want()
+    look_around(world)
+    world.fetched()
+    first_at = min(
+        at for at, (sender, message) in enumerate(world.sent) if sender == D2 and isinstance(message, Chunk)
+    )
+    asked = sum(isinstance(m, Fetch) and not m.want_chunk and sender == LATE for sender, m in world.sent)
+    assert first_at > 0
+    assert asked == 3  # both at once, and D2 once more
+    assert len(world.chunks_from(D2)) > 5
+    assert world.now > OUTRUN_S
+
+
+def test_a_donor_is_not_asked_anew_while_it_is_being_asked() -> None:
+    """Its source was replaced after a minute, and the chunks that it owed were never asked for again."""
+    world = World(donors=2, rate=100e3)
+    refusals = [0]
+
+    def forget(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if isinstance(message, Chunk) and sender == D2 and not refusals[0]:
+            refusals[0] += 1
+            return Refusal(request=message.request, reason="that state is no longer kept")
+        return message
+
+    world.tamper = forget
+    world.want()
+    look_around(world)
+    world.fetched()
+
+
+def test_a_round_is_replayed_while_a_state_is_loaded_from_the_same_donor() -> None:
+    """Each chunk that came made room for the next of the same state: the round waited until its download was
+    given up after 60 s."""
+    shape = Shape((4 * MAX_DATA_BYTES, 4 * MAX_DATA_BYTES), (LARGE, LARGE))
+    world = World(donors=1, rate=200e3, shape=shape)
+    mean = random.Random(1).randbytes(4 * MAX_DATA_BYTES)
+    world.machines[D1].remember(0, 7, Decision(outcome=b"x"), mean)
+    world.want(fragment=1)
+    world.run(10.0)
+    world.machines[LATE].want(Goal(ROUND, 0, 7, (D1,)), world.now)
+    began_at = world.now
+    world.run(200.0)
+    (event,) = world.events
+    assert isinstance(event, Fetched)
+    assert event.goal.what == ROUND
+    assert bytes(event.data) == mean
+    assert world.now - began_at < 35.0  # eight chunks of 2.6 s, and what was asked for before; the rest: 95 s

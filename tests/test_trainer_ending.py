@@ -1,0 +1,118 @@
+"""The end of a run for the training thread: the rest is offered, all agree, and each wait has its bound."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from trainer_bench import Bench, bench_on_virtual_time
+
+from p2p_co2.rounds import Offer
+from p2p_co2.schedule import FLUSH_FLOOR_S, LOADS_CAP_S, SETTLE_S, STILL_LOADS
+from p2p_co2.telemetry import events as ev
+
+
+def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    made.sync.flush(finished=True)  # nobody answers
+    assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
+    (ended,) = made.wire.seen(ev.TrainingEnded)
+    assert ended == {
+        "fragments": (0, 1), "offers_within_s": FLUSH_FLOOR_S, "settles_within_s": FLUSH_FLOOR_S + SETTLE_S,
+    }  # fmt: skip
+    told = [(said["phase"], said["exposed_s"]) for said in made.wire.seen(ev.Progress)]
+    assert {phase for phase, _ in told} == {"draining"}
+    assert [exposed_s for _, exposed_s in told] == sorted(exposed_s for _, exposed_s in told)
+    assert len(told) > FLUSH_FLOOR_S  # once a second, though nothing happens
+    made.ledger.states()
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
+    assert made.wire.shown[-1].phase == made.sync.phase
+    assert made.wire.seen(ev.Progress)[-1]["phase"] == "draining"
+    made.ledger.close()
+
+
+def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They count on its part in that round as long as they hear that it is open."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    told: list[frozenset[int]] = []
+
+    def settled(versions: Sequence[int]) -> bool:
+        told.append(made.wire.shown[-1].finished)
+        if len(told) == 1:
+            made.abort(0)
+            made.abort(1)
+        return len(told) > 4
+
+    monkeypatch.setattr(made.wire, "settled", settled)
+    made.sync.flush(finished=True)
+    assert told[0] == frozenset()
+    assert told[-1] == {0, 1}
+    made.ledger.close()
+
+
+def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Bench(fragments=4)
+    in_flight: list[int] = []
+    waiting: list[int] = []
+    snapshot = made.sync.live.snapshot
+
+    def take(fragment: int) -> torch.Tensor:
+        waiting.append(len(waiting) - len(made.wire.offers))
+        return snapshot(fragment)
+
+    def answer(offer: Offer) -> None:
+        in_flight.append(len(made.sync._account.in_flight))
+        made.wire.offers.append(offer)
+        if len(made.wire.offers) % 2 == 0:
+            for one in made.wire.offers[-2:]:
+                threading.Thread(target=made.commit, args=(one.fragment,)).start()
+
+    monkeypatch.setattr(made.sync.live, "snapshot", take)
+    monkeypatch.setattr(made.wire, "offer", answer)
+    made.wire.is_settled = True
+    made.step(1)
+    made.sync.flush(finished=True)
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
+    assert max(in_flight) == 2
+    assert waiting == [0] * 4  # each is taken when the one before has been encoded
+    assert made.sync.versions == [1, 1, 1, 1]
+    made.ledger.close()
+
+
+def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench_on_virtual_time(monkeypatch, fragments=4)
+    made.step(1)
+    made.sync.flush(finished=True)  # nobody answers the first two
+    made.ledger.states()
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
+    made.ledger.close()
+
+
+def test_who_loads_a_state_or_gives_one_stays_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three on slow lines one was two states behind, and had half of one when the others went."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
+    made.wire.loads_until = bound_s + 200.0
+    made.sync.flush(finished=True)
+    assert made.sync.exposed_s == pytest.approx(bound_s + 200.0, abs=2.0)
+    assert [fields["text"] for fields in made.wire.seen(ev.Warned)] == [STILL_LOADS]
+    made.ledger.close()
+
+
+def test_a_load_without_end_is_left_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    made.wire.loads_until = math.inf
+    made.sync.flush(finished=True)
+    assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S + LOADS_CAP_S)
+    made.ledger.close()
