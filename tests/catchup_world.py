@@ -47,7 +47,6 @@ CONTENT = [
 ]
 """By fragment; all after the last have the same, of which a state is as much as its shape says."""
 MEAN = random.Random(9).randbytes(SHAPE.mean_bytes[0])
-LATENCY_S = 0.02
 
 
 @lru_cache(32)
@@ -57,10 +56,12 @@ def state_of(fragment: int, version: int) -> bytes:
 
 
 class World:
-    """A late peer and donors. ``rates``: bytes per second that each donor sends."""
+    """A late peer and donors. ``rates``: bytes per second that each donor sends; ``latency_s``: one way."""
 
-    def __init__(self, donors: int = 2, rate: float = 50e6, shape: Shape = SHAPE) -> None:
-        self.shape = shape
+    def __init__(
+        self, donors: int = 2, rate: float = 50e6, shape: Shape = SHAPE, latency_s: float = 0.02
+    ) -> None:
+        self.shape, self.latency_s = shape, latency_s
         self.machines = {i.peer_id: CatchUp(i, RUN, shape) for i in IDENTITIES[: donors + 1]}
         self.rates = dict.fromkeys(self.machines, rate)
         self.versions = dict.fromkeys(self.machines, 7)
@@ -129,7 +130,7 @@ class World:
         machine.exported(fragment, version, data, hashlib.sha256(data).digest(), digests, self.now)
 
     def _send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
-        arrives_at = self.now + LATENCY_S
+        arrives_at = self.now + self.latency_s
         if isinstance(message, Chunk):  # small messages overtake them, as in the node's lanes
             self.free_at[sender] = (
                 max(self.now, self.free_at[sender]) + len(message.data) / self.rates[sender]

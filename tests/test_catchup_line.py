@@ -19,6 +19,7 @@ from p2p_co2.catchup.line import (
     all_there_in_s,
 )
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 
 A, B, C = (PeerId(name) for name in "abc")
 
@@ -89,6 +90,17 @@ def test_a_window_opens_from_one_chunk_as_far_as_the_rate_carries() -> None:
             seen.append(line.window)
         assert seen[:2] == [1, 2]
         assert max(seen) == most
+
+
+def test_a_window_is_bounded_in_bytes_whatever_a_chunk_has() -> None:
+    for chunk_bytes, most in ((MAX_DATA_BYTES, 6), (MAX_DATA_BYTES // 8, 48)):
+        lines = Lines(chunk_bytes)
+        line, now = lines.of(A, 0.0), 0.0
+        for chunk in range(12):
+            lines.ask(line, (1, chunk), now)
+            now += 0.001
+            lines.gave(line, (1, chunk), now)
+        assert line.window == most
 
 
 def silence(lines: Lines, line: Line, others_gap_s: float = 0.0) -> float:

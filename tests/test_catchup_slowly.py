@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 
-from catchup_world import D1, D2, LARGE, LATE, World
-
 from p2p_co2.catchup import ROUND, CatchUpMessage, Fetched, Goal, Shape
 from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
+from tests.catchup_world import D1, D2, LARGE, LATE, World
 
 
 def look_around(world: World) -> None:

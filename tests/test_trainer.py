@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_bench import Bench, bench_on_virtual_time
 
 from p2p_co2 import outer
 from p2p_co2.codec import get_codec
@@ -21,6 +20,7 @@ from p2p_co2.schedule import DISTINCT, FIRST_ROUND_BOUND_S
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
+from tests.trainer_bench import Bench, bench_on_virtual_time
 
 
 @pytest.fixture

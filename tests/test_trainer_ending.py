@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from trainer_bench import Bench, bench_on_virtual_time
 
 from p2p_co2.rounds import Offer
 from p2p_co2.schedule import FLUSH_FLOOR_S, LOADS_CAP_S, SETTLE_S, STILL_LOADS
 from p2p_co2.telemetry import events as ev
+from tests.trainer_bench import Bench, bench_on_virtual_time
 
 
 def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
-from p2p_co2.catchup.line import OUTRUN_S, WINDOW_MOST, all_there_in_s
+from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
 from p2p_co2.catchup.manifest import (
     Content,
     check_chunk,
@@ -101,8 +101,7 @@ class Download:
         source.moved_on = False
         self._moved_at = now
         if self._choose_at is None:
-            took_s = now - source.asked_at
-            self._choose_at = now + min(CHOOSE_CAP_S, max(CHOOSE_FLOOR_S, took_s))
+            self._choose_at = now + min(CHOOSE_CAP_S, max(CHOOSE_FLOOR_S, now - source.asked_at))
         self.advance(now)
 
     def take_chunk(self, source: Source, chunk: Chunk, now: float) -> None:
@@ -383,7 +382,8 @@ class Download:
         sources = self._givers(now)
         if self._pending:
             end_s = all_there_in_s([source.line for source in sources], self._context.pending(), now)
-            for depth in range(WINDOW_MOST):  # one each, then a second each: nobody takes all of a small goal
+            widest = max(source.line.window for source in sources)
+            for depth in range(widest):  # one each, then a second each: nobody takes all of a small goal
                 for source in sources:
                     has_room = len(source.asked) == depth and source.line.has_room
                     if has_room and self._pending and source.line.next_in_s(now) <= end_s:

@@ -53,7 +53,7 @@ class Fetcher:
         self._put_aside: set[int] = set()
         """Fragments whose download has waited for another one already."""
         self._requests = 0
-        self._lines = Lines()
+        self._lines = Lines(shape.chunk_bytes * shape.scale)
         self.got_at = -math.inf
         """When a right chunk came."""
         self._context = Context(

@@ -5,8 +5,9 @@ donor of 125 kB/s six downloads wait for a chunk each, and the last of these com
 
 Pure arithmetic on times that are handed in. Laws: a donor has at most ``window`` chunks to answer, and the
 window opens from one chunk as its chunks prove right: a donor that lies from the start costs one chunk; it
-opens as far as the donor's rate carries in ``QUEUE_S`` and one more. While nothing comes from anybody it is
-our own line that stands still, and nobody is silent, for ``STALL_CAP_S`` at most.
+opens as far as the donor's rate carries in ``QUEUE_S`` and one more, but not beyond ``WINDOW_BYTES``. While
+nothing comes from anybody it is our own line that stands still, and nobody is silent, for ``STALL_CAP_S`` at
+most.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 
-WINDOW_MOST = 6
-"""Chunks asked of one donor and not yet received; its queue for us holds a few more."""
+WINDOW_BYTES = 6 * MAX_DATA_BYTES
+"""Of chunks asked of one donor and not yet received; its queue for us holds a few more. Not a number of them:
+over far ways six of the smallest would bring 2 MB/s at most."""
 QUEUE_S = 0.5
 """A donor is asked for so much in advance that it is never idle over a round trip of this length."""
 FIRST_CHUNK_S = 10.0
@@ -49,6 +52,7 @@ class Line:
     heard_at: float
     """When its last chunk came, or the first was asked for after it had given all."""
     asked: dict[Asked, float] = field(default_factory=dict)
+    window_most: int = WINDOW_BYTES // MAX_DATA_BYTES
     window: int = 1
     slow_until: float = -math.inf
     busy_at: float = -math.inf
@@ -91,7 +95,7 @@ class Line:
         self.heard_at, self._silent_s = now, 0.0
         self.asked.pop(asked, None)
         wanted = 1 + math.ceil(QUEUE_S / max(self.gap_s, 1e-3))
-        self.window = min(2 * self.window, max(2, min(WINDOW_MOST, wanted)))
+        self.window = min(2 * self.window, max(2, min(self.window_most, wanted)))
 
     def expected_s(self, asked: Asked, now: float, default_gap_s: float) -> float:
         """How long an asked chunk will still take, as far as one can tell: one gap for each chunk before it,
@@ -143,11 +147,12 @@ def all_there_in_s(lines: Collection[Line], chunks: int, now: float) -> float:
 
 
 class Lines:
-    """Of all donors of late. ``came_at``: when the last right chunk came from anybody, or the first was asked
-    for after all had come."""
+    """Of all donors of late. ``chunk_bytes``: of a whole one; ``came_at``: when the last right one came from
+    anybody, or the first was asked for after all had come."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: float = MAX_DATA_BYTES) -> None:
         self._lines: OrderedDict[PeerId, Line] = OrderedDict()
+        self.window_most = int(WINDOW_BYTES / chunk_bytes)
         self.came_at = -math.inf
         self._pause_s, self._pause_ended_at = 0.0, -math.inf
         """The last time in which something was asked and nothing came for longer than ``SLOW_FLOOR_S``'s
@@ -161,7 +166,7 @@ class Lines:
         return sum(seconds / line.gap_s for line in self._lines.values() if line.asked and line.gap_s)
 
     def of(self, peer: PeerId, now: float) -> Line:
-        line = self._lines.setdefault(peer, Line(now))
+        line = self._lines.setdefault(peer, Line(now, window_most=self.window_most))
         if not line.asked and max(line.heard_at, line.slow_until) < now - OUTRUN_S:
             line.begin_anew(now)
         self._lines.move_to_end(peer)

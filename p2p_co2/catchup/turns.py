@@ -23,7 +23,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from p2p_co2.catchup.line import WINDOW_MOST
+from p2p_co2.catchup.line import WINDOW_BYTES
 from p2p_co2.catchup.source import AGAIN_MOST_S
 from p2p_co2.wire.identity import PeerId
 
@@ -78,7 +78,7 @@ class Loaders:
             return False
         loader.chunks |= 1 << chunk
         takes_s = chunk_bytes / CHUNK_SLOWEST_BYTES_PER_S
-        most = now + WINDOW_MOST * takes_s
+        most = now + WINDOW_BYTES / CHUNK_SLOWEST_BYTES_PER_S
         loader.in_use_until = min(most, max(now, loader.in_use_until - CHUNK_LATE_S) + takes_s) + CHUNK_LATE_S
         return True
 
