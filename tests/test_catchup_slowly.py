@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from p2p_co2.catchup import ROUND, CatchUpMessage, Fetched, Goal, Shape
+from p2p_co2.catchup import ROUND, CatchUpMessage, Fetched, FetchFailed, Goal, Shape
 from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
@@ -95,3 +95,42 @@ def test_a_round_is_replayed_while_a_state_is_loaded_from_the_same_donor() -> No
     assert event.goal.what == ROUND
     assert bytes(event.data) == mean
     assert world.now - began_at < 35.0  # eight chunks of 2.6 s, and what was asked for before; the rest: 95 s
+
+
+def test_rounds_that_wait_for_their_turn_with_a_slow_donor_are_not_given_up() -> None:
+    """Of twelve fragments, each a round behind, one chunk came every 6.5 s: the twelfth's turn came after
+    more than a minute, and all twelve were given up for whole states."""
+    fragments, mean_bytes = 12, 4 * (64 << 10)
+    shape = Shape((mean_bytes,) * fragments, (4 * mean_bytes,) * fragments, 64 << 10)
+    world, mean = World(donors=1, rate=10e3, shape=shape), random.Random(1).randbytes(mean_bytes)
+    for fragment in range(fragments):
+        world.machines[D1].remember(fragment, 7, Decision(outcome=b"x"), mean)
+        world.machines[LATE].want(Goal(ROUND, fragment, 7, (D1,)), world.now)
+    began_at = world.now
+    world.run(400.0, enough=fragments)
+    assert [bytes(event.data) for event in world.events if isinstance(event, Fetched)] == 12 * [mean]
+    assert world.now - began_at < 1.05 * fragments * mean_bytes / 10e3
+
+
+def test_who_gives_others_but_not_this_one_is_given_up_with_them() -> None:
+    """A donor that says again and again that it is busy gives us nothing of what it promised."""
+    world = World(donors=1, rate=500e3)
+    world.tamper = lambda sender, message: (
+        Refusal(request=message.request, reason="busy", again=True)
+        if isinstance(message, Manifest) and message.fragment == 0
+        else message
+    )
+    world.want(fragment=0)
+    world.run(1.0)
+    mean = random.Random(1).randbytes(10)
+    began_at = world.now
+    for version in range(1, 120):  # what it gives meanwhile
+        world.machines[D1].remember(1, version, Decision(outcome=b"x"), mean)
+        world.machines[LATE].want(Goal(ROUND, 1, version, (D1,)), world.now)
+        world.run(1.0)
+        if any(isinstance(event, FetchFailed) for event in world.events):
+            break
+        world.events.clear()
+        world.now += 1.0
+    assert isinstance(world.events[-1], FetchFailed)
+    assert 55.0 < world.now - began_at < 65.0

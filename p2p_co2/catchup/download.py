@@ -48,7 +48,7 @@ OUTRUN_TIMES = 8.0
 """So many times what the others need for a chunk."""
 LOOK_EVERY_S = 0.25
 BUSY_CAP_S = 60.0
-"""Donors that say "again" and give nothing are believed for so long."""
+"""Donors that say "again" and give us nothing, of anything, are believed for so long."""
 REPEATS_MOST = 2
 """The last donor left is asked anew so often."""
 EARLY_AGAINS = 5
@@ -162,7 +162,7 @@ class Download:
         self.advance(now)
 
     def add_donors(self, peers: Iterable[PeerId], now: float) -> None:
-        """More donors are known by now, or were silent long ago; others that were asked before are not asked
+        """More donors are known by now, or failed us long ago; others that were asked before are not asked
         again."""
         new = [peer for peer in peers if self._known.get(peer, now) <= now]
         if new and self.ended is None:
@@ -200,7 +200,7 @@ class Download:
     def get_timer(self) -> float | None:
         times = [at for source in self.sources.values() if (at := self._patience_ends_at(source)) is not None]
         times += [source.again_at for source in self.sources.values() if source.again_at is not None]
-        times.append(self._moved_at + BUSY_CAP_S)
+        times.append(self._fails_at())
         if self._choose_at is not None and self._chosen is None and self._answered():
             times.append(self._choose_at)
         if self._reserve:
@@ -221,11 +221,16 @@ class Download:
                 self._lose(source, f"silent for {now - since:.1f} s", now)
             elif source.again_at is not None and now >= source.again_at:
                 self._ask_manifest(source, now)
-        if self.ended is None and now >= self._moved_at + BUSY_CAP_S:
+        if self.ended is None and now >= self._fails_at():
             self._fail(f"{self._reason} (for {BUSY_CAP_S:.0f} s)")
         if self._reserve and now >= self._widen_at():
             self._fill(now, more=1)
         self.advance(now)
+
+    def _fails_at(self) -> float:
+        """While those that promise it give to our other downloads, this one waits for its turn."""
+        gave_at = max((source.line.gave_at for source in self._useful()), default=-math.inf)
+        return max(self._moved_at, gave_at) + BUSY_CAP_S
 
     def _patience_ends_at(self, source: Source) -> float | None:
         context, real_bytes = self._context, self.total_bytes * self._context.scale
@@ -435,16 +440,11 @@ class Download:
         assert self._chosen is not None
         given = {source.peer: 0 for source in self._useful()} | self._gave
         self.ended = Fetched(
-            goal=self.goal,
-            version=self._chosen.version,
-            data=self._data,
-            decision=self._chosen.decision,
-            digest=self._chosen.digest,
+            goal=self.goal, version=self._chosen.version, data=self._data,
+            decision=self._chosen.decision, digest=self._chosen.digest,
             donors=tuple(sorted(given, key=lambda peer: (-given[peer], peer))),
-            duration_s=now - self._started_at,
-            chunks_wasted=self._wasted,
-            chunks_kept=self._kept,
-        )
+            duration_s=now - self._started_at, chunks_wasted=self._wasted, chunks_kept=self._kept,
+        )  # fmt: skip
 
     def _fail(self, reason: str) -> None:
         self.ended = FetchFailed(self.goal, reason, self._newest)

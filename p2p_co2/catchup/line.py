@@ -57,6 +57,8 @@ class Line:
     slow_until: float = -math.inf
     busy_at: float = -math.inf
     """When something else that is large came from it last: what a round needs goes before chunks."""
+    gave_at: float = -math.inf
+    """When its last chunk came."""
     _silent_s: float = 0.0
     """How long it was waited for when it was given up last, if nothing came since."""
     _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
@@ -92,7 +94,7 @@ class Line:
     def gave(self, asked: Asked, now: float) -> None:
         """A right chunk came: the window opens."""
         self._gaps_s.append(now - self.heard_at)
-        self.heard_at, self._silent_s = now, 0.0
+        self.heard_at, self.gave_at, self._silent_s = now, now, 0.0
         self.asked.pop(asked, None)
         wanted = 1 + math.ceil(QUEUE_S / max(self.gap_s, 1e-3))
         self.window = min(2 * self.window, max(2, min(self.window_most, wanted)))
