@@ -134,3 +134,40 @@ def test_who_gives_others_but_not_this_one_is_given_up_with_them() -> None:
         world.now += 1.0
     assert isinstance(world.events[-1], FetchFailed)
     assert 55.0 < world.now - began_at < 65.0
+
+
+def test_what_is_on_its_way_moves_and_what_is_only_asked_for_or_doubled_does_not() -> None:
+    """By this a peer whose run is over knows that it has to stay."""
+    world = World(donors=1, rate=1e6)
+    late, donor = world.machines[LATE], world.machines[D1]
+    began_at = world.now
+    chunks: list[Chunk] = []
+
+    def tamper(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage | None:
+        if isinstance(message, Chunk):
+            chunks.append(message)
+            return message if len(chunks) == 1 else None  # all others are lost
+        return message
+
+    world.tamper = tamper
+    assert not late.moves(began_at, 1e9)
+    assert not donor.moves(began_at, 1e9)
+    world.want()
+    world.run(0.1)  # the manifest is there, and a chunk under way
+    assert len(chunks) == 1
+    assert not late.moves(world.now, 1e9)
+    assert donor.moves(world.now, 1.0)
+    world.run(1.0)
+    asked_at = world.now
+    assert late.moves(asked_at, 1.0)
+    late.receive(chunks[0], D1, asked_at + 5.0)  # doubled under way
+    (first, *_) = [m for sender, m in world.sent if sender == LATE and isinstance(m, Fetch) and m.want_chunk]
+    donor.receive(first, LATE, asked_at + 5.0)  # and once more
+    assert not late.moves(asked_at + 5.0, 4.9)
+    assert not donor.moves(asked_at + 5.0, 4.9)
+    assert late.moves(asked_at + 5.0, 6.0)
+    donor.remember(0, 7, Decision(outcome=b"x"), bytes(10))
+    donor.receive(Fetch(what=ROUND, fragment=0, version=7), LATE, asked_at + 5.0)
+    assert not donor.moves(asked_at + 5.0, 4.9)
+    donor.receive(Fetch(what=ROUND, fragment=0, version=7, want_chunk=True), LATE, asked_at + 5.0)
+    assert donor.moves(asked_at + 5.0, 0.0)

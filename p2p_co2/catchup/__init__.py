@@ -87,7 +87,8 @@ class CatchUp:
         """Grows with every call that may have made anything longer that is held."""
 
     def moves(self, now: float, within_s: float) -> bool:
-        """Whether what others hold came to this peer of late, or a state of ours went to others."""
+        """Whether a chunk of what others hold came to this peer of late, or one of what we hold was sent to
+        others: of a state or of a round that somebody missed."""
         return now - max(self._fetcher.got_at, self.donor.gave_at) <= within_s
 
     def keep_in(self, store: Store) -> None:

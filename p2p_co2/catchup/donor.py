@@ -86,7 +86,7 @@ class Donor:
         self.given = [-1] * len(shape.state_bytes)
         """Of each fragment, the newest version of which anybody was sent a chunk."""
         self.gave_at = -math.inf
-        """When anybody was sent a chunk that it had not been sent before."""
+        """When anybody was sent a chunk of a round, or one of a state that it had not been sent before."""
         self.going_over: set[int] = set()
         """Fragments of which nobody is given anything just now: work that nobody was given goes back."""
 
@@ -146,7 +146,7 @@ class Donor:
         if fetch.fragment in self.going_over:
             self._refuse(fetch, sender, "going over to another state", again=True)
         elif fetch.what == ROUND:
-            self._serve_round(fetch, sender)
+            self._serve_round(fetch, sender, now)
         elif fetch.want_chunk:
             self._serve_chunk(fetch, sender, now)
         else:
@@ -166,7 +166,7 @@ class Donor:
 
     # ---- rounds
 
-    def _serve_round(self, fetch: Fetch, peer: PeerId) -> None:
+    def _serve_round(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         kept = self.history.find(fetch.fragment, fetch.version)
         if kept is None:
             early = self.versions[fetch.fragment] < fetch.version
@@ -174,6 +174,7 @@ class Donor:
             self._refuse(fetch, peer, reason, newest=self.history.newest(fetch.fragment), again=early)
         elif fetch.want_chunk:
             self._send_chunk(fetch, peer, kept.mean)
+            self.gave_at = now
         else:
             if kept.manifest is None:
                 digests, size = kept.chunk_digests(self._shape.chunk_bytes), len(kept.mean)

@@ -55,7 +55,7 @@ class Fetcher:
         self._requests = 0
         self._lines = Lines(shape.chunk_bytes * shape.scale)
         self.got_at = -math.inf
-        """When a right chunk came."""
+        """When a right chunk came that had not come before."""
         self._context = Context(
             run, out, self._next_request, self._vouch, shape.chunk_bytes, self._lines, self._pending,
             shape.scale,
@@ -117,8 +117,9 @@ class Fetcher:
             if isinstance(message, Manifest):
                 download.take_manifest(source, message, now)
             elif isinstance(message, Chunk):
+                is_double = message.chunk in source.answered
                 download.take_chunk(source, message, now)
-                self.got_at = now
+                self.got_at = self.got_at if is_double else now
             else:
                 self._go_with(message, download, now)
                 download.take_refusal(source, message, now)

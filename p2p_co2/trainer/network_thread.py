@@ -165,7 +165,7 @@ class NetworkThread:
         return known == list(versions) and self.node.progress.settled
 
     def loads(self) -> bool:
-        """Whether a state is on its way to this peer, or from it to another."""
+        """Whether a state, or a round that one of us missed, is on its way to this peer or from it."""
         return self.node.catchup.moves(self.node.now(), LOADS_QUIET_S)
 
     def over(self) -> frozenset[int]:
