@@ -116,3 +116,34 @@ def test_a_load_without_end_is_left_at_its_bound(monkeypatch: pytest.MonkeyPatch
     made.sync.flush(finished=True)
     assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S + LOADS_CAP_S)
     made.ledger.close()
+
+
+def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C ends the wait at once, and without one the load would keep it."""
+    made, asked = bench_on_virtual_time(monkeypatch), list[float]()
+    made.step(1)
+    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
+
+    def loads() -> bool:
+        asked.append(made.wire.now())
+        if made.wire.now() >= bound_s + 100.0:
+            made.sync.stopped = True
+        return True
+
+    monkeypatch.setattr(made.wire, "loads", loads)
+    made.sync.flush(finished=True)
+    assert made.sync.exposed_s == pytest.approx(bound_s + 100.0, abs=1.0)
+    assert min(asked) == pytest.approx(bound_s, abs=1.0)
+    made.ledger.close()
+
+
+def test_who_agrees_with_all_goes_though_a_state_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer that comes after the end holds nobody; nor does a load that ends while others go on."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
+    made.wire.loads_until = math.inf
+    monkeypatch.setattr(made.wire, "settled", lambda versions: made.wire.now() >= bound_s + 50.0)
+    made.sync.flush(finished=True)
+    assert made.sync.exposed_s == pytest.approx(bound_s + 50.0, abs=1.0)
+    made.ledger.close()
