@@ -28,6 +28,7 @@ def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.Monk
     assert {phase for phase, _ in told} == {"draining"}
     assert [exposed_s for _, exposed_s in told] == sorted(exposed_s for _, exposed_s in told)
     assert len(told) > FLUSH_FLOOR_S  # once a second, though nothing happens
+    assert made.wire.seen(ev.Warned) == []  # nothing is on its way
     made.ledger.states()
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
     assert made.wire.shown[-1].phase == made.sync.phase

@@ -176,6 +176,12 @@ class SwarmProgress:
         senders = max(1, sum(info.status.phase == Status.TRAINING for info in live.values()))
         return {peer: cap / senders for peer, cap in caps.items()}
 
+    def is_needed(self, within_s: float) -> bool:
+        """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or it
+        counts the votes of a round of others; or did so of late. Other threads may ask."""
+        now = self._node.now()
+        return self._node.catchup.moves(now, within_s) or self._node.rounds.counts_for_others(now, within_s)
+
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
         it was about."""

@@ -291,6 +291,11 @@ class Coordination:
             self.delegation.began(attempt, now)
         return tally
 
+    @property
+    def counts_for_others(self) -> bool:
+        """Whether we count the votes of a round that we are not in."""
+        return any(self._swarm.me not in tally.attempt.shares for tally in self._tallies.values())
+
     def counts(self, attempt: bytes) -> bool:
         """Whether we are counting the votes of an attempt."""
         return attempt in self._tallies

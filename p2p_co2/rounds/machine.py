@@ -20,6 +20,7 @@ one step stale anyway, so the protocol prefers an abort to a guess.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import Message
@@ -57,6 +58,8 @@ class Rounds:
         self._outlet = Outlet(self._me)
         self._swarm.repute.emit = self._outlet.emit
         self._coordination = Coordination(identity, run, self._swarm, self._outlet, len(shape.blocks))
+        self._counted_at = -math.inf
+        """When votes of a round of others were counted here last; infinity while they are."""
         self._fragments = [
             FragmentRounds(fragment, self._swarm, self._outlet, self._coordination)
             for fragment in range(len(shape.blocks))
@@ -193,6 +196,11 @@ class Rounds:
         is_known = self._swarm.cells == 1 and len(self._swarm.live) > 1
         return is_known and all(one is not None and one >= version for one in known)
 
+    def counts_for_others(self, now: float, within_s: float) -> bool:
+        """Whether this peer counts the votes of a round that it is not in, or did of late; other threads may
+        ask."""
+        return now - self._counted_at <= within_s
+
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
         twice."""
@@ -299,7 +307,11 @@ class Rounds:
             elif not any(fragment.settle(now) for fragment in self._fragments) and (
                 not self._coordination.close_complete(now)
             ):
-                return
+                break
+        if self._coordination.counts_for_others:
+            self._counted_at = math.inf
+        elif self._counted_at == math.inf:
+            self._counted_at = now
 
     # ---- messages
 

@@ -20,13 +20,13 @@ COUNCIL_SETTLE_S = 60.0
 """The same on top over several cells: a last round gathers twice there, and then states travel."""
 
 LOADS_QUIET_S, LOADS_CAP_S = 30.0, FLUSH_CAP_S
-"""Then a peer goes, unless it loads a state or gives one: while a chunk came or went within the first it
-stays, up to the second. Who is far behind needs minutes for what the others hold, and ends with what it has
-once they are gone."""
+"""Then a peer goes, unless it loads a state or gives one, or counts the votes of others' last round, which it
+would miss: while a chunk came or went, or it counted, within the first it stays, up to the second. Who is far
+behind needs minutes for what the others hold, and ends with what it has once they are gone."""
 
 STILL_LOADS = (
-    "the run is over, but a state is still on its way to this peer, or from it to another: it stays for as "
-    f"long as that goes on, at most {LOADS_CAP_S:.0f} s more"
+    "the run is over, but a state is still on its way to this peer, or from it to another, or a last round "
+    f"is made through it: it stays for as long as that goes on, at most {LOADS_CAP_S:.0f} s more"
 )
 
 AGAIN_S = 1.0

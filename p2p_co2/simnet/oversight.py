@@ -32,7 +32,7 @@ second)."""
 HANG_UP_S = 60.0
 """So much later than a peer told that it would be gone it may still be there: to say goodbye."""
 LEFT_OFF_S = LOADS_QUIET_S + HANG_UP_S
-"""And so long after it got, or gave, the last chunk of a state."""
+"""And so long after it was needed last: it got, or gave, a chunk of a state, or counted votes."""
 JUST_S = 1e-6
 """What floats of seconds since 1970 cannot tell."""
 
@@ -233,7 +233,7 @@ class Oversight:
         if self._world.now < due_at:
             self._world.call_at(due_at, self.goes_within, told_s, since)
             return
-        if self._world.now < due_at + LOADS_CAP_S and self._node.catchup.moves(self._node.now(), LEFT_OFF_S):
+        if self._world.now < due_at + LOADS_CAP_S and self._node.progress.is_needed(LEFT_OFF_S):
             self._world.call_at(self._world.now + LEFT_OFF_S, self.goes_within, told_s, since)
             return
         age_s = self._world.now - since

@@ -299,7 +299,7 @@ class Training:
         self.report()
 
     def _loads(self) -> bool:
-        return self._node.catchup.moves(self._node.now(), LOADS_QUIET_S)
+        return self._node.progress.is_needed(LOADS_QUIET_S)
 
     def _settled(self) -> bool:
         if self._finished() != self._node.progress.local.finished:

@@ -165,8 +165,8 @@ class NetworkThread:
         return known == list(versions) and self.node.progress.settled
 
     def loads(self) -> bool:
-        """Whether a state, or a round that one of us missed, is on its way to this peer or from it."""
-        return self.node.catchup.moves(self.node.now(), LOADS_QUIET_S)
+        """Whether others need this peer though its time is up, or it them."""
+        return self.node.progress.is_needed(LOADS_QUIET_S)
 
     def over(self) -> frozenset[int]:
         """Fragments of which no more rounds are made in this run."""
