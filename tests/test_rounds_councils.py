@@ -33,23 +33,56 @@ def ready(speaker: PeerId, round_: int) -> wire.CellReady:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("again_s", [3.0, SEEN_WITHIN_S + 1.0])
-def test_who_says_that_the_others_are_past_a_round_is_given_the_time_to_bear_out(again_s: float) -> None:
-    """In short rounds the next schedule point came before the cell saw what it had been told of: it asked for
-    the same round again, and who had told the truth was asked last for a minute, in rounds that needed it."""
+def told_of(version_beyond: int) -> tuple[int, list[PeerId], wire.CellWaiting, Swarm, list[Distrusted]]:
+    """A round, two peers of another cell and what they say of it: that the others are so much beyond what
+    came before it, in another state than ours; our swarm, and whom it blames."""
     round_ = next(r for r in count(2) if council_order(range(CELLS), 0, r)[0] != HERE)
     cell = council_order(range(CELLS), 0, round_)[0]
-    swarm, outlet = Swarm(ME.peer_id, SHAPE, 64, CELLS), Outlet(ME.peer_id)
-    blamed: list[Distrusted] = []
+    swarm, blamed = Swarm(ME.peer_id, SHAPE, 64, CELLS), list[Distrusted]()
     swarm.repute.emit = blamed.append
     tellers = coordination_order([of_cell(cell, 0), of_cell(cell, 1)], 0, round_)
     swarm.others[cell] = tellers
     told = wire.CellWaiting(
-        fragment=0, round=round_, version=round_, state_digest=OTHER_STATE, donors=tellers
-    )
-    first = Delegate((0, round_), lambda now: ready(ME.peer_id, round_), swarm, outlet, 0.0)
+        fragment=0, round=round_, version=round_ - 1 + version_beyond, state_digest=OTHER_STATE,
+        donors=tellers,
+    )  # fmt: skip
+    return round_, tellers, told, swarm, blamed
+
+
+def gather(round_: int, swarm: Swarm, now: float) -> Delegate:
+    return Delegate((0, round_), lambda now: ready(ME.peer_id, round_), swarm, Outlet(ME.peer_id), now)
+
+
+@pytest.mark.parametrize("again_s", [3.0, SEEN_WITHIN_S + 1.0])
+def test_who_says_that_the_others_are_past_a_round_is_given_the_time_to_bear_out(again_s: float) -> None:
+    """In short rounds the next schedule point came before the cell saw what it had been told of: it asked for
+    the same round again, and who had told the truth was asked last for a minute, in rounds that needed it."""
+    round_, tellers, told, swarm, blamed = told_of(1)
+    first = gather(round_, swarm, 0.0)
     for teller in tellers:
         first.waiting(told, teller, 0.1)
     assert first.elsewhere == told
-    Delegate((0, round_), lambda now: ready(ME.peer_id, round_), swarm, outlet, again_s)
+    gather(round_, swarm, again_s)
     assert {news.peer for news in blamed} == (set(tellers) if again_s > SEEN_WITHIN_S else set())
+
+
+def test_who_says_that_the_others_hold_another_state_of_our_version_is_judged_at_once() -> None:
+    round_, tellers, told, swarm, blamed = told_of(0)
+    first = gather(round_, swarm, 0.0)
+    for teller in tellers:
+        first.waiting(told, teller, 0.1)
+    assert first.elsewhere == told
+    gather(round_, swarm, 1.0)
+    assert {news.peer for news in blamed} == set(tellers)
+
+
+def test_who_says_it_again_gains_no_time_by_that() -> None:
+    round_, tellers, told, swarm, blamed = told_of(1)
+    for at in (0.0, 6.0):
+        delegate = gather(round_, swarm, at)
+        for teller in tellers:
+            delegate.waiting(told, teller, at + 0.1)
+        assert delegate.elsewhere == told
+    assert not blamed
+    gather(round_, swarm, SEEN_WITHIN_S + 1.0)
+    assert {news.peer for news in blamed} == set(tellers)
