@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from p2p_co2.catchup.line import Lines
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.node.catching import Catching
 from p2p_co2.planning.traffic import payload_bytes
@@ -147,6 +148,14 @@ def test_who_coordinates_the_last_round_of_others_stays_until_it_is_there() -> N
     result = Swarm(settings, log).run()
     assert result.violations == []
     assert STILL_LOADS in told
+
+
+def test_slices_of_a_round_say_that_a_donor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = set[str]()
+    monkeypatch.setattr(Lines, "is_busy", lambda lines, peer, now: told.add(peer))
+    swarm = swarm_of(3, 2, "fibre")
+    assert swarm.run().violations == []
+    assert told == set(swarm.peer_ids())
 
 
 def test_two_halves_that_never_find_together_again_are_called_out() -> None:
