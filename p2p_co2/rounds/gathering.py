@@ -288,7 +288,7 @@ class Gathering:
         digest, camp = self.agreeing()
         size = min(self._swarm.group_size, MAX_MEMBERS)
         group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
-        self.least_votes = 2 if self._swarm.cells == 1 and len(camp) == 2 < len(self._live()) else 1
+        self.least_votes = 2 if self._swarm.cells == 1 and len(group) == 2 < len(self._live()) else 1
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}
