@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -166,7 +167,6 @@ class Councils:
             answer.ask = coordination_order(training or [self._swarm.me], fragment, round_)[0]
         else:
             forming = self._forming.get(place) or self._form(place, verdicts, (version or 0) + 1, now)
-            forming.heard = verdicts.cells_told(round_ - 1)  # the answers may come only now
             if message.cell not in forming.readies:
                 self._history[fragment].arrived(round_, now)
             forming.speakers.take(message, sender, now)
@@ -194,7 +194,8 @@ class Councils:
             and fragment < len(versions)
             and versions[fragment] >= round_ - 1 - SEEN_LATE_BY
         )
-        forming = Forming(fragment, self._swarm, before, frozenset(), awake, now + wait_s, give_up_at)
+        told = partial(verdicts.cells_told, round_ - 1)  # the answers may come only later
+        forming = Forming(fragment, self._swarm, before, told, awake, now + wait_s, give_up_at)
         if len(same := [at for at in self._forming if at[0] == fragment]) >= FORMING_KEPT:
             del self._forming[min(same, key=lambda at: (at[1] == next_, len(self._forming[at].readies)))]
         self._forming[place] = forming
@@ -237,7 +238,7 @@ class Councils:
                 return True
             if now >= forming.give_up_at or forming.is_too_late():
                 del self._forming[place]
-                came = len(forming.camp()[1])
+                came = len(forming.expected().intersection(forming.camp()[1]))
                 why = f"only {came} of {len(forming.expected())} cells were ready with equal states"
                 if done := len(forming.done()):
                     why += f", {done} have nothing more to offer"

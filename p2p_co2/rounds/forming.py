@@ -9,7 +9,7 @@ run few make no version that all others would have to load.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from p2p_co2.rounds.cells import are_enough
@@ -22,12 +22,12 @@ from p2p_co2.wire.messages_pb2 import CellReady
 @dataclass
 class Forming:
     """The CELL_READYs of one round. ``before``: the cells that made the round before, as far as this peer
-    knows; ``heard``: as it was told; ``awake``: those that were seen to train of late."""
+    knows; ``heard``: as it was told by now; ``awake``: those that were seen to train of late."""
 
     fragment: int
     swarm: Swarm
     before: frozenset[int]
-    heard: frozenset[int]
+    heard: Callable[[], frozenset[int]]
     awake: frozenset[int]
     close_at: float
     give_up_at: float
@@ -69,8 +69,9 @@ class Forming:
     def _heard(self) -> frozenset[int]:
         """What this peer was told, as long as so many of these cells are seen as a round needs: nobody else
         may ever begin if those who made a state are gone."""
+        heard = self.heard()
         seen = {self.swarm.cell, *self.swarm.awake, *self.swarm.finished_in, *self.readies}
-        return self.heard if are_enough(self.heard & seen, self.heard) else frozenset()
+        return heard if are_enough(heard & seen, heard) else frozenset()
 
     def done(self) -> frozenset[int]:
         """Those of them that are done with the fragment, and will not come."""
