@@ -45,7 +45,7 @@ class Cell:
             agreed=self.agreed,
             progress=SimpleNamespace(local=SimpleNamespace(phase=Status.TRAINING)),
             far=SimpleNamespace(
-                cells=CELLS, cell=0, is_near=lambda peer: cell_of(peer, CELLS) == 0, outlook=self.outlook
+                cells=CELLS, is_near=lambda peer: cell_of(peer, CELLS) == 0, outlook=self.outlook
             ),
             rounds=SimpleNamespace(
                 is_completing=lambda fragment: False, made_by=lambda fragment: self.makers

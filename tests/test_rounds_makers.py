@@ -95,6 +95,42 @@ def test_a_round_that_was_replayed_is_known_with_the_cells_that_made_it() -> Non
     assert asks.made_by(0) == set(MADE_IT)
 
 
+def test_one_word_of_who_made_a_state_sends_nobody_after_them() -> None:
+    """Whoever is asked may name the one cell that it has filled with its own ids."""
+    net = after_one_round()
+    machine = net.peers[members(net, LOADED)[0]].machine
+    verdicts = machine._fragments[0].verdicts
+    teller, told = next(iter(verdicts._hearsay.items()))
+    assert machine.made_by(0) == set(MADE_IT)
+    verdicts.drop_hearsay()
+    verdicts.hear(teller, *told)
+    assert verdicts.cells_told(1) == set(MADE_IT)
+    assert machine.made_by(0) == set()
+
+
+def test_in_a_swarm_of_one_cell_a_replayed_round_is_not_kept() -> None:
+    """Who answers a READY with it would have to give its bytes."""
+    net = Network(3)
+    net.offer_all()
+    net.run_until_settled()
+    known = net.peers[net.names[0]].machine._fragments[0].verdicts.commit(1)
+    assert known is not None
+    other = Network(3).peers[net.names[0]].machine
+    other.replayed(known[0])
+    assert other._fragments[0].verdicts.commit(1) is None
+
+
+def test_a_word_of_a_fragment_that_does_not_exist_is_refused() -> None:
+    net = Network(2, shape=SHAPE, cells=CELLS)
+    name, other = net.names
+    key = wire.RoundKey(fragment=7, round=1, attempt=bytes(range(16)))
+    outcome = wire.Outcome(key=key, run=RUN, state_digest=b"b" * 32, committed=True)
+    outcome.cells.add(cell=1, roster_digest=b"r" * 32)
+    word = wire.CellDecision(decision=sign_outcome(net.peers[other].identity, outcome), attempt=NO_ATTEMPT)
+    with pytest.raises(RemoteProtocolError, match="unknown fragment"):
+        net.peers[name].machine.receive(word, other, net.now)
+
+
 # ---- asking
 
 
@@ -163,6 +199,56 @@ def test_who_starts_from_its_disk_asks_once_it_hears_of_others() -> None:
     asker.hears_of(near)
     asker.makers.peers_changed(1.0)
     assert sorted(asker.asked()) == sorted(near)
+
+
+def test_who_has_it_first_is_asked_first_and_nobody_who_cannot_know() -> None:
+    me, *near = [one.peer_id for one in NEAR]
+    far = [one.peer_id for one in FAR]
+    behind, ahead, same, also_same, donor = near[:5]
+
+    def view(version: int, digest: bytes) -> PeerView:
+        return PeerView(1e6, True, (version,), digests=(digest,))
+
+    asker = Asker()
+    asker.swarm.set_live({
+        me: view(7, STATE), behind: view(6, STATE), ahead: view(8, STATE), same: view(7, STATE),
+        also_same: view(7, STATE), donor: view(8, STATE),
+    })  # fmt: skip
+    asker.swarm.others = {1: far[:5], 2: [], 3: far[5:6]}
+    asker.makers.donors = [far[4], donor]
+    asker.makers.moved(7, b"t" * 32, 1.0)
+    assert asker.asked()[:1] == [donor]
+    asker.makers.donors = []
+    asker.makers.moved(7, STATE, 1.0)
+    assert asker.asked() == [*sorted((same, also_same), key=lambda peer: (peer < me, peer)), far[0], far[5]]
+    asker.makers.handle_timer(1.0 + ANSWER_S)
+    assert asker.asked() == [*sorted((ahead, donor), key=lambda peer: (peer < me, peer)), far[1], far[2]]
+    asker.makers.donors = [far[4]]
+    asker.makers.moved(7, b"u" * 32, 2.0)
+    assert asker.asked()[2:] == [far[4], far[0]]
+    asker.makers.moved(0, STATE, 3.0)
+    assert asker.makers.get_timer() is None  # nobody made the start
+
+
+def test_those_who_are_heard_of_later_are_asked() -> None:
+    """Of our cell, and of another one."""
+    net = Network(25, shape=SHAPE, cells=CELLS)
+    name, near, *_ = members(net, {0})
+    far = members(net, {1})[0]
+    machine = net.peers[name].machine
+    machine.set_peers({}, net.now)
+    net.set_state(name, 0, 7, STATE)
+    machine.messages_to_send()
+
+    def asked() -> list[PeerId]:
+        sent = machine.messages_to_send()
+        return [to for to, message in sent if isinstance(message, wire.AskOutcome)]
+
+    machine.set_cell(1, [far], net.now)
+    assert asked() == [far]
+    machine.handle_timer(net.now + ANSWER_S)
+    machine.set_peers({near: PeerView(1e6, True, (7,))}, net.now + ANSWER_S)
+    assert asked() == [near]
 
 
 def test_who_knows_the_round_asks_nobody() -> None:

@@ -41,11 +41,12 @@ class Majority:
         phases.add(node.progress.local.phase)
         over = Status.TRAINING not in phases and not node.far.outlook.trains(node.now())
         mine = near if phases & {Status.TRAINING, Status.DRAINING} else None
-        return max(near, node.far.outlook.version(fragment, mine, over), self._makers_version(fragment, near))
+        return max(near, node.far.outlook.version(fragment, mine, over), self._makers_version(fragment))
 
-    def _makers_version(self, fragment: int, near: int) -> int:
+    def _makers_version(self, fragment: int) -> int:
         """Where enough of the cells are that made our state to have gone on without the others: who loaded it
-        makes no round without them, and most cells may have. 0 if it is not known."""
+        makes no round without them, and most cells may have. 0 if it is not known. (Of our own cell
+        ``near_version`` tells.)"""
         makers = self._node.rounds.made_by(fragment)
         words = self._node.far.outlook.words.values()
         held = {
@@ -53,8 +54,6 @@ class Majority:
             for word in words
             if word.cell in makers and fragment < len(word.versions)
         }
-        if self._node.far.cell in makers:
-            held[self._node.far.cell] = near
         for version in sorted(set(held.values()), reverse=True):
             if are_enough({cell for cell, there in held.items() if there >= version}, makers):
                 return version

@@ -33,7 +33,7 @@ from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.decision import open_council_decision, open_decision
 from p2p_co2.rounds.events import Offer, OpenOffer, PayloadShape, PeerView, ReduceJob, Refused, RoundsEvent
 from p2p_co2.rounds.fragment import FragmentRounds
-from p2p_co2.rounds.makers import NO_ATTEMPT, Makers
+from p2p_co2.rounds.makers import ENOUGH, NO_ATTEMPT, Makers
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import OTHERS_KEPT, Outlet, Swarm
 from p2p_co2.wire import messages_pb2 as wire
@@ -154,11 +154,11 @@ class Rounds:
             self._fragments[outcome.key.fragment].verdicts.keep(decision, outcome)
 
     def made_by(self, fragment: int) -> frozenset[int]:
-        """The cells that made the state that we hold, as far as we know or were told: only most of them make
-        the next one."""
-        mine = self._fragments[fragment]
-        version = mine.version or 0
-        return frozenset(mine.verdicts.cells_before(version + 1)) or mine.verdicts.cells_told(version)
+        """The cells that made the state that we hold, as far as we know, or several told: only most of them
+        make the next one."""
+        mine, version = self._fragments[fragment].verdicts, self._fragments[fragment].version or 0
+        told = mine.cells_told(version) if mine.words() >= ENOUGH else frozenset[int]()
+        return frozenset(mine.cells_before(version + 1)) or told
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""

@@ -9,7 +9,8 @@ it let any half of all cells go on, beside those that had made the state, to two
 Laws: only a signed commit of the version that this peer holds counts, of one that it asked; of several words
 all cells that they name, since with fewer a round would begin sooner; nobody waits for an answer, a few are
 asked at a time and not for long; what was heard is forgotten with the state. Such words bind only the peer
-that heard them, as long as enough of the named cells are seen (``forming``).
+that heard them, as long as enough of the named cells are seen (``forming``); one alone moves nobody, who
+would go after the cells that it names (``node.majority``).
 
 Price: a question to four peers and their answers, some kilobytes, for each state that is loaded. An outcome
 does not say what its round made: who signs one that never was lets a round begin sooner, or later, as a
