@@ -3,6 +3,7 @@ come after the decision. Found by simulations and real runs: rounds held up, two
 
 from __future__ import annotations
 
+import pytest
 from google.protobuf.message import Message
 
 from p2p_co2.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds, open_decision
@@ -143,22 +144,54 @@ def test_who_has_nothing_more_to_offer_for_a_fragment_is_neither_waited_for_nor_
     assert groups(machine) == []
 
 
-def test_who_trains_last_does_not_make_a_round_again_that_as_many_have_made() -> None:
-    """It loaded the state before from others who were done by then, and made their last round once more."""
-    for version, is_passed_over in ((0, False), (1, False), (1, True)):
-        done = PeerView(1e6, training=False, versions=(version,), finished=frozenset({0}))
-        machine = machine_with({ME: PeerView(1e6, versions=(0,)), OTHER: done, THIRD: done})
-        for peer in (OTHER, THIRD) if is_passed_over else ():  # whose lines are slow
-            machine._swarm.repute.spoilt(peer, "it was too late", 0.5, rounds=SPOILT_IN_A_ROW, cost_s=0.0)
-            assert machine._swarm.repute.is_passed_over(peer, 1.0)
-        machine.offer(offer_of(), 1.0)
-        if version == 0:
-            assert groups(machine) == [(ME,)]
-            continue
-        assert groups(machine) == []
-        machine.handle_timer(1.0 + limits.GATHER_CAP_S)
-        aborted = [event.reason for event in drain(machine) if isinstance(event, Aborted)]
-        assert aborted == ["as many others have made this round already"]
+@pytest.mark.parametrize(
+    ("others", "passed_over", "resting", "begins"),
+    [
+        ((0, 0), 0, 0, True),
+        ((1, 0), 0, 0, False),
+        ((1, 0), 1, 0, True),  # one word against one
+        ((1, 1), 2, 0, False),  # whose lines are slow
+        ((1, 0), 0, 1, True),  # who rests has nothing to do with it
+    ],
+)
+def test_who_trains_last_does_not_make_a_round_again_that_as_many_have_made(
+    others: tuple[int, int], passed_over: int, resting: int, begins: bool
+) -> None:
+    """It loaded the state before from others who were done by then, and made their last round once more.
+    ``others``: their versions."""
+    views = {ME: PeerView(1e6, versions=(0,))}
+    for number, peer in enumerate((OTHER, THIRD)):
+        finished = frozenset[int]() if number < resting else frozenset({0})
+        views[peer] = PeerView(1e6, training=False, versions=(others[number],), finished=finished)
+    machine = machine_with(views)
+    for peer in (OTHER, THIRD)[:passed_over]:
+        machine._swarm.repute.spoilt(peer, "it was too late", 0.5, rounds=SPOILT_IN_A_ROW, cost_s=0.0)
+        assert machine._swarm.repute.is_passed_over(peer, 1.0)
+    machine.offer(offer_of(), 1.0)
+    if begins:
+        assert groups(machine) == [(ME,)]
+        return
+    assert groups(machine) == []
+    machine.handle_timer(1.0 + limits.GATHER_CAP_S)
+    aborted = [event.reason for event in drain(machine) if isinstance(event, Aborted)]
+    assert aborted == ["as many others have made this round already"]
+
+
+def test_who_trains_and_who_is_done_count_alike_where_they_have_made_a_round() -> None:
+    """Two of three that train, against the third and one that is done."""
+    for done_at, begins in ((0, True), (1, False)):
+        machine = machine_with({
+            ME: PeerView(1e6, versions=(0,)),
+            OTHER: PeerView(1e6, versions=(0,)),
+            THIRD: PeerView(1e6, versions=(1,)),
+            make_identity(3).peer_id: PeerView(
+                1e6, training=False, versions=(done_at,), finished=frozenset({0})
+            ),
+        })  # fmt: skip
+        machine.receive(ready(1.0), OTHER, 1.0)
+        machine.receive(ready(1.0), ME, 1.0)
+        machine.handle_timer(1.0 + limits.GATHER_CAP_S - 0.1)
+        assert bool(groups(machine)) == begins
 
 
 # ---- two attempts of one round
