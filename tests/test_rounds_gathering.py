@@ -43,45 +43,6 @@ def test_a_slow_member_is_left_out_and_the_rest_commits() -> None:
     assert all(len(part.contributors) >= 3 for part in event.parts)
 
 
-@pytest.mark.parametrize(("live", "group_size", "ready"), [(2, 32, 2), (3, 32, 2), (3, 2, 3)])
-def test_of_three_live_peers_a_coordinator_alone_commits_nothing(
-    live: int, group_size: int, ready: int
-) -> None:
-    """Without the third one, or without room for it, a group has two, and what one of these made alone the
-    others could not load from most of them: they made the round again, another state of its version. Of two
-    one goes on when the other is lost."""
-    net = Network(live, group_size=group_size)
-    first, other, *_ = coordination_order(net.names, 0, 1)
-    net.on_send = lambda source, to, message: (
-        not (
-            (to == other and isinstance(message, wire.Mean))
-            or (source == other and isinstance(message, wire.Part))
-        )
-    )
-    for name in coordination_order(net.names, 0, 1)[:ready]:
-        net.offer(name)
-    net.run(limits.READY_CAP_S)
-    began = [event.group for _, event in net.events if isinstance(event, Began)]
-    assert began[0] == tuple(sorted((first, other)))
-    assert (first in net.committed()) is (live == 2)
-    assert other not in net.committed()
-    if live == 3:
-        assert isinstance(net.endings()[first], Aborted)
-
-
-def test_of_three_live_peers_two_commit_when_the_means_come_the_second_time() -> None:
-    """What the second one lacks is given to it once more: without it nothing is committed."""
-    net = Network(3)
-    first, other, _ = coordination_order(net.names, 0, 1)
-    net.on_send = lambda source, to, message: (
-        not (to == other and isinstance(message, wire.Mean) and message.generation == 0)
-    )
-    net.offer(first)
-    net.offer(other)
-    net.run(limits.READY_CAP_S)
-    assert net.committed().keys() == {first, other}
-
-
 def test_a_minority_does_not_begin_and_the_reason_says_who_was_missing() -> None:
     net = Network(4)
     lonely = coordinator_of(net)

@@ -216,16 +216,20 @@ def test_a_run_that_has_an_end_is_not_played_beyond_it(
     assert settings.faults.calm_at == pytest.approx(calm_at)
 
 
-def test_three_peers_whose_lines_are_overloaded_make_no_two_states_of_one_version(tmp_path: Path) -> None:
-    """Exchanges take longer than rounds: means come late, states later, and there is no fault."""
+@pytest.mark.parametrize("seed", [1, 4])
+def test_three_peers_whose_lines_are_overloaded_make_no_two_states_of_one_version(
+    tmp_path: Path, seed: int
+) -> None:
+    """Exchanges take longer than rounds: means come late, states later, and there is no fault. But some
+    rounds are made, by two that have the time for it."""
     run_file = tmp_path / "run.toml"
-    run_file.write_text("fragments = 4\n[clock]\nround_s = 60.0\nrounds = 12\n")
+    run_file.write_text("fragments = 2\n[clock]\nround_s = 30.0\nrounds = 12\n")
     options = SimulationOptions(
-        run_file=run_file, peers=3, profile="4g", hours=1.0, churn_per_h=0.0, seed=1, folder=None,
-        parameters=30_000_000, step_s=0.0, storm=False,
+        run_file=run_file, peers=3, profile="satellite", hours=1.0, churn_per_h=0.0, seed=seed, folder=None,
+        parameters=2_000_000, step_s=0.0, storm=False,
     )  # fmt: skip
     result = Swarm(settings_of(options), EventLog()).run()
     assert result.forks == 0
-    assert [violation for violation in result.violations if violation.law == "forks"] == []
+    assert result.violations == []
     assert result.counts["round_committed"] > 0
     assert result.counts["round_aborted"] > 0  # they are overloaded

@@ -304,6 +304,8 @@ class Gathering:
                 place, self._cheap_s, own_upload, assumed,
             )  # fmt: skip
         parts_s = parts_deadline_s(division.transfer_s, observed, shape.parts_cap_s)
+        if self.least_votes > 1:  # no round comes of it if the means are late
+            parts_s = min(SAFETY * parts_s, shape.parts_cap_s)
         self.sums_s = SAFETY * division.sums_s
         begin = Begin(
             key=RoundKey(fragment=self.fragment, round=self.round),

@@ -1,0 +1,75 @@
+"""Groups of two: one is half of it, and goes on alone where only two train, and not where more do."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2p_co2.rounds import Aborted, Began, PayloadShape
+from p2p_co2.rounds.bounds import GRACE_S, READY_CAP_S
+from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
+from p2p_co2.rounds.gathering import Gathering
+from p2p_co2.rounds.swarm import Outlet, coordination_order
+from p2p_co2.wire import messages_pb2 as wire
+from tests.round_machine import DIGEST
+from tests.round_network import Network
+
+
+@pytest.mark.parametrize(("live", "group_size", "ready"), [(2, 32, 2), (3, 32, 2), (3, 2, 3)])
+def test_of_three_live_peers_a_coordinator_alone_commits_nothing(
+    live: int, group_size: int, ready: int
+) -> None:
+    """Without the third one, or without room for it, a group has two, and what one of these made alone the
+    others could not load from most of them: they made the round again, another state of its version. Of two
+    one goes on when the other is lost."""
+    net = Network(live, group_size=group_size)
+    first, other, *_ = coordination_order(net.names, 0, 1)
+    net.on_send = lambda source, to, message: (
+        not (
+            (to == other and isinstance(message, wire.Mean))
+            or (source == other and isinstance(message, wire.Part))
+        )
+    )
+    for name in coordination_order(net.names, 0, 1)[:ready]:
+        net.offer(name)
+    net.run(READY_CAP_S)
+    began = [event.group for _, event in net.events if isinstance(event, Began)]
+    assert began[0] == tuple(sorted((first, other)))
+    assert (first in net.committed()) is (live == 2)
+    assert other not in net.committed()
+    if live == 3:
+        assert isinstance(net.endings()[first], Aborted)
+
+
+@pytest.mark.parametrize(
+    ("live", "round_s", "parts_s"), [(2, 0.0, 102.4), (3, 0.0, 300.0), (3, 900.0, 409.6), (3, 350.0, 350.0)]
+)
+def test_two_of_three_have_more_time_since_both_must_have_the_means(
+    live: int, round_s: float, parts_s: float
+) -> None:
+    """Where one had sufficed, three on slow lines made no round any more. Half of 128 bytes to the other and
+    half of the means back at 5 bytes/s, four times that, and four times more; no longer than may be."""
+    net = Network(live, shape=PayloadShape(8, (16,), round_s=round_s))
+    first, other, *_ = coordination_order(net.names, 0, 1)
+    gathering = Gathering(
+        0, 1, net.peers[first].machine._swarm, Outlet(first), history=ReadyHistory(), cadence=Cadence(),
+        now=0.0,
+    )  # fmt: skip
+    for name in (first, other):
+        ready = wire.Ready(fragment=0, round=1, state_digest=DIGEST, weight=1.0, upload_bytes_per_s=5.0)
+        gathering.ready(ready, name, 0.0)
+    begin = gathering.begin(bytes(16), Durations())
+    assert begin.parts_within_s == pytest.approx(parts_s)
+    assert begin.result_within_s == 2 * begin.parts_within_s + GRACE_S
+
+
+def test_of_three_live_peers_two_commit_when_the_means_come_the_second_time() -> None:
+    """What the second one lacks is given to it once more: without it nothing is committed."""
+    net = Network(3)
+    first, other, _ = coordination_order(net.names, 0, 1)
+    net.on_send = lambda source, to, message: (
+        not (to == other and isinstance(message, wire.Mean) and message.generation == 0)
+    )
+    net.offer(first)
+    net.offer(other)
+    net.run(READY_CAP_S)
+    assert net.committed().keys() == {first, other}
