@@ -29,11 +29,14 @@ from p2p_co2.telemetry.events import (
     RoundAborted,
     RoundBegan,
     RoundCommitted,
+    StateLoading,
     TrainingEnded,
     Warned,
 )
 
 EVERY_S = 10.0
+MOST_NAMED = 8
+"""Fragments in one line."""
 
 
 class StatusLines:
@@ -102,8 +105,8 @@ class StatusLines:
                 text = f"peer {event.other} left: {event.reason.removeprefix('left: ')}"
             case RoundAborted():
                 text = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"
-            case CaughtUp():
-                text = f"caught up fragment {event.fragment} to version {event.to_version} by {event.how}"
+            case StateLoading() | CaughtUp():
+                text = _catching_up(event)
             case MessageRefused():
                 text = f"refused a message of {event.other}: {event.reason}"
             case CheckpointSaved():
@@ -142,6 +145,15 @@ class StatusLines:
             f"waits at most {self._waits()}",
         )
         return " | ".join(figures)
+
+
+def _catching_up(event: StateLoading | CaughtUp) -> str:
+    if isinstance(event, CaughtUp):
+        return f"caught up fragment {event.fragment} to version {event.to_version} by {event.how}"
+    named = ", ".join(map(str, event.fragments[:MOST_NAMED]))
+    more = ", ..." if len(event.fragments) > MOST_NAMED else ""
+    size = f"{event.received_bytes / 1e6:.1f} of {event.total_bytes / 1e6:.1f} MB"
+    return f"loading the agreed state: {size} (fragments: {named}{more}; donors so far: {event.donors})"
 
 
 def _span(seconds: tuple[float, ...]) -> str:

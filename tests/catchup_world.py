@@ -25,6 +25,7 @@ from p2p_co2.catchup import (
     Fetched,
     FetchFailed,
     Goal,
+    Loading,
     Shape,
     chunk_at,
     chunk_count,
@@ -67,6 +68,7 @@ class World:
         self.versions = dict.fromkeys(self.machines, 7)
         self.free_at = dict.fromkeys(self.machines, 0.0)
         self.events: list[CatchUpEvent] = []
+        self.told: list[tuple[float, Loading]] = []
         self.tamper: Callable[[PeerId, CatchUpMessage], CatchUpMessage | None] = lambda sender, message: (
             message
         )
@@ -112,6 +114,8 @@ class World:
             while (event := machine.next_event()) is not None:
                 if isinstance(event, ExportWanted):
                     self._export(machine, event.fragment, self.versions[peer])
+                elif isinstance(event, Loading):
+                    self.told.append((self.now, event))
                 elif peer == LATE:
                     self.events.append(event)
             for receiver, message in machine.messages_to_send():

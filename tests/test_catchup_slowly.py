@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+
+import pytest
 
 from p2p_co2.catchup import ROUND, CatchUpMessage, Fetched, FetchFailed, Goal, Shape
 from p2p_co2.catchup.line import OUTRUN_S
@@ -41,6 +44,39 @@ def test_a_donor_that_no_longer_keeps_a_state_gives_the_next_one_with_the_others
     assert event.version == 8
     given = [len(set(world.chunks_from(donor))) for donor in (D1, D2)]
     assert min(given) > 10  # of 40, each about its half
+
+
+def test_how_far_a_slow_load_is_gets_told_every_ten_seconds() -> None:
+    """A newcomer said nothing for minutes."""
+    world = World(donors=2, rate=200e3)
+    began_at = world.now
+    world.want(1)
+    world.want(2)
+    world.run(enough=2)
+    times, told = zip(*((at - began_at, event) for at, event in world.told), strict=True)
+    assert times == pytest.approx([10.0 * (beat + 1) for beat in range(len(told))])
+    assert len(told) == int((world.now - began_at) / 10.0)
+    first = [event for event in told if event.fragments == (1, 2)]  # large: one after the other
+    last = [event for event in told if event.fragments == (2,)]
+    assert len(first) + len(last) == len(told)
+    assert {event.donors for event in told[1:]} <= {1, 2}
+    for events, total_bytes in ((first, 2 * LARGE), (last, LARGE)):
+        assert {event.total_bytes for event in events} == {total_bytes}
+        received = [event.received_bytes for event in events]
+        assert received == sorted(set(received))
+        for less, more in itertools.pairwise(received):
+            assert more - less == pytest.approx(10.0 * 400e3, rel=0.3)
+
+
+def test_what_is_loaded_within_ten_seconds_is_told_once_it_is_there() -> None:
+    world = World()
+    for fragment in (1, 2, 0):
+        world.events.clear()
+        world.want(fragment)
+        world.run()
+        world.now += 9.0
+        world.run(1.0)
+    assert world.told == []
 
 
 def test_a_donor_that_was_silent_is_asked_again_later() -> None:

@@ -23,7 +23,7 @@ from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work
-from p2p_co2.telemetry.events import Event, PeerFinished, PeerLeft
+from p2p_co2.telemetry.events import Event, PeerFinished, PeerLeft, TrainingEnded
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope, PeerRecord
@@ -281,6 +281,30 @@ def test_what_a_peer_asks_for_has_room_whatever_of_our_rounds_waits_for_it() -> 
     assert links.post(there.peer, slice_, bulk=True, piece=Piece(b"1", False))
     taken = [links.post(there.peer, chunk, bulk=True, served=True) for _ in range(5)]
     assert taken == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("state_factor", [16, 64])
+def test_who_comes_back_in_the_last_round_ends_with_the_state_of_the_others(state_factor: int) -> None:
+    """They left while it loaded their states, or where these are large replayed their rounds: all agreed, and
+    a newcomer has no word in that."""
+    run = run_of(6).model_copy(update={"clock": ClockConfig(mode="time", round_s=10.0, rounds=6)})
+    settings = Settings(
+        run=run, peers=3, seed=1, profile="dsl", blocks=(16,) * 2, real_bytes_per_block=1e5,
+        state_factor=state_factor,
+    )  # fmt: skip
+    swarm = Swarm(settings, EventLog(digests=False))
+    swarm.world.call_at(15.0, swarm.kill, 2, True)
+    swarm.world.call_at(52.0, swarm.start, 2, False)
+    ended_at: list[float] = []
+    swarm.log.readers.append(
+        lambda event: ended_at.append(swarm.world.now) if isinstance(event, TrainingEnded) else None
+    )
+    result = swarm.run()
+    assert result.violations == []
+    assert len(result.digests) == 3
+    assert len(set(result.digests.values())) == 1
+    others_at, _, its_own_at = sorted(ended_at)
+    assert its_own_at > others_at + 60.0
 
 
 @pytest.mark.parametrize("seed", [3, 8])

@@ -144,6 +144,19 @@ def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:
     assert not place.progress.settled
 
 
+def test_who_is_done_sees_whether_somebody_still_joins() -> None:
+    place = Place(3, 3)
+    place.progress.show(LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1})))
+    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+    assert place.progress.settled
+    assert not place.progress.newcomers
+    place.hear(NEWCOMER, Status.JOINING, 3, 0)
+    assert place.progress.settled  # it has no word in what the others agree on
+    assert place.progress.newcomers
+    place.lose(NEWCOMER)
+    assert not place.progress.newcomers
+
+
 def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:
     """Two that were restarted then took each other for the whole swarm (seed 13 of the storms over cells)."""
     place = Place(0, 0)

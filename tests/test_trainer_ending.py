@@ -110,6 +110,19 @@ def test_who_loads_a_state_or_gives_one_stays_until_it_is_there(monkeypatch: pyt
     made.ledger.close()
 
 
+def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It joined in the last minute, and was told that the others left before it had their state."""
+    for newcomers, stays_s in ((True, 200.0), (False, FLUSH_FLOOR_S)):
+        made = bench_on_virtual_time(monkeypatch)
+        made.step(1)
+        made.wire.is_settled, made.wire.newcomers, made.wire.loads_until = True, newcomers, 200.0
+        made.sync.flush(finished=True)
+        assert made.sync.exposed_s == pytest.approx(stays_s, abs=2.0)
+        made.ledger.close()
+
+
 def test_a_load_without_end_is_left_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench_on_virtual_time(monkeypatch)
     made.step(1)
@@ -125,7 +138,7 @@ def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatc
     made.step(1)
     bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
 
-    def loads() -> bool:
+    def loads(settled: bool) -> bool:
         asked.append(made.wire.now())
         if made.wire.now() >= bound_s + 100.0:
             made.sync.stopped = True

@@ -34,6 +34,7 @@ class RecordingWire:
         self.events: list[tuple[type[ev.Event], Mapping[str, Any]]] = []
         self.shown: list[LocalProgress] = []
         self.is_settled = False
+        self.newcomers = False
         self.loads_until = -1.0
         """Until which moment of ``now`` a state is on its way."""
         self.now: Callable[[], float] = lambda: 0.0
@@ -53,8 +54,8 @@ class RecordingWire:
     def settled(self, versions: Sequence[int]) -> bool:
         return self.is_settled
 
-    def loads(self) -> bool:
-        return self.now() < self.loads_until
+    def loads(self, settled: bool) -> bool:
+        return self.now() < self.loads_until and (self.newcomers or not settled)
 
     def over(self) -> frozenset[int]:
         return self.ended

@@ -195,6 +195,11 @@ class Download:
             return chunk_count(self.total_bytes, self._context.chunk_bytes)
         return len(self._pending)
 
+    def received(self) -> tuple[int, set[PeerId]]:
+        """Bytes that are right, in whole chunks, and who gave any of them."""
+        bytes_ = self.total_bytes - len(self._missing) * self._context.chunk_bytes if self._data else 0
+        return max(0, bytes_), set(self._gave)
+
     # ---- time
 
     def get_timer(self) -> float | None:
@@ -344,13 +349,8 @@ class Download:
     def _look_for_dispute(self, camp: list[tuple[PeerId, Manifest]]) -> None:
         """Say so if what was chosen is one word against another."""
         promise, (is_known, is_vouched, count, _) = camp[0][1], self._rank(camp)
-        rivals = [
-            source.peer
-            for source in self._answered()
-            if source.content != self._content
-            and source.manifest is not None
-            and source.manifest.version == promise.version
-        ]
+        others = [(s.peer, s.manifest) for s in self._answered() if s.content != self._content]
+        rivals = [peer for peer, manifest in others if manifest and manifest.version == promise.version]
         if promise.what == STATE and rivals and not (is_known or is_vouched) and count <= len(rivals):
             taken = tuple(peer for peer, _ in camp)
             self._context.out.emit(Disputed(self.goal.fragment, promise.version, taken, tuple(rivals)))
@@ -439,10 +439,9 @@ class Download:
     def _finish(self, now: float) -> None:
         assert self._chosen is not None
         given = {source.peer: 0 for source in self._useful()} | self._gave
+        donors = tuple(sorted(given, key=lambda peer: (-given[peer], peer)))
         self.ended = Fetched(
-            goal=self.goal, version=self._chosen.version, data=self._data,
-            decision=self._chosen.decision, digest=self._chosen.digest,
-            donors=tuple(sorted(given, key=lambda peer: (-given[peer], peer))),
+            self.goal, self._chosen.version, self._data, self._chosen.decision, self._chosen.digest, donors,
             duration_s=now - self._started_at, chunks_wasted=self._wasted, chunks_kept=self._kept,
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from p2p_co2.catchup.goals import (
     DonorRefused,
     FetchFailed,
     Goal,
+    Loading,
     Outbox,
     Shape,
     Vouch,
@@ -37,6 +38,8 @@ AHEAD_S = 8.0
 begins to load."""
 SAID_AT_MOST = 8
 """States loaded side by side of which donors are told that we still do: with more, each has few chunks."""
+TELL_EVERY_S = 10.0
+"""So often it is told how far the loading of states is: over a slow line it takes minutes."""
 
 
 class Fetcher:
@@ -56,6 +59,7 @@ class Fetcher:
         self._lines = Lines(shape.chunk_bytes * shape.scale)
         self.got_at = -math.inf
         """When a right chunk came that had not come before."""
+        self._tell_at = math.inf
         self._context = Context(
             run, out, self._next_request, self._vouch, shape.chunk_bytes, self._lines, self._pending,
             shape.scale,
@@ -67,6 +71,8 @@ class Fetcher:
         known = running.goal if running is not None else self._waiting.get(goal.fragment)
         if known is not None and (known.what, known.version) == (goal.what, goal.version):
             return
+        if self.is_idle:
+            self._tell_at = now + TELL_EVERY_S
         if running is not None:
             self._downloads.pop(goal.fragment).close(now)
         self._waiting[goal.fragment] = goal
@@ -133,6 +139,9 @@ class Fetcher:
             if now >= (download.get_timer() or now):
                 download.handle_timer(now)
         self._settle(now)
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_EVERY_S
+            self._tell()
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``CatchUp.held``."""
@@ -145,7 +154,7 @@ class Fetcher:
         if not self._downloads:
             return None
         times = [download.get_timer() for download in self._downloads.values()]
-        return min((at for at in times if at is not None), default=None)
+        return min((at for at in (*times, self._tell_at) if at is not None), default=None)
 
     # ---- which downloads run
 
@@ -183,6 +192,20 @@ class Fetcher:
         loading = [download for download in self._downloads.values() if download.goal.what == STATE]
         for download in loading if len(loading) <= SAID_AT_MOST else ():
             download.still_loads()
+
+    def _tell(self) -> None:
+        """How far the states are that are being loaded, or wait for it."""
+        received_bytes, donors = 0, set[PeerId]()
+        for download in self._downloads.values():
+            if download.goal.what == STATE:
+                bytes_, gave = download.received()
+                received_bytes, donors = received_bytes + bytes_, donors | gave
+        goals = [download.goal for download in self._downloads.values()] + list(self._waiting.values())
+        fragments = tuple(sorted(goal.fragment for goal in goals if goal.what == STATE))
+        total_bytes, scale = sum(self._shape.state_bytes[one] for one in fragments), self._shape.scale
+        if fragments:
+            received, total = round(scale * received_bytes), round(scale * total_bytes)
+            self._out.emit(Loading(fragments, received, total, len(donors)))
 
     def _store_for(self, goal: Goal) -> Store:
         """Rounds are small and are asked for anew."""

@@ -146,7 +146,18 @@ class Disputed:
     others: tuple[PeerId, ...]
 
 
-CatchUpEvent = Fetched | FetchFailed | ExportWanted | DonorRefused | Disputed
+@dataclass(frozen=True)
+class Loading:
+    """States have been loaded for a while and are not there yet. ``fragments``: theirs; ``received_bytes``:
+    what is right of their ``total_bytes``, in whole chunks; ``donors``: who gave any of it."""
+
+    fragments: tuple[int, ...]
+    received_bytes: int
+    total_bytes: int
+    donors: int
+
+
+CatchUpEvent = Fetched | FetchFailed | ExportWanted | DonorRefused | Disputed | Loading
 
 
 @dataclass

@@ -10,6 +10,7 @@ enough. Replay is preferred, since it knows whether this peer's own work is in t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import (
@@ -22,6 +23,7 @@ from p2p_co2.catchup import (
     Fetched,
     FetchFailed,
     Goal,
+    Loading,
     split_donors,
 )
 from p2p_co2.digest import digest as digest_of
@@ -244,6 +246,8 @@ class Catching:
             self._node.refuse(event.peer, event.reason, event.detail)
         elif isinstance(event, Disputed):
             self._node.report(ev.Warned, text=_dispute(event))
+        elif isinstance(event, Loading):
+            self._node.report(ev.StateLoading, **asdict(event))
         elif isinstance(event, FetchFailed):
             self._failed(event)
         elif isinstance(event, Fetched):
@@ -362,16 +366,11 @@ class Catching:
         self._drop_target(fragment)
         self._node.report(
             ev.CaughtUp,
-            fragment=fragment,
-            from_version=self._started_from.pop(fragment, agreed.version),
-            to_version=agreed.version,
-            how=how,
-            donor=event.donor,
-            donors=len(event.donors),
-            bytes=len(event.data),
-            duration_s=event.duration_s,
+            fragment=fragment, from_version=self._started_from.pop(fragment, agreed.version),
+            to_version=agreed.version, how=how, donor=event.donor, donors=len(event.donors),
+            bytes=len(event.data), duration_s=event.duration_s,
             rounds_given_up=self.apart.given_up.pop(fragment, 0),
-        )
+        )  # fmt: skip
 
     def _drop_target(self, fragment: int) -> None:
         """Its fetch has ended, one way or the other."""

@@ -62,6 +62,7 @@ class SwarmProgress:
     start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
     this peer had what they had: a history of its own is not what it came for. ``swarm_position``: median
     position of the other peers that train in rounds, and the node's monotonic time it was true at.
+    ``newcomers``: somebody live still joins.
     ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps. ``over``: fragments
     of which no more rounds are made in this run, of a swarm in cells."""
 
@@ -70,7 +71,7 @@ class SwarmProgress:
         self.local = LocalProgress()
         self._step_s = 0.0
         """What this peer's last inner steps took, each."""
-        self.settled = self.abreast = self.left_behind = self.met = False
+        self.settled = self.abreast = self.left_behind = self.met = self.newcomers = False
         self.over: frozenset[int] = frozenset()
         self._furthest = [version.version for version in node.agreed]
         """Per fragment, where the swarm was when somebody who is in it was heard last."""
@@ -176,9 +177,12 @@ class SwarmProgress:
         senders = max(1, sum(info.status.phase == Status.TRAINING for info in live.values()))
         return {peer: cap / senders for peer, cap in caps.items()}
 
-    def is_needed(self, within_s: float) -> bool:
+    def is_needed(self, within_s: float, settled: bool = False) -> bool:
         """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or it
-        counts the votes of a round of others; or did so of late. Other threads may ask."""
+        counts the votes of a round of others; or did so of late. Where all have ``settled``, only a newcomer
+        may still need it. Other threads may ask."""
+        if settled and not self.newcomers:
+            return False
         now = self._node.now()
         return self._node.catchup.moves(now, within_s) or self._node.rounds.counts_for_others(now, within_s)
 
@@ -228,6 +232,7 @@ class SwarmProgress:
         self._concluded_of, self._concluded_at = seen, now
         agreed, live = self._node.agreed, self._node.membership.live.values()
         idle = not self._node.catching.busy()
+        self.newcomers = any(info.status.phase == Status.JOINING for info in live)
         if self.local.phase == Status.JOINING:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)

@@ -290,16 +290,16 @@ class Training:
             await self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            if not await self._wait(self._settled, settle_s, SETTLE_LOOK_EVERY_S) and self._loads():
+            await self._wait(self._settled, settle_s, SETTLE_LOOK_EVERY_S)
+            if self._loads():
                 self._node.report(ev.Warned, text=STILL_LOADS)
-                await self._wait(
-                    lambda: self._settled() or not self._loads(), LOADS_CAP_S, SETTLE_LOOK_EVERY_S
-                )
+                await self._wait(lambda: not self._loads(), LOADS_CAP_S, SETTLE_LOOK_EVERY_S)
         self.exposed_s += self._now() - entered_at
         self.report()
 
     def _loads(self) -> bool:
-        return self._node.progress.is_needed(LOADS_QUIET_S)
+        """As ``NetworkThread.loads``."""
+        return self._node.progress.is_needed(LOADS_QUIET_S, self._settled())
 
     def _settled(self) -> bool:
         if self._finished() != self._node.progress.local.finished:

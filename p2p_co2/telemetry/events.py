@@ -267,6 +267,18 @@ class CaughtUp(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateLoading(Event):
+    """Every 10 s while agreed states are being loaded. ``fragments``: those that are not there yet;
+    ``received_bytes``: what is right of their ``total_bytes``; ``donors``: how many gave any of it."""
+
+    kind: ClassVar[str] = "state_loading"
+    fragments: tuple[int, ...]
+    received_bytes: int
+    total_bytes: int
+    donors: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class MessageRefused(Event):
     """A peer broke the rules; ``reason`` is the constant of ``RemoteProtocolError``, ``message`` the kind of
     message ("" if it was not a message of the protocol)."""
@@ -389,7 +401,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     for kind in (
         PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, LinkMeasured, Progress, FragmentSent,
         SendSkipped, RoundBegan, RoundCommitted, RoundCounted, RoundAborted, FragmentApplied, AgreedMeasured,
-        CaughtUp, MessageRefused, CheckpointSaved, Paused, Resumed, TrainingEnded, Warned, PeerFinished,
-        Recalled,
+        CaughtUp, StateLoading, MessageRefused, CheckpointSaved, Paused, Resumed, TrainingEnded, Warned,
+        PeerFinished, Recalled,
     )
 }  # fmt: skip

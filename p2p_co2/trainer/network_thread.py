@@ -164,9 +164,10 @@ class NetworkThread:
         known = [agreed.version for agreed in self.node.agreed]
         return known == list(versions) and self.node.progress.settled
 
-    def loads(self) -> bool:
-        """Whether others need this peer though its time is up, or it them."""
-        return self.node.progress.is_needed(LOADS_QUIET_S)
+    def loads(self, settled: bool) -> bool:
+        """Whether others need this peer though its time is up, or it them; where all have ``settled``, one
+        that still joins."""
+        return self.node.progress.is_needed(LOADS_QUIET_S, settled)
 
     def over(self) -> frozenset[int]:
         """Fragments of which no more rounds are made in this run."""

@@ -35,7 +35,7 @@ from p2p_co2.schedule import (
     SwarmClock,
     WorkAccount,
     settle_bound_s,
-)
+)  # fmt: skip
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
 from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
@@ -60,7 +60,7 @@ class Wire(Protocol):
     def show(self, progress: LocalProgress) -> None: ...
     def swarm_position(self) -> tuple[float, float] | None: ...
     def settled(self, versions: Sequence[int]) -> bool: ...
-    def loads(self) -> bool: ...
+    def loads(self, settled: bool) -> bool: ...
     def over(self) -> frozenset[int]: ...
     def awaits_begin(self, fragment: int) -> bool: ...
     def traffic_bytes(self) -> tuple[int, int]: ...
@@ -359,18 +359,18 @@ class Synchroniser:
             self._offer_the_rest(bound_s)
             self.phase = Status.DRAINING
             self.report()
-            if not self._wait(self._has_settled, settle_s) and self._wire.loads():
+            self._wait(self._has_settled, settle_s)
+            if not self.stopped and self._wire.loads(self._has_settled()):
                 self._report(ev.Warned, text=STILL_LOADS)
-                self._wait(lambda: self._has_settled() or not self._wire.loads(), LOADS_CAP_S)
+                self._wait(lambda: self.stopped or not self._wire.loads(self._has_settled()), LOADS_CAP_S)
             self.release_held()
         self._stood_still()
         self.report()
 
     def _stood_still(self) -> None:
         """Count the time since the last step, or since this was asked last."""
-        now = time.monotonic()
-        self.exposed_s += now - self._returned_at
-        self._returned_at = now
+        since, self._returned_at = self._returned_at, time.monotonic()
+        self.exposed_s += self._returned_at - since
 
     def _has_settled(self) -> bool:
         """Whether all agree. What is in flight no more is told: until then others wait for our part in it."""
