@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from p2p_co2.config import ClockConfig
 from p2p_co2.rounds import Offer
 from p2p_co2.schedule import FLUSH_FLOOR_S, LOADS_CAP_S, SETTLE_S, STILL_LOADS
 from p2p_co2.telemetry import events as ev
@@ -86,6 +87,23 @@ def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_sn
     assert max(in_flight) == 2
     assert waiting == [0] * 4  # each is taken when the one before has been encoded
     assert made.sync.versions == [1, 1, 1, 1]
+    made.ledger.close()
+
+
+def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop takes its first step before it is told. Of three, one had gone by then, and the two others ended
+    in versions that the late one's single step had made."""
+    clock = ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1)
+    made = bench_on_virtual_time(monkeypatch, clock=clock)
+    made.sync.position = 1.0
+    made.step(1)
+    made.wire.is_settled = True
+    made.sync.flush(finished=True)
+    made.ledger.states()
+    assert (made.wire.offers, made.sync.inner_steps, made.sync.tokens) == ([], 1, 0)
+    assert made.wire.seen(ev.TrainingEnded)[0]["fragments"] == ()
+    assert made.wire.shown[-1].finished == {0, 1}
+    assert made.sync.exposed_s < 1.0
     made.ledger.close()
 
 

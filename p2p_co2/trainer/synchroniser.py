@@ -96,8 +96,7 @@ class Synchroniser:
         self.clock.start(start.position, time.monotonic(), start.inner_steps)
         self.position, self._advanced_at = start.position, time.monotonic()
         self.inner_steps, self.tokens = start.inner_steps, start.tokens
-        versions = [agreed.version for agreed in ledger.agreed()]
-        self._account = WorkAccount(run, start.tokens, versions)
+        self._account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
         self._is_flushing, self._told_finished = False, frozenset[int]()
         self._encoding: Future[None] | None = None
         """Of the last snapshot."""
@@ -130,20 +129,22 @@ class Synchroniser:
     # ---- one inner step
 
     def after_step(self, tokens: int, loss: float | Tensor) -> None:
-        """Count an inner step, merge what is ready, send what is due."""
+        """Count an inner step, merge what is ready, send what is due; begun after the run's end, it counts
+        for nothing."""
         entered_at = time.monotonic()
         if self._first_step_at is None:
             self._first_step_at = self._returned_at
         self.train_s += entered_at - self._returned_at
         self._saving_s = 0.0
         self._check()
+        is_too_late = self._account.is_over(self.position)  # it joined then: this is the work of no round
         self.inner_steps += 1
-        self.tokens += tokens
+        self.tokens += 0 if is_too_late else tokens
         self._losses.append(loss)
         is_encoded = self._is_encoded()  # before its merge, which has the snapshot's memory, is taken
         self.take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        due = self._account.due(last, self.position)
+        due = [] if is_too_late else self._account.due(last, self.position)
         self._await_first(self._send_due(due, is_encoded, entered_at - self._returned_at))
         self._returned_at = time.monotonic()
         self.exposed_s += self._returned_at - entered_at - self._saving_s
@@ -440,11 +441,8 @@ class Synchroniser:
     def _show(self) -> None:
         loss = self._loss if math.isfinite(self._loss) else 0.0
         finished = self._told_finished = self._finished()
-        self._wire.show(
-            LocalProgress(
-                self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, loss, finished
-            )
-        )
+        at, steps = self._advanced_at, self.inner_steps
+        self._wire.show(LocalProgress(self.phase, self.position, at, steps, self.tokens, loss, finished))
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._wire.report(kind, fields)
