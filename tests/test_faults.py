@@ -21,6 +21,8 @@ import pytest
 
 from bootstrap.local_swarm import Child, environment
 from p2p_co2 import checkpoint
+from p2p_co2.config import CodecConfig
+from p2p_co2.schedule import STILL_LOADS
 from p2p_co2.telemetry.events import (
     CaughtUp,
     CheckpointSaved,
@@ -33,6 +35,8 @@ from p2p_co2.telemetry.events import (
     Progress,
     Resumed,
     RoundCommitted,
+    StateLoading,
+    TrainingEnded,
     Warned,
 )
 from tests.campaign import START_S, Campaign, choose, paced_run
@@ -145,6 +149,28 @@ def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign) -> None:
     kill_everything(swarm)
     swarm.start_seed(run)
     resume_from_checkpoints(swarm, settings)
+
+
+def test_who_still_loads_when_the_run_is_over_is_waited_for(swarm: Campaign) -> None:
+    """The others left as soon as they agreed, and it ended with an error after a minute of loading."""
+    run = paced_run(2.0, step_s=0.05, rounds=11, width=320)
+    swarm.start_seed(run.model_copy(update={"codec": CodecConfig(name="fp16")}))  # rounds cost more to replay
+    names = ["first", "second"]
+    for name in names:
+        swarm.join(name, "--min-peers", "2")
+    swarm.wait_for_commits(*names, count=5, group=2)
+    swarm.join("late", "--download", "60k")
+    assert_one_end(wait_for_the_end(swarm, *names, "late"))
+    (ended,) = swarm.events("late", TrainingEnded)
+    assert ended.fragments == ()  # its one step was after the end
+    assert max(swarm.events(name, TrainingEnded)[0].at for name in names) + 5.0 < ended.at
+    assert any(STILL_LOADS in warning.text for name in names for warning in swarm.events(name, Warned))
+    loading = [event for event in swarm.events("late", StateLoading) if event.fragments == (0, 1)]
+    assert {event.total_bytes for event in loading} == {sum(event.bytes for event in loaded(swarm, "late"))}
+
+
+def loaded(swarm: Campaign, name: str) -> list[CaughtUp]:
+    return [event for event in swarm.events(name, CaughtUp) if event.how == "state"]
 
 
 def test_a_peer_whose_memory_ends_amid_a_step_leaves_the_checkpoint_before_and_goes_on_from_it(
