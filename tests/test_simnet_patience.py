@@ -11,11 +11,11 @@ from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.profiles import PROFILES
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.rounds.bounds import READY_CAP_S, ROUND_CAP_S
-from p2p_co2.schedule import FIRST_ROUND_BOUND_S, SLEW, STILL_LOADS
+from p2p_co2.schedule import FIRST_ROUND_BOUND_S, SLEW
 from p2p_co2.simnet import Churn, EventLog, Settings, Swarm, Violation
 from p2p_co2.simnet.internet import way_between
 from p2p_co2.simnet.patience import loading_s, offer_bound_s, run_bound_s
-from p2p_co2.telemetry.events import Event, TrainingEnded, Warned
+from p2p_co2.telemetry.events import Event, TrainingEnded
 
 CLOCK = ClockConfig(mode="time", round_s=4.0, rounds=5)
 HOME, SLOW, SPACE = PROFILES["cable"], PROFILES["dsl"], PROFILES["satellite"]
@@ -131,23 +131,6 @@ def test_a_fork_heals_over_ways_of_10_kb_s(seed: int) -> None:
     assert result.violations == []
     assert result.forks == 2
     assert result.longest_fork_s < 200.0 + 2.5 * round_s
-
-
-def test_who_coordinates_the_last_round_of_others_stays_until_it_is_there() -> None:
-    """Its own work was counted and its time was up while the two others were making their last round, which
-    took two minutes over dsl: it ended a version behind them."""
-    values = 15_000_000
-    encoded = payload_bytes("int4", values)
-    run = RunConfig(name="end", fragments=2, clock=ClockConfig(mode="time", round_s=30.0, rounds=4))
-    settings = Settings(
-        run=run, peers=3, seed=24, profile="dsl", blocks=(16, 16), real_bytes_per_block=encoded / 16,
-        state_factor=round(8 * values / encoded),
-    )  # fmt: skip
-    told, log = list[str](), EventLog(digests=False)
-    log.readers.append(lambda event: told.append(event.text) if isinstance(event, Warned) else None)
-    result = Swarm(settings, log).run()
-    assert result.violations == []
-    assert STILL_LOADS in told
 
 
 def test_slices_of_a_round_say_that_a_donor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -155,6 +156,27 @@ def test_who_is_done_sees_whether_somebody_still_joins() -> None:
     assert place.progress.newcomers
     place.lose(NEWCOMER)
     assert not place.progress.newcomers
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize(("settled", "newcomers"), [(False, False), (True, False), (True, True)])
+def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
+    moves: bool, counts: bool, settled: bool, newcomers: bool
+) -> None:
+    """By what moves, and by the votes of others that it counts: one that left then ended a version behind.
+    Where all agree only somebody who still joins may need it."""
+    place, asked = Place(3, 3), list[tuple[float, float]]()
+
+    def say(answer: bool, now: float, within_s: float) -> bool:
+        asked.append((now, within_s))
+        return answer
+
+    place.node.catchup.moves = partial(say, moves)
+    place.node.rounds = SimpleNamespace(counts_for_others=partial(say, counts))
+    place.progress.newcomers = newcomers
+    assert place.progress.is_needed(7.0, settled) == ((not settled or newcomers) and (moves or counts))
+    assert set(asked) <= {(place.now, 7.0)}
 
 
 def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:
