@@ -152,8 +152,8 @@ def _catching_up(event: StateLoading | CaughtUp) -> str:
         return f"caught up fragment {event.fragment} to version {event.to_version} by {event.how}"
     named = ", ".join(map(str, event.fragments[:MOST_NAMED]))
     more = ", ..." if len(event.fragments) > MOST_NAMED else ""
-    size = f"{event.received_bytes / 1e6:.1f} of {event.total_bytes / 1e6:.1f} MB"
-    return f"loading the agreed state: {size} (fragments: {named}{more}; donors so far: {event.donors})"
+    to_come = f"{(event.total_bytes - event.received_bytes) / 1e6:.1f} MB to come"
+    return f"loading the agreed state: {to_come} (fragments: {named}{more}; donors: {event.donors})"
 
 
 def _span(seconds: tuple[float, ...]) -> str:

@@ -12,7 +12,7 @@ from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
-from tests.catchup_world import D1, D2, LARGE, LATE, World
+from tests.catchup_world import D1, D2, LARGE, LATE, MEAN, World
 
 
 def look_around(world: World) -> None:
@@ -170,6 +170,28 @@ def test_who_gives_others_but_not_this_one_is_given_up_with_them() -> None:
         world.now += 1.0
     assert isinstance(world.events[-1], FetchFailed)
     assert 55.0 < world.now - began_at < 65.0
+
+
+def test_a_chunk_that_is_lost_among_others_is_not_waited_for_as_long_as_they_come() -> None:
+    """Its donor was not silent, and gave to another download: a liar could do so for ever."""
+    world = World(donors=1, rate=5e6)
+    world.want(1)
+    world.run()
+    world.machines[D1].remember(0, 7, Decision(outcome=b"x"), MEAN)
+    world.tamper = lambda sender, message: (
+        None if isinstance(message, Chunk) and message.fragment == 0 else message
+    )
+    began_at, version = world.now, 7
+    world.machines[LATE].want(Goal(ROUND, 0, 7, (D1,)), world.now)
+    while not any(isinstance(event, FetchFailed) for event in world.events) and version < 60:
+        version += 1
+        world.events.clear()
+        world.move(D1, version)
+        world.want(1, version)
+        world.run()
+    (event,) = [event for event in world.events if isinstance(event, FetchFailed)]
+    assert event.goal.fragment == 0
+    assert 55.0 < world.now - began_at < 75.0
 
 
 def test_what_is_on_its_way_moves_and_what_is_only_asked_for_or_doubled_does_not() -> None:

@@ -108,6 +108,23 @@ def test_one_word_of_who_made_a_state_sends_nobody_after_them() -> None:
     assert machine.made_by(0) == set()
 
 
+def test_a_cell_that_only_one_of_two_words_names_sends_nobody_after_it() -> None:
+    """A liar names its own cell, beside one that an honest peer names."""
+    net = after_one_round()
+    name = members(net, {3})[0]
+    machine, verdicts = net.peers[name].machine, net.peers[name].machine._fragments[0].verdicts
+    _, (decision, outcome) = verdicts._hearsay.popitem()
+    verdicts.drop_hearsay()
+    for teller, cells in zip(net.names, ((1, 2), (0, 2), (0, 4)), strict=False):
+        said = wire.Outcome()
+        said.CopyFrom(outcome)
+        del said.cells[:]
+        said.cells.extend(wire.CellShare(cell=cell) for cell in cells)
+        verdicts.hear(teller, decision, said)
+    assert machine.made_by(0) == {0, 2}
+    assert verdicts.cells_told(1) == {0, 1, 2, 4}  # all hold up what this peer would begin
+
+
 def test_in_a_swarm_of_one_cell_a_replayed_round_is_not_kept() -> None:
     """Who answers a READY with it would have to give its bytes."""
     net = Network(3)

@@ -154,18 +154,24 @@ def test_who_is_done_sees_whether_somebody_still_joins() -> None:
     place.hear(NEWCOMER, Status.JOINING, 3, 0)
     assert place.progress.settled  # it has no word in what the others agree on
     assert place.progress.newcomers
+    came_at = place.progress.newcomer_at
+    assert came_at == place.now
+    place.hear(NEWCOMER, Status.JOINING, 3, 0)
+    place.hear(PeerId("another"), Status.DRAINING, 3, 3, settled=True)
+    assert place.progress.newcomer_at == came_at
     place.lose(NEWCOMER)
     assert not place.progress.newcomers
 
 
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize(("settled", "newcomers"), [(False, False), (True, False), (True, True)])
 def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
-    moves: bool, counts: bool, settled: bool, newcomers: bool
+    moves: bool, counts: bool, is_new: bool, settled: bool, newcomers: bool
 ) -> None:
     """By what moves, and by the votes of others that it counts: one that left then ended a version behind.
-    Where all agree only somebody who still joins may need it."""
+    Where all agree only somebody who still joins may need it; who came just now has asked for nothing yet."""
     place, asked = Place(3, 3), list[tuple[float, float]]()
 
     def say(answer: bool, now: float, within_s: float) -> bool:
@@ -174,8 +180,11 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
 
     place.node.catchup.moves = partial(say, moves)
     place.node.rounds = SimpleNamespace(counts_for_others=partial(say, counts))
+    place.now = 100.0
     place.progress.newcomers = newcomers
-    assert place.progress.is_needed(7.0, settled) == ((not settled or newcomers) and (moves or counts))
+    place.progress.newcomer_at = 93.0 if is_new else 92.9
+    expected = newcomers and (moves or is_new) if settled else moves or counts
+    assert place.progress.is_needed(7.0, settled) == expected
     assert set(asked) <= {(place.now, 7.0)}
 
 

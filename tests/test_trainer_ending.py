@@ -96,11 +96,13 @@ def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.Monke
     clock = ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1)
     made = bench_on_virtual_time(monkeypatch, clock=clock)
     made.sync.position = 1.0
-    made.step(1)
+    made.sync.clock.start(1.0, 0.0)
+    made.step(2)  # past the other fragment's point
+    assert made.sync.position == 1.5
     made.wire.is_settled = True
     made.sync.flush(finished=True)
     made.ledger.states()
-    assert (made.wire.offers, made.sync.inner_steps, made.sync.tokens) == ([], 1, 0)
+    assert (made.wire.offers, made.sync.inner_steps, made.sync.tokens) == ([], 2, 0)
     assert made.wire.seen(ev.TrainingEnded)[0]["fragments"] == ()
     assert made.wire.shown[-1].finished == {0, 1}
     assert made.sync.exposed_s < 1.0
@@ -170,7 +172,7 @@ def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_agrees_with_all_goes_though_a_state_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newcomer that comes after the end holds nobody; nor does a load that ends while others go on."""
+    """Where nobody joins a load that ends while others go on holds nobody."""
     made = bench_on_virtual_time(monkeypatch)
     made.step(1)
     bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S

@@ -233,9 +233,10 @@ class Download:
         self.advance(now)
 
     def _fails_at(self) -> float:
-        """While those that promise it give to our other downloads, this one waits for its turn."""
-        gave_at = max((source.line.gave_at for source in self._useful()), default=-math.inf)
-        return max(self._moved_at, gave_at) + BUSY_CAP_S
+        """While those that promise it give to our other downloads, this one waits for its turn: not where it
+        has asked, since each answers in our order."""
+        gave_at = (min([source.line.gave_at, *source.asked.values()]) for source in self._useful())
+        return max(self._moved_at, *gave_at, -math.inf) + BUSY_CAP_S
 
     def _patience_ends_at(self, source: Source) -> float | None:
         context, real_bytes = self._context, self.total_bytes * self._context.scale

@@ -62,7 +62,7 @@ class SwarmProgress:
     start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
     this peer had what they had: a history of its own is not what it came for. ``swarm_position``: median
     position of the other peers that train in rounds, and the node's monotonic time it was true at.
-    ``newcomers``: somebody live still joins.
+    ``newcomers``: somebody live of our cell still joins, the last of whom came at ``newcomer_at``.
     ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps. ``over``: fragments
     of which no more rounds are made in this run, of a swarm in cells."""
 
@@ -72,6 +72,7 @@ class SwarmProgress:
         self._step_s = 0.0
         """What this peer's last inner steps took, each."""
         self.settled = self.abreast = self.left_behind = self.met = self.newcomers = False
+        self.newcomer_at, self._joining = -math.inf, frozenset[PeerId]()
         self.over: frozenset[int] = frozenset()
         self._furthest = [version.version for version in node.agreed]
         """Per fragment, where the swarm was when somebody who is in it was heard last."""
@@ -181,10 +182,11 @@ class SwarmProgress:
         """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or it
         counts the votes of a round of others; or did so of late. Where all have ``settled``, only a newcomer
         may still need it. Other threads may ask."""
-        if settled and not self.newcomers:
-            return False
         now = self._node.now()
-        return self._node.catchup.moves(now, within_s) or self._node.rounds.counts_for_others(now, within_s)
+        moves = self._node.catchup.moves(now, within_s)
+        if settled:  # one that came just now has yet to find its donors, and they to write their states out
+            return self.newcomers and (moves or now - self.newcomer_at <= within_s)
+        return moves or self._node.rounds.counts_for_others(now, within_s)
 
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
@@ -232,7 +234,7 @@ class SwarmProgress:
         self._concluded_of, self._concluded_at = seen, now
         agreed, live = self._node.agreed, self._node.membership.live.values()
         idle = not self._node.catching.busy()
-        self.newcomers = any(info.status.phase == Status.JOINING for info in live)
+        self._look_for_newcomers(now)
         if self.local.phase == Status.JOINING:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
@@ -258,6 +260,13 @@ class SwarmProgress:
             self._node.refresh()
             self._node.membership.announce(now)
             self._node.pump()
+
+    def _look_for_newcomers(self, now: float) -> None:
+        live = self._node.membership.live.items()
+        joining = frozenset(peer for peer, info in live if info.status.phase == Status.JOINING)
+        if not joining <= self._joining:
+            self.newcomer_at = now
+        self._joining, self.newcomers = joining, bool(joining)
 
     def _look_for_the_swarm(self, versions: tuple[int, ...], idle: bool, now: float) -> None:
         live, outlook = self._node.membership.live.values(), self._node.far.outlook

@@ -11,7 +11,7 @@ by the digests of the next READY, not here.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -340,10 +340,11 @@ class Verdicts:
         """How many have told."""
         return len(self._hearsay)
 
-    def cells_told(self, round_: int) -> frozenset[int]:
-        """The cells that made a state of ``round_`` which we loaded: all that anybody named."""
+    def cells_told(self, round_: int, words: int = 1) -> frozenset[int]:
+        """The cells that made a state of ``round_`` which we loaded: all that so many named."""
         told = (outcome for _, outcome in self._hearsay.values() if outcome.key.round == round_)
-        return frozenset(share.cell for outcome in told for share in outcome.cells)
+        named = Counter(share.cell for outcome in told for share in outcome.cells)
+        return frozenset(cell for cell, times in named.items() if times >= words)
 
     def council_word(self, round_: int) -> Decision | None:
         """The council's own outcome of a committed round, as far as we know it, be it by hearsay."""

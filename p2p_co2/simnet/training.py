@@ -299,13 +299,13 @@ class Training:
 
     def _loads(self) -> bool:
         """As ``NetworkThread.loads``."""
-        return self._node.progress.is_needed(LOADS_QUIET_S, self._settled())
+        return not self.asked_to_leave and self._node.progress.is_needed(LOADS_QUIET_S, self._settled())
 
     def _settled(self) -> bool:
         if self._finished() != self._node.progress.local.finished:
             self._show()  # what is in flight no more is told: until then others wait for our part in it
         known = [agreed.version for agreed in self._node.agreed]
-        return known == self.versions and self._node.progress.settled
+        return self.asked_to_leave or (known == self.versions and self._node.progress.settled)
 
     async def _offer_the_rest(self, bound_s: float) -> None:
         """As ``Synchroniser._offer_the_rest``."""
