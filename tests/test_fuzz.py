@@ -20,7 +20,7 @@ from p2p_co2.node.envelope import enveloped
 from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
 from p2p_co2.rounds.gathering import behind_message
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import AskOutcome, Envelope, Listen, RoundKey
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.play import STRANGER, Game, check_bounds
@@ -114,7 +114,7 @@ def test_every_kind_of_message_is_tried() -> None:
 @given(st.lists(st.binary(max_size=400), min_size=1, max_size=30), st.integers(0, 2))
 @settings(max_examples=50, deadline=None)
 def test_any_bytes_are_refused_and_counted(messages: list[bytes], headed: int) -> None:
-    head = Envelope(version=1, run=RUN.digest()).SerializeToString() if headed else b""
+    head = Envelope(version=PROTOCOL_VERSION, run=RUN.digest()).SerializeToString() if headed else b""
 
     async def work() -> None:
         world = World("a")
@@ -150,9 +150,9 @@ def refused_by_one_node(*messages: Callable[[], bytes]) -> Counter[tuple[str, st
 
 
 def test_refusals_are_counted_by_sender_kind_and_reason() -> None:
-    good = Envelope(version=1, run=RUN.digest())
+    good = Envelope(version=PROTOCOL_VERSION, run=RUN.digest())
     good.fetch.fragment = 77
-    padded = Envelope(version=1, run=RUN.digest())
+    padded = Envelope(version=PROTOCOL_VERSION, run=RUN.digest())
     padded.ping.status.software = "x" * 40_000
     counted = refused_by_one_node(
         good.SerializeToString, good.SerializeToString, padded.SerializeToString, lambda: b"\xff",

@@ -36,6 +36,7 @@ from p2p_co2.planning.forecast import (
 )
 from p2p_co2.profiles import PROFILES, profile_of
 from p2p_co2.rounds import PayloadShape
+from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
 
 FAST = Link(up_bytes_per_s=1e9, down_bytes_per_s=1e9)
@@ -77,7 +78,7 @@ def test_a_round_of_the_real_machines_sends_what_is_foretold(peers: int, blocks:
     world.offer_all(spread_s=0.0)
     world.run_until_settled()
     assert len(world.committed()) == peers
-    head = Envelope(version=1, run=bytes(32)).SerializeToString()
+    head = Envelope(version=PROTOCOL_VERSION, run=bytes(32)).SerializeToString()
     total = sum(len(enveloped(message, head)) for source, to, message in world.sent if source != to)
     payload = blocks * 68
     expected = 2 * (1 - 1 / peers) * payload + traffic.round_control_bytes(peers, payload)

@@ -16,6 +16,7 @@ from p2p_co2.node.allowances import MAX_SENDERS
 from p2p_co2.node.receiving import MAX_REFUSALS_KEPT
 from p2p_co2.rounds import bounds
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.world import RUN, Trainer, World, make_identity, run_virtual
@@ -62,7 +63,7 @@ class Game:
     async def _introduce(self) -> None:
         """Let the stranger be live in the others' eyes, so that its messages are looked at."""
         for trainer in self.world.trainers:
-            ping = Envelope(version=1, run=RUN.digest())
+            ping = Envelope(version=PROTOCOL_VERSION, run=RUN.digest())
             ping.ping.status.phase = 0
             ping.ping.sent_at = 1.0
             await self.world.deliver(STRANGER, trainer.me, ping.SerializeToString())
