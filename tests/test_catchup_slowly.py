@@ -172,21 +172,25 @@ def test_who_gives_others_but_not_this_one_is_given_up_with_them() -> None:
     assert 55.0 < world.now - began_at < 65.0
 
 
-def test_a_chunk_that_is_lost_among_others_is_not_waited_for_as_long_as_they_come() -> None:
-    """Its donor was not silent, and gave to another download: a liar could do so for ever."""
-    world = World(donors=1, rate=5e6)
+@pytest.mark.parametrize("donors", [1, 2])
+def test_a_chunk_that_is_lost_among_others_is_not_waited_for_as_long_as_they_come(donors: int) -> None:
+    """Its donor was not silent, and gave to another download: a liar could do so for ever. Beside it an
+    honest one that owed nothing of it gave to that one."""
+    world = World(donors, rate=5e6)
     world.want(1)
     world.run()
-    world.machines[D1].remember(0, 7, Decision(outcome=b"x"), MEAN)
+    for donor in (D1, D2)[:donors]:
+        world.machines[donor].remember(0, 7, Decision(outcome=b"x"), MEAN)
     world.tamper = lambda sender, message: (
-        None if isinstance(message, Chunk) and message.fragment == 0 else message
+        None if isinstance(message, Chunk) and (message.fragment, sender) == (0, D1) else message
     )
     began_at, version = world.now, 7
-    world.machines[LATE].want(Goal(ROUND, 0, 7, (D1,)), world.now)
-    while not any(isinstance(event, FetchFailed) for event in world.events) and version < 60:
+    world.machines[LATE].want(Goal(ROUND, 0, 7, (D1, D2)[:donors]), world.now)
+    while not any(isinstance(event, FetchFailed) for event in world.events) and version < 100:
         version += 1
         world.events.clear()
-        world.move(D1, version)
+        for donor in (D1, D2)[:donors]:
+            world.move(donor, version)
         world.want(1, version)
         world.run()
     (event,) = [event for event in world.events if isinstance(event, FetchFailed)]

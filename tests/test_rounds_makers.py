@@ -108,21 +108,30 @@ def test_one_word_of_who_made_a_state_sends_nobody_after_them() -> None:
     assert machine.made_by(0) == set()
 
 
-def test_a_cell_that_only_one_of_two_words_names_sends_nobody_after_it() -> None:
-    """A liar names its own cell, beside one that an honest peer names."""
+@pytest.mark.parametrize(
+    ("words", "agreed"),
+    [
+        (((1, 2), (0, 2)), ()),  # a liar names its own cell beside one that an honest peer names
+        (((1, 2, 3), (1,)), ()),  # or fewer, of which its own are more than half
+        (((1, 2), (0, 2), (1, 2)), (1, 2)),
+    ],
+)
+def test_only_who_is_told_of_the_same_cells_by_two_goes_after_them(
+    words: tuple[tuple[int, ...], ...], agreed: tuple[int, ...]
+) -> None:
     net = after_one_round()
-    name = members(net, {3})[0]
-    machine, verdicts = net.peers[name].machine, net.peers[name].machine._fragments[0].verdicts
+    machine = net.peers[members(net, {3})[0]].machine
+    verdicts = machine._fragments[0].verdicts
     _, (decision, outcome) = verdicts._hearsay.popitem()
     verdicts.drop_hearsay()
-    for teller, cells in zip(net.names, ((1, 2), (0, 2), (0, 4)), strict=False):
+    for teller, cells in zip(net.names, words, strict=False):
         said = wire.Outcome()
         said.CopyFrom(outcome)
         del said.cells[:]
         said.cells.extend(wire.CellShare(cell=cell) for cell in cells)
         verdicts.hear(teller, decision, said)
-    assert machine.made_by(0) == {0, 2}
-    assert verdicts.cells_told(1) == {0, 1, 2, 4}  # all hold up what this peer would begin
+    assert machine.made_by(0) == set(agreed)
+    assert verdicts.cells_told(1) == {cell for word in words for cell in word}  # what it would begin
 
 
 def test_in_a_swarm_of_one_cell_a_replayed_round_is_not_kept() -> None:
@@ -277,7 +286,7 @@ def test_who_knows_the_round_asks_nobody() -> None:
     assert asker.asked() == []
 
 
-def test_of_two_words_all_cells_count_and_nobody_else_is_asked() -> None:
+def test_of_all_words_all_cells_count_and_nobody_else_is_asked_once_two_say_the_same() -> None:
     """One of them lies, so that a round begins sooner."""
     asker = Asker(near=2, far=2)
     asked = asker.asked()
@@ -286,6 +295,9 @@ def test_of_two_words_all_cells_count_and_nobody_else_is_asked() -> None:
     asker.tell(asked[0], [1])
     assert asker.makers.get_timer() is not None
     asker.tell(asked[1], [0, 3, 4])
+    assert asker.cells == {0, 1, 3, 4}
+    assert asker.makers.get_timer() is not None
+    asker.tell(asked[2], [0, 3, 4])
     assert asker.cells == {0, 1, 3, 4}
     assert asker.makers.get_timer() is None
 

@@ -233,10 +233,10 @@ class Download:
         self.advance(now)
 
     def _fails_at(self) -> float:
-        """While those that promise it give to our other downloads, this one waits for its turn: not where it
-        has asked, since each answers in our order."""
-        gave_at = (min([source.line.gave_at, *source.asked.values()]) for source in self._useful())
-        return max(self._moved_at, *gave_at, -math.inf) + BUSY_CAP_S
+        """While those that promise it give to our other downloads, this one waits for its turn; what it has
+        asked for comes after what was asked before it."""
+        turns = [s.waits_since() for s in self._useful() if self._pending or s.asked]
+        return max(self._moved_at, *turns, -math.inf) + BUSY_CAP_S
 
     def _patience_ends_at(self, source: Source) -> float | None:
         context, real_bytes = self._context, self.total_bytes * self._context.scale

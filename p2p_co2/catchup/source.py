@@ -79,6 +79,14 @@ class Source:
         """As ``Line.expected_s``."""
         return self.line.expected_s((self.request, chunk), now, default_gap_s)
 
+    def waits_since(self) -> float:
+        """When it gave anything last, to whichever download; where this one has asked, no later than when
+        that should have been here."""
+        if not self.asked:
+            return self.line.gave_at
+        due_at = min(self.asked.values()) + len(self.line.asked) * self.line.gap_s
+        return min(self.line.gave_at, due_at)
+
     def ask_again_later(self, now: float) -> None:
         """It has nothing for us now, whatever it promised: it is asked for nothing until it promises anew."""
         self.manifest = None

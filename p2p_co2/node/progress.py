@@ -62,9 +62,10 @@ class SwarmProgress:
     start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
     this peer had what they had: a history of its own is not what it came for. ``swarm_position``: median
     position of the other peers that train in rounds, and the node's monotonic time it was true at.
-    ``newcomers``: somebody live of our cell still joins, the last of whom came at ``newcomer_at``.
-    ``rounds_per_s``: how fast positions move by themselves; 0 if they count inner steps. ``over``: fragments
-    of which no more rounds are made in this run, of a swarm in cells."""
+    ``newcomers``: somebody live of our cell still joins; the last of them came at ``newcomer_at``, or was
+    there when this peer had done training. ``rounds_per_s``: how fast positions move by themselves; 0 if
+    they count inner steps. ``over``: fragments of which no more rounds are made in this run, of a swarm in
+    cells."""
 
     def __init__(self, node: Node, rounds_per_s: float, rounds: int = 0) -> None:
         self._node, self.rounds_per_s, self._rounds = node, rounds_per_s, rounds

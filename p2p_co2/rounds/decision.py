@@ -336,15 +336,18 @@ class Verdicts:
     def drop_hearsay(self) -> None:
         self._hearsay.clear()
 
-    def words(self) -> int:
-        """How many have told."""
-        return len(self._hearsay)
+    def cells_told(self, round_: int) -> frozenset[int]:
+        """The cells that made a state of ``round_`` which we loaded: all that anybody named."""
+        return frozenset[int]().union(*self._told(round_))
 
-    def cells_told(self, round_: int, words: int = 1) -> frozenset[int]:
-        """The cells that made a state of ``round_`` which we loaded: all that so many named."""
+    def cells_agreed(self, round_: int, words: int) -> frozenset[int]:
+        """The same, where so many tell of the very same cells; else none."""
+        ((cells, times),) = Counter(self._told(round_)).most_common(1) or [(frozenset[int](), 0)]
+        return cells if times >= words else frozenset()
+
+    def _told(self, round_: int) -> list[frozenset[int]]:
         told = (outcome for _, outcome in self._hearsay.values() if outcome.key.round == round_)
-        named = Counter(share.cell for outcome in told for share in outcome.cells)
-        return frozenset(cell for cell, times in named.items() if times >= words)
+        return [frozenset(share.cell for share in outcome.cells) for outcome in told]
 
     def council_word(self, round_: int) -> Decision | None:
         """The council's own outcome of a committed round, as far as we know it, be it by hearsay."""

@@ -154,10 +154,10 @@ class Rounds:
             self._fragments[outcome.key.fragment].verdicts.keep(decision, outcome)
 
     def made_by(self, fragment: int) -> frozenset[int]:
-        """The cells that made the state that we hold, as far as we know, or each of which several told: only
-        most of them make the next one."""
+        """The cells that made the state that we hold, as far as we know, or as several tell alike: only most
+        of them make the next one."""
         mine, version = self._fragments[fragment].verdicts, self._fragments[fragment].version or 0
-        return frozenset(mine.cells_before(version + 1)) or mine.cells_told(version, ENOUGH)
+        return frozenset(mine.cells_before(version + 1)) or mine.cells_agreed(version, ENOUGH)
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""

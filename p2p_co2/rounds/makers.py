@@ -9,12 +9,12 @@ it let any half of all cells go on, beside those that had made the state, to two
 Laws: only a signed commit of the version that this peer holds counts, of one that it asked; of several words
 all cells that they name, since with fewer a round would begin sooner; nobody waits for an answer, a few are
 asked at a time and not for long; what was heard is forgotten with the state. Such words bind only the peer
-that heard them, as long as enough of the named cells are seen (``forming``); one alone moves nobody, who
-would go after the cells that it names (``node.majority``).
+that heard them, as long as enough of the named cells are seen (``forming``); who goes after those that made
+its state (``node.majority``) does so only where several tell of the same cells.
 
-Price: a question to four peers and their answers, some kilobytes, for each state that is loaded. An outcome
-does not say what its round made: who signs one that never was lets a round begin sooner, or later, as a
-council that lies can.
+Price: a question to four peers and their answers, some kilobytes, for each state that is loaded; to twelve
+where they contradict each other. An outcome does not say what its round made: who signs one that never was
+lets a round begin sooner, or later, as a council that lies can.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ASKED_AT_ONCE = 2
 """Peers of our own cell, and as many of others."""
 TIMES, ANSWER_S = 3, 1.5
 ENOUGH = 2
-"""Words after which nobody else is asked: one may lie."""
+"""Words that tell of the same cells, after which nobody else is asked: one may lie."""
 WORD_BYTES, WORD_BYTES_PER_CELL = 16 << 10, 256
 """An honest outcome is smaller: it names slots, at most ``MAX_PARTS``, and cells."""
 
@@ -131,5 +131,5 @@ class Makers:
         ):
             raise RemoteProtocolError("wrong cell", "of a commit")
         self._verdicts.hear(sender, decision, outcome)
-        if self._verdicts.words() >= ENOUGH:
+        if self._verdicts.cells_agreed(self._at[0], ENOUGH):
             self._times, self._again_at = TIMES, None

@@ -35,7 +35,7 @@ from p2p_co2.schedule import (
     SwarmClock,
     WorkAccount,
     settle_bound_s,
-)  # fmt: skip
+)
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
 from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
