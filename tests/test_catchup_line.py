@@ -18,6 +18,7 @@ from p2p_co2.catchup.line import (
     Lines,
     all_there_in_s,
 )
+from p2p_co2.catchup.source import Source
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 
@@ -210,3 +211,20 @@ def test_who_sends_what_a_round_needs_is_not_silent_but_not_for_ever() -> None:
     assert lines.silent_at(line, 0.0) == alone_at + STALL_CAP_S
     lines.is_busy(B, 9.0)  # nothing is asked of it
     assert len(lines) == 1
+
+
+def test_a_chunk_is_waited_for_as_long_as_those_take_that_were_asked_for_before_it() -> None:
+    """Each that came made the rest of the queue shorter, and what was due sooner than it could be there."""
+    lines = Lines()
+    line = lines.of(A, 0.0)
+    first, second = Source(A, 1, 0.0, line), Source(A, 2, 0.0, line)
+    assert second.waits_since() == -math.inf
+    for chunk in range(8):
+        first.ask(chunk, 0.0, lines)
+    second.ask(0, 0.0, lines)
+    for chunk in range(8):
+        first.gave(chunk, 10.0 * (chunk + 1), lines)
+    assert second.waits_since() == 80.0  # due after nine gaps
+    first.ask(8, 80.0, lines)
+    first.gave(8, 100.0, lines)
+    assert second.waits_since() == 90.0

@@ -114,6 +114,7 @@ def test_one_word_of_who_made_a_state_sends_nobody_after_them() -> None:
         (((1, 2), (0, 2)), ()),  # a liar names its own cell beside one that an honest peer names
         (((1, 2, 3), (1,)), ()),  # or fewer, of which its own are more than half
         (((1, 2), (0, 2), (1, 2)), (1, 2)),
+        (((1, 2), (0,), (0,), (1, 2)), ()),  # two liars
     ],
 )
 def test_only_who_is_told_of_the_same_cells_by_two_goes_after_them(
@@ -292,7 +293,8 @@ def test_of_all_words_all_cells_count_and_nobody_else_is_asked_once_two_say_the_
     asked = asker.asked()
     asker.tell(asked[0], [1])
     assert asker.cells == {1}
-    asker.tell(asked[0], [1])
+    asker.tell(asked[0], [0, 3, 4])  # what it said stands
+    assert asker.cells == {1}
     assert asker.makers.get_timer() is not None
     asker.tell(asked[1], [0, 3, 4])
     assert asker.cells == {0, 1, 3, 4}

@@ -48,6 +48,8 @@ class Source:
     content: bytes = b""
     """What its manifest promises."""
     asked: dict[int, float] = field(default_factory=dict)
+    _place: dict[int, int] = field(default_factory=dict)
+    """Of each chunk among all that the donor owed when it was asked for."""
     answered: set[int] = field(default_factory=set)
     held: bool = False
     """Whether it was asked for the very version that an interrupted process of this peer had begun."""
@@ -61,7 +63,7 @@ class Source:
 
     def ask(self, chunk: int, now: float, lines: Lines) -> None:
         lines.ask(self.line, (self.request, chunk), now)
-        self.asked[chunk] = now
+        self.asked[chunk], self._place[chunk] = now, len(self.line.asked)
 
     def gave(self, chunk: int, now: float, lines: Lines) -> None:
         """A right chunk came."""
@@ -84,8 +86,8 @@ class Source:
         that should have been here."""
         if not self.asked:
             return self.line.gave_at
-        due_at = min(self.asked.values()) + len(self.line.asked) * self.line.gap_s
-        return min(self.line.gave_at, due_at)
+        dues = (at + self._place[chunk] * self.line.gap_s for chunk, at in self.asked.items())
+        return min(self.line.gave_at, *dues)
 
     def ask_again_later(self, now: float) -> None:
         """It has nothing for us now, whatever it promised: it is asked for nothing until it promises anew."""

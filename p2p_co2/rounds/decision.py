@@ -333,6 +333,9 @@ class Verdicts:
         """``sender``, whom we asked, says that this made the state that we loaded."""
         self._hearsay[sender] = decision, outcome
 
+    def has_told(self, sender: PeerId) -> bool:
+        return sender in self._hearsay
+
     def drop_hearsay(self) -> None:
         self._hearsay.clear()
 
@@ -341,9 +344,10 @@ class Verdicts:
         return frozenset[int]().union(*self._told(round_))
 
     def cells_agreed(self, round_: int, words: int) -> frozenset[int]:
-        """The same, where so many tell of the very same cells; else none."""
-        ((cells, times),) = Counter(self._told(round_)).most_common(1) or [(frozenset[int](), 0)]
-        return cells if times >= words else frozenset()
+        """The same, where so many tell of the very same cells, and more than of any others; else none."""
+        none = frozenset[int](), 0
+        (cells, times), (_, others) = [*Counter(self._told(round_)).most_common(2), none, none][:2]
+        return cells if times >= words and times > others else frozenset()
 
     def _told(self, round_: int) -> list[frozenset[int]]:
         told = (outcome for _, outcome in self._hearsay.values() if outcome.key.round == round_)

@@ -118,8 +118,8 @@ class Makers:
     def told(self, decision: Decision, outcome: Outcome, sender: PeerId) -> None:
         """``sender`` says that this made a state: ``decision``, whose signature holds. Raises
         ``RemoteProtocolError`` for what no honest council signs."""
-        if sender not in self._asked or outcome.key.round != self._at[0]:
-            return
+        if sender not in self._asked or outcome.key.round != self._at[0] or self._verdicts.has_told(sender):
+            return  # a second word would take the first one back, and nobody else would be asked
         cells = [share.cell for share in outcome.cells]
         if len(decision.outcome) > WORD_BYTES + WORD_BYTES_PER_CELL * self._swarm.cells:
             raise RemoteProtocolError("too large", f"outcome of {len(decision.outcome)} bytes")
