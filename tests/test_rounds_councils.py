@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 import pytest
 
 from p2p_co2.rounds import Distrusted, PayloadShape
@@ -14,7 +12,7 @@ from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
 from tests.round_network import make_identity
 
-SHAPE = PayloadShape(8, (24,), 8)
+SHAPE = PayloadShape(8, (24, 24), 8)
 CELLS = 3
 STATE, OTHER_STATE = bytes(32), 32 * b"1"
 ME = make_identity(0)
@@ -26,18 +24,19 @@ def of_cell(cell: int, number: int = 0) -> PeerId:
     return [peer for peer in ids if cell_of(peer, CELLS) == cell][number]
 
 
-def ready(speaker: PeerId, round_: int) -> wire.CellReady:
+def ready(speaker: PeerId, fragment: int, round_: int) -> wire.CellReady:
     return wire.CellReady(
-        key=wire.RoundKey(fragment=0, round=round_, attempt=bytes(16)), cell=cell_of(speaker, CELLS),
+        key=wire.RoundKey(fragment=fragment, round=round_, attempt=bytes(16)), cell=cell_of(speaker, CELLS),
         state_digest=STATE, members=8, parts_within_s=1.0, owners=24 * [speaker],
     )  # fmt: skip
 
 
-def told_of(version_beyond: int) -> tuple[int, list[PeerId], wire.CellWaiting, Swarm, list[Distrusted]]:
+def told_of(version_beyond: int, *fragments: int) -> tuple[int, list[PeerId], wire.CellWaiting, Swarm, list[Distrusted]]:
     """A round, two peers of another cell and what they say of it: that the others are so much beyond what
-    came before it, in another state than ours; our swarm, and whom it blames."""
-    round_ = next(r for r in count(2) if council_order(range(CELLS), 0, r)[0] != HERE)
-    cell = council_order(range(CELLS), 0, round_)[0]
+    came before it, in another state than ours; our swarm, and whom it blames. The same cell gathers for the
+    round of the other ``fragments``."""
+    cells = {r: {council_order(range(CELLS), f, r)[0] for f in (0, *fragments)} for r in range(2, 50)}
+    round_, (cell,) = next((r, of) for r, of in cells.items() if len(of) == 1 and HERE not in of)
     swarm, blamed = Swarm(ME.peer_id, SHAPE, 64, CELLS), list[Distrusted]()
     swarm.repute.emit = blamed.append
     tellers = coordination_order([of_cell(cell, 0), of_cell(cell, 1)], 0, round_)
@@ -49,8 +48,9 @@ def told_of(version_beyond: int) -> tuple[int, list[PeerId], wire.CellWaiting, S
     return round_, tellers, told, swarm, blamed
 
 
-def gather(round_: int, swarm: Swarm, now: float) -> Delegate:
-    return Delegate((0, round_), lambda now: ready(ME.peer_id, round_), swarm, Outlet(ME.peer_id), now)
+def gather(round_: int, swarm: Swarm, now: float, fragment: int = 0) -> Delegate:
+    place, outlet = (fragment, round_), Outlet(ME.peer_id)
+    return Delegate(place, lambda now: ready(ME.peer_id, *place), swarm, outlet, now)
 
 
 @pytest.mark.parametrize("again_s", [3.0, SEEN_WITHIN_S + 1.0])
@@ -84,5 +84,20 @@ def test_who_says_it_again_gains_no_time_by_that() -> None:
             delegate.waiting(told, teller, at + 0.1)
         assert delegate.elsewhere == told
     assert not blamed
+    gather(round_, swarm, SEEN_WITHIN_S + 1.0)
+    assert {news.peer for news in blamed} == set(tellers)
+
+
+def test_what_somebody_says_of_another_fragment_takes_nothing_back() -> None:
+    """A liar that spoke of the next fragment before it was asked again was never held to what it had said."""
+    round_, tellers, told, swarm, blamed = told_of(1, 1)
+    of_next = wire.CellWaiting()
+    of_next.CopyFrom(told)
+    of_next.fragment = 1
+    for fragment, message in enumerate((told, of_next)):
+        delegate = gather(round_, swarm, 0.0, fragment)
+        for teller in 2 * tellers:  # in whichever order they are asked
+            delegate.waiting(message, teller, 0.1)
+        assert delegate.elsewhere == message
     gather(round_, swarm, SEEN_WITHIN_S + 1.0)
     assert {news.peer for news in blamed} == set(tellers)

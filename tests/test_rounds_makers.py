@@ -338,11 +338,18 @@ def test_what_no_council_signs_is_refused(cells: list[int], changed: dict[str, o
     assert asker.cells == set()
 
 
-def test_what_was_told_is_passed_on_without_the_roster() -> None:
-    asker = Asker(near=2)
+def test_what_two_told_alike_is_passed_on_without_the_roster() -> None:
+    """One word alone is not: a liar's would come to the next that asks from two."""
+    asker = Asker(near=4)
     asker.makers.answer(7, FAR[0].peer_id)
     asked = asker.asked()
     asker.tell(asked[0], [1, 2])
+    asker.makers.answer(7, FAR[0].peer_id)
+    asker.tell(asked[1], [3])
+    asker.makers.answer(7, FAR[0].peer_id)
+    assert asker.outlet.messages == []
+    asker.makers.handle_timer(ANSWER_S)
+    asker.tell(asker.asked()[0], [1, 2])
     asker.makers.answer(6, FAR[0].peer_id)
     asker.makers.answer(7, FAR[0].peer_id)
     [(to, message)] = asker.outlet.messages

@@ -78,8 +78,9 @@ class Source:
         self.asked.clear()
 
     def expected_s(self, chunk: int, now: float, default_gap_s: float) -> float:
-        """As ``Line.expected_s``."""
-        return self.line.expected_s((self.request, chunk), now, default_gap_s)
+        """As ``Line.expected_s``; one that is late though its donor gives others will take as long again."""
+        due_at = self.asked[chunk] + self._place[chunk] * (self.line.gap_s or default_gap_s)
+        return max(now - due_at, self.line.expected_s((self.request, chunk), now, default_gap_s))
 
     def waits_since(self) -> float:
         """When it gave anything last, to whichever download; where this one has asked, no later than when

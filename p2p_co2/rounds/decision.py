@@ -353,9 +353,15 @@ class Verdicts:
         told = (outcome for _, outcome in self._hearsay.values() if outcome.key.round == round_)
         return [frozenset(share.cell for share in outcome.cells) for outcome in told]
 
-    def council_word(self, round_: int) -> Decision | None:
-        """The council's own outcome of a committed round, as far as we know it, be it by hearsay."""
-        told = (decision for decision, outcome in self._hearsay.values() if outcome.key.round == round_)
+    def council_word(self, round_: int, words: int) -> Decision | None:
+        """The council's own outcome of a committed round, as far as we know it; by hearsay only what so many
+        tell alike, else whoever asks us and a liar hears that one's word from two."""
+        agreed = self.cells_agreed(round_, words)
+        told = (
+            decision
+            for decision, outcome in self._hearsay.values()
+            if outcome.key.round == round_ and agreed == {share.cell for share in outcome.cells}
+        )
         known = self._commits[round_][0] if round_ in self._commits else next(told, None)
         return None if known is None else Decision(outcome=known.outcome, signature=known.signature)
 

@@ -208,22 +208,22 @@ class Delegate:
         self.elsewhere = claim
         ready = self._ready(now)
         if ready is not None:
-            asks = (*self._place, ready.state_digest)
-            asked, from_ = self._swarm.sent_elsewhere.get(teller, (None, 0.0))
+            fragment, asks = self._place[0], (self._place[1], ready.state_digest)
+            asked, from_ = self._swarm.sent_elsewhere.get((teller, fragment), (None, 0.0))
             if asked != asks:
                 is_far = claim.version >= self._place[1] and not any(map(self._swarm.is_near, claim.donors))
                 from_ = now + (SEEN_WITHIN_S if is_far else 0.0)
-            self._swarm.sent_elsewhere[teller] = asks, from_
+            self._swarm.sent_elsewhere[teller, fragment] = asks, from_
 
     def _judge(self, ready: CellReady, now: float) -> None:
         """Who sent our cell elsewhere for nothing is asked last for a while: every cell asks the same peer
         first, and it could hold the round up for good. Peers whose point comes before they see what they were
         told of ask again in good faith, and of who told the truth."""
-        tellers, asks = self._swarm.sent_elsewhere, (*self._place, ready.state_digest)
-        for teller, (asked, from_) in list(tellers.items()):
-            if asked[0] != self._place[0] or (asked == asks and now < from_):
+        told, asks = self._swarm.sent_elsewhere, (self._place[1], ready.state_digest)
+        for (teller, fragment), (asked, from_) in list(told.items()):
+            if fragment != self._place[0] or (asked == asks and now < from_):
                 continue
-            del tellers[teller]
+            del told[teller, fragment]
             if asked == asks:
                 why = "the other cells were not where it said that they are"
                 self._swarm.spoilt(teller, why, now, rounds=SPOILT_IN_A_ROW)

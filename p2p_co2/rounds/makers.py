@@ -111,7 +111,7 @@ class Makers:
 
     def answer(self, round_: int, sender: PeerId) -> None:
         """``sender`` asks us."""
-        word = self._verdicts.council_word(round_)
+        word = self._verdicts.council_word(round_, ENOUGH)
         if word is not None:
             self._outlet.send(sender, CellDecision(decision=word, attempt=NO_ATTEMPT))
 

@@ -78,9 +78,9 @@ class Swarm:
         """Peers of other cells who coordinated or summed in commits that this peer was in."""
         self.known_cells: set[int] = set()
         """Theirs."""
-        self.sent_elsewhere: dict[PeerId, tuple[tuple[int, int, bytes], float]] = {}
-        """Who told our cell that the others are elsewhere, what it had asked for then (fragment, round,
-        digest of its state), and from when on that should have borne out."""
+        self.sent_elsewhere: dict[tuple[PeerId, int], tuple[tuple[int, bytes], float]] = {}
+        """Who told our cell of which fragment that the others are elsewhere, what it had asked for then
+        (round, digest of its state), and from when on that should have borne out."""
         self.last_readies = Punctuality()
         """The same at the end of a run, where everybody is waited for longer."""
         self.replays = Punctuality()
