@@ -31,7 +31,9 @@ def ready(speaker: PeerId, fragment: int, round_: int) -> wire.CellReady:
     )  # fmt: skip
 
 
-def told_of(version_beyond: int, *fragments: int) -> tuple[int, list[PeerId], wire.CellWaiting, Swarm, list[Distrusted]]:
+def told_of(
+    version_beyond: int, *fragments: int
+) -> tuple[int, list[PeerId], wire.CellWaiting, Swarm, list[Distrusted]]:
     """A round, two peers of another cell and what they say of it: that the others are so much beyond what
     came before it, in another state than ours; our swarm, and whom it blames. The same cell gathers for the
     round of the other ``fragments``."""
