@@ -144,6 +144,20 @@ class Endpoint:
             hear(f"dropped by the other end: {error}")
 
 
+def _path(sender: Endpoint, receiver: Endpoint) -> tuple[Path, bool]:
+    """From one peer to another, and whether it is over a relay: the same whenever they meet."""
+    first, second = sender.profile, receiver.profile
+    carrier, reason, is_relayed = "grpc", "", False
+    if second.nat != "open":
+        carrier = "libp2p"
+        reason = "grpc: no route to host (behind NAT)"
+        both_cone = first.nat == second.nat == "cone"
+        lucky = random.Random("/".join(sorted((sender.peer, receiver.peer)))).random() < PUNCHED_SHARE
+        is_relayed = not (first.nat == "open" or (both_cone and lucky))
+    way = way_between(first, second, is_relayed)
+    return Path(carrier, reason, way.delay_s, way.jitter_s, way.loss, way.bytes_per_s), is_relayed
+
+
 @types.coroutine
 def _rest(work: Coroutine[Any, Any, None], waits_for: Any) -> Any:
     """A coroutine that has run to its first wait, from there on."""
@@ -166,6 +180,8 @@ class Internet:
         """What ``noise`` did to messages."""
         self.endpoints: dict[PeerId, Endpoint] = {}
         self.relays_up: Callable[[PeerId], bool] = lambda peer: True
+        self._paths: dict[tuple[PeerId, PeerId], tuple[Path, bool]] = {}
+        """From whom to whom a way was asked for; whether it is over a relay."""
         self._sides: dict[PeerId, int] = {}
         self._cut_pairs: set[tuple[PeerId, PeerId]] = set()
         self._held: list[tuple[PeerId, PeerId, Callable[[], None]]] = []
@@ -245,18 +261,14 @@ class Internet:
 
     def path(self, sender: Endpoint, receiver: Endpoint) -> Path | str:
         """The way from one to the other, or why there is none."""
-        first, second = sender.profile, receiver.profile
-        carrier, reason, relayed = "grpc", "", False
-        if second.nat != "open":
-            carrier = "libp2p"
-            reason = "grpc: no route to host (behind NAT)"
-            both_cone = first.nat == second.nat == "cone"
-            lucky = random.Random("/".join(sorted((sender.peer, receiver.peer)))).random() < PUNCHED_SHARE
-            relayed = not (first.nat == "open" or (both_cone and lucky))
-        if relayed and not self.relays_up(sender.peer):
+        ends = sender.peer, receiver.peer
+        known = self._paths.get(ends)
+        if known is None:
+            known = self._paths[ends] = _path(sender, receiver)
+        path, is_relayed = known
+        if is_relayed and not self.relays_up(sender.peer):
             return "grpc: no route to host (behind NAT); libp2p: no relay answers"
-        way = way_between(first, second, relayed)
-        return Path(carrier, reason, way.delay_s, way.jitter_s, way.loss, way.bytes_per_s)
+        return path
 
     # ---- messages
 

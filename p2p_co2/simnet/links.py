@@ -74,8 +74,8 @@ class VirtualLinks:
         self._posted: Unsent = b""
         self._parcel = Parcel()
         """What was posted last: the same bytes go to many, one after the other."""
-        self.posted = 0
-        """Messages that were to go out: nothing else makes a queue longer."""
+        self.waited = 0
+        """Messages for which there was no open lane, and bulk: nothing else makes a queue longer."""
         self._is_closed = False
         self._control_gone_at = 0.0
         """When the last control message so far has left the uplink."""
@@ -112,11 +112,14 @@ class VirtualLinks:
     def post(
         self, peer: PeerId, data: Unsent, bulk: bool, served: bool = False, piece: Piece | None = None
     ) -> bool:
-        self.posted += 1
         if data is not self._posted:
             self._posted, self._parcel = data, Parcel(data)
         data = self._parcel
         lane = self._lanes.get(peer)
+        if lane is not None and lane.path is not None and not bulk and len(data) <= MAX_CONTROL_BYTES:
+            self._send(lane, data, bulk=False)  # no control message waits in an open lane
+            return True
+        self.waited += 1
         if lane is None:
             if len(self._lanes) >= MAX_LANES or self._is_closed:
                 return False
@@ -135,8 +138,6 @@ class VirtualLinks:
             return False
         if bulk:
             lane.bulk.append(Bulk(data, piece, served))
-        elif lane.path is not None:
-            self._send(lane, data, bulk=False)
         else:
             lane.control.append(data)
         if lane.path is None:

@@ -48,7 +48,7 @@ class Oversight:
         self._outlook = node.far.outlook
         self._is_over = False
         self._has_cells = process.swarm.run_config.cells > 1
-        self._revision = self._fetched = self._posted = self._listed = -1
+        self._revision = self._fetched = self._waited = self._listed = -1
         """What the rounds machine, catching up, the links and the outlook had counted when they were looked
         at last."""
         self._agreed: list[object] = []
@@ -90,8 +90,8 @@ class Oversight:
             self._fetched = self._catchup.revision
             self._weigh(1, self._catchup.held())
             self._note_timer(1, self._catchup.get_timer())
-        if links is not None and links.posted != self._posted:
-            self._posted = links.posted
+        if links is not None and links.waited != self._waited:
+            self._waited = links.waited
             self._weigh(2, links.held())
         longest = membership.longest
         if longest != self._longest:

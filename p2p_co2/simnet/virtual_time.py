@@ -106,8 +106,8 @@ class VirtualTime:
                     current = loop
                 self.turns += 1
                 callback(*handle.args)
-                if loop is not None and loop.after_turn is not None:
-                    loop.after_turn()
+                if loop is not None and (after_turn := loop.after_turn) is not None:
+                    after_turn()
         finally:
             events._set_running_loop(before)
         if not self._stopped:
