@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -179,20 +179,15 @@ def read_senders(bits: bytes, members: Sequence[PeerId]) -> frozenset[PeerId]:
 def read_contributors(
     contributors: Sequence[Contributor], shares: Mapping[PeerId, Share]
 ) -> tuple[tuple[PeerId, float], ...]:
-    """Contributors of one part: sorted members, each with the weight of BEGIN. Raises
+    """Contributors of one part: sorted members, each with the weight of BEGIN. ``shares`` are sorted. Raises
     ``RemoteProtocolError``."""
     if not 1 <= len(contributors) <= len(shares):
         raise RemoteProtocolError("wrong contributors", f"{len(contributors)} of {len(shares)} members")
-    read: list[tuple[PeerId, float]] = []
-    for contributor in contributors:
-        peer = PeerId(contributor.peer)
-        share = shares.get(peer)
-        if share is None or share.weight != contributor.weight or (read and peer <= read[-1][0]):
-            raise RemoteProtocolError(
-                "wrong contributors", "must be sorted members with the weights of BEGIN"
-            )
-        read.append((peer, contributor.weight))
-    return tuple(read)
+    read = tuple((contributor.peer, contributor.weight) for contributor in contributors)
+    rest: Iterator[tuple[str, float]] = iter([(peer, share.weight) for peer, share in shares.items()])
+    if not all(one in rest for one in read):  # each is looked for behind the one before
+        raise RemoteProtocolError("wrong contributors", "must be sorted members with the weights of BEGIN")
+    return cast(tuple[tuple[PeerId, float], ...], read)
 
 
 def read_who_is_in(

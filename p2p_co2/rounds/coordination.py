@@ -406,13 +406,12 @@ class Coordination:
         """As ``Rounds.held``. One sender occupies one gathering per fragment; a round that has begun is
         decided by its timer before this peer coordinates more of them than it has fragments and peers."""
         most = len(self._history) * len(self._swarm.live)
-        councils = self.delegation.councils.held() if self.delegation is not None else {}
-        return {
-            **councils,
+        ours = {
             "GATHERINGS": (len(self._gatherings), most),
             "BEGUN": (len(self._begun), most),
             "TALLIES": (len(self._tallies), most + len(self._history)),
         }
+        return ours if self.delegation is None else ours | self.delegation.councils.held()
 
     # ---- time and the swarm
 
@@ -426,6 +425,8 @@ class Coordination:
             tally.peers_changed(now)
 
     def get_timer(self) -> float | None:
+        if not self._gatherings and not self._tallies and self.delegation is None:
+            return None  # most of the time
         times = [gathering.get_timer() for gathering in self._gatherings.values()]
         times += [at for tally in self._tallies.values() if (at := tally.get_timer()) is not None]
         if self.delegation is not None and (at := self.delegation.get_timer()) is not None:

@@ -136,7 +136,7 @@ class FragmentRounds:
         return None if self.offer is None else (self.offered_at, inf if timer_at is None else timer_at)
 
     def held(self) -> dict[str, tuple[int, int]]:
-        return {**self.verdicts.held(), **self._early.held()}
+        return self.verdicts.held() | self._early.held()
 
     # ---- time and the swarm
 

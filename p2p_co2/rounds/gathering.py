@@ -180,8 +180,7 @@ class Gathering:
     def _is_too_late(self) -> bool:
         """Whether too many are done with the fragment for another round of it."""
         done = set(self._swarm.done_with(self.fragment)) - self.readies.keys()
-        left = {*self._swarm.working_on(self.fragment), *self.readies}
-        return bool(done) and len(left) <= len(done)
+        return bool(done) and len({*self._swarm.working_on(self.fragment), *self.readies}) <= len(done)
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not

@@ -241,9 +241,9 @@ class Rounds:
         """When ``handle_timer`` wants to be called next."""
         if self._timer_is_stale:
             self._timer_is_stale = False
-            times = [self._coordination.get_timer(), *(fragment.get_timer() for fragment in self._fragments)]
+            times = [self._coordination.get_timer(), *[fragment.get_timer() for fragment in self._fragments]]
             times += [makers.get_timer() for makers in self._makers]
-            self._timer_at = min((at for at in times if at is not None), default=None)
+            self._timer_at = min([at for at in times if at is not None], default=None)
         return self._timer_at
 
     def handle_timer(self, now: float) -> None:
@@ -279,10 +279,10 @@ class Rounds:
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
         of the fragment that has least room left."""
-        most = {**self._coordination.held(), **self._swarm.repute.held()}
-        for fragment in self._fragments:
+        most = self._coordination.held() | self._swarm.repute.held() | self._fragments[0].held()
+        for fragment in self._fragments[1:]:
             for name, now in fragment.held().items():
-                if name not in most or now[0] - now[1] > most[name][0] - most[name][1]:
+                if now[0] - now[1] > most[name][0] - most[name][1]:
                     most[name] = now
         return most
 
@@ -303,14 +303,19 @@ class Rounds:
                     raise LocalProtocolError(
                         f"we refuse our own {message.__class__.__name__}: {error}"
                     ) from error
-            elif not any(fragment.settle(now) for fragment in self._fragments) and (
-                not self._coordination.close_complete(now)
-            ):
+            elif not self._moves_on(now):
                 break
         if self._coordination.counts_for_others:
             self._counted_at = math.inf
         elif self._counted_at == math.inf:
             self._counted_at = now
+
+    def _moves_on(self, now: float) -> bool:
+        """Whether an offer of ours, or a gathering, had to end or to go on, and did."""
+        for fragment in self._fragments:
+            if fragment.settle(now):
+                return True
+        return self._coordination.close_complete(now)
 
     # ---- messages
 

@@ -66,6 +66,8 @@ class Member:
         self._resend_at: float | None = None
         self._resend_s = RESEND_S
         self._told: Result | None = None
+        self._told_of: tuple[list[PartOutcome], list[int]] = [], []
+        """What ``_told`` was made of."""
         self._asked_beside = 0
         self._mean = large_buffer(len(self._payload))
         self.exchange: Exchange | None = None
@@ -298,31 +300,23 @@ class Member:
         self._play()
         lost = [part for part, state in enumerate(self._parts) if self._is_lost(state, now)]
         if lost or all(state.mean is not None for state in self._parts):
-            news = self._result(lost)
-            if news != self._told:
+            news = self._parts_outcome(), lost
+            if self._told is None or news != self._told_of:
                 self.means_at = now
-                self._tell(news, now)
+                self._tell(*news, now)
 
     def _is_lost(self, state: PartState, now: float) -> bool:
         return state.mean is None and (now >= state.due_at or not self._swarm.is_live(state.owner))
 
-    def _result(self, lost: list[int]) -> Result:
-        parts = [self._part_outcome(part) for part in range(len(self._parts))]
-        return Result(key=self.attempt.key(), parts=parts, lost_parts=lost)
+    def _parts_outcome(self) -> list[PartOutcome]:
+        return [state.outcome(part, self.attempt) for part, state in enumerate(self._parts)]
 
-    def _part_outcome(self, part: int) -> PartOutcome:
-        """A part that we do not hold has an empty digest; its generation is told all the same."""
-        state, (start, stop) = self._parts[part], self.attempt.ranges[part]
-        return PartOutcome(
-            start_block=start, stop_block=stop, generation=state.generation,
-            digest=state.digest, contributors=state.listed, who=state.who,
-        )  # fmt: skip
-
-    def _tell(self, news: Result, now: float) -> None:
-        self._told = news
+    def _tell(self, parts: list[PartOutcome], lost: list[int], now: float) -> None:
+        self._told_of = parts, lost
+        self._told = Result(key=self.attempt.key(), parts=parts, lost_parts=lost)
         self._resend_s = RESEND_S
         self._resend_at = now + self._resend_s
-        self._outlet.send(self.coordinators[-1], news)
+        self._outlet.send(self.coordinators[-1], self._told)
 
     def _repeat(self, now: float) -> None:
         if self._told is not None:
@@ -344,7 +338,8 @@ class Member:
         self.coordinators.append(left[0])
         self._decide_by_at = now + self.attempt.succession_s + 2 * bounds.GRACE_S
         self._ask_outcome()
-        self._tell(self._result([i for i, state in enumerate(self._parts) if self._is_lost(state, now)]), now)
+        lost = [part for part, state in enumerate(self._parts) if self._is_lost(state, now)]
+        self._tell(self._parts_outcome(), lost, now)
 
     def leads(self) -> bool:
         """Whether we follow ourselves as a successor: then it is on us to decide."""

@@ -10,6 +10,7 @@ the mean is made it lies where that will.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
@@ -24,6 +25,8 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Contributor, Mean, Part
 
 Contributors = tuple[tuple[PeerId, float], ...]
+LISTS_KEPT = 16
+"""Lists of contributors that are kept as messages name them: nearly always all parts of a round have one."""
 
 
 class Room:
@@ -224,7 +227,13 @@ def list_contributors(attempt: Attempt, contributors: Contributors) -> tuple[lis
     """As a message names them: one by one, or as bits where the round is over several cells."""
     if attempt.council is not None:
         return [], write_who({peer for peer, _ in contributors}, tuple(attempt.shares))
-    return [Contributor(peer=peer, weight=weight) for peer, weight in contributors], b""
+    return _listed(contributors), b""
+
+
+@lru_cache(LISTS_KEPT)
+def _listed(contributors: Contributors) -> list[Contributor]:
+    """Never written to."""
+    return [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
 
 
 def send_mean(

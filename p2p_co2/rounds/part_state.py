@@ -7,7 +7,7 @@ from p2p_co2.rounds.assembly import Assembly
 from p2p_co2.rounds.attempt import Attempt
 from p2p_co2.rounds.owner import Contributors, list_contributors
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Contributor
+from p2p_co2.wire.messages_pb2 import PartOutcome
 
 
 class PartState:
@@ -22,11 +22,22 @@ class PartState:
         self.contributors: Contributors | None = None
         self.mean: memoryview | None = None
         self.digest = b""
-        self.listed: list[Contributor] = []
-        self.who = b""
+        self._outcome: PartOutcome | None = None
 
     def hold(self, contributors: Contributors, attempt: Attempt) -> None:
         """The mean is in its place."""
         self.mean, self.contributors = self.place, contributors
         self.digest = digest(self.place)
-        self.listed, self.who = list_contributors(attempt, contributors)
+        self._outcome = None
+
+    def outcome(self, part: int, attempt: Attempt) -> PartOutcome:
+        """What a vote says of it, the same object until that changes. A part that we do not hold has an empty
+        digest; its generation is told all the same."""
+        if self._outcome is None:
+            (start, stop), held = attempt.ranges[part], self.contributors if self.mean is not None else None
+            listed, who = ([], b"") if held is None else list_contributors(attempt, held)
+            self._outcome = PartOutcome(
+                start_block=start, stop_block=stop, generation=self.generation,
+                digest=self.digest, contributors=listed, who=who,
+            )  # fmt: skip
+        return self._outcome

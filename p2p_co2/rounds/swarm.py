@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from google.protobuf.message import Message
 
@@ -30,7 +31,13 @@ OTHERS_KEPT = MAX_MEMBERS
 def coordination_order(peers: Iterable[PeerId], fragment: int, round_: int) -> list[PeerId]:
     """The peers by rendezvous hash of (peer, fragment, round): the first coordinates, the others succeed
     it."""
-    return sorted(peers, key=lambda peer: hashlib.sha256(f"{peer}/{fragment}/{round_}".encode()).digest())
+    return sorted(peers, key=lambda peer: _drawn(peer, fragment, round_))
+
+
+@lru_cache(2 * MAX_PEERS)
+def _drawn(peer: PeerId, fragment: int, round_: int) -> bytes:
+    """A peer's place in the order; asked for again and again while a round is made."""
+    return hashlib.sha256(f"{peer}/{fragment}/{round_}".encode()).digest()
 
 
 def short(peer: str) -> str:
@@ -61,8 +68,10 @@ class Swarm:
         self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
         self._training = [me]
+        self._working: dict[int, list[PeerId]] = {}
+        """What ``working_on`` said since ``live`` changed."""
         self._is_ending = False
-        """Whether anybody is done with a fragment."""
+        """Whether anybody is done with a fragment; where there are several cells."""
         self.my_versions: dict[int, int] = {}
         self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
         """Who is in time with what."""
@@ -92,7 +101,8 @@ class Swarm:
         names = self.live if live.keys() == self.live.keys() else sorted(live)  # most news is not of these
         self.live = {peer: live[peer] for peer in names}
         self._training = [peer for peer, view in self.live.items() if view.training]
-        self._is_ending = any(view.finished for view in live.values())
+        self._working.clear()
+        self._is_ending = self.cells > 1 and any(view.finished for view in live.values())
         for habit in (self.readies, self.last_readies, self.replays, self.slices, self.votes):
             habit.keep(self.live)
         self.lateness.keep(self.live)
@@ -199,9 +209,14 @@ class Swarm:
         """Sorted."""
         return self._training
 
-    def working_on(self, fragment: int) -> list[PeerId]:
+    def working_on(self, fragment: int) -> Sequence[PeerId]:
         """Of those that train, who may still offer for ``fragment`` in this run; sorted."""
-        return [peer for peer in self._training if fragment not in self.live[peer].finished]
+        known = self._working.get(fragment)
+        if known is None:
+            live = self.live
+            known = [peer for peer in self._training if fragment not in live[peer].finished]
+            self._working[fragment] = known
+        return known
 
     def version_of(self, peer: PeerId, fragment: int) -> int | None:
         """The newest version that ``peer`` is known to hold; None if nobody told us."""

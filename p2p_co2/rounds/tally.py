@@ -75,6 +75,8 @@ class Tally:
         self._lack: list[set[PeerId]] = [set() for _ in attempt.ranges]
         """Per part, who said last that its mean is not there."""
         self._votes: dict[PeerId, Result] = {}
+        self._is_pending: dict[PeerId, bool] = {}
+        """Of those: whether more is to come."""
         self._contents: dict[PeerId, bytes] = {}
         """Of the complete votes: what each says."""
         self._sound: set[bytes] = set()
@@ -148,6 +150,7 @@ class Tally:
         known = self._votes.get(sender)
         if known is None or _rank(message) >= _rank(known):
             self._votes[sender] = message
+            self._is_pending[sender] = _is_pending(message)
             self._contents.pop(sender, None)
             if _is_complete(message):
                 self._contents[sender] = _content(message)
@@ -221,8 +224,7 @@ class Tally:
             self._swarm.votes.missed(peer, self.attempt.id)
 
     def _is_awaited(self, peer: PeerId) -> bool:
-        vote = self._votes.get(peer)
-        return self._swarm.is_live(peer) and (vote is None or _is_pending(vote))
+        return self._swarm.is_live(peer) and self._is_pending.get(peer, True)
 
     def _may_still_hear(self) -> bool:
         """A successor waits for its deadline: somebody may hold the predecessor's decision. A member that
@@ -264,6 +266,7 @@ class Tally:
             self._generations[part] = generation
             self._is_held[part] = bool(living)
         self._votes.clear()
+        self._is_pending.clear()
         self._contents.clear()
         self._reassigned = True
         self._decide_at = now + self.attempt.result_within_s
