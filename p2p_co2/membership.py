@@ -269,7 +269,8 @@ class Membership:
 
     def say_goodbye(self, reason: str) -> None:
         """Tell every live peer that this one leaves."""
-        self._outgoing.extend((peer, Leave(reason=reason)) for peer in self._live)
+        leave = Leave(reason=reason)  # the same to all of them: it is serialised once
+        self._outgoing.extend((peer, leave) for peer in self._live)
 
     def handle_timer(self, now: float) -> None:
         if now >= self._announce_at:

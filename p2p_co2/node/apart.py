@@ -164,9 +164,11 @@ class Apart:
         """Where all finish, in several states of which none has a majority, nobody makes a round that could
         heal them: the state to go to that all choose who hear the same. ``middle``: the version that half
         of them have reached; one that is further alone may have made it up."""
-        node, phase = self._node, self._node.progress.local.phase
+        node = self._node
+        if node.progress.local.phase != Status.DRAINING:
+            return None
         infos = {peer: info for peer, info in node.membership.live.items() if fragment < len(info.digests)}
-        if {phase, *(info.status.phase for info in infos.values())} != {Status.DRAINING}:
+        if any(info.status.phase != Status.DRAINING for info in infos.values()):
             return None
         mine = node.agreed[fragment].version, node.agreed[fragment].digest
         states = {peer: (info.versions[fragment], info.digests[fragment]) for peer, info in infos.items()}

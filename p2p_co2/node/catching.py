@@ -84,7 +84,7 @@ class Catching:
     @property
     def has_heard(self) -> bool:
         """Whether somebody said of late that other cells are where ours is not."""
-        return any(self._node.now() < until for _, until in self._heard_of.values())
+        return bool(self._heard_of) and any(self._node.now() < until for _, until in self._heard_of.values())
 
     def busy(self) -> bool:
         return bool(self._targets)
@@ -225,11 +225,11 @@ class Catching:
     def _is_with_all(self) -> bool:
         """Whether every other peer says that it is where this one is: most of the time they all are."""
         agreed = self._node.agreed
-        here = tuple(mine.version for mine in agreed), tuple(mine.digest for mine in agreed)
-        far = self._node.far.outlook.words.values()
-        return all(
-            (info.versions, info.digests) == here for info in self._node.membership.live.values()
-        ) and (all((word.versions, word.digests) == here for word in far))
+        versions, digests = tuple(mine.version for mine in agreed), tuple(mine.digest for mine in agreed)
+        near, far = self._node.membership.live.values(), self._node.far.outlook.words.values()
+        return all(info.versions == versions and info.digests == digests for info in near) and all(
+            word.versions == versions and word.digests == digests for word in far
+        )
 
     def wake(self, now: float) -> None:
         """This peer goes on after a rest: what it missed is fetched at once."""

@@ -35,6 +35,8 @@ the second waits before and after it, the line was full."""
 CRAWLS_OF = 8
 """A connection that may send less than this part of its lane's share of the line crawls: BBR left one of two
 at 5 kB/s of 1 MB/s for good, and from 50 kB/s it took four seconds."""
+_PIECES = frozenset({"part", "mean", "cell_part", "cell_mean"})
+"""Kinds of messages that are pieces."""
 COMMON_OF = 4
 """The lane counts on which what is under way waits least, once one of so many has been left out."""
 
@@ -57,8 +59,9 @@ class Piece(NamedTuple):
 
 def piece_of(message: Message, kind: str) -> Piece | None:
     """Of a message of the protocol, by its kind."""
-    if not isinstance(message, Part | Mean | CellPart | CellMean):
+    if kind not in _PIECES:
         return None
+    assert isinstance(message, Part | Mean | CellPart | CellMean)
     return Piece(message.key.attempt, kind in ("mean", "cell_mean"))
 
 

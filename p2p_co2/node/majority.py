@@ -81,9 +81,10 @@ class Majority:
         did not hear it must as well: with less than half on one side all would wait for each other until
         their time is over. Only the round, which proves itself by its decision and digests, never a state."""
         node = self._node
+        if node.progress.local.phase != Status.DRAINING or node.far.cells > 1:
+            return 0
         live = node.membership.live.values()
-        phases = {info.status.phase for info in live} | {node.progress.local.phase}
-        if phases != {Status.DRAINING} or node.far.cells > 1:
+        if any(info.status.phase != Status.DRAINING for info in live):
             return 0
         following = node.agreed[fragment].version + 1
         reached = [info.versions[fragment] for info in live if fragment < len(info.versions)]
@@ -112,9 +113,13 @@ class Majority:
         """Where those are who move the state. A peer that rests, or only joins, tells where it was left: many
         of them would hold the others' newest state for impossible. Where there are no others, their word
         counts."""
-        heard = [info for info in self._node.membership.live.values() if fragment < len(info.digests)]
-        moving = [info for info in heard if info.status.phase not in (Status.JOINING, Status.PAUSED)]
-        return [info.versions[fragment] for info in moving or heard]
+        live, rests = self._node.membership.live.values(), (Status.JOINING, Status.PAUSED)
+        moving = [
+            info.versions[fragment]
+            for info in live
+            if info.status.phase not in rests and fragment < len(info.digests)
+        ]
+        return moving or [info.versions[fragment] for info in live if fragment < len(info.digests)]
 
     def digest(self, fragment: int, version: int) -> bytes | None:
         """The digest that most peers at ``version`` report, this one included, and those that rest: what a

@@ -93,7 +93,7 @@ class Node:
         self.progress = SwarmProgress(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0, pace.rounds)
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
-        self._beat_at = self._sleeps_until = 0.0
+        self._beat_at, self._sleeps_until = 0.0, -math.inf
         self._alarm: asyncio.TimerHandle | None = None
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
@@ -224,20 +224,20 @@ class Node:
             return  # most heartbeats are no news
         self._pumped_revision = self.membership.revision
         for _ in range(1000 if timers or not self.membership.is_idle else 0):
-            handled = False
-            if not self._send_all() and not (handled := self._handle_all()):
+            self._send_all()
+            if not self._handle_all():
                 break
-            timers |= handled
+            timers = True
         # The timers' task costs more than a message: it is woken for an earlier timer, or to conclude.
-        self._sleep_until(self._next_timer_at() if timers else self._news_at())
+        if self._sleeps_until > -math.inf:
+            self._sleep_until(self._next_timer_at() if timers else self._news_at())
 
-    def _send_all(self) -> bool:
-        sent, kind, links = False, "", self.links
+    def _send_all(self) -> None:
+        kind, links = "", self.links
         last: Message | None = None
         data: Unsent = b""
         for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
             for peer, message in machine.messages_to_send():
-                sent = True
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data, kind = message, unsent(message, self._envelope_head), kind_of(message)
                 taken = links.post(peer, data, kind in BULK, kind == "chunk", piece_of(message, kind))
@@ -245,7 +245,6 @@ class Node:
                     self.receiving.overasked(peer)
                 if kind == "fetch" and isinstance(message, Fetch) and message.want_chunk:
                     self.receiving.asked(peer)
-        return sent
 
     def _handle_all(self) -> bool:
         handled = False
@@ -262,6 +261,7 @@ class Node:
 
     async def _keep_time(self) -> None:
         while True:
+            self._sleeps_until = -math.inf  # nobody need wake it: it looks for the next timer as it ends
             now = self.now()
             beat_at = self.membership.get_timer()
             if (now >= self._beat_at and self._has_news()) or (beat_at is not None and now >= beat_at):
@@ -276,7 +276,8 @@ class Node:
             self.progress.conclude(self.now())
             self._wake.clear()
             self._sleeps_until = math.inf
-            idle_s = QUIET_IDLE * self.membership.quiet_s if self.progress.rests else 0.0
+            quiet_s = self.membership.quiet_s
+            idle_s = QUIET_IDLE * quiet_s if quiet_s and self.progress.rests else 0.0
             self._sleep_until(min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s)))
             await self._wake.wait()
 
@@ -302,8 +303,7 @@ class Node:
     def _next_timer_at(self) -> float:
         until = self._news_at()
         for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
-            at = machine.get_timer()
-            if at is not None and at < until:
+            if (at := machine.get_timer()) is not None and at < until:
                 until = at
         return until
 
@@ -322,9 +322,8 @@ class Node:
         self._beat_at = now + min(SLOWEST_REFRESH_S, max(REFRESH_S, peers / REFRESHED_PEERS_PER_S))
         self.membership.set_rests(self.progress.rests, now)
         self.membership.status = self.progress.status()
-        phase = self.progress.local.phase
         self._told_revision, self._has_strangers = self.membership.revision, False
-        finished = self.progress.local.finished
+        phase, finished = self.progress.local.phase, self.progress.local.finished
         news = (self._told_revision, tuple(self.agreed), self.upload_bytes_per_s(), phase, finished)
         if news == self._told:
             return
@@ -392,8 +391,7 @@ class Node:
             self.report(ev.Warned, text=trouble)
         self._trouble = trouble
         for peer, reason in self._unreached.listed(records, self.membership.live):
-            text = f"peer {peer} is there but cannot be reached: {reason}"
-            self.report(ev.Warned, text=text)
+            self.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
 
     async def _greet_seeds(self) -> None:
         """Become known again to a seed that was started anew: it has forgotten everybody, and who comes by

@@ -103,7 +103,7 @@ class SwarmProgress:
         local, agreed, upload = self.local, self._node.agreed, self._node.upload_bytes_per_s()
         outlook = self._node.far.outlook
         membership = self._node.membership
-        heartbeat_s = membership.heartbeat_s if self.rests and membership.quiet_s else 0.0
+        heartbeat_s = membership.heartbeat_s if membership.quiet_s and self.rests else 0.0
         content = (local, tuple(agreed), upload, self._is_at_rest, outlook.seen, heartbeat_s)
         if content != self._status_of:
             self._status_of = content
@@ -220,7 +220,8 @@ class SwarmProgress:
         far = self._node.far
         far.conclude(now)
         self.note_over()
-        every_s = max(PLACED_EVERY_S, self._node.membership.quiet_s / 2) if self.rests else PLACED_EVERY_S
+        quiet_s = self._node.membership.quiet_s
+        every_s = max(PLACED_EVERY_S, quiet_s / 2) if quiet_s and self.rests else PLACED_EVERY_S
         if now - self._placed_at >= every_s or self.swarm_position is None:
             self._placed_at = now
             at = self._node.clock.monotonic() - (self._node.now() - now)

@@ -39,13 +39,12 @@ class Unreachable:
 
     def listed(self, records: Sequence[PeerRecord], live: Container[PeerId] = ()) -> list[tuple[PeerId, str]]:
         """What the DHT lists now, and whom we hear: (peer, reason) of those to tell of."""
-        expiries = {PeerId(record.peer): record.expires_at for record in records[:MAX_PEERS]}
-        known = self._unheard
-        self._unheard = {peer: known.get(peer, at) for peer, at in expiries.items() if peer not in live}
-        self.is_somebody_unmet = any(expiries[peer] > at for peer, at in self._unheard.items())
+        known, listed = self._unheard, [(PeerId(record.peer), record) for record in records]
+        unheard = {peer: record.expires_at for peer, record in listed[:MAX_PEERS] if peer not in live}
+        self._unheard = {peer: known.get(peer, at) for peer, at in unheard.items()}
+        self.is_somebody_unmet = any(unheard[peer] > at for peer, at in self._unheard.items())
         news = []
-        for record in records:
-            peer = PeerId(record.peer)
+        for peer, record in listed:
             if peer not in self._reasons:
                 continue
             first = self._expiries.setdefault(peer, record.expires_at)
