@@ -56,10 +56,11 @@ def read_sight(sight: CellSight) -> Sight:
 
 def read_status(status: Status) -> PeerStatus:
     """Raises ``RemoteProtocolError`` for a status that cannot be true."""
-    read = PeerStatus(
-        status.phase, tuple(status.versions), tuple(status.digests), status.upload_bytes_per_s,
+    sights = status.sights
+    read = PeerStatus(  # a slice of a repeated field is made twice as quickly as it is gone through
+        status.phase, tuple(status.versions[:]), tuple(status.digests[:]), status.upload_bytes_per_s,
         status.download_bytes_per_s, status.finished, status.settled, status.position,
-        tuple(map(read_sight, status.sights)), status.heartbeat_s,
+        tuple(map(read_sight, sights)) if sights else (), status.heartbeat_s,
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
