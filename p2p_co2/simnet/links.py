@@ -54,6 +54,8 @@ class _Lane:
     free_at: float = 0.0
     last_control_at: float = 0.0
     last_bulk_at: float = 0.0
+    measured: Path | None = None
+    """The way on which bulk has gone: it is part of what the upload has shown."""
 
 
 class VirtualLinks:
@@ -81,11 +83,12 @@ class VirtualLinks:
         """When the last control message so far has left the uplink."""
         self.up_bytes = 0
         self._uplink_bytes_per_s = me.profile.up_bits_per_s / 8
-        self._up_bytes_per_s = self._uplink_bytes_per_s / internet.scale
+        self._shown_bytes_per_s = 0.0
+        """What the upload has shown that it can do: its line, or less where all ways together carry less."""
 
     @property
     def upload_bytes_per_s(self) -> float:
-        return self._up_bytes_per_s if self._measured_bytes >= MEASURED_AFTER_BYTES else 0.0
+        return self._shown_bytes_per_s if self._measured_bytes >= MEASURED_AFTER_BYTES else 0.0
 
     @property
     def queued_bytes(self) -> int:
@@ -323,6 +326,9 @@ class VirtualLinks:
             arrives_at = lane.last_control_at = max(arrives_at, lane.last_control_at)
         else:
             self._measured_bytes += size
+            if lane.measured is not path:
+                lane.measured = path
+                self._measure_ways()
             starts_at = max(world.now, self._me.up_free_at)
             departs_at = self._me.up_free_at = starts_at + size / uplink
             lane.free_at = max(departs_at, max(starts_at, lane.free_at) + size / path.bytes_per_s)
@@ -338,6 +344,10 @@ class VirtualLinks:
             arrives_at += internet.rng.random() * internet.noise.late_s
         arguments = (self._me, receiver, departs_at, data, size)
         world.at(arrives_at, Handle(internet.deliver, arguments, receiver.loop))
+
+    def _measure_ways(self) -> None:
+        ways = (lane.measured.bytes_per_s for lane in self._lanes.values() if lane.measured is not None)
+        self._shown_bytes_per_s = min(self._uplink_bytes_per_s, sum(ways)) / self._internet.scale
 
     def _real_bytes(self, data: bytes) -> float:
         """What a bulk message stands for: its payload is scaled, what is around it is as large as it is."""

@@ -15,7 +15,8 @@ peer itself stood still comes on top. Price: a bound is no forecast, most offers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import product
 
 from p2p_co2.profiles import LinkProfile
 from p2p_co2.rounds import PayloadShape, bounds
@@ -35,7 +36,7 @@ SPARE_S = 60.0
 
 def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile]) -> float:
     """Seconds. ``scale``: real bytes of bulk for each simulated one."""
-    slowest = _slowest(lines)
+    slowest = _slowest(set(lines))
     blocks = max(shape.blocks)
     parts_s = _patience_s(blocks * shape.block_bytes * scale / slowest, shape.parts_cap_s)
     sums_s = grace_s = 0.0
@@ -72,9 +73,10 @@ def _median_bytes_per_s(receiver: LinkProfile, senders: Counter[LinkProfile]) ->
     return rates[(len(rates) - 1) // 2] if rates else 0.0
 
 
-def _slowest(lines: Iterable[LinkProfile]) -> float:
-    """Bytes per second."""
-    return min(min(line.up_bits_per_s, line.down_bits_per_s) / 8 for line in lines)
+def _slowest(lines: Collection[LinkProfile]) -> float:
+    """Bytes per second: of one way alone, which is all that an upload may have shown that it can do."""
+    pairs = product(lines, lines)
+    return min(way_between(*pair, "open" not in (pair[0].nat, pair[1].nat)).bytes_per_s for pair in pairs)
 
 
 def _patience_s(payload_s: float, cap_s: float) -> float:

@@ -43,8 +43,9 @@ from p2p_co2.wire.identity import Identity, PeerId
 
 OUTCOMES_PER_CELL = 4
 """Decisions on their way that are opened once for a whole cell: of two rounds, by two coordinators."""
-MAX_CHUNKS = 64
-"""In how many chunks a state travels at most."""
+MAX_CHUNKS = 512
+"""In how many chunks a state travels at most. Of states above 256 MB a simulated chunk is larger than a real
+one, and a donor on a slow way may count as silent over it."""
 MAX_STATE_FACTOR = 64
 """Most times that a serialised state is larger than an encoded gradient."""
 
