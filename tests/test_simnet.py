@@ -14,6 +14,7 @@ from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import MAX_SERVED_BYTES, LinkObserver
 from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.profiles import profile_of
+from p2p_co2.schedule import STILL_LOADS
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
@@ -24,7 +25,7 @@ from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work
-from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, PeerLeft, TrainingEnded
+from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, PeerLeft, TrainingEnded, Warned
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope, Part, PeerRecord
@@ -366,6 +367,29 @@ def far_too_slow(seed: int) -> Swarm:
         ),
         EventLog(digests=False),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [83, 90])
+def test_nobody_leaves_at_the_end_while_the_others_make_a_last_round(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """On lines that show ten times what their ways carry a round takes minutes. All left when they had waited
+    their time for each other, one of them a second before it had the last mean of a round that the others
+    had committed."""
+
+    def boast(links: VirtualLinks) -> None:
+        links._shown_bytes_per_s = links._uplink_bytes_per_s / links._internet.scale
+
+    monkeypatch.setattr(VirtualLinks, "_measure_ways", boast)
+    swarm, told = far_too_slow(seed), list[str]()
+    swarm.log.readers.append(
+        lambda event: told.append(event.text) if isinstance(event, Warned) else None
+    )  # fmt: skip
+    result = swarm.run()
+    assert result.violations == []
+    assert len(set(result.digests.values())) == 1
+    assert told == [STILL_LOADS] * 3
+    assert result.virtual_s < 230.0
 
 
 def test_who_missed_a_round_loads_it_while_others_make_the_next_one() -> None:

@@ -24,7 +24,7 @@ OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
 class Place:
     """A peer that joins, with two fragments, and what it hears."""
 
-    def __init__(self, *versions: int) -> None:
+    def __init__(self, *versions: int, rounds: int = 0) -> None:
         self.now = 0.0
         self.node: Any = SimpleNamespace(
             agreed=[AgreedVersion(version, bytes([version]) * 32) for version in versions],
@@ -42,7 +42,7 @@ class Place:
             software="",
         )
         self.node.far = Far(cast(Any, self.node), 1, self._find_peers)
-        self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25)
+        self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25, rounds)
         self.node.catching = Catching(cast(Any, self.node))
 
     async def _find_peers(self, cell: int | None) -> list[PeerRecord]:
@@ -186,6 +186,47 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
     expected = newcomers and (moves or is_new) if settled else moves or counts
     assert place.progress.is_needed(7.0, settled) == expected
     assert set(asked) <= {(place.now, 7.0)}
+
+
+@pytest.mark.parametrize("phase", [Status.DRAINING, Status.TRAINING])
+def test_when_the_run_is_over_a_peer_stays_while_another_is_in_a_last_round(phase: Status.Phase) -> None:
+    """Of three on slow lines one had nothing more to offer, and left as the two others' round had all but
+    committed. One that is yet to come to the run's end may be slow, and holds nobody."""
+    place, other = Place(3, 3, rounds=8), PeerId("other")
+    place.node.catchup.moves = lambda now, within_s: False
+    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+
+    def hear(position: float, finished: bytes, phase: Status.Phase = phase) -> None:
+        digests = [bytes([3]) * 32] * 2
+        status = Status(
+            phase=phase, versions=(3, 3), digests=digests, finished=finished, position=position
+        )  # fmt: skip
+        place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), other, place.now)
+        place.conclude()
+
+    hear(7.0, b"", Status.TRAINING)
+    assert not place.progress.is_needed(30.0)
+    hear(8.0, b"\x01")
+    place.now += 500.0
+    assert place.progress.is_needed(30.0)
+    assert not place.progress.is_needed(30.0, settled=True)
+    hear(8.0, b"\x03", Status.DRAINING)
+    place.now += 30.0
+    assert place.progress.is_needed(30.0)  # it may have to load what came of that
+    place.now += 1.0
+    assert not place.progress.is_needed(30.0)
+
+
+def test_when_the_run_is_over_a_peer_stays_while_it_is_in_a_last_round_itself() -> None:
+    place = Place(3, 3)
+    place.node.catchup.moves = lambda now, within_s: False
+    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
+    for finished in (frozenset({0}), frozenset({0, 1})):
+        place.progress.local = LocalProgress(Status.DRAINING, finished=finished)
+        place.conclude()
+        place.now += 20.0
+        assert place.progress.is_needed(15.0) == (finished == {0})
 
 
 def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:

@@ -90,6 +90,9 @@ class SwarmProgress:
         self._has_told_of_lost = False
         self._waits_for_time = False
         """Whether the next conclusion may differ without any news."""
+        self._worked_at = -math.inf
+        """When a peer that has trained to the end was in a round last, as it was told; infinity while one
+        is."""
 
     def show(self, local: LocalProgress) -> None:
         """What the training thread says now."""
@@ -180,14 +183,15 @@ class SwarmProgress:
         return {peer: cap / senders for peer, cap in caps.items()}
 
     def is_needed(self, within_s: float, settled: bool = False) -> bool:
-        """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or it
-        counts the votes of a round of others; or did so of late. Where all have ``settled``, only a newcomer
-        may still need it. Other threads may ask."""
+        """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or a last
+        round is made, which it would miss; or was of late. Where all have ``settled``, only a newcomer may
+        still need it. Other threads may ask."""
         now = self._node.now()
         moves = self._node.catchup.moves(now, within_s)
         if settled:  # one that came just now has yet to find its donors, and they to write their states out
             return self.newcomers and (moves or now - self.newcomer_at <= within_s)
-        return moves or self._node.rounds.counts_for_others(now, within_s)
+        works = now - self._worked_at <= within_s
+        return moves or works or self._node.rounds.counts_for_others(now, within_s)
 
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
@@ -251,6 +255,7 @@ class SwarmProgress:
         )
         # A last offer may commit when all others seem to be done: who left before would miss it.
         alike = alike and not any(view.training for view in self.views().values())
+        self._look_for_last_rounds(now)
         at_rest = alike and not is_cut_off
         if alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
             self._has_told_of_lost = True
@@ -262,6 +267,20 @@ class SwarmProgress:
             self._node.refresh()
             self._node.membership.announce(now)
             self._node.pump()
+
+    def _look_for_last_rounds(self, now: float) -> None:
+        """Who has not come to the run's end may train on for long, and is not meant."""
+        live, ends_at = self._node.membership.live, self._rounds - ENDS_ROUNDS if self._rounds else math.inf
+        others = (info for info in live.values() if self._view(info).training)
+        works = _works(self.local.phase, len(self.local.finished) == len(self._node.agreed)) or any(
+            info.status.phase == Status.DRAINING
+            or info.status.position + (now - info.status_at) * self.rounds_per_s >= ends_at
+            for info in others
+        )
+        if works:
+            self._worked_at = math.inf
+        elif self._worked_at == math.inf:
+            self._worked_at = now
 
     def _look_for_newcomers(self, now: float) -> None:
         live = self._node.membership.live.items()

@@ -32,7 +32,7 @@ second)."""
 HANG_UP_S = 60.0
 """So much later than a peer told that it would be gone it may still be there: to say goodbye."""
 LEFT_OFF_S = LOADS_QUIET_S + HANG_UP_S
-"""And so long after it was needed last: it got, or gave, a chunk of a state, or counted votes."""
+"""And so long after it was needed last: it got, or gave, a chunk of a state, or a last round was made."""
 JUST_S = 1e-6
 """What floats of seconds since 1970 cannot tell."""
 
