@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_co2.rounds import Aborted, Began, PayloadShape
+from p2p_co2.rounds import Aborted, Began, PayloadShape, PeerView
 from p2p_co2.rounds.bounds import GRACE_S, READY_CAP_S
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.rounds.gathering import Gathering
@@ -14,15 +14,21 @@ from tests.round_machine import DIGEST
 from tests.round_network import Network
 
 
-@pytest.mark.parametrize(("live", "group_size", "ready"), [(2, 32, 2), (3, 32, 2), (3, 2, 3)])
+@pytest.mark.parametrize(
+    ("live", "group_size", "ready", "is_done"),
+    [(2, 32, 2, False), (3, 32, 2, False), (3, 2, 3, False), (3, 32, 2, True)],
+)
 def test_of_three_live_peers_a_coordinator_alone_commits_nothing(
-    live: int, group_size: int, ready: int
+    live: int, group_size: int, ready: int, is_done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the third one, or without room for it, a group has two, and what one of these made alone the
-    others could not load from most of them: they made the round again, another state of its version. Of two
-    one goes on when the other is lost."""
+    others could not load from most of them: they made the round again, another state of its version. So they
+    did when the run was over and the third ``is_done``. Of two one goes on when the other is lost."""
     net = Network(live, group_size=group_size)
-    first, other, *_ = coordination_order(net.names, 0, 1)
+    first, other, *rest = coordination_order(net.names, 0, 1)
+    view, done = net._view, PeerView(1e6, training=False, versions=(0,), finished=frozenset({0}))
+    monkeypatch.setattr(net, "_view", lambda name: done if is_done and name in rest else view(name))
+    net.tell_everybody()
     net.on_send = lambda source, to, message: (
         not (
             (to == other and isinstance(message, wire.Mean))

@@ -254,13 +254,14 @@ class Gathering:
         """Whether as many as ``camp`` has say that they made this round, though they are done with the
         fragment: who makes a run's last round once more makes another state of its version. Where they are
         more, even those who are passed over: who could not give their bytes in time are."""
-        if self._swarm.cells > 1:
-            return False
-        views = self._swarm.live.items()
-        here = (p for p, view in views if view.training or self.fragment in view.finished)
-        past = [p for p in here if p not in camp and self._is_past(p)]
+        past = [p for p in self._here() if p not in camp and self._is_past(p)]
         believed = [peer for peer in past if not self._swarm.repute.is_passed_over(peer, now)]
         return len(past) > len(camp) or len(believed) >= len(camp)
+
+    def _here(self) -> list[PeerId]:
+        """Who trains, or did so and is done with the fragment; where there is one cell."""
+        views = self._swarm.live.items() if self._swarm.cells == 1 else ()
+        return [peer for peer, view in views if view.training or self.fragment in view.finished]
 
     def _is_past(self, peer: PeerId) -> bool:
         """Whether ``peer`` says that it has made this round."""
@@ -287,7 +288,8 @@ class Gathering:
         digest, camp = self.agreeing()
         size = min(self._swarm.group_size, MAX_MEMBERS)
         group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
-        self.least_votes = 2 if self._swarm.cells == 1 and len(group) == 2 < len(self._live()) else 1
+        is_few = self._swarm.cells == 1 and len(group) == 2 < len({*self._here(), *self.readies})
+        self.least_votes = 2 if is_few else 1
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}

@@ -18,10 +18,11 @@ digests of the next READY heal the rest.
 
 That two attempts of one round are not both committed follows from who begins them, a majority of those who
 train (``gathering``): two have a member in common, which knows of the first. But it forgets a commit that it
-cannot load. So where three train a group of two needs both votes. Half of it with its coordinator is one peer
-of three, whose state the two others would not load on its word alone, and would make again without it. Price:
-on lines too slow for the run such rounds abort that a coordinator committed alone, with its own work only;
-they are given ``SAFETY`` times as long, so one that is silent holds the other up for longer.
+cannot load. So where there are three, whether they train or are done, a group of two needs both votes. Half
+of it with its coordinator is one peer of three, whose state the two others would not load on its word alone,
+and would make again without it. Price: on lines too slow for the run such rounds abort that a coordinator
+committed alone, with its own work only; they are given ``SAFETY`` times as long, so one that is silent holds
+the other up for longer.
 
 A mean that is sent again also costs least: no slice has to travel twice.
 """
