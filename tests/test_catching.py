@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2p_co2.catchup import ROUND, Disputed, Fetched, FetchFailed, Goal
+from p2p_co2.catchup import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.membership import PeerInfo
-from p2p_co2.node.catching import NOTICE_AFTER_S, Catching
+from p2p_co2.node.catching import NOTICE_AFTER_S, ROUND_AGAIN, Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry.events import Warned
@@ -263,6 +263,37 @@ def test_that_a_fragment_could_not_be_brought_up_is_told_once_for_each_state() -
         counts.append(len(told))
     assert counts == [1, 1, 2, 2, 3, 3]
     assert told[0] == "fragment 0 could not catch up yet: a: round not kept"
+
+
+@pytest.mark.parametrize(
+    ("chunks_given", "newest_version", "rounds"), [(0, 0, 1), (5, 4, 1), (5, 0, 1 + ROUND_AGAIN)]
+)
+def test_a_round_that_came_in_part_is_asked_for_again(
+    chunks_given: int, newest_version: int, rounds: int
+) -> None:
+    """Its donors' lines carried the others' rounds for a minute: the whole state, fifteen times as large, was
+    asked for on them instead. Who gave no part, or says that it is gone, gives none later; and of who never
+    gives all the state is asked, a few tries later."""
+    wanted: list[Goal] = []
+    live = {PeerId(name): heard(Status.TRAINING, versions=(4,), digests=(GOOD,)) for name in "ab"}
+    node = SimpleNamespace(
+        membership=SimpleNamespace(live=live, revision=1),
+        agreed=[AgreedVersion(3, GOOD)],
+        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.TRAINING)),
+        far=all_near(),
+        catchup=SimpleNamespace(
+            ask_swarm=lambda vouch: None,
+            want=lambda goal, now: wanted.append(goal),
+            shape=SimpleNamespace(replayable=lambda fragment: 7),
+        ),
+        now=lambda: 20.0,
+    )
+    catching = Catching(node)  # type: ignore[arg-type]
+    assert catching.go_to(0, 4, b"", tuple(live))
+    while wanted[-1].what == ROUND:
+        catching.handle(FetchFailed(wanted[-1], "silent for 60.0 s", newest_version, chunks_given))
+    assert [goal.what for goal in wanted] == [ROUND] * rounds + [STATE]
+    assert {goal.version for goal in wanted} == {4}
 
 
 def test_a_dispute_between_donors_is_told_with_their_names() -> None:

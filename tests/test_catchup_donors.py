@@ -38,7 +38,9 @@ def test_a_silent_donor_is_replaced_and_a_silent_swarm_ends_the_wait() -> None:
     world.tamper = lambda sender, message: None if sender != LATE else message
     world.want(fragment=0)
     world.run()
-    assert isinstance(world.events[0], FetchFailed)
+    failed = world.events[0]
+    assert isinstance(failed, FetchFailed)
+    assert failed.chunks_given == 0
     assert world.now <= 10.0 + 2 * SLOW_CAP_S
 
 
@@ -185,7 +187,9 @@ def test_all_that_fall_silent_for_good_are_given_up() -> None:
     world.tamper = lambda sender, message: message if sender == LATE or world.now < 11.0 else None
     world.want(fragment=1)
     world.run()
-    assert isinstance(world.events[-1], FetchFailed)
+    failed = world.events[-1]
+    assert isinstance(failed, FetchFailed)
+    assert 0 < failed.chunks_given < CHUNKS
     assert world.now < 11.0 + 2 * SLOW_CAP_S + 60.0
 
 

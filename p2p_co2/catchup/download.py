@@ -447,4 +447,4 @@ class Download:
         )  # fmt: skip
 
     def _fail(self, reason: str) -> None:
-        self.ended = FetchFailed(self.goal, reason, self._newest)
+        self.ended = FetchFailed(self.goal, reason, self._newest, sum(self._gave.values()))

@@ -23,6 +23,10 @@ CHUNKS_OF_A_STATE, LEAST_CHUNK_BYTES = 128, 64 << 10
 """A chunk is a state's part of so many, but within ``LEAST_CHUNK_BYTES`` and ``MAX_DATA_BYTES``."""
 
 
+MOST_NAMED = 3
+"""Donors that a warning names."""
+
+
 def chunk_bytes_of(state_bytes: Sequence[int]) -> int:
     """Bytes of a chunk where the fragments' states have so many. A way of 10 kB/s, as through a relay between
     two satellites, carries the largest chunk in 52 s: its donor would count as silent, and on a connection
@@ -112,11 +116,13 @@ class Fetched:
 
 @dataclass(frozen=True)
 class FetchFailed:
-    """No donor could serve the goal; ``newest_version`` is the highest that a refusing donor named."""
+    """No donor could serve the goal; ``newest_version`` is the highest that a refusing donor named,
+    ``chunks_given`` how many had come."""
 
     goal: Goal
     reason: str
     newest_version: int
+    chunks_given: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,13 @@ class Disputed:
     version: int
     taken: tuple[PeerId, ...]
     others: tuple[PeerId, ...]
+
+    def __str__(self) -> str:
+        taken, others = (", ".join(peers[:MOST_NAMED]) for peers in (self.taken, self.others))
+        return (
+            f"two states of fragment {self.fragment} are given out as version {self.version}, and nobody "
+            f"else says which is right: taking that of {taken}; {others} would give another"
+        )
 
 
 @dataclass(frozen=True)

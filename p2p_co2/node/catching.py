@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 REPLAY_AT_MOST = 8
 """Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
-MOST_NAMED = 3
+ROUND_AGAIN = 3
+"""So often on the way to a version a round is asked for anew that came in part, and then no more for what
+others' rounds need on a slow line: a whole state takes many times as long. Price: a donor that gives a round
+in part and never all keeps us from the state for so much longer."""
 OTHER_HISTORY = "other history"
 AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
@@ -68,6 +71,8 @@ class Catching:
         """When a fragment that could not be brought up is tried again."""
         self._told_of: dict[int, object] = {}
         """For which state of a fragment, and on the way to which version, it was told that it could not."""
+        self._silent: dict[int, int] = {}
+        """How often a missed round did not come, on the way to the target."""
         self._back: set[int] = set()
         """Fragments that go back to where most others are (``apart``)."""
         self._last: set[int] = set()
@@ -245,7 +250,7 @@ class Catching:
         elif isinstance(event, DonorRefused):
             self._node.refuse(event.peer, event.reason, event.detail)
         elif isinstance(event, Disputed):
-            self._node.report(ev.Warned, text=_dispute(event))
+            self._node.report(ev.Warned, text=str(event))
         elif isinstance(event, Loading):
             self._node.report(ev.StateLoading, **asdict(event))
         elif isinstance(event, FetchFailed):
@@ -293,7 +298,9 @@ class Catching:
     def _failed(self, event: FetchFailed) -> None:
         fragment = event.goal.fragment
         if event.goal.what == ROUND and event.goal.donors and fragment in self._targets.keys() - self._last:
-            self._fetch_next(fragment, whole=True)
+            times = self._silent[fragment] = self._silent.get(fragment, 0) + 1
+            still_had = event.chunks_given > 0 and not event.newest_version
+            self._fetch_next(fragment, whole=not still_had or times > ROUND_AGAIN)
             return
         self._give_up(fragment, event.reason)
 
@@ -375,6 +382,7 @@ class Catching:
     def _drop_target(self, fragment: int) -> None:
         """Its fetch has ended, one way or the other."""
         self._targets.pop(fragment, None)
+        self._silent.pop(fragment, None)
         self._heard_of.pop(fragment, None)
         self._last.discard(fragment)
         self._back.discard(fragment)
@@ -436,11 +444,3 @@ class Catching:
             is_beyond = version > target[0] + AHEAD_AT_MOST
             return False if is_beyond and self.majority.is_too_far(fragment, version) else None
         return self.majority.bears_out(donor, fragment, version, digest)
-
-
-def _dispute(event: Disputed) -> str:
-    taken, others = (", ".join(peers[:MOST_NAMED]) for peers in (event.taken, event.others))
-    return (
-        f"two states of fragment {event.fragment} are given out as version {event.version}, and nobody else "
-        f"says which is right: taking that of {taken}; {others} would give another"
-    )
