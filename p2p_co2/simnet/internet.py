@@ -182,6 +182,7 @@ class Internet:
         self.relays_up: Callable[[PeerId], bool] = lambda peer: True
         self._paths: dict[tuple[PeerId, PeerId], tuple[Path, bool]] = {}
         """From whom to whom a way was asked for; whether it is over a relay."""
+        self.is_whole = True
         self._sides: dict[PeerId, int] = {}
         self._cut_pairs: set[tuple[PeerId, PeerId]] = set()
         self._held: list[tuple[PeerId, PeerId, Callable[[], None]]] = []
@@ -195,29 +196,27 @@ class Internet:
     def split(self, sides: dict[PeerId, int]) -> None:
         """Cut the net into ``sides``; peers that are not named are on side 0."""
         self._sides = sides
+        self.is_whole = not sides and not self._cut_pairs
         self._watch_cut_links()
 
     def cut_pair(self, first: PeerId, second: PeerId) -> None:
         """No way between these two, in neither direction."""
         self._cut_pairs |= {(first, second), (second, first)}
+        self.is_whole = False
         self._watch_cut_links()
 
     def heal(self) -> None:
         """All ways are free again; what TCP held back comes after its next retransmission."""
-        self._sides, self._cut_pairs = {}, set()
+        self._sides, self._cut_pairs, self.is_whole = {}, set(), True
         held, self._held = self._held, []
         for _, _, send in held:
             self.world.call_at(self.world.now + self.rng.uniform(RETRANSMIT_S, 3.0), send)
-
-    @property
-    def is_whole(self) -> bool:
-        return not self._sides and not self._cut_pairs
 
     def side_of(self, peer: PeerId) -> int:
         return self._sides.get(peer, 0)
 
     def is_cut(self, first: PeerId, second: PeerId) -> bool:
-        if not self._sides and not self._cut_pairs:
+        if self.is_whole:
             return False
         return self._sides.get(first, 0) != self._sides.get(second, 0) or (first, second) in self._cut_pairs
 
