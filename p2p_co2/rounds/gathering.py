@@ -166,10 +166,10 @@ class Gathering:
         if not self._behind_s:
             return
         working, before, was_behind = self._swarm.working_on(self.fragment), self.round - 2, self._behind
-        versions = ((peer, self._swarm.version_of(peer, self.fragment)) for peer in working)
+        missing = [peer for peer in working if peer not in self.readies and peer not in moved]
+        versions = ((peer, self._swarm.version_of(peer, self.fragment)) for peer in missing)
         late = [p for p, at in versions if at == before or (at == before + 1 and p in was_behind)]
-        is_awaited = self._swarm.replays.is_awaited
-        behind = {p for p in late if p not in self.readies and p not in moved and is_awaited(p)}
+        behind = set(filter(self._swarm.replays.is_awaited, late))
         self._behind = behind if len(behind) >= BEHIND_LEAST * len(working) else set()
 
     def _live(self) -> list[PeerId]:

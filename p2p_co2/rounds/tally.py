@@ -112,12 +112,14 @@ class Tally:
     def _untold(self) -> list[PeerId]:
         """Owners that still ask for the round, for whose means a successor need not wait: too few are left
         who may hold these, so nobody can have committed with them. Their word alone does not show that."""
+        if not self.successor:
+            return []
         lost_by = self._askers - self._heard
         parts = [i for i, owner in enumerate(self._owners) if owner in lost_by and not self._is_held[i]]
         able = (self.attempt.shares.keys() - lost_by - self._lack[part] for part in parts)
         told = zip(parts, able, strict=True)
         lost = {self._owners[part] for part, peers in told if not self.attempt.is_quorum(peers)}
-        return sorted(lost) if self.successor else []
+        return sorted(lost)
 
     def has_heard(self, peer: PeerId) -> bool:
         return peer in self._heard
