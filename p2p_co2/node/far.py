@@ -64,10 +64,12 @@ class Far:
 
     def handle(self) -> bool:
         """Carry out what the outlook asks for; True if it asked."""
+        if not self.outlook.wanted:
+            return False
         wanted, self.outlook.wanted = self.outlook.wanted, []
         for cell in wanted:
             self._node.spawn(self.look_up(cell), is_errand=True)
-        return bool(wanted)
+        return True
 
     def conclude(self, now: float) -> None:
         """Put together what our cell sees of the others, now and then; soon in short rounds: a cell that sees
