@@ -250,6 +250,7 @@ def figures(result: Result, options: SimulationOptions, wall_s: float) -> dict[s
         "violations": [str(violation) for violation in result.violations],
         "faults": result.faults,
         "left_behind": result.left_behind,
+        "lacking": result.lacking,
         "forks": {"seen": result.forks, "longest_s": result.longest_fork_s},
         "longest_offer_s": round(result.longest_offer_s, 3),
         "recovery_s": quantiles(result.recoveries_s),
@@ -296,6 +297,8 @@ def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
         lines.insert(0, f"ended early, after {share}: how the run ends was not judged")
     if result.left_behind:
         lines.insert(-2, f"joined too late to finish: {', '.join(result.left_behind)}")
+    if result.lacking:
+        lines.insert(-2, f"left without the last rounds, and said so: {', '.join(result.lacking)}")
     return lines + [f"  {violation}" for violation in result.violations[:10]]
 
 

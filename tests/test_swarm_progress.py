@@ -13,7 +13,7 @@ from p2p_co2.membership import Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.progress import LISTENED_S, LocalProgress, SwarmProgress
+from p2p_co2.node.progress import LACKS, LISTENED_S, LocalProgress, SwarmProgress
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
@@ -227,6 +227,28 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_in_a_last_round_itself() 
         place.conclude()
         place.now += 20.0
         assert place.progress.is_needed(15.0) == (finished == {0})
+
+
+def test_who_leaves_without_what_others_held_can_say_what_it_lacks() -> None:
+    """Also when they are gone by then; not what is over since all that are there agree, nor a newcomer's
+    word."""
+    place, rest = Place(3, 3), (PeerId("another"), PeerId("third"))
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+    assert place.progress.missing() == ""
+    place.hear(NEWCOMER, Status.JOINING, 9, 9)
+    place.hear(OTHER, Status.DRAINING, 3, 5)
+    assert LACKS in place.progress.missing()
+    assert "(fragment 1: version 3 of 5)" in place.progress.missing()
+    for peer in (NEWCOMER, OTHER):
+        place.lose(peer)
+    assert "(fragment 1: version 3 of 5)" in place.progress.missing()
+    for peer in rest:
+        place.hear(peer, Status.DRAINING, 3, 3)
+    assert place.progress.missing() == ""
+    place.hear(OTHER, Status.DRAINING, 4, 5)
+    assert "(fragment 0: version 3 of 4, fragment 1: version 3 of 5)" in place.progress.missing()
+    place.move(4, 5)
+    assert place.progress.missing() == ""
 
 
 def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:

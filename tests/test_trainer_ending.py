@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from p2p_co2.config import ClockConfig
 from p2p_co2.rounds import Offer
 from p2p_co2.schedule import FLUSH_FLOOR_S, LOADS_CAP_S, SETTLE_S, STILL_LOADS
 from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.network_thread import NetworkThread
 from tests.trainer_bench import Bench, bench_on_virtual_time
 
 
@@ -150,6 +153,26 @@ def test_a_load_without_end_is_left_at_its_bound(monkeypatch: pytest.MonkeyPatch
     made.sync.flush(finished=True)
     assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S + LOADS_CAP_S)
     made.ledger.close()
+
+
+def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, told, said = bench_on_virtual_time(monkeypatch), list[float](), list[object]()
+    made.step(1)
+    monkeypatch.setattr(made.wire, "loads", lambda settled: True)
+    monkeypatch.setattr(made.wire, "tell_what_is_missing", lambda: told.append(made.wire.now()))
+    made.sync.flush(finished=False)
+    assert told == []
+    made.sync.flush(finished=True)
+    assert told == [pytest.approx(made.wire.now(), abs=0.1)]
+    made.ledger.close()
+
+    network = SimpleNamespace(report=lambda kind, fields: said.append((kind, fields)))
+    for words in ("", "what it lacks"):
+        network.node = SimpleNamespace(progress=SimpleNamespace(missing=lambda words=words: words))
+        NetworkThread.tell_what_is_missing(cast(NetworkThread, network))
+    assert said == [(ev.Warned, {"text": "what it lacks"})]
 
 
 def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:

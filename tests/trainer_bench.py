@@ -54,6 +54,9 @@ class RecordingWire:
     def settled(self, versions: Sequence[int]) -> bool:
         return self.is_settled
 
+    def tell_what_is_missing(self) -> None:
+        pass
+
     def loads(self, settled: bool) -> bool:
         return self.now() < self.loads_until and (self.newcomers or not settled)
 

@@ -34,6 +34,8 @@ WAITS_FOR_LOST = (
     "this peer is done, but most others went without a word and may only be suspended: waiting for them "
     "while the DHT lists them, no longer than an end may take"
 )
+LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
+"""What it says then begins so, and names so many fragments."""
 PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
@@ -90,6 +92,9 @@ class SwarmProgress:
         self._has_told_of_lost = False
         self._waits_for_time = False
         """Whether the next conclusion may differ without any news."""
+        self._newest = list(self._furthest)
+        """Per fragment, the newest version that anybody told since all that were heard were where this peer
+        is."""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -193,6 +198,16 @@ class SwarmProgress:
         works = now - self._worked_at <= within_s
         return moves or works or self._node.rounds.counts_for_others(now, within_s)
 
+    def missing(self) -> str:
+        """In words, what others hold and this peer has not; empty if that is nothing. Other threads may
+        ask."""
+        pairs = zip((agreed.version for agreed in self._node.agreed), self._newest, strict=True)
+        late = [f"fragment {f}: version {mine} of {new}" for f, (mine, new) in enumerate(pairs) if mine < new]
+        if not late:
+            return ""
+        named = ", ".join(late[:LACKS_NAMED]) + (", ..." if late[LACKS_NAMED:] else "")
+        return f"{LACKS} ({named}), since it did not come in time: `p2p-co2 plan` tells what lines can carry"
+
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
         it was about."""
@@ -256,6 +271,9 @@ class SwarmProgress:
         # A last offer may commit when all others seem to be done: who left before would miss it.
         alike = alike and not any(view.training for view in self.views().values())
         self._look_for_last_rounds(now)
+        told = [info.versions for info in done if len(info.versions) == len(agreed)]
+        known = here[0] if alike and done else self._newest
+        self._newest = [max(versions) for versions in zip(known, *told, strict=True)]
         at_rest = alike and not is_cut_off
         if alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
             self._has_told_of_lost = True

@@ -7,16 +7,20 @@ the run ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from p2p_co2.schedule import LOADS_CAP_S
 from p2p_co2.simnet.forks import Forks
 from p2p_co2.simnet.oversight import Oversight
 from p2p_co2.simnet.patience import loading_s, offer_bound_s
 
 if TYPE_CHECKING:
+    from p2p_co2.node.ledger import AgreedVersion
     from p2p_co2.node.node import Node
     from p2p_co2.simnet.process import Process
     from p2p_co2.simnet.swarm import Result, Swarm
+    from p2p_co2.wire.identity import PeerId
 
 HEAL_ROUNDS = 3.0
 HEAL_AFTER_S = 40.0
@@ -32,8 +36,11 @@ class Inspector:
         lines = [volunteer.profile for volunteer in swarm.volunteers]
         derived_s = offer_bound_s(swarm.shape, swarm.internet.scale, lines)
         self.offer_bound_s = swarm.settings.offers_within_s or derived_s
+        loads_s = loading_s(swarm.state_bytes, swarm.internet.scale, lines)
+        self._may_lack = loads_s > LOADS_CAP_S
+        """Whether a state may need longer than others stay for it at the end."""
         heal_s = HEAL_ROUNDS * swarm.run_config.clock.round_s + HEAL_AFTER_S
-        self.heal_s = heal_s + loading_s(swarm.state_bytes, swarm.internet.scale, lines)
+        self.heal_s = heal_s + loads_s
         self.forks = Forks(swarm.world, swarm.books, self.heal_s, swarm.went_wrong_at)
         self.longest_offer_s = 0.0
         self.recoveries_s: list[float] = []
@@ -41,6 +48,9 @@ class Inspector:
         self.held: dict[str, tuple[int, int]] = {}
         """By the name of its bound: the most that a peer held, and the bound then."""
         self.digests: dict[str, str] = {}
+        self.lacking: set[PeerId] = set()
+        """Peers that said, as they left, that they go without what others hold."""
+        self._ends: dict[str, Sequence[AgreedVersion]] = {}
         self._oversights: dict[Process, Oversight] = {}
 
     def saw_node(self, process: Process, node: Node) -> None:
@@ -65,8 +75,8 @@ class Inspector:
             if process.contributed_at is not None:
                 self.first_contributions_s.append(process.contributed_at - process.started_at)
         if process.finished:
-            digests = [agreed.digest for agreed in process.ledger.agreed()]
-            self.digests[process.peer] = b"".join(digests).hex()
+            self._ends[process.peer] = agreed = process.ledger.agreed()
+            self.digests[process.peer] = b"".join(version.digest for version in agreed).hex()
 
     def result(self) -> Result:
         from p2p_co2.simnet.swarm import Result
@@ -93,16 +103,30 @@ class Inspector:
             counts=dict(sorted(swarm.log.counts.items())),
             faults=dict(sorted(swarm.count_faults().items())),
             left_behind=sorted(swarm.left_behind),
+            lacking=[v.name for v in swarm.volunteers if v.identity.peer_id in self.lacking],
             ended_early=swarm.ended_early,
         )
 
     def _judge_end(self) -> None:
-        """Everybody who was there at the end has ended well, and holds the same."""
+        """Everybody who was there at the end has ended well, and holds the same; where lines are too slow for
+        a state, but for who says that it lacks later rounds."""
         swarm = self._swarm
         there = [v for v in swarm.volunteers if v.name not in swarm.left_behind]
         absent = [v.name for v in there if v.identity.peer_id not in self.digests]
         if absent:
             swarm.books.broken("", "end", f"did not finish: {', '.join(absent[:8])} ({len(absent)} in all)")
-        held = [self.digests[v.identity.peer_id] for v in there if v.identity.peer_id in self.digests]
-        if len(set(held)) > 1:
-            swarm.books.broken("", "end", f"{len(set(held))} different states at the end")
+        ended = [v.identity.peer_id for v in there if v.identity.peer_id in self.digests]
+        whole = [peer for peer in ended if not (self._may_lack and peer in self.lacking)] or ended
+        if (states := len({self.digests[peer] for peer in whole})) > 1:
+            swarm.books.broken("", "end", f"{states} different states at the end")
+        for peer in sorted(self.lacking.intersection(ended) - set(whole)):
+            self._judge_lack(peer, whole[0])
+
+    def _judge_lack(self, peer: PeerId, other: PeerId) -> None:
+        """What ``peer`` left without can only be later rounds of the history that ``other`` ended with: one
+        version is one state."""
+        pairs = zip(self._ends[peer], self._ends[other], strict=True)
+        for fragment, (mine, its) in enumerate(pairs):
+            if mine.version > its.version or (mine.version == its.version and mine.digest != its.digest):
+                text = f"left with another state of fragment {fragment}, and says that it lacks one"
+                self._swarm.books.broken(peer, "end", text)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.node.node import Node
+from p2p_co2.node.progress import LACKS
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.profiles import LinkProfile
 from p2p_co2.simnet.internet import Endpoint
@@ -241,6 +242,8 @@ class Process:
             return
         if isinstance(event, ev.FragmentApplied) and event.contributed and self.contributed_at is None:
             self.contributed_at = self.swarm.world.now
+        if isinstance(event, ev.Warned) and event.text.startswith(LACKS):
+            self.swarm.inspector.lacking.add(self.peer)
         if isinstance(event, ev.TrainingEnded):
             self.swarm.inspector.saw_training_end(self, event.offers_within_s + event.settles_within_s)
         self.swarm.log.write(event)

@@ -86,8 +86,9 @@ class Result:
     """What came of a simulation. ``digest``: sha256 of all events. ``virtual_s``: how long it was;
     ``turns``: callbacks it took; ``counts`` of events and ``faults`` that came to pass, by kind. ``digests``:
     the agreed states of the peers that finished, hex, by peer. ``left_behind``: peers that came when the
-    others had finished, or were still joining when the last of them went. ``ended_early``: somebody stopped
-    it, and how it would have ended was not judged."""
+    others had finished, or were still joining when the last of them went; ``lacking``: peers that said
+    that they leave without the last of what others hold. ``ended_early``: somebody stopped it, and how it
+    would have ended was not judged."""
 
     digest: str
     virtual_s: float
@@ -105,6 +106,7 @@ class Result:
     counts: dict[str, int]
     faults: dict[str, int]
     left_behind: list[str]
+    lacking: list[str]
     versions: list[int] = field(default_factory=list)
     ended_early: bool = False
 

@@ -169,6 +169,11 @@ class NetworkThread:
         that still joins."""
         return self.node.progress.is_needed(LOADS_QUIET_S, settled)
 
+    def tell_what_is_missing(self) -> None:
+        """Warn if the run is over for this peer before it has what others hold."""
+        if text := self.node.progress.missing():
+            self.report(ev.Warned, {"text": text})
+
     def over(self) -> frozenset[int]:
         """Fragments of which no more rounds are made in this run."""
         return self.node.progress.over

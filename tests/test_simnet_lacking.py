@@ -1,0 +1,76 @@
+"""A simulated peer that leaves without what others hold: it says so, and may do so only on lines that are too
+slow to bring it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.catchup import CatchUp
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.node.progress import LACKS
+from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simulation_watch import SimulationOptions, figures, lines_of
+from p2p_co2.telemetry.events import Event, Warned
+
+LATE = 2
+
+
+def swarm_of_three(profile: str) -> Swarm:
+    """The third stands still for most of the run. Over relays of 10 kB/s what it lacks then, two states of
+    6.5 MB, takes more than the ten minutes for which the others stay."""
+    run = RunConfig(name="lacks", fragments=2, clock=ClockConfig(mode="time", round_s=15.0, rounds=30))
+    settings = Settings(
+        run=run, peers=3, seed=1, profile=profile, blocks=(16, 16), real_bytes_per_block=6.4e3,
+        state_factor=64,
+    )  # fmt: skip
+    swarm = Swarm(settings, EventLog(digests=False))
+    swarm.world.call_at(60.0, swarm.stall, LATE, 430.0)
+    return swarm
+
+
+def test_who_cannot_load_in_time_what_others_hold_leaves_and_says_so() -> None:
+    swarm, told = swarm_of_three("satellite"), list[Warned]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Warned) and event.text.startswith(LACKS):
+            told.append(event)
+
+    swarm.log.readers.append(note)
+    result = swarm.run()
+    late = swarm.volunteers[LATE]
+    assert result.violations == []
+    assert result.lacking == [late.name]
+    assert [event.peer for event in told] == [late.identity.peer_id]
+    mine, its = (swarm.inspector._ends[peer] for peer in (told[0].peer, swarm.peer_ids()[0]))
+    for fragment, (held, lacked) in enumerate(zip(mine, its, strict=True)):
+        assert held.version < lacked.version
+        assert f"fragment {fragment}: version {held.version} of {lacked.version}" in told[0].text
+
+    # What it ends with is the others' history: another state of a version that they hold is none.
+    swarm.inspector._ends[told[0].peer] = [replace(its[0], digest=b"another"), mine[1]]
+    swarm.inspector._judge_end()
+    assert [(one.peer, one.law) for one in swarm.books.violations] == [(late.identity.peer_id, "end")]
+
+
+def test_who_leaves_without_it_where_lines_could_have_brought_it_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CatchUp, "want", lambda machine, goal, now: None)  # a bug: nothing is ever loaded
+    result = swarm_of_three("fibre").run()
+    assert result.lacking == ["peer-2"]
+    assert [one.text for one in result.violations if one.law == "end"] == ["2 different states at the end"]
+    summary = {
+        "rounds": {"committed": 1, "aborted": 0}, "staleness": {"histogram": {}},
+        "bytes": {"up_per_peer": {}, "down_per_peer": {}},
+    }  # fmt: skip
+    options = SimulationOptions(
+        run_file=Path("run.toml"), peers=3, profile="fibre", hours=0.0, churn_per_h=0.0, seed=1, folder=None,
+        parameters=0, step_s=0.0, storm=False,
+    )  # fmt: skip
+    told = figures(result, options, 1.0)
+    assert told["lacking"] == ["peer-2"]
+    words = lines_of(summary | {"simulation": told | {"planned_s": 1.0}}, result)
+    assert "left without the last rounds, and said so: peer-2" in words
