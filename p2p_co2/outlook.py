@@ -263,18 +263,18 @@ class Outlook:
         for peer, info in near.items():
             for sight in info.status.sights:
                 seen.setdefault(sight.cell, []).append((info.status_at - sight.age_s, peer, sight))
-        has_news = False
-        self.words = dict(self.words)
+        has_news, words = False, dict(self.words)  # other threads look at those that are there
         fresh_s = max(FRESH_S, QUIET_FRESH * self.quiet_s)
         for cell, told in seen.items():
             entitled = self._first(cell)
             sights = [one for one in told if one[1] in entitled and one[2].versions]
             if sights and cell != self.cell:
                 word = _combined(cell, sights, rounds_per_s, fresh_s)
-                known = self.words.get(cell)
+                known = words.get(cell)
                 if known is None or word.seen_at >= known.seen_at:
-                    self.words[cell] = word
+                    words[cell] = word
                     has_news = has_news or known is None or _news(known) != _news(word)
+        self.words = words
         self.revision += has_news
         return has_news
 

@@ -233,6 +233,10 @@ def test_what_is_on_its_way_moves_and_what_is_only_asked_for_or_doubled_does_not
     assert not late.moves(asked_at + 5.0, 4.9)
     assert not donor.moves(asked_at + 5.0, 4.9)
     assert late.moves(asked_at + 5.0, 6.0)
+    late.is_busy(D1, asked_at + 6.0)  # a round's bytes, before which no chunk comes
+    assert late.moves(asked_at + 6.0, 0.1)
+    donor.is_busy(LATE, asked_at + 6.0)
+    assert not donor.moves(asked_at + 6.0, 0.1)
     donor.remember(0, 7, Decision(outcome=b"x"), bytes(10))
     donor.receive(Fetch(what=ROUND, fragment=0, version=7), LATE, asked_at + 5.0)
     assert not donor.moves(asked_at + 5.0, 4.9)

@@ -14,7 +14,7 @@ from tests.round_network import make_identity
 
 SHAPE = PayloadShape(8, (24, 24), 8)
 CELLS = 3
-STATE, OTHER_STATE = bytes(32), 32 * b"1"
+OTHER_STATE = 32 * b"1"
 ME = make_identity(0)
 HERE = cell_of(ME.peer_id, CELLS)
 
@@ -27,7 +27,7 @@ def of_cell(cell: int, number: int = 0) -> PeerId:
 def ready(speaker: PeerId, fragment: int, round_: int) -> wire.CellReady:
     return wire.CellReady(
         key=wire.RoundKey(fragment=fragment, round=round_, attempt=bytes(16)), cell=cell_of(speaker, CELLS),
-        state_digest=STATE, members=8, parts_within_s=1.0, owners=24 * [speaker],
+        state_digest=bytes([fragment]) * 32, members=8, parts_within_s=1.0, owners=24 * [speaker],
     )  # fmt: skip
 
 

@@ -207,8 +207,18 @@ def test_when_the_run_is_over_a_peer_stays_while_another_is_in_a_last_round(phas
 
     hear(7.0, b"", Status.TRAINING)
     assert not place.progress.is_needed(30.0)
+    place.now += 1.0
+    place.conclude()  # without a word: by the clock it is at 7.75, then at 8.0
+    assert not place.progress.is_needed(30.0)
+    place.conclude()
+    assert place.progress.is_needed(30.0)
+    place.now += 4.0
+    place.conclude()  # at 9.25, with nothing finished: it is in a long step
+    place.now += 31.0
+    assert not place.progress.is_needed(30.0)
     hear(8.0, b"\x01")
     place.now += 500.0
+    place.conclude()
     assert place.progress.is_needed(30.0)
     assert not place.progress.is_needed(30.0, settled=True)
     hear(8.0, b"\x03", Status.DRAINING)
@@ -216,6 +226,23 @@ def test_when_the_run_is_over_a_peer_stays_while_another_is_in_a_last_round(phas
     assert place.progress.is_needed(30.0)  # it may have to load what came of that
     place.now += 1.0
     assert not place.progress.is_needed(30.0)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "phase"), [(8, Status.DRAINING), (8, Status.TRAINING), (0, Status.TRAINING)]
+)
+def test_who_is_far_past_the_end_and_has_finished_nothing_is_awaited_only_if_it_trains_no_more(
+    rounds: int, phase: Status.Phase
+) -> None:
+    """One that hung in a step held all others for ten minutes. Nor does a run without an end have any."""
+    place = Place(3, 3, rounds=rounds)
+    place.node.catchup.moves = lambda now, within_s: False
+    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+    status = Status(phase=phase, versions=(3, 3), digests=[bytes([3]) * 32] * 2, position=9.5)
+    place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), OTHER, place.now)
+    place.conclude()
+    assert place.progress.is_needed(30.0) == (phase == Status.DRAINING)
 
 
 def test_when_the_run_is_over_a_peer_stays_while_it_is_in_a_last_round_itself() -> None:
@@ -245,6 +272,8 @@ def test_who_leaves_without_what_others_held_can_say_what_it_lacks() -> None:
     for peer in rest:
         place.hear(peer, Status.DRAINING, 3, 3)
     assert place.progress.missing() == ""
+    place.hear(OTHER, Status.DRAINING, 4, 250)
+    assert "(fragment 0: version 3 of 4)" in place.progress.missing()  # nobody can be there
     place.hear(OTHER, Status.DRAINING, 4, 5)
     assert "(fragment 0: version 3 of 4, fragment 1: version 3 of 5)" in place.progress.missing()
     place.move(4, 5)

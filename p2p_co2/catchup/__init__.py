@@ -16,6 +16,7 @@ Source of the idea: several donors, digests and resume are what users of hivemin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from p2p_co2.catchup.donor import Donor
@@ -85,13 +86,15 @@ class CatchUp:
         self.donor = Donor(identity, run, shape, self._out)
         self.donor.history.is_everywhere = is_everywhere or self.donor.history.is_everywhere
         self._fetcher = Fetcher(run, shape, self._out)
+        self._busy_at = -math.inf
+        """When a round's bytes came last while anything was fetched."""
         self.revision = 0
         """Grows with every call that may have made anything longer that is held."""
 
     def moves(self, now: float, within_s: float) -> bool:
         """Whether a chunk of what others hold came to this peer of late, or one of what we hold was sent to
-        others: of a state or of a round that somebody missed."""
-        return now - max(self._fetcher.got_at, self.donor.gave_at) <= within_s
+        others: of a state or of a round that somebody missed. A round's bytes go before these."""
+        return now - max(self._fetcher.got_at, self._busy_at, self.donor.gave_at) <= within_s
 
     def keep_in(self, store: Store) -> None:
         """From now on the chunks of states go to ``store``, and come from it after a restart."""
@@ -118,6 +121,7 @@ class CatchUp:
     def is_busy(self, donor: PeerId, now: float) -> None:
         """A round's bytes came from ``donor``: it is not silent, and its chunks come after them."""
         self._fetcher.is_busy(donor, now)
+        self._busy_at = self._busy_at if self._fetcher.is_idle else now
 
     def forget_donor(self, peer: PeerId, now: float) -> None:
         """``peer`` is gone: goals that wait for it go on with another donor."""

@@ -130,7 +130,7 @@ class Catching:
         decision = Decision.FromString(event.decision)
         goal = Goal(ROUND, fragment, event.round, event.owners)
         fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
-        self._node.spawn(self._take_round(fetched))
+        self._node.spawn(self._take(fetched))
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
@@ -256,7 +256,7 @@ class Catching:
         elif isinstance(event, FetchFailed):
             self._failed(event)
         elif isinstance(event, Fetched):
-            self._node.spawn(self._take_round(event) if event.goal.what == ROUND else self._take_state(event))
+            self._node.spawn(self._take(event))
 
     # ---- fetching
 
@@ -319,6 +319,10 @@ class Catching:
         if self._told_of.get(fragment) != news:  # it is tried every few seconds, to the end of a run
             self._told_of[fragment] = news
             self._node.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
+
+    async def _take(self, event: Fetched) -> None:
+        await (self._take_round(event) if event.goal.what == ROUND else self._take_state(event))
+        self._node.pump()  # what is wanted next is asked for at once
 
     async def _take_round(self, event: Fetched) -> None:
         fragment = event.goal.fragment

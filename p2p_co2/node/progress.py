@@ -249,6 +249,7 @@ class SwarmProgress:
         if self.local.phase == Status.TRAINING:
             self.unsettle()
             return
+        self._look_for_last_rounds(now)  # others' positions move without any news
         seen = self._seen()
         if seen == self._concluded_of and far.cells == 1:
             return
@@ -270,10 +271,7 @@ class SwarmProgress:
         )
         # A last offer may commit when all others seem to be done: who left before would miss it.
         alike = alike and not any(view.training for view in self.views().values())
-        self._look_for_last_rounds(now)
-        told = [info.versions for info in done if len(info.versions) == len(agreed)]
-        known = here[0] if alike and done else self._newest
-        self._newest = [max(versions) for versions in zip(known, *told, strict=True)]
+        self._note_newest(done, here[0], alike)
         at_rest = alike and not is_cut_off
         if alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
             self._has_told_of_lost = True
@@ -287,18 +285,31 @@ class SwarmProgress:
             self._node.pump()
 
     def _look_for_last_rounds(self, now: float) -> None:
-        """Who has not come to the run's end may train on for long, and is not meant."""
-        live, ends_at = self._node.membership.live, self._rounds - ENDS_ROUNDS if self._rounds else math.inf
-        others = (info for info in live.values() if self._view(info).training)
-        works = _works(self.local.phase, len(self.local.finished) == len(self._node.agreed)) or any(
-            info.status.phase == Status.DRAINING
-            or info.status.position + (now - info.status_at) * self.rounds_per_s >= ends_at
-            for info in others
-        )
-        if works:
+        """Who has not come to the run's end may train on for long, and is not meant. Nor is who is past it by
+        more than a round and has finished nothing: its step may take hours, or hang."""
+        ends_at = self._rounds - ENDS_ROUNDS if self._rounds else math.inf
+
+        def is_at_end(info: PeerInfo) -> bool:
+            position = info.status.position + (now - info.status_at) * self.rounds_per_s
+            return ends_at <= position and (position < self._rounds + 1 or any(info.status.finished))
+
+        if _works(self.local.phase, len(self.local.finished) == len(self._node.agreed)) or any(
+            info.status.phase == Status.DRAINING or is_at_end(info)
+            for info in self._node.membership.live.values()
+            if self._view(info).training
+        ):
             self._worked_at = math.inf
         elif self._worked_at == math.inf:
             self._worked_at = now
+
+    def _note_newest(self, others: Sequence[PeerInfo], mine: tuple[int, ...], alike: bool) -> None:
+        """What ``others`` hold, as far as it may be true, until all that are heard are ``alike``."""
+        is_too_far, told = self._node.catching.majority.is_too_far, [info.versions for info in others]
+        known = mine if alike and others else self._newest
+        self._newest = [
+            max(newest, *(v[f] for v in told if f < len(v) and not is_too_far(f, v[f])), 0)
+            for f, newest in enumerate(known)
+        ]
 
     def _look_for_newcomers(self, now: float) -> None:
         live = self._node.membership.live.items()

@@ -48,8 +48,8 @@ _HAVE_THE_LAST = frozenset({"ready", "begin"})
 """Whose senders or members have the mean of the round before."""
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
 BULK = frozenset({"part", "mean", "chunk", "cell_part", "cell_mean"})
-_QUIET = _MEMBERSHIP | OUTLOOK_KINDS
-"""They move no timer but their own machines'."""
+_QUIET = _MEMBERSHIP | {"cell_sight"}
+"""They move no timer but their own machines', and only membership answers any of them."""
 _SAID = frozenset({"shut out", "too many messages"})
 """Reasons for which we dropped a link ourselves."""
 

@@ -250,6 +250,7 @@ class VirtualLinks:
         if lane.receiver is not None:
             lane.receiver.on_gone.pop(self._me.peer, None)
         lane.path = lane.receiver = None
+        self._measure_ways()
 
     # ---- sending
 
@@ -345,8 +346,10 @@ class VirtualLinks:
         world.at(arrives_at, Handle(internet.deliver, arguments, receiver.loop))
 
     def _measure_ways(self) -> None:
-        ways = (lane.measured.bytes_per_s for lane in self._lanes.values() if lane.measured is not None)
-        self._shown_bytes_per_s = min(self._uplink_bytes_per_s, sum(ways)) / self._internet.scale
+        """Of the ways that are left; as before where there are none."""
+        ways = [lane.measured.bytes_per_s for lane in self._lanes.values() if lane.measured is not None]
+        if ways:
+            self._shown_bytes_per_s = min(self._uplink_bytes_per_s, sum(ways)) / self._internet.scale
 
     def _real_bytes(self, data: bytes) -> float:
         """What a bulk message stands for: its payload is scaled, what is around it is as large as it is."""

@@ -294,7 +294,7 @@ class Training:
             if self._loads():
                 self._node.report(ev.Warned, text=STILL_LOADS)
                 await self._wait(lambda: not self._loads(), LOADS_CAP_S, SETTLE_LOOK_EVERY_S)
-            if text := self._node.progress.missing():
+            if not self.asked_to_leave and (text := self._node.progress.missing()):
                 self._node.report(ev.Warned, text=text)
         self.exposed_s += self._now() - entered_at
         self.report()

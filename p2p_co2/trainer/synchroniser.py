@@ -345,8 +345,7 @@ class Synchroniser:
     # ---- the end
 
     def flush(self, finished: bool) -> None:
-        """Await what is in flight; if the run is over, offer the rest of this peer's work and wait until all
-        agree."""
+        """Await what is in flight; if the run is over, offer the rest of it and wait until all agree."""
         self._returned_at = time.monotonic()
         self.release_held()
         if not finished:
@@ -366,7 +365,8 @@ class Synchroniser:
                 self._report(ev.Warned, text=STILL_LOADS)
                 self._wait(lambda: self.stopped or not self._wire.loads(self._has_settled()), LOADS_CAP_S)
             self.release_held()
-            self._wire.tell_what_is_missing()
+            if not self.stopped:
+                self._wire.tell_what_is_missing()
         self._stood_still()
         self.report()
 

@@ -1,0 +1,47 @@
+"""What a peer's machines have to send sets out with the turn in which they said so."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.simnet import EventLog, Settings, Storm, Swarm
+from p2p_co2.simnet.oversight import Oversight
+from p2p_co2.wire.messages_pb2 import CellSight, Fetch
+
+
+@pytest.mark.parametrize(("peers", "cells", "faults"), [(12, 1, Storm(3.0, 19.0)), (8, 2, None)])
+def test_nothing_waits_for_another_turn_to_be_sent(
+    monkeypatch: pytest.MonkeyPatch, peers: int, cells: int, faults: Storm | None
+) -> None:
+    """The question for the next of several missed rounds waited for somebody else's message, up to 0.8 s, and
+    what another cell's watcher had asked up to a second, or twenty where rounds take minutes."""
+    turned, unsent, sent = Oversight.turned, list[str](), Counter[type]()
+
+    def look(oversight: Oversight) -> None:
+        node = oversight._node
+        if node._links is not None and not node._stopping.is_set():
+            machines = node.membership, node.rounds._outlet, node.catchup._out, node.far.outlook
+            for machine in machines:
+                waiting = machine.messages if hasattr(machine, "messages") else machine._outgoing
+                unsent.extend(f"{oversight._world.now:.2f}: {message}" for _, message in waiting)
+        turned(oversight)
+
+    monkeypatch.setattr(Oversight, "turned", look)
+    clock = ClockConfig(mode="time", round_s=4.0, rounds=9)
+    run = RunConfig(name="unsent", fragments=2, cells=cells, group_size=64, clock=clock)
+    settings = Settings(run=run, peers=peers, seed=3, faults=faults, blocks=(6, 3))
+    swarm = Swarm(settings, EventLog(digests=False))
+    transmit = type(swarm.internet).deliver
+
+    def deliver(net: object, sender: object, receiver: object, at: float, data: object, size: float) -> None:
+        transmit(net, sender, receiver, at, data, size)  # type: ignore[arg-type]
+        if (opened := getattr(data, "opened", None)) is not None:
+            sent[type(opened.body)] += 1
+
+    monkeypatch.setattr(type(swarm.internet), "deliver", deliver)
+    assert swarm.run().violations == []
+    assert sent[CellSight if cells > 1 else Fetch] > 4
+    assert unsent == []
