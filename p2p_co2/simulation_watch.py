@@ -298,7 +298,7 @@ def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
     if result.left_behind:
         lines.insert(-2, f"joined too late to finish: {', '.join(result.left_behind)}")
     if result.lacking:
-        lines.insert(-2, f"left without the last rounds, and said so: {', '.join(result.lacking)}")
+        lines.insert(-2, f"left without what others hold, and said so: {', '.join(result.lacking)}")
     return lines + [f"  {violation}" for violation in result.violations[:10]]
 
 

@@ -52,6 +52,10 @@ def test_who_cannot_load_in_time_what_others_hold_leaves_and_says_so() -> None:
     # What it ends with is the others' history: another state of a version that they hold is none.
     swarm.inspector._ends[told[0].peer] = [replace(its[0], digest=b"another"), mine[1]]
     swarm.inspector._judge_end()
+    assert swarm.books.violations == []  # since views differed, a fork has its time
+    swarm.views_differed_at = 0.0
+    swarm.inspector.heal_s = 1.0
+    swarm.inspector._judge_end()
     assert [(one.peer, one.law) for one in swarm.books.violations] == [(late.identity.peer_id, "end")]
 
 
@@ -73,4 +77,4 @@ def test_who_leaves_without_it_where_lines_could_have_brought_it_is_caught(
     told = figures(result, options, 1.0)
     assert told["lacking"] == ["peer-2"]
     words = lines_of(summary | {"simulation": told | {"planned_s": 1.0}}, result)
-    assert "left without the last rounds, and said so: peer-2" in words
+    assert "left without what others hold, and said so: peer-2" in words

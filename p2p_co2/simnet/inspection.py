@@ -49,7 +49,8 @@ class Inspector:
         """By the name of its bound: the most that a peer held, and the bound then."""
         self.digests: dict[str, str] = {}
         self.lacking: set[PeerId] = set()
-        """Peers that said, as they left, that they go without what others hold."""
+        """Peers that said, as they left, that they go without what others hold, or that nobody could give it
+        to them."""
         self._ends: dict[str, Sequence[AgreedVersion]] = {}
         self._oversights: dict[Process, Oversight] = {}
 
@@ -111,16 +112,19 @@ class Inspector:
         """Everybody who was there at the end has ended well, and holds the same; where lines are too slow for
         a state, but for who says that it lacks later rounds."""
         swarm = self._swarm
+        excused: set[PeerId] = self.lacking if self._may_lack else set()
         there = [v for v in swarm.volunteers if v.name not in swarm.left_behind]
-        absent = [v.name for v in there if v.identity.peer_id not in self.digests]
+        absent = [v.name for v in there if v.identity.peer_id not in {*self.digests, *excused}]
         if absent:
             swarm.books.broken("", "end", f"did not finish: {', '.join(absent[:8])} ({len(absent)} in all)")
         ended = [v.identity.peer_id for v in there if v.identity.peer_id in self.digests]
-        whole = [peer for peer in ended if not (self._may_lack and peer in self.lacking)] or ended
+        whole = [peer for peer in ended if peer not in excused] or ended
         if (states := len({self.digests[peer] for peer in whole})) > 1:
             swarm.books.broken("", "end", f"{states} different states at the end")
-        for peer in sorted(self.lacking.intersection(ended) - set(whole)):
-            self._judge_lack(peer, whole[0])
+        wrong_at = swarm.went_wrong_at()
+        if wrong_at is None or swarm.world.now > wrong_at + self.heal_s:  # else forks have their time
+            for peer in sorted(excused.intersection(ended) - set(whole)):
+                self._judge_lack(peer, whole[0])
 
     def _judge_lack(self, peer: PeerId, other: PeerId) -> None:
         """What ``peer`` left without can only be later rounds of the history that ``other`` ended with: one
