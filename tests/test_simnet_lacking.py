@@ -49,8 +49,8 @@ def test_who_cannot_load_in_time_what_others_hold_leaves_and_says_so() -> None:
         assert held.version < lacked.version
         assert f"fragment {fragment}: version {held.version} of {lacked.version}" in told[0].text
 
-    # What it ends with is the others' history: another state of a version that they hold is none.
-    swarm.inspector._ends[told[0].peer] = [replace(its[0], digest=b"another"), mine[1]]
+    # What it ends with is the others' history: a state that theirs did not come of is none.
+    swarm.inspector._ends[told[0].peer] = [replace(mine[0], digest=b"another"), mine[1]]
     swarm.inspector._judge_end()
     assert swarm.books.violations == []  # since views differed, a fork has its time
     swarm.views_differed_at = 0.0

@@ -216,6 +216,8 @@ def test_when_the_run_is_over_a_peer_stays_while_another_is_in_a_last_round(phas
     place.conclude()  # at 9.25, with nothing finished: it is in a long step
     place.now += 31.0
     assert not place.progress.is_needed(30.0)
+    hear(8.0, b"")
+    assert place.progress.is_needed(30.0)
     hear(8.0, b"\x01")
     place.now += 500.0
     place.conclude()
@@ -243,6 +245,15 @@ def test_who_is_far_past_the_end_and_has_finished_nothing_is_awaited_only_if_it_
     place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), OTHER, place.now)
     place.conclude()
     assert place.progress.is_needed(30.0) == (phase == Status.DRAINING)
+
+
+def test_who_trains_no_more_stands_still_on_the_clock() -> None:
+    """Else whoever offers the last of its work over a slow line looked like one that hangs in a step."""
+    place = Place(3, 3, rounds=8)
+    for is_over, position in ((False, 8.5), (True, 8.0)):
+        place.progress.show(LocalProgress(Status.TRAINING, 8.0, place.now, is_over=is_over))
+        place.now += 2.0
+        assert place.progress.position() == position
 
 
 def test_when_the_run_is_over_a_peer_stays_while_it_is_in_a_last_round_itself() -> None:

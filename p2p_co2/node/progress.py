@@ -34,6 +34,7 @@ WAITS_FOR_LOST = (
     "this peer is done, but most others went without a word and may only be suspended: waiting for them "
     "while the DHT lists them, no longer than an end may take"
 )
+NEARLY = 1e-6
 LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
 """What it says then begins so, and names so many fragments."""
 PLACED_EVERY_S = 1.0
@@ -55,6 +56,8 @@ class LocalProgress:
     loss: float = 0.0
     finished: frozenset[int] = frozenset()
     """Fragments for which this peer has nothing more to offer in this run."""
+    is_over: bool = False
+    """Whether it takes no more steps: its position stands still."""
 
 
 class SwarmProgress:
@@ -161,7 +164,7 @@ class SwarmProgress:
     def position(self) -> float:
         """This peer's position now: what the training thread last said, carried on by the clock."""
         local = self.local
-        moving = local.phase == Status.TRAINING
+        moving = local.phase == Status.TRAINING and not local.is_over
         elapsed_s = self._node.clock.monotonic() - local.position_at if moving else 0.0
         return max(0.0, local.position + elapsed_s * self.rounds_per_s)
 
@@ -206,7 +209,7 @@ class SwarmProgress:
         if not late:
             return ""
         named = ", ".join(late[:LACKS_NAMED]) + (", ..." if late[LACKS_NAMED:] else "")
-        return f"{LACKS} ({named}), since it did not come in time: `p2p-co2 plan` tells what lines can carry"
+        return f"{LACKS} ({named}), and nobody gives it any more; on slow lines see `p2p-co2 plan`"
 
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
@@ -286,12 +289,13 @@ class SwarmProgress:
 
     def _look_for_last_rounds(self, now: float) -> None:
         """Who has not come to the run's end may train on for long, and is not meant. Nor is who is past it by
-        more than a round and has finished nothing: its step may take hours, or hang."""
-        ends_at = self._rounds - ENDS_ROUNDS if self._rounds else math.inf
+        more than a round: its step may take hours, or hang, and whoever offers the last of its work stands
+        still."""
+        ends_at = self._rounds - (ENDS_ROUNDS if self.rounds_per_s else NEARLY) if self._rounds else math.inf
 
         def is_at_end(info: PeerInfo) -> bool:
             position = info.status.position + (now - info.status_at) * self.rounds_per_s
-            return ends_at <= position and (position < self._rounds + 1 or any(info.status.finished))
+            return ends_at <= position < self._rounds + 1 or any(info.status.finished)
 
         if _works(self.local.phase, len(self.local.finished) == len(self._node.agreed)) or any(
             info.status.phase == Status.DRAINING or is_at_end(info)
@@ -304,10 +308,11 @@ class SwarmProgress:
 
     def _note_newest(self, others: Sequence[PeerInfo], mine: tuple[int, ...], alike: bool) -> None:
         """What ``others`` hold, as far as it may be true, until all that are heard are ``alike``."""
-        is_too_far, told = self._node.catching.majority.is_too_far, [info.versions for info in others]
+        is_too_far, words = self._node.catching.majority.is_too_far, self._node.far.outlook.words.values()
+        told = [info.versions for info in others] + [word.versions for word in words]
         known = mine if alike and others else self._newest
         self._newest = [
-            max(newest, *(v[f] for v in told if f < len(v) and not is_too_far(f, v[f])), 0)
+            max(newest, *(v[f] for v in told if f < len(v) and v[f] > newest and not is_too_far(f, v[f])), 0)
             for f, newest in enumerate(known)
         ]
 

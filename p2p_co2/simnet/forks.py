@@ -12,11 +12,11 @@ at the very end of its time: a clock is set for that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.simnet.laws import Books
+from p2p_co2.simnet.laws import Books, History
 from p2p_co2.simnet.virtual_time import VirtualTime
 
 
@@ -91,15 +91,7 @@ class Forks:
         """Whether each of the states that are held came of the next older one."""
         histories = self._books.histories[fragment]
         states = sorted(self._states[fragment], key=lambda state: -state.version)
-        for newer, older in pairwise(states):
-            if older.version == 0:
-                return True  # the common start
-            version, digest = newer.version, newer.digest
-            while version > older.version and digest in histories:
-                version, digest = version - 1, histories[digest].parent
-            if digest != older.digest:
-                return False
-        return True
+        return all(comes_of(newer, older, histories) for newer, older in pairwise(states))
 
     def _judge(self, fragment: int, since: float) -> None:
         """Break the law if a fork's time is up, else come again when it is."""
@@ -117,3 +109,11 @@ class Forks:
             return
         age_s = self._world.now - since
         self._books.broken("", "forks", f"{text}, {age_s:.0f} s after it came and long after it may")
+
+
+def comes_of(newer: AgreedVersion, older: AgreedVersion, histories: Mapping[bytes, History]) -> bool:
+    """Whether one state is the other, or came of it; all came of the common start."""
+    version, digest = newer.version, newer.digest
+    while version > older.version and digest in histories:
+        version, digest = version - 1, histories[digest].parent
+    return older.version == 0 or digest == older.digest

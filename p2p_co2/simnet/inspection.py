@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from p2p_co2.schedule import LOADS_CAP_S
-from p2p_co2.simnet.forks import Forks
+from p2p_co2.simnet.forks import Forks, comes_of
 from p2p_co2.simnet.oversight import Oversight
-from p2p_co2.simnet.patience import loading_s, offer_bound_s
+from p2p_co2.simnet.patience import loading_by_s, loading_s, offer_bound_s
 
 if TYPE_CHECKING:
     from p2p_co2.node.ledger import AgreedVersion
@@ -37,8 +37,9 @@ class Inspector:
         derived_s = offer_bound_s(swarm.shape, swarm.internet.scale, lines)
         self.offer_bound_s = swarm.settings.offers_within_s or derived_s
         loads_s = loading_s(swarm.state_bytes, swarm.internet.scale, lines)
-        self._may_lack = loads_s > LOADS_CAP_S
-        """Whether a state may need longer than others stay for it at the end."""
+        size_bytes = sum(swarm.state_bytes) * swarm.internet.scale
+        self._slow = {line for line in set(lines) if loading_by_s(size_bytes, line, lines) > LOADS_CAP_S}
+        """Lines over which a state takes longer than others stay for it at the end."""
         heal_s = HEAL_ROUNDS * swarm.run_config.clock.round_s + HEAL_AFTER_S
         self.heal_s = heal_s + loads_s
         self.forks = Forks(swarm.world, swarm.books, self.heal_s, swarm.went_wrong_at)
@@ -49,10 +50,16 @@ class Inspector:
         """By the name of its bound: the most that a peer held, and the bound then."""
         self.digests: dict[str, str] = {}
         self.lacking: set[PeerId] = set()
-        """Peers that said, as they left, that they go without what others hold, or that nobody could give it
-        to them."""
+        """Peers that said, as they left, that they go without what others hold."""
+        self.not_given: set[PeerId] = set()
+        """Peers that came back, and left since nobody could give them the agreed state."""
         self._ends: dict[str, Sequence[AgreedVersion]] = {}
         self._oversights: dict[Process, Oversight] = {}
+
+    def starts(self, peer: PeerId) -> None:
+        """A process begins: what its last one said is over."""
+        self.lacking.discard(peer)
+        self.not_given.discard(peer)
 
     def saw_node(self, process: Process, node: Node) -> None:
         """A process has its node now."""
@@ -104,17 +111,19 @@ class Inspector:
             counts=dict(sorted(swarm.log.counts.items())),
             faults=dict(sorted(swarm.count_faults().items())),
             left_behind=sorted(swarm.left_behind),
-            lacking=[v.name for v in swarm.volunteers if v.identity.peer_id in self.lacking],
+            lacking=[v.name for v in swarm.volunteers if v.identity.peer_id in self.lacking | self.not_given],
             ended_early=swarm.ended_early,
         )
 
     def _judge_end(self) -> None:
-        """Everybody who was there at the end has ended well, and holds the same; where lines are too slow for
-        a state, but for who says that it lacks later rounds."""
+        """Everybody who was there at the end has ended well, and holds the same; but for those whose line is
+        too slow to bring a state in time, and who say that they lack one."""
         swarm = self._swarm
-        excused: set[PeerId] = self.lacking if self._may_lack else set()
+        slow = {v.identity.peer_id for v in swarm.volunteers if v.profile in self._slow}
+        excused = self.lacking & slow
         there = [v for v in swarm.volunteers if v.name not in swarm.left_behind]
-        absent = [v.name for v in there if v.identity.peer_id not in {*self.digests, *excused}]
+        ended_well = {*self.digests, *(self.not_given & slow)}
+        absent = [v.name for v in there if v.identity.peer_id not in ended_well]
         if absent:
             swarm.books.broken("", "end", f"did not finish: {', '.join(absent[:8])} ({len(absent)} in all)")
         ended = [v.identity.peer_id for v in there if v.identity.peer_id in self.digests]
@@ -127,10 +136,9 @@ class Inspector:
                 self._judge_lack(peer, whole[0])
 
     def _judge_lack(self, peer: PeerId, other: PeerId) -> None:
-        """What ``peer`` left without can only be later rounds of the history that ``other`` ended with: one
-        version is one state."""
+        """What ``peer`` left without can only be later rounds of the history that ``other`` ended with."""
         pairs = zip(self._ends[peer], self._ends[other], strict=True)
         for fragment, (mine, its) in enumerate(pairs):
-            if mine.version > its.version or (mine.version == its.version and mine.digest != its.digest):
+            if not comes_of(its, mine, self._swarm.books.histories[fragment]):
                 text = f"left with another state of fragment {fragment}, and says that it lacks one"
                 self._swarm.books.broken(peer, "end", text)

@@ -250,7 +250,8 @@ class VirtualLinks:
         if lane.receiver is not None:
             lane.receiver.on_gone.pop(self._me.peer, None)
         lane.path = lane.receiver = None
-        self._measure_ways()
+        if lane.measured is not None:
+            self._measure_ways()
 
     # ---- sending
 

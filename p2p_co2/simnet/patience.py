@@ -60,8 +60,13 @@ def run_bound_s(last_start_at: float, planned_s: float, step_s: float, cells: in
 def loading_s(state_bytes: Iterable[int], scale: float, lines: Sequence[LinkProfile]) -> float:
     """Seconds that all fragments' states take to who has the worst ways: going over to them is loading them.
     Most others hold them, so one of those that do is on its median way or a better one."""
-    slowest = [_median_bytes_per_s(to, Counter(lines) - Counter([to])) for to in set(lines)]
-    return sum(state_bytes) * scale / min(slowest) if len(lines) > 1 else 0.0
+    size_bytes = sum(state_bytes) * scale
+    return max((loading_by_s(size_bytes, to, lines) for to in set(lines)), default=0.0)
+
+
+def loading_by_s(size_bytes: float, to: LinkProfile, lines: Sequence[LinkProfile]) -> float:
+    """The same for one whose own line is ``to``."""
+    return size_bytes / _median_bytes_per_s(to, Counter(lines) - Counter([to])) if len(lines) > 1 else 0.0
 
 
 def _median_bytes_per_s(receiver: LinkProfile, senders: Counter[LinkProfile]) -> float:

@@ -144,7 +144,8 @@ class Process:
         if not await training.catch_up():
             if swarm.came_after_the_end(self):
                 swarm.left_behind.add(volunteer.name)
-            swarm.inspector.lacking.add(self.peer)
+            elif node.progress.met and not node.progress.left_behind:
+                swarm.inspector.not_given.add(self.peer)
             self.say(ev.Warned, text="no peer could give this one the agreed state; try again later")
             await self._leave("could not catch up")
             return

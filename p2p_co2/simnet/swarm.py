@@ -87,8 +87,8 @@ class Result:
     ``turns``: callbacks it took; ``counts`` of events and ``faults`` that came to pass, by kind. ``digests``:
     the agreed states of the peers that finished, hex, by peer. ``left_behind``: peers that came when the
     others had finished, or were still joining when the last of them went; ``lacking``: peers that said
-    that they leave without the last of what others hold. ``ended_early``: somebody stopped it, and how it
-    would have ended was not judged."""
+    that they leave without what others hold, or that nobody could give it to them. ``ended_early``: somebody
+    stopped it, and how it would have ended was not judged."""
 
     digest: str
     virtual_s: float
@@ -281,6 +281,7 @@ class Swarm:
         if volunteer.processes:
             self.faults["restart with its disk" if with_disk else "restart without its disk"] += 1
         self.left_behind.discard(volunteer.name)
+        self.inspector.starts(volunteer.identity.peer_id)
         self.processes[index] = Process(self, volunteer)
 
     def _write_off(self, volunteer: Volunteer, saved: int) -> None:

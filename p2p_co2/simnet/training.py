@@ -359,6 +359,13 @@ class Training:
         finished = self._finished()
         self._node.show(
             LocalProgress(
-                self.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, 0.0, finished
+                self.phase,
+                self.position,
+                self._advanced_at,
+                self.inner_steps,
+                self.tokens,
+                0.0,
+                finished,
+                self._is_flushing,
             )
         )

@@ -345,7 +345,7 @@ class Synchroniser:
     # ---- the end
 
     def flush(self, finished: bool) -> None:
-        """Await what is in flight; if the run is over, offer the rest of it and wait until all agree."""
+        """Await what is in flight; if the run is over, offer the rest of our work until all agree."""
         self._returned_at = time.monotonic()
         self.release_held()
         if not finished:
@@ -443,8 +443,8 @@ class Synchroniser:
     def _show(self) -> None:
         loss = self._loss if math.isfinite(self._loss) else 0.0
         finished = self._told_finished = self._finished()
-        at, steps = self._advanced_at, self.inner_steps
-        self._wire.show(LocalProgress(self.phase, self.position, at, steps, self.tokens, loss, finished))
+        at, work, over = self._advanced_at, (self.inner_steps, self.tokens), self._is_flushing
+        self._wire.show(LocalProgress(self.phase, self.position, at, *work, loss, finished, over))
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._wire.report(kind, fields)
