@@ -250,8 +250,8 @@ def test_who_is_far_past_the_end_and_has_finished_nothing_is_awaited_only_if_it_
 def test_who_trains_no_more_stands_still_on_the_clock() -> None:
     """Else whoever offers the last of its work over a slow line looked like one that hangs in a step."""
     place = Place(3, 3, rounds=8)
-    for is_over, position in ((False, 8.5), (True, 8.0)):
-        place.progress.show(LocalProgress(Status.TRAINING, 8.0, place.now, is_over=is_over))
+    for is_over, last, position in ((False, 8.0, 8.5), (True, 8.0, 8.0), (True, 9.5, 8.0), (True, 7.5, 7.5)):
+        place.progress.show(LocalProgress(Status.TRAINING, last, place.now, is_over=is_over))
         place.now += 2.0
         assert place.progress.position() == position
 

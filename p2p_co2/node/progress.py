@@ -34,7 +34,6 @@ WAITS_FOR_LOST = (
     "this peer is done, but most others went without a word and may only be suspended: waiting for them "
     "while the DHT lists them, no longer than an end may take"
 )
-NEARLY = 1e-6
 LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
 """What it says then begins so, and names so many fragments."""
 PLACED_EVERY_S = 1.0
@@ -162,8 +161,11 @@ class SwarmProgress:
         return info.view
 
     def position(self) -> float:
-        """This peer's position now: what the training thread last said, carried on by the clock."""
+        """This peer's position now: what the training thread last said, carried on by the clock. Who takes no
+        more steps stands at the run's end, though a last step or a pause may have brought it further."""
         local = self.local
+        if local.is_over and self._rounds:
+            return min(local.position, self._rounds)
         moving = local.phase == Status.TRAINING and not local.is_over
         elapsed_s = self._node.clock.monotonic() - local.position_at if moving else 0.0
         return max(0.0, local.position + elapsed_s * self.rounds_per_s)
@@ -209,7 +211,7 @@ class SwarmProgress:
         if not late:
             return ""
         named = ", ".join(late[:LACKS_NAMED]) + (", ..." if late[LACKS_NAMED:] else "")
-        return f"{LACKS} ({named}), and nobody gives it any more; on slow lines see `p2p-co2 plan`"
+        return f"{LACKS} ({named}), and waits for it no longer; on slow lines see `p2p-co2 plan`"
 
     def unsettle(self) -> None:
         """Our state may have changed: another thread reads what was concluded, and it must not outlive what
@@ -291,7 +293,7 @@ class SwarmProgress:
         """Who has not come to the run's end may train on for long, and is not meant. Nor is who is past it by
         more than a round: its step may take hours, or hang, and whoever offers the last of its work stands
         still."""
-        ends_at = self._rounds - (ENDS_ROUNDS if self.rounds_per_s else NEARLY) if self._rounds else math.inf
+        ends_at = self._rounds - (ENDS_ROUNDS if self.rounds_per_s else 0.0) if self._rounds else math.inf
 
         def is_at_end(info: PeerInfo) -> bool:
             position = info.status.position + (now - info.status_at) * self.rounds_per_s

@@ -113,7 +113,9 @@ class Forks:
 
 def comes_of(newer: AgreedVersion, older: AgreedVersion, histories: Mapping[bytes, History]) -> bool:
     """Whether one state is the other, or came of it; all came of the common start."""
+    if older.version == 0:
+        return True
     version, digest = newer.version, newer.digest
     while version > older.version and digest in histories:
         version, digest = version - 1, histories[digest].parent
-    return older.version == 0 or digest == older.digest
+    return digest == older.digest

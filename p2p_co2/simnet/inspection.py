@@ -52,7 +52,7 @@ class Inspector:
         self.lacking: set[PeerId] = set()
         """Peers that said, as they left, that they go without what others hold."""
         self.not_given: set[PeerId] = set()
-        """Peers that came back, and left since nobody could give them the agreed state."""
+        """Peers that joined, and left since nobody could give them the agreed state."""
         self._ends: dict[str, Sequence[AgreedVersion]] = {}
         self._oversights: dict[Process, Oversight] = {}
 
@@ -117,7 +117,7 @@ class Inspector:
 
     def _judge_end(self) -> None:
         """Everybody who was there at the end has ended well, and holds the same; but for those whose line is
-        too slow to bring a state in time, and who say that they lack one."""
+        too slow to bring a state in time, and who say that they lack one or were given none."""
         swarm = self._swarm
         slow = {v.identity.peer_id for v in swarm.volunteers if v.profile in self._slow}
         excused = self.lacking & slow

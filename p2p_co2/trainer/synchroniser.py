@@ -345,7 +345,7 @@ class Synchroniser:
     # ---- the end
 
     def flush(self, finished: bool) -> None:
-        """Await what is in flight; if the run is over, offer the rest of our work until all agree."""
+        """Await what is in flight; if the run is over, offer what is left and wait until all agree."""
         self._returned_at = time.monotonic()
         self.release_held()
         if not finished:
