@@ -1,4 +1,4 @@
-"""Do swarms on lines that are too slow for their runs end in one state? On virtual time, so the same anywhere.
+"""Do swarms on lines too slow for their runs end in one state? On virtual time, so the same anywhere.
 
     python benchmarks/ends.py 4g --seeds 0 75
     python benchmarks/ends.py drawn --seeds 200000 200157
