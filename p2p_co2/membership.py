@@ -148,6 +148,8 @@ class Membership:
         """Peers that were live: when they went, and whether with a word; the last ones at the end."""
         self._fell_silent: set[PeerId] = set()
         """Those of them whose links did not break: they may be suspended."""
+        self.last_went_with_word = True
+        """Whether whoever went last said goodbye."""
         self._next_heartbeat_at: float | None = None
         self._announced_at = -math.inf
         self._announce_at = self._greet_at = math.inf
@@ -411,6 +413,7 @@ class Membership:
     def _drop(self, peer: PeerId, reason: str, now: float, with_word: bool) -> None:
         if self._live.pop(peer, None) is not None:
             self._gone[peer] = now, with_word  # who is live is not in it: it comes to its end
+            self.last_went_with_word = with_word
             if len(self._gone) > MAX_PEERS:
                 oldest = next(iter(self._gone))
                 del self._gone[oldest]

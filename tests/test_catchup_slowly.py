@@ -8,6 +8,7 @@ import random
 import pytest
 
 from p2p_co2.catchup import ROUND, CatchUpMessage, Fetched, FetchFailed, Goal, Shape
+from p2p_co2.catchup.donor import TAKERS_KEPT
 from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
@@ -233,6 +234,8 @@ def test_what_is_on_its_way_moves_and_what_is_only_asked_for_or_doubled_does_not
     assert not late.moves(asked_at + 5.0, 4.9)
     assert not donor.moves(asked_at + 5.0, 4.9)
     assert late.moves(asked_at + 5.0, 6.0)
+    assert donor.donor.takers(asked_at + 5.0, 6.0) == [LATE]
+    assert donor.donor.takers(asked_at + 5.0, 4.9) == late.donor.takers(asked_at, 1e9) == []
     late.is_busy(D1, asked_at + 6.0)  # a round's bytes, before which no chunk comes
     assert late.moves(asked_at + 6.0, 0.1)
     donor.is_busy(LATE, asked_at + 6.0)
@@ -242,3 +245,35 @@ def test_what_is_on_its_way_moves_and_what_is_only_asked_for_or_doubled_does_not
     assert not donor.moves(asked_at + 5.0, 4.9)
     donor.receive(Fetch(what=ROUND, fragment=0, version=7, want_chunk=True), LATE, asked_at + 5.0)
     assert donor.moves(asked_at + 5.0, 0.0)
+
+
+def test_who_was_given_something_is_remembered_within_a_bound() -> None:
+    donor = World(donors=1).machines[D1].donor
+    for number in range(TAKERS_KEPT + 3):
+        donor._gave(PeerId(f"taker {number}"), float(number))
+    donor._gave(PeerId("taker 5"), 100.0)
+    assert donor.held()["TAKERS_KEPT"] == (TAKERS_KEPT, TAKERS_KEPT)
+    takers = donor.takers(100.0, 100.0)
+    assert takers[0] == "taker 3"
+    assert takers[-1] == "taker 5"
+    assert len(takers) == TAKERS_KEPT
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_is_forgotten_tells_nothing_and_leaves_its_room_to_who_waits(waits: bool) -> None:
+    """Two large states, one at a time: the one that is loaded is forgotten, or the one that waits."""
+    world = World(donors=1, rate=2e6)
+    late = world.machines[LATE]
+    for fragment in (1, 2):
+        world.want(fragment)
+    world.run(0.3)
+    assert late.fetching(1)
+    assert late.fetching(2)
+    late.forget(2 if waits else 1, world.now)
+    assert late.fetching(1) is waits
+    assert late.fetching(2) is not waits
+    look_around(world)
+    (ended,) = (event for event in world.events if isinstance(event, Fetched | FetchFailed))
+    assert isinstance(ended, Fetched)
+    assert ended.goal.fragment == (1 if waits else 2)
+    assert late.get_timer() is None

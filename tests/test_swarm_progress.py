@@ -13,8 +13,15 @@ from p2p_co2.membership import Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.progress import LACKS, LISTENED_S, LocalProgress, SwarmProgress
+from p2p_co2.node.progress import (
+    LACKS,
+    LISTENED_S,
+    WAITS_FOR_THEIR_STATE,
+    LocalProgress,
+    SwarmProgress,
+)
 from p2p_co2.node.surroundings import Clock
+from p2p_co2.outlook import CellWord
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
 
@@ -34,7 +41,9 @@ class Place:
             catching=None,
             me=PeerId("me"),
             far=None,
-            catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
+            catchup=SimpleNamespace(
+                ask_swarm=lambda vouch: None, donor=SimpleNamespace(takers=lambda now, within_s: [])
+            ),
             refresh=lambda: None,
             pump=lambda: None,
             upload_bytes_per_s=lambda: 0.0,
@@ -186,6 +195,64 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
     expected = newcomers and (moves or is_new) if settled else moves or counts
     assert place.progress.is_needed(7.0, settled) == expected
     assert set(asked) <= {(place.now, 7.0)}
+
+
+def test_where_all_agree_a_newcomer_of_another_cell_is_waited_for_while_it_is_given_something() -> None:
+    place, asked = Place(3, 3), list[tuple[float, float]]()
+    place.node.catchup.moves = lambda now, within_s: True
+    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
+
+    def takers(now: float, within_s: float) -> list[PeerId]:
+        asked.append((now, within_s))
+        return [OTHER, NEWCOMER]
+
+    place.node.catchup.donor.takers = takers
+    assert not place.progress.is_needed(7.0, settled=True)  # both are of our cell, and neither joins
+    place.node.far.is_near = lambda peer: peer != NEWCOMER
+    assert place.progress.is_needed(7.0, settled=True)
+    assert set(asked) == {(place.now, 7.0)}
+
+
+def test_who_went_without_a_word_before_a_newcomer_had_their_state_may_be_back() -> None:
+    """It left after half a minute, and they were only out of reach (storms 200046 and 200135 as drawn)."""
+    place, told = Place(0, 0), list[str]()
+    place.node.report = lambda kind, text: told.append(text)
+    place.hear(OTHER, Status.TRAINING, 3, 3)
+    place.lose(OTHER)
+    assert place.progress.left_behind
+    assert not place.progress.may_be_back
+    place.hear(OTHER, Status.TRAINING, 3, 3)
+    assert not place.progress.left_behind
+    place.node.membership.unreachable(OTHER, "no answer to keepalive", place.now)
+    for _ in range(2):
+        place.conclude()
+        assert place.progress.left_behind
+        assert place.progress.may_be_back
+    assert told == [WAITS_FOR_THEIR_STATE]
+    place.now += 10.0
+    place.hear(OTHER, Status.TRAINING, 4, 4)
+    assert not place.progress.may_be_back
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_newcomer_with_a_cell_to_itself_is_left_behind_when_the_other_cells_go(settled: bool) -> None:
+    place = Place(0, 0)
+    place.node.report = lambda kind, text: None
+    far, outlook = place.node.far, place.node.far.outlook
+    far.cells = outlook.cells = 2
+    word = CellWord(1, not settled, settled, 7.0, (3, 2), (b"3" * 32, b"2" * 32), frozenset(), (OTHER,), 1.0)
+    outlook.words = {1: word}
+    far.conclude = lambda now: None
+    place.node.rounds = SimpleNamespace(is_over=lambda fragment: False, made_by=lambda fragment: frozenset())
+    place.conclude()
+    assert place.progress.met
+    assert not place.progress.abreast
+    assert not place.progress.left_behind
+    place.now += 1000.0  # nothing was heard of them since
+    place.conclude()
+    assert not place.progress.abreast
+    assert place.progress.left_behind
+    assert place.progress.may_be_back is not settled
 
 
 @pytest.mark.parametrize("phase", [Status.DRAINING, Status.TRAINING])

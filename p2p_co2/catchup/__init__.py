@@ -94,7 +94,8 @@ class CatchUp:
     def moves(self, now: float, within_s: float) -> bool:
         """Whether a chunk of what others hold came to this peer of late, or one of what we hold was sent to
         others: of a state or of a round that somebody missed. A round's bytes go before these."""
-        return now - max(self._fetcher.got_at, self._busy_at, self.donor.gave_at) <= within_s
+        came = now - max(self._fetcher.got_at, self._busy_at) <= within_s
+        return came or bool(self.donor.takers(now, within_s))
 
     def keep_in(self, store: Store) -> None:
         """From now on the chunks of states go to ``store``, and come from it after a restart."""
@@ -112,6 +113,11 @@ class CatchUp:
 
     def fetching(self, fragment: int) -> bool:
         return self._fetcher.fetching(fragment)
+
+    def forget(self, fragment: int, now: float) -> None:
+        """What is being fetched of ``fragment`` is wanted no more: nothing tells of its end."""
+        self.revision += 1
+        self._fetcher.forget(fragment, now)
 
     def add_donors(self, fragment: int, peers: Sequence[PeerId], now: float) -> None:
         """``peers`` can serve what is being fetched of ``fragment``, too."""

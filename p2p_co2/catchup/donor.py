@@ -38,6 +38,8 @@ EXPORT_REST = 3.0
 """How many times as long as an export took no other is begun, if all states together are large: the rounds
 need the same thread. A newcomer takes longer to load one anyway."""
 
+TAKERS_KEPT = 64
+
 
 @dataclass
 class _Export:
@@ -85,8 +87,9 @@ class Donor:
         self._turns = Turns()
         self.given = [-1] * len(shape.state_bytes)
         """Of each fragment, the newest version of which anybody was sent a chunk."""
-        self.gave_at = -math.inf
-        """When anybody was sent a chunk of a round, or one of a state that it had not been sent before."""
+        self.gave: dict[PeerId, float] = {}
+        """Who was sent a chunk of a round, or one of a state that it had not been sent before, and when last;
+        the last ``TAKERS_KEPT``. Other threads look at it."""
         self.going_over: set[int] = set()
         """Fragments of which nobody is given anything just now: work that nobody was given goes back."""
 
@@ -94,7 +97,21 @@ class Donor:
         """As ``CatchUp.held``."""
         most = max([len(self._turns), *map(len, self._waiting.values())])
         kept = HISTORY_ROUNDS_KEPT * len(self.versions)
-        return {"HISTORY_ROUNDS_KEPT": (len(self.history), kept), "MAX_WAITING": (most, MAX_WAITING)}
+        return {
+            "HISTORY_ROUNDS_KEPT": (len(self.history), kept),
+            "MAX_WAITING": (most, MAX_WAITING),
+            "TAKERS_KEPT": (len(self.gave), TAKERS_KEPT),
+        }
+
+    def takers(self, now: float, within_s: float) -> list[PeerId]:
+        """Who was given anything of late."""
+        return [peer for peer, at in list(self.gave.items()) if now - at <= within_s]
+
+    def _gave(self, peer: PeerId, now: float) -> None:
+        self.gave.pop(peer, None)
+        self.gave[peer] = now
+        if len(self.gave) > TAKERS_KEPT:
+            del self.gave[next(iter(self.gave))]
 
     def exported_bytes(self) -> int:
         """What is held for others to load."""
@@ -174,7 +191,7 @@ class Donor:
             self._refuse(fetch, peer, reason, newest=self.history.newest(fetch.fragment), again=early)
         elif fetch.want_chunk:
             self._send_chunk(fetch, peer, kept.mean)
-            self.gave_at = now
+            self._gave(peer, now)
         else:
             if kept.manifest is None:
                 digests, size = kept.chunk_digests(self._shape.chunk_bytes), len(kept.mean)
@@ -194,7 +211,7 @@ class Donor:
         export.loaders.asked(peer, now)
         size_bytes = self._send_chunk(fetch, peer, export.data)
         if export.loaders.gave(peer, fetch.chunk, size_bytes * self._shape.scale, now):
-            self.gave_at = now
+            self._gave(peer, now)
             self._turns.took(peer, fetch.fragment)
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:

@@ -90,6 +90,14 @@ class Fetcher:
     def fetching(self, fragment: int) -> bool:
         return fragment in self._downloads or fragment in self._waiting
 
+    def forget(self, fragment: int, now: float) -> None:
+        """End it without a word; what waits for its room may start."""
+        if (download := self._downloads.pop(fragment, None)) is not None:
+            download.close(now)
+        self._waiting.pop(fragment, None)
+        self._put_aside.discard(fragment)
+        self._settle(now)
+
     def add_donors(self, fragment: int, peers: Sequence[PeerId], now: float) -> None:
         """These can serve what is being fetched of ``fragment``, too."""
         trusted = [peer for peer in peers if self._quarantined.get(peer, now) <= now]

@@ -34,6 +34,10 @@ WAITS_FOR_LOST = (
     "this peer is done, but most others went without a word and may only be suspended: waiting for them "
     "while the DHT lists them, no longer than an end may take"
 )
+WAITS_FOR_THEIR_STATE = (
+    "the others went without a word before this peer had their state: it waits for one of them to come back, "
+    "as long as it may take to join; if they do not, see whether this machine is still online"
+)
 LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
 """What it says then begins so, and names so many fragments."""
 PLACED_EVERY_S = 1.0
@@ -64,7 +68,8 @@ class SwarmProgress:
     same of those that they hear: somebody whom only they hear is still waited for. For one that joins,
     ``abreast``: nobody is ahead by more than a round, or at all of a fragment of which we have only the
     start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
-    this peer had what they had: a history of its own is not what it came for. ``swarm_position``: median
+    this peer had what they had: a history of its own is not what it came for; ``may_be_back``: and they said
+    no goodbye, so that it may be the way to them that is broken. ``swarm_position``: median
     position of the other peers that train in rounds, and the node's monotonic time it was true at.
     ``newcomers``: somebody live of our cell still joins; the last of them came at ``newcomer_at``, or was
     there when this peer had done training. ``rounds_per_s``: how fast positions move by themselves; 0 if
@@ -76,7 +81,8 @@ class SwarmProgress:
         self.local = LocalProgress()
         self._step_s = 0.0
         """What this peer's last inner steps took, each."""
-        self.settled = self.abreast = self.left_behind = self.met = self.newcomers = False
+        self.settled = self.abreast = self.left_behind = self.may_be_back = False
+        self.met = self.newcomers = False
         self.newcomer_at, self._joining = -math.inf, frozenset[PeerId]()
         self.over: frozenset[int] = frozenset()
         self._furthest = [version.version for version in node.agreed]
@@ -195,11 +201,14 @@ class SwarmProgress:
     def is_needed(self, within_s: float, settled: bool = False) -> bool:
         """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or a last
         round is made, which it would miss; or was of late. Where all have ``settled``, only a newcomer may
-        still need it. Other threads may ask."""
+        still need it: of our cell, or one that is given something (a cell in which nobody has joined yet says
+        nothing of itself). Other threads may ask."""
         now = self._node.now()
         moves = self._node.catchup.moves(now, within_s)
         if settled:  # one that came just now has yet to find its donors, and they to write their states out
-            return self.newcomers and (moves or now - self.newcomer_at <= within_s)
+            near = self.newcomers and (moves or now - self.newcomer_at <= within_s)
+            takers = self._node.catchup.donor.takers(now, within_s)
+            return near or not all(map(self._node.far.is_near, takers))
         works = now - self._worked_at <= within_s
         return moves or works or self._node.rounds.counts_for_others(now, within_s)
 
@@ -278,12 +287,13 @@ class SwarmProgress:
         alike = alike and not any(view.training for view in self.views().values())
         self._note_newest(done, here[0], alike)
         at_rest = alike and not is_cut_off
-        if alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
+        is_done = self.local.phase == Status.DRAINING
+        if is_done and alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
             self._has_told_of_lost = True
             self._node.report(ev.Warned, text=WAITS_FOR_LOST)
         home = at_rest and all(info.status.settled for info in done)
         self.settled = far.together(home, alike, *here, now)
-        if self.local.phase == Status.DRAINING and at_rest != self._is_at_rest:
+        if is_done and at_rest != self._is_at_rest:
             self._is_at_rest = at_rest
             self._node.refresh()
             self._node.membership.announce(now)
@@ -337,10 +347,17 @@ class SwarmProgress:
         majority = self._node.catching.majority
         newest = [majority.swarm_version(fragment) for fragment in range(len(versions))]
         if is_there:
+            self._furthest = self._furthest if inside else newest  # then other cells' are all there are
             self._goes_on = any(info.status.phase == Status.TRAINING for info in live) or outlook.trains(now)
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)
         self.abreast = idle and not is_behind and _keeps_up(versions, newest, self._goes_on)
         self.left_behind = is_behind and not is_there
+        words = outlook.words.values()
+        went_with_word = self._node.membership.last_went_with_word and all(word.settled for word in words)
+        self.may_be_back = self.left_behind and not went_with_word
+        if self.may_be_back and not self._has_told_of_lost:
+            self._has_told_of_lost = True
+            self._node.report(ev.Warned, text=WAITS_FOR_THEIR_STATE)
 
 
 @lru_cache(MAX_PEERS)

@@ -44,7 +44,8 @@ GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``."""
 CATCH_UP_BOUND_S = 600.0
 LEFT_BEHIND_BOUND_S = 30.0
-"""When all who have the agreed state went before this peer had it: how long one of them is waited for."""
+"""When all who have the agreed state said goodbye before this peer had it: how long one of them is waited
+for. Who went without a word may only be out of reach, and is waited for as long as for the state."""
 
 EventSink = Callable[[ev.Event], None]
 
@@ -227,8 +228,9 @@ class Connection:
             self._thread.check()
             now = time.monotonic()
             waited_s, heard = now - started_at, self._thread.live_peers() > 0
-            if not node.progress.left_behind:
+            if not node.progress.left_behind or node.progress.may_be_back:
                 followed_at = now
+            if not node.progress.left_behind:
                 unheard = self._thread.unheard_peers()
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 # Those who join as we do know no more than we: who is listed may be about to answer.

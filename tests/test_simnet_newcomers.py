@@ -1,0 +1,85 @@
+"""Simulated peers that join while nobody of their cell, or nobody at all, can be heard: they get the swarm's
+state as long as anybody has it, and make none of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.node.progress import WAITS_FOR_THEIR_STATE
+from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.telemetry.events import CaughtUp, Event, Warned
+from p2p_co2.wire.identity import cell_of
+
+PEERS, ROUND_S, ROUNDS = 5, 10.0, 18
+STARTS_AT = 110.0
+"""Too late to replay all rounds that were made."""
+
+
+def swarm_of(cells: int, block_bytes: float, seed: int) -> Swarm:
+    """A state is 64 times as large as what is sent of it."""
+    run = RunConfig(
+        name="newcomers", fragments=2, cells=cells, group_size=16,
+        clock=ClockConfig(mode="time", round_s=ROUND_S, rounds=ROUNDS),
+    )  # fmt: skip
+    settings = Settings(
+        run=run, peers=PEERS, seed=seed, profile="transatlantic", blocks=(16, 16),
+        real_bytes_per_block=block_bytes, state_factor=64,
+    )  # fmt: skip
+    return Swarm(settings, EventLog(digests=False))
+
+
+def seed_with_one_alone() -> tuple[int, int]:
+    """A seed, and a peer that has a cell to itself."""
+    for seed in range(100):
+        cells = [cell_of(peer, 2) for peer in swarm_of(2, 1.0, seed).peer_ids()]
+        alone = [index for index, cell in enumerate(cells) if cells.count(cell) == 1]
+        if alone:
+            return seed, alone[0]
+    raise AssertionError("no such seed")
+
+
+def test_donors_stay_for_a_newcomer_that_has_a_cell_to_itself() -> None:
+    """A cell in which nobody has joined yet says nothing of itself: all others agreed and left, and the
+    newcomer, half of the state in hand, began a history of its own (seed 200038 of the drawn runs)."""
+    seed, alone = seed_with_one_alone()
+    swarm, caught_up = swarm_of(2, 6e4, seed), list[CaughtUp]()
+    newcomer = swarm.peer_ids()[alone]
+
+    def note(event: Event) -> None:
+        if isinstance(event, CaughtUp) and event.peer == newcomer:
+            caught_up.append(event)
+
+    swarm.log.readers.append(note)
+    ends_at = ROUND_S * ROUNDS
+    swarm.world.call_at(0.5 * ends_at, swarm.kill, alone, True)
+    swarm.world.call_at(0.7 * ends_at, swarm.start, alone, False)
+    result = swarm.run()
+    assert result.violations == []
+    assert result.lacking == result.left_behind == []
+    assert caught_up  # by a state or by rounds
+    assert result.virtual_s > ends_at + 30.0  # more than a run's end takes: they did wait
+    assert len(result.digests) == PEERS
+    assert len(set(result.digests.values())) == 1
+
+
+@pytest.mark.parametrize("cut_s", [20.0, 45.0])
+def test_a_newcomer_that_loses_all_while_it_loads_waits_for_them(cut_s: float) -> None:
+    """It left after half a minute, though the others were only out of reach."""
+    swarm, told = swarm_of(1, 1e4, 3), list[Warned]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Warned) and event.text == WAITS_FOR_THEIR_STATE:
+            told.append(event)
+
+    swarm.log.readers.append(note)
+    swarm.world.call_at(10.0, swarm.kill, 0, True)
+    swarm.world.call_at(STARTS_AT, swarm.start, 0, False)
+    sides = {peer: int(index > 0) for index, peer in enumerate(swarm.peer_ids())}
+    swarm.world.call_at(STARTS_AT + 3.0, swarm.split, sides)  # it loads by then
+    swarm.world.call_at(STARTS_AT + 3.0 + cut_s, swarm.split, {})
+    result = swarm.run()
+    assert result.violations == []
+    assert [event.peer for event in told] == [swarm.peer_ids()[0]]
+    assert len(set(result.digests.values())) == 1
+    assert len(result.digests) == PEERS
