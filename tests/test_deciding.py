@@ -11,9 +11,10 @@ import pytest
 from p2p_co2.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.catching import OTHER_HISTORY, Catching
+from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused, agreed_mean
+from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
 from p2p_co2.rounds import Committed, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.telemetry.events import RoundAborted
@@ -55,9 +56,16 @@ def node_with(live: list[PeerId], group_size: int = 32) -> Any:
         membership=SimpleNamespace(live=infos, quiet_s=0.0),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
         catching=SimpleNamespace(
-            apart=SimpleNamespace(moved=lambda *of: None, is_unshared=lambda fragment: True)
+            apart=SimpleNamespace(moved=lambda *of: None, is_unshared=lambda fragment: True),
+            overtaken=lambda fragment: None,
         ),
     )
+
+
+def node_that_catches_up(live: list[PeerId], group_size: int = 32) -> Any:
+    node = node_with(live, group_size)
+    node.catching = Catching(node)
+    return node
 
 
 async def test_a_state_that_is_ours_already_is_not_adopted_again() -> None:
@@ -296,25 +304,23 @@ def round_of(members: list[PeerId]) -> Fetched:
 
 
 def test_a_round_whose_coordinator_was_no_member_is_replayed() -> None:
-    catching = Catching(node_with([*MEMBERS, COORDINATOR.peer_id]))
-    mean = catching._checked_mean(round_of(MEMBERS))
+    mean = checked_mean(node_that_catches_up([*MEMBERS, COORDINATOR.peer_id]), round_of(MEMBERS))
     assert mean is not None
     assert mean.round == 5
 
 
 def test_a_coordinator_that_nobody_knows_is_no_fault_of_the_donor() -> None:
-    catching = Catching(node_with(MEMBERS))
     with pytest.raises(RemoteProtocolError) as caught:
-        catching._checked_mean(round_of(MEMBERS))
+        checked_mean(node_that_catches_up(MEMBERS), round_of(MEMBERS))
     assert caught.value.reason == OTHER_HISTORY
 
 
 @pytest.mark.parametrize(("group_size", "is_taken"), [(2, True), (32, False)])
 def test_a_full_group_of_a_larger_swarm_speaks_for_it(group_size: int, is_taken: bool) -> None:
     others = [make_identity(index).peer_id for index in range(4, 12)]
-    catching = Catching(node_with([*MEMBERS, *others, COORDINATOR.peer_id], group_size))
+    node = node_that_catches_up([*MEMBERS, *others, COORDINATOR.peer_id], group_size)
     if is_taken:
-        assert catching._checked_mean(round_of(MEMBERS)) is not None
+        assert checked_mean(node, round_of(MEMBERS)) is not None
     else:
         with pytest.raises(RemoteProtocolError, match="most peers"):
-            catching._checked_mean(round_of(MEMBERS))
+            checked_mean(node, round_of(MEMBERS))

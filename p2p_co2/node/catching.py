@@ -26,12 +26,12 @@ from p2p_co2.catchup import (
     Loading,
     split_donors,
 )
-from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.apart import Apart
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
+from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.majority import Majority
-from p2p_co2.rounds import Overheard, open_decision
+from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
+from p2p_co2.rounds import Overheard
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
@@ -46,7 +46,6 @@ ROUND_AGAIN = 3
 """So often on the way to a version a round is asked for anew that came in part, and then no more for what
 others' rounds need on a slow line: a whole state takes many times as long. Price: a donor that gives a round
 in part and never all keeps us from the state for so much longer."""
-OTHER_HISTORY = "other history"
 AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
 """A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""
@@ -131,6 +130,18 @@ class Catching:
         goal = Goal(ROUND, fragment, event.round, event.owners)
         fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
         self._node.spawn(self._take(fetched))
+
+    def overtaken(self, fragment: int) -> None:
+        """A round of ours has brought ``fragment`` on. If that is as far as it was to be brought, what is
+        still on its way is of no use, and would only be refused as too old: over a slow line minutes of
+        it."""
+        target, agreed = self._targets.get(fragment), self._node.agreed[fragment]
+        if target is None or fragment in self._back or agreed.version < target[0]:
+            return
+        if self._node.catchup.fetching(fragment):
+            self._node.catchup.forget(fragment, self._node.now())
+            self._started_from.pop(fragment, None)
+            self._drop_target(fragment)
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
@@ -327,7 +338,7 @@ class Catching:
     async def _take_round(self, event: Fetched) -> None:
         fragment = event.goal.fragment
         try:
-            mean = self._checked_mean(event)
+            mean = checked_mean(self._node, event)
         except RemoteProtocolError as error:
             if error.reason != OTHER_HISTORY:  # else it may be we who went astray
                 self._blame(event, error.reason, error.detail)
@@ -357,7 +368,8 @@ class Catching:
             self._node.rounds.given_by(fragment, event.donors)
             await self._node.deciding.adopt(fragment, event.data, agreed, goes_back=fragment in self._back)
         except (DigestMismatch, RemoteProtocolError) as error:
-            self._blame(event, "bad state", str(error))
+            if event.version >= self._node.agreed[fragment].version or fragment in self._back:
+                self._blame(event, "bad state", str(error))  # else a round was quicker just now
             self._drop_target(fragment)
             self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
             self._node.give_up_offer(fragment)
@@ -392,30 +404,6 @@ class Catching:
         self._back.discard(fragment)
         self._noticed_at.pop(fragment, None)
         self._looks_again = True
-
-    def _checked_mean(self, event: Fetched) -> AgreedMean | None:
-        """The mean of a replayed round, held against its signed decision; None if this peer is past it
-        already."""
-        fragment = event.goal.fragment
-        outcome = open_decision(event.decision, self._node.run_digest, self._node.shape)
-        if not outcome.committed or (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
-            raise RemoteProtocolError("bad decision", "of another round")
-        group = {PeerId(member.peer) for member in outcome.members}
-        if not self.majority.may_decide(PeerId(outcome.decided_by), group):
-            raise RemoteProtocolError(OTHER_HISTORY, "decided by one who is neither in its group nor here")
-        if not self.majority.is_most(group):
-            raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
-        agreed = self._node.agreed[fragment]
-        if agreed.version != event.version - 1:
-            return None
-        if outcome.state_digest != agreed.digest:
-            raise RemoteProtocolError(OTHER_HISTORY, "the round follows another state than ours")
-        block_bytes = self._node.shape.block_bytes
-        for part in outcome.parts:
-            piece = event.data[part.start_block * block_bytes : part.stop_block * block_bytes]
-            if digest_of(piece) != part.digest:
-                raise RemoteProtocolError("wrong digest", f"of the mean of round {event.version}")
-        return agreed_mean(outcome, event.data)
 
     def _blame(self, event: Fetched, reason: str, detail: str) -> None:
         """All its donors signed for these very bytes."""

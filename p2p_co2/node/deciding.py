@@ -218,6 +218,8 @@ class Deciding:
         self._node.progress.unsettle()
         self._node.agreed[fragment] = version
         self._node.catchup.moved(fragment, version.version)
+        if changed and group is not None:
+            self._node.catching.overtaken(fragment)
         self._node.rounds.set_state(fragment, version.version, version.digest)
         if changed:
             self._node.refresh()
