@@ -59,6 +59,23 @@ def test_who_cannot_load_in_time_what_others_hold_leaves_and_says_so() -> None:
     assert [(one.peer, one.law) for one in swarm.books.violations] == [(late.identity.peer_id, "end")]
 
 
+def test_where_all_lack_something_each_has_what_the_furthest_came_of() -> None:
+    """Two on ways of 10 kB/s each held what the other lacked, of one history (storm 300428 as drawn)."""
+    swarm = swarm_of_three("satellite")
+    assert swarm.run().violations == []
+    late, *others = (swarm.peer_ids()[index] for index in (LATE, 0, 1))
+    inspector, books = swarm.inspector, swarm.books
+    inspector.lacking = set(swarm.peer_ids())
+    older, newer = inspector._ends[late], inspector._ends[others[0]]
+    inspector._ends[late], inspector._ends[others[0]] = [older[0], newer[1]], [newer[0], older[1]]
+    swarm.views_differed_at, inspector.heal_s = 0.0, 1.0
+    inspector._judge_end()
+    assert books.violations == []
+    inspector._ends[late] = [older[0], replace(older[1], digest=b"another")]
+    inspector._judge_end()
+    assert [(one.peer, one.law) for one in books.violations] == [(late, "end")]
+
+
 def test_who_leaves_without_it_where_lines_could_have_brought_it_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -127,18 +127,21 @@ class Inspector:
         if absent:
             swarm.books.broken("", "end", f"did not finish: {', '.join(absent[:8])} ({len(absent)} in all)")
         ended = [v.identity.peer_id for v in there if v.identity.peer_id in self.digests]
-        whole = [peer for peer in ended if peer not in excused] or ended
+        whole = [peer for peer in ended if peer not in excused]
         if (states := len({self.digests[peer] for peer in whole})) > 1:
             swarm.books.broken("", "end", f"{states} different states at the end")
+        furthest = [  # where all say that they lack something: what any of them has
+            max(of_one, key=lambda agreed: agreed.version)
+            for of_one in zip(*(self._ends[peer] for peer in whole or ended), strict=True)
+        ]
         wrong_at = swarm.went_wrong_at()
         if wrong_at is None or swarm.world.now > wrong_at + self.heal_s:  # else forks have their time
-            for peer in sorted(excused.intersection(ended) - set(whole)):
-                self._judge_lack(peer, whole[0])
+            for peer in sorted(excused.intersection(ended)):
+                self._judge_lack(peer, furthest)
 
-    def _judge_lack(self, peer: PeerId, other: PeerId) -> None:
-        """What ``peer`` left without can only be later rounds of the history that ``other`` ended with."""
-        pairs = zip(self._ends[peer], self._ends[other], strict=True)
-        for fragment, (mine, its) in enumerate(pairs):
+    def _judge_lack(self, peer: PeerId, furthest: Sequence[AgreedVersion]) -> None:
+        """What ``peer`` left without can only be later rounds of the history that the others ended with."""
+        for fragment, (mine, its) in enumerate(zip(self._ends[peer], furthest, strict=True)):
             if not comes_of(its, mine, self._swarm.books.histories[fragment]):
                 text = f"left with another state of fragment {fragment}, and says that it lacks one"
                 self._swarm.books.broken(peer, "end", text)
