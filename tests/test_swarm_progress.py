@@ -175,9 +175,10 @@ def test_who_is_done_sees_whether_somebody_still_joins() -> None:
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("lacks", [False, True])
 @pytest.mark.parametrize(("settled", "newcomers"), [(False, False), (True, False), (True, True)])
 def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
-    moves: bool, counts: bool, is_new: bool, settled: bool, newcomers: bool
+    moves: bool, counts: bool, is_new: bool, lacks: bool, settled: bool, newcomers: bool
 ) -> None:
     """By what moves, and by the votes of others that it counts: one that left then ended a version behind.
     Where all agree only somebody who still joins may need it; who came just now has asked for nothing yet."""
@@ -192,7 +193,8 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
     place.now = 100.0
     place.progress.newcomers = newcomers
     place.progress.newcomer_at = 93.0 if is_new else 92.9
-    expected = newcomers and (moves or is_new) if settled else moves or counts
+    place.progress._lacks = lacks
+    expected = newcomers and (moves or is_new) if settled else moves or counts or lacks
     assert place.progress.is_needed(7.0, settled) == expected
     assert set(asked) <= {(place.now, 7.0)}
 
@@ -253,6 +255,47 @@ def test_a_newcomer_with_a_cell_to_itself_is_left_behind_when_the_other_cells_go
     assert not place.progress.abreast
     assert place.progress.left_behind
     assert place.progress.may_be_back is not settled
+
+
+def test_who_is_done_stays_while_others_hold_what_it_lacks() -> None:
+    """A cell that was behind asked the few donors that it knew, which gave to newcomers of their own: after
+    half a minute in which nothing came it left, and half of forty ended without eight rounds."""
+    place = Place(3, 3)
+    place.node.catchup.moves = lambda now, within_s: False
+    place.node.rounds = SimpleNamespace(
+        counts_for_others=lambda now, within_s: False,
+        is_over=lambda fragment: False,
+        made_by=lambda fragment: frozenset(),
+    )
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+
+    def is_needed() -> bool:
+        place.conclude()
+        place.now += 1000.0  # nobody has been in a round of late
+        return place.progress.is_needed(30.0)
+
+    for versions, expected in (((3, 3), False), ((3, 4), True), ((2, 3), False)):
+        place.hear(OTHER, Status.DRAINING, *versions)
+        assert is_needed() is expected
+    place.hear(OTHER, Status.DRAINING, 3, 4)
+    place.lose(OTHER)
+    assert not is_needed()
+    assert "fragment 1: version 3 of 4" in place.progress.missing()  # though nobody is left who has it
+    for peer in (OTHER, PeerId("another")):
+        place.hear(peer, Status.DRAINING, 3, 3)
+    place.hear(PeerId("liar"), Status.DRAINING, 3, 200)
+    assert not is_needed()
+    for peer in (OTHER, PeerId("another"), PeerId("liar")):
+        place.lose(peer)
+
+    far, outlook = place.node.far, place.node.far.outlook
+    far.cells = outlook.cells = 2
+    far.conclude = lambda now: None
+    word = CellWord(1, False, True, 7.0, (3, 5), (b"3" * 32,) * 2, frozenset(), (OTHER,), place.now)
+    outlook.words = {1: word}
+    assert is_needed()
+    assert place.progress.conclude_at() < place.now  # it looks again: that cell may go without a word
+    assert not is_needed()
 
 
 @pytest.mark.parametrize("phase", [Status.DRAINING, Status.TRAINING])

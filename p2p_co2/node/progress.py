@@ -103,6 +103,8 @@ class SwarmProgress:
         self._newest = list(self._furthest)
         """Per fragment, the newest version that anybody told since all that were heard were where this peer
         is."""
+        self._lacks = False
+        """Whether somebody who is here holds more than this peer."""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -200,9 +202,10 @@ class SwarmProgress:
 
     def is_needed(self, within_s: float, settled: bool = False) -> bool:
         """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or a last
-        round is made, which it would miss; or was of late. Where all have ``settled``, only a newcomer may
-        still need it: of our cell, or one that is given something (a cell in which nobody has joined yet says
-        nothing of itself). Other threads may ask."""
+        round is made, which it would miss; or was of late; or whether others hold more, who may just now be
+        busy giving it to somebody else. Where all have ``settled``, only a newcomer may still need it: of our
+        cell, or one that is given something (a cell in which nobody has joined yet says nothing of itself).
+        Other threads may ask."""
         now = self._node.now()
         moves = self._node.catchup.moves(now, within_s)
         if settled:  # one that came just now has yet to find its donors, and they to write their states out
@@ -210,7 +213,7 @@ class SwarmProgress:
             takers = self._node.catchup.donor.takers(now, within_s)
             return near or not all(map(self._node.far.is_near, takers))
         works = now - self._worked_at <= within_s
-        return moves or works or self._node.rounds.counts_for_others(now, within_s)
+        return moves or works or self._lacks or self._node.rounds.counts_for_others(now, within_s)
 
     def missing(self) -> str:
         """In words, what others hold and this peer has not; empty if that is nothing. Other threads may
@@ -285,7 +288,7 @@ class SwarmProgress:
         )
         # A last offer may commit when all others seem to be done: who left before would miss it.
         alike = alike and not any(view.training for view in self.views().values())
-        self._note_newest(done, here[0], alike)
+        self._note_newest(done, here[0], alike, now)
         at_rest = alike and not is_cut_off
         is_done = self.local.phase == Status.DRAINING
         if is_done and alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
@@ -318,15 +321,24 @@ class SwarmProgress:
         elif self._worked_at == math.inf:
             self._worked_at = now
 
-    def _note_newest(self, others: Sequence[PeerInfo], mine: tuple[int, ...], alike: bool) -> None:
+    def _note_newest(
+        self, others: Sequence[PeerInfo], mine: tuple[int, ...], alike: bool, now: float
+    ) -> None:
         """What ``others`` hold, as far as it may be true, until all that are heard are ``alike``."""
-        is_too_far, words = self._node.catching.majority.is_too_far, self._node.far.outlook.words.values()
-        told = [info.versions for info in others] + [word.versions for word in words]
-        known = mine if alike and others else self._newest
-        self._newest = [
-            max(newest, *(v[f] for v in told if f < len(v) and v[f] > newest and not is_too_far(f, v[f])), 0)
-            for f, newest in enumerate(known)
-        ]
+        near, outlook = [info.versions for info in others], self._node.far.outlook
+        is_too_far = self._node.catching.majority.is_too_far
+
+        def newest(known: Sequence[int], told: Sequence[tuple[int, ...]]) -> list[int]:
+            return [
+                max(new, *(v[f] for v in told if f < len(v) and v[f] > new and not is_too_far(f, v[f])), 0)
+                for f, new in enumerate(known)
+            ]
+
+        told = [word.versions for word in outlook.words.values()]
+        self._newest = newest(mine if alike and others else self._newest, near + told)
+        self._lacks = newest(mine, near + [word.versions for word in outlook.recent(now)]) != list(mine)
+        if self._lacks and self._node.far.cells > 1:  # other cells go without any news
+            self._waits_for_time, self._concluded_of = True, None
 
     def _look_for_newcomers(self, now: float) -> None:
         live = self._node.membership.live.items()
