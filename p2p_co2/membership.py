@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -148,8 +148,6 @@ class Membership:
         """Peers that were live: when they went, and whether with a word; the last ones at the end."""
         self._fell_silent: set[PeerId] = set()
         """Those of them whose links did not break: they may be suspended."""
-        self.last_went_with_word = True
-        """Whether whoever went last said goodbye."""
         self._next_heartbeat_at: float | None = None
         self._announced_at = -math.inf
         self._announce_at = self._greet_at = math.inf
@@ -197,6 +195,13 @@ class Membership:
         goodbyes = sum(with_word for _, with_word in self._gone.values())
         return len(self._gone) - goodbyes > len(self._live) + BROKEN_PER_GOODBYE * goodbyes
 
+    def went_silently(self, peers: Collection[PeerId]) -> bool | None:
+        """Whether those of ``peers`` that went of late did so without a word, but for links that break where
+        peers end their run; None if none of them went of late."""
+        words = [with_word for peer, (_, with_word) in self._gone.items() if peer in peers]
+        goodbyes = sum(words)
+        return len(words) - goodbyes > BROKEN_PER_GOODBYE * goodbyes if words else None
+
     def found(self, peers: Iterable[PeerId], now: float) -> None:
         """The DHT lists these peers; those not yet live are pinged."""
         for peer in peers:
@@ -220,9 +225,10 @@ class Membership:
         ``status``: what it says of its sender, if that was read already."""
         if isinstance(message, Leave):
             self._fell_silent.discard(sender)
-            self._drop(
-                sender, f"left: {message.reason[:MAX_STRING] or 'no reason given'}", now, with_word=True
-            )
+            if sender in self._gone:  # its link broke before its goodbye came
+                self._gone[sender], self.revision = (self._gone[sender][0], True), self.revision + 1
+            reason = message.reason[:MAX_STRING] or "no reason given"
+            self._drop(sender, f"left: {reason}", now, with_word=True)
             return
         status = status or read_status(message.status)
         if self._one_way_until and self._one_way_until.get(sender, 0.0) > now:
@@ -413,7 +419,6 @@ class Membership:
     def _drop(self, peer: PeerId, reason: str, now: float, with_word: bool) -> None:
         if self._live.pop(peer, None) is not None:
             self._gone[peer] = now, with_word  # who is live is not in it: it comes to its end
-            self.last_went_with_word = with_word
             if len(self._gone) > MAX_PEERS:
                 oldest = next(iter(self._gone))
                 del self._gone[oldest]

@@ -22,7 +22,7 @@ from p2p_co2.node.progress import (
 )
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.outlook import CellWord
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
 
 OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
@@ -175,10 +175,10 @@ def test_who_is_done_sees_whether_somebody_still_joins() -> None:
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("is_new", [False, True])
-@pytest.mark.parametrize("lacks", [False, True])
+@pytest.mark.parametrize("differs", [False, True])
 @pytest.mark.parametrize(("settled", "newcomers"), [(False, False), (True, False), (True, True)])
 def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
-    moves: bool, counts: bool, is_new: bool, lacks: bool, settled: bool, newcomers: bool
+    moves: bool, counts: bool, is_new: bool, differs: bool, settled: bool, newcomers: bool
 ) -> None:
     """By what moves, and by the votes of others that it counts: one that left then ended a version behind.
     Where all agree only somebody who still joins may need it; who came just now has asked for nothing yet."""
@@ -193,8 +193,8 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
     place.now = 100.0
     place.progress.newcomers = newcomers
     place.progress.newcomer_at = 93.0 if is_new else 92.9
-    place.progress._lacks = lacks
-    expected = newcomers and (moves or is_new) if settled else moves or counts or lacks
+    place.progress._differs = differs
+    expected = newcomers and (moves or is_new) if settled else moves or counts or differs
     assert place.progress.is_needed(7.0, settled) == expected
     assert set(asked) <= {(place.now, 7.0)}
 
@@ -210,9 +210,15 @@ def test_where_all_agree_a_newcomer_of_another_cell_is_waited_for_while_it_is_gi
 
     place.node.catchup.donor.takers = takers
     assert not place.progress.is_needed(7.0, settled=True)  # both are of our cell, and neither joins
-    place.node.far.is_near = lambda peer: peer != NEWCOMER
+    far, outlook = place.node.far, place.node.far.outlook
+    far.cells, far.cell = 1 << 16, cell_of(OTHER, 1 << 16)
     assert place.progress.is_needed(7.0, settled=True)
     assert set(asked) == {(place.now, 7.0)}
+    there = cell_of(NEWCOMER, far.cells)  # it has joined by now, and may take something once more
+    assert there != far.cell
+    held = (3, 3), (b"3" * 32,) * 2
+    outlook.words = {there: CellWord(there, False, True, 7.0, *held, frozenset(), (NEWCOMER,), place.now)}
+    assert not place.progress.is_needed(7.0, settled=True)
 
 
 def test_who_went_without_a_word_before_a_newcomer_had_their_state_may_be_back() -> None:
@@ -226,14 +232,48 @@ def test_who_went_without_a_word_before_a_newcomer_had_their_state_may_be_back()
     place.hear(OTHER, Status.TRAINING, 3, 3)
     assert not place.progress.left_behind
     place.node.membership.unreachable(OTHER, "no answer to keepalive", place.now)
-    for _ in range(2):
+    assert place.progress.heard  # until it is concluded what that means
+    for _ in range(30):  # longer than it is remembered who went
         place.conclude()
         assert place.progress.left_behind
         assert place.progress.may_be_back
+        assert not place.progress.heard
     assert told == [WAITS_FOR_THEIR_STATE]
+    place.hear(NEWCOMER, Status.JOINING, 0, 0)
+    place.lose(NEWCOMER)  # which had nothing to give
+    assert place.progress.may_be_back
     place.now += 10.0
     place.hear(OTHER, Status.TRAINING, 4, 4)
     assert not place.progress.may_be_back
+    place.node.membership.unreachable(OTHER, "connection reset", place.now)
+    place.conclude()
+    assert place.progress.may_be_back
+    place.lose(OTHER)  # its goodbye came after its link had broken
+    assert not place.progress.may_be_back
+
+
+@pytest.mark.parametrize(("goodbyes", "broken", "phase", "may_be_back"), [
+    (0, 1, Status.TRAINING, True), (1, 4, Status.TRAINING, False), (1, 5, Status.TRAINING, True),
+    (0, 3, Status.DRAINING, False),
+])  # fmt: skip
+def test_of_many_that_went_few_need_have_said_goodbye(
+    goodbyes: int, broken: int, phase: Status.Phase, may_be_back: bool
+) -> None:
+    """Where all end at once, links break before the goodbyes come. Who was done has ended; and a newcomer
+    that goes says nothing of the others."""
+    place = Place(0, 0)
+    place.node.report = lambda kind, text: None
+    peers = [PeerId(f"peer {number}") for number in range(goodbyes + broken)]
+    for peer in peers:
+        place.hear(peer, phase, 3, 3)
+    place.hear(NEWCOMER, Status.JOINING, 0, 0)
+    for peer in peers[:goodbyes]:
+        place.lose(peer)
+    for peer in [*peers[goodbyes:], NEWCOMER]:
+        place.node.membership.unreachable(peer, "connection reset", place.now)
+    place.conclude()
+    assert place.progress.left_behind
+    assert place.progress.may_be_back is may_be_back
 
 
 @pytest.mark.parametrize("settled", [False, True])
@@ -246,20 +286,28 @@ def test_a_newcomer_with_a_cell_to_itself_is_left_behind_when_the_other_cells_go
     outlook.words = {1: word}
     far.conclude = lambda now: None
     place.node.rounds = SimpleNamespace(is_over=lambda fragment: False, made_by=lambda fragment: frozenset())
+    place.hear(PeerId("liar"), Status.JOINING, 9, 9)  # it says so, and holds nothing
+    place.lose(PeerId("liar"))
     place.conclude()
     assert place.progress.met
     assert not place.progress.abreast
     assert not place.progress.left_behind
     place.now += 1000.0  # nothing was heard of them since
+    assert place.progress.heard  # until it is concluded what that means: else it would train alone
     place.conclude()
+    assert not place.progress.heard
     assert not place.progress.abreast
     assert place.progress.left_behind
     assert place.progress.may_be_back is not settled
+    place.move(3, 2)
+    assert not place.progress.left_behind
+    assert place.progress.abreast
 
 
-def test_who_is_done_stays_while_others_hold_what_it_lacks() -> None:
+def test_who_is_done_stays_while_not_all_hold_the_same() -> None:
     """A cell that was behind asked the few donors that it knew, which gave to newcomers of their own: after
-    half a minute in which nothing came it left, and half of forty ended without eight rounds."""
+    half a minute in which nothing came it left, and half of forty ended without eight rounds. And on ways of
+    10 kB/s half a minute passed between two chunks, so that the only donor left."""
     place = Place(3, 3)
     place.node.catchup.moves = lambda now, within_s: False
     place.node.rounds = SimpleNamespace(
@@ -274,19 +322,16 @@ def test_who_is_done_stays_while_others_hold_what_it_lacks() -> None:
         place.now += 1000.0  # nobody has been in a round of late
         return place.progress.is_needed(30.0)
 
-    for versions, expected in (((3, 3), False), ((3, 4), True), ((2, 3), False)):
+    for versions, expected in (((3, 3), False), ((3, 4), True), ((2, 3), True)):
         place.hear(OTHER, Status.DRAINING, *versions)
         assert is_needed() is expected
+    for phase in (Status.TRAINING, Status.PAUSED, Status.JOINING):  # it has long to go, or begins
+        place.hear(OTHER, phase, 2, 3)
+        assert not is_needed()
     place.hear(OTHER, Status.DRAINING, 3, 4)
     place.lose(OTHER)
     assert not is_needed()
     assert "fragment 1: version 3 of 4" in place.progress.missing()  # though nobody is left who has it
-    for peer in (OTHER, PeerId("another")):
-        place.hear(peer, Status.DRAINING, 3, 3)
-    place.hear(PeerId("liar"), Status.DRAINING, 3, 200)
-    assert not is_needed()
-    for peer in (OTHER, PeerId("another"), PeerId("liar")):
-        place.lose(peer)
 
     far, outlook = place.node.far, place.node.far.outlook
     far.cells = outlook.cells = 2

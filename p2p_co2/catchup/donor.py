@@ -39,6 +39,7 @@ EXPORT_REST = 3.0
 need the same thread. A newcomer takes longer to load one anyway."""
 
 TAKERS_KEPT = 64
+"""So many of those who were given something last are remembered: more than a donor gives to at a time."""
 
 
 @dataclass
@@ -108,10 +109,9 @@ class Donor:
         return [peer for peer, at in list(self.gave.items()) if now - at <= within_s]
 
     def _gave(self, peer: PeerId, now: float) -> None:
-        self.gave.pop(peer, None)
-        self.gave[peer] = now
+        self.gave[peer] = now  # never taken out to be put back: who looks meanwhile would miss it
         if len(self.gave) > TAKERS_KEPT:
-            del self.gave[next(iter(self.gave))]
+            del self.gave[min(self.gave, key=self.gave.__getitem__)]
 
     def exported_bytes(self) -> int:
         """What is held for others to load."""

@@ -124,8 +124,9 @@ class Catching:
         """A round that this peer listened to was committed: replay it. Its means were held against the
         commit, so no owner is to blame if it does not follow our history."""
         fragment = event.fragment
-        self._targets.setdefault(fragment, (event.round, b"", event.owners))
-        self._started_from.setdefault(fragment, self._node.agreed[fragment].version)
+        if fragment not in self._targets:
+            self._targets[fragment] = event.round, b"", event.owners
+            self._started_from[fragment] = self._node.agreed[fragment].version
         decision = Decision.FromString(event.decision)
         goal = Goal(ROUND, fragment, event.round, event.owners)
         fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
@@ -138,9 +139,9 @@ class Catching:
         target, agreed = self._targets.get(fragment), self._node.agreed[fragment]
         if target is None or fragment in self._back or agreed.version < target[0]:
             return
-        if self._node.catchup.fetching(fragment):
+        is_another = agreed.version == target[0] and target[1] not in (b"", agreed.digest)
+        if self._node.catchup.fetching(fragment) and not is_another:
             self._node.catchup.forget(fragment, self._node.now())
-            self._started_from.pop(fragment, None)
             self._drop_target(fragment)
 
     def look_around(self, now: float) -> None:
@@ -368,9 +369,11 @@ class Catching:
             self._node.rounds.given_by(fragment, event.donors)
             await self._node.deciding.adopt(fragment, event.data, agreed, goes_back=fragment in self._back)
         except (DigestMismatch, RemoteProtocolError) as error:
-            if event.version >= self._node.agreed[fragment].version or fragment in self._back:
-                self._blame(event, "bad state", str(error))  # else a round was quicker just now
+            is_overtaken = event.version < self._node.agreed[fragment].version and fragment not in self._back
             self._drop_target(fragment)
+            if is_overtaken:  # a round was quicker just now: nobody is to blame
+                return
+            self._blame(event, "bad state", str(error))
             self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
             self._node.give_up_offer(fragment)
             return

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from p2p_co2.membership import PeerInfo
 from p2p_co2.rounds import PeerView
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Status
 
@@ -38,6 +38,8 @@ WAITS_FOR_THEIR_STATE = (
     "the others went without a word before this peer had their state: it waits for one of them to come back, "
     "as long as it may take to join; if they do not, see whether this machine is still online"
 )
+_Held = tuple[tuple[int, ...], tuple[bytes, ...]]
+"""Per fragment, a version and its digest."""
 LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
 """What it says then begins so, and names so many fragments."""
 PLACED_EVERY_S = 1.0
@@ -67,10 +69,11 @@ class SwarmProgress:
     """``settled``: no live peer trains any more, all are at our versions and digests, and all of them say the
     same of those that they hear: somebody whom only they hear is still waited for. For one that joins,
     ``abreast``: nobody is ahead by more than a round, or at all of a fragment of which we have only the
-    start; ``met``: somebody was heard who has joined; ``left_behind``: the others were ahead, and went before
-    this peer had what they had: a history of its own is not what it came for; ``may_be_back``: and they said
-    no goodbye, so that it may be the way to them that is broken. ``swarm_position``: median
-    position of the other peers that train in rounds, and the node's monotonic time it was true at.
+    start; ``heard``: somebody was heard as all this was concluded; ``met``: somebody ever, who has joined;
+    ``left_behind``: the others were ahead, and went before this peer had what they had: a history of its own
+    is not what it came for; ``may_be_back``: and they trained and said no goodbye, so that it may be the way
+    to them that is broken. ``swarm_position``: median position of the other peers that train in rounds, and
+    the node's monotonic time it was true at.
     ``newcomers``: somebody live of our cell still joins; the last of them came at ``newcomer_at``, or was
     there when this peer had done training. ``rounds_per_s``: how fast positions move by themselves; 0 if
     they count inner steps. ``over``: fragments of which no more rounds are made in this run, of a swarm in
@@ -82,7 +85,7 @@ class SwarmProgress:
         self._step_s = 0.0
         """What this peer's last inner steps took, each."""
         self.settled = self.abreast = self.left_behind = self.may_be_back = False
-        self.met = self.newcomers = False
+        self.heard = self.met = self.newcomers = False
         self.newcomer_at, self._joining = -math.inf, frozenset[PeerId]()
         self.over: frozenset[int] = frozenset()
         self._furthest = [version.version for version in node.agreed]
@@ -97,14 +100,16 @@ class SwarmProgress:
         """Whether all that we hear are done where we are: ``settled``, but for what they say of theirs."""
         self._concluded_of: object = None
         self._concluded_at = -math.inf
-        self._has_told_of_lost = False
+        self._has_told_of_lost = self._has_told_of_gone = False
+        self._inside, self._went_silently = set[PeerId](), True
+        """Who was heard while this peer joined, and had joined; whether they went without a word."""
         self._waits_for_time = False
         """Whether the next conclusion may differ without any news."""
         self._newest = list(self._furthest)
         """Per fragment, the newest version that anybody told since all that were heard were where this peer
         is."""
-        self._lacks = False
-        """Whether somebody who is here holds more than this peer."""
+        self._differs = False
+        """Whether somebody who is here, and done, holds anything else than this peer."""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -202,18 +207,19 @@ class SwarmProgress:
 
     def is_needed(self, within_s: float, settled: bool = False) -> bool:
         """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or a last
-        round is made, which it would miss; or was of late; or whether others hold more, who may just now be
-        busy giving it to somebody else. Where all have ``settled``, only a newcomer may still need it: of our
-        cell, or one that is given something (a cell in which nobody has joined yet says nothing of itself).
-        Other threads may ask."""
+        round is made, which it would miss; or was of late; or whether others that are done hold more or less:
+        who has it may just now be busy giving it to somebody else. Where all have ``settled``, only a
+        newcomer may still need it: of our cell, or of one in which nobody has joined yet, which says nothing
+        of itself, while it is given something. Other threads may ask."""
         now = self._node.now()
         moves = self._node.catchup.moves(now, within_s)
         if settled:  # one that came just now has yet to find its donors, and they to write their states out
-            near = self.newcomers and (moves or now - self.newcomer_at <= within_s)
+            near, far = self.newcomers and (moves or now - self.newcomer_at <= within_s), self._node.far
+            heard = {far.cell, *(word.cell for word in far.outlook.recent(now))}
             takers = self._node.catchup.donor.takers(now, within_s)
-            return near or not all(map(self._node.far.is_near, takers))
+            return near or any(cell_of(peer, far.cells) not in heard for peer in takers)
         works = now - self._worked_at <= within_s
-        return moves or works or self._lacks or self._node.rounds.counts_for_others(now, within_s)
+        return moves or works or self._differs or self._node.rounds.counts_for_others(now, within_s)
 
     def missing(self) -> str:
         """In words, what others hold and this peer has not; empty if that is nothing. Other threads may
@@ -288,7 +294,8 @@ class SwarmProgress:
         )
         # A last offer may commit when all others seem to be done: who left before would miss it.
         alike = alike and not any(view.training for view in self.views().values())
-        self._note_newest(done, here[0], alike, now)
+        self._note_newest(done, here[0], alike)
+        self._note_others(done, here, now)
         at_rest = alike and not is_cut_off
         is_done = self.local.phase == Status.DRAINING
         if is_done and alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
@@ -321,23 +328,22 @@ class SwarmProgress:
         elif self._worked_at == math.inf:
             self._worked_at = now
 
-    def _note_newest(
-        self, others: Sequence[PeerInfo], mine: tuple[int, ...], alike: bool, now: float
-    ) -> None:
+    def _note_newest(self, others: Sequence[PeerInfo], mine: tuple[int, ...], alike: bool) -> None:
         """What ``others`` hold, as far as it may be true, until all that are heard are ``alike``."""
-        near, outlook = [info.versions for info in others], self._node.far.outlook
-        is_too_far = self._node.catching.majority.is_too_far
+        is_too_far, words = self._node.catching.majority.is_too_far, self._node.far.outlook.words.values()
+        told = [info.versions for info in others] + [word.versions for word in words]
+        known = mine if alike and others else self._newest
+        self._newest = [
+            max(newest, *(v[f] for v in told if f < len(v) and v[f] > newest and not is_too_far(f, v[f])), 0)
+            for f, newest in enumerate(known)
+        ]
 
-        def newest(known: Sequence[int], told: Sequence[tuple[int, ...]]) -> list[int]:
-            return [
-                max(new, *(v[f] for v in told if f < len(v) and v[f] > new and not is_too_far(f, v[f])), 0)
-                for f, new in enumerate(known)
-            ]
-
-        told = [word.versions for word in outlook.words.values()]
-        self._newest = newest(mine if alike and others else self._newest, near + told)
-        self._lacks = newest(mine, near + [word.versions for word in outlook.recent(now)]) != list(mine)
-        if self._lacks and self._node.far.cells > 1:  # other cells go without any news
+    def _note_others(self, others: Sequence[PeerInfo], here: _Held, now: float) -> None:
+        """Whether any of ``others`` that are done, or of the other cells, holds anything else."""
+        near = [(o.versions, o.digests) for o in others if o.status.phase == Status.DRAINING]
+        far = [(w.versions, w.digests) for w in self._node.far.outlook.recent(now) if not w.trains]
+        self._differs = any(held != here for held in near + far)
+        if self._differs and self._node.far.cells > 1:  # other cells go without any news
             self._waits_for_time, self._concluded_of = True, None
 
     def _look_for_newcomers(self, now: float) -> None:
@@ -348,7 +354,8 @@ class SwarmProgress:
         self._joining, self.newcomers = joining, bool(joining)
 
     def _look_for_the_swarm(self, versions: tuple[int, ...], idle: bool, now: float) -> None:
-        live, outlook = self._node.membership.live.values(), self._node.far.outlook
+        near, outlook = self._node.membership.live, self._node.far.outlook
+        live = near.values()
         inside = [info.versions for info in live if info.status.phase != Status.JOINING]
         is_there = bool(inside) or not outlook.is_alone(now)
         self.met = self.met or is_there
@@ -358,18 +365,23 @@ class SwarmProgress:
             self._furthest = [sorted(held, reverse=True)[min(middle, len(held) - 1)] for held in of_fragments]
         majority = self._node.catching.majority
         newest = [majority.swarm_version(fragment) for fragment in range(len(versions))]
+        if is_there and not inside:
+            goes_on = outlook.trains(now)
+            self._furthest = [outlook.version(f, None, not goes_on) for f in range(len(versions))]
         if is_there:
-            self._furthest = self._furthest if inside else newest  # then other cells' are all there are
             self._goes_on = any(info.status.phase == Status.TRAINING for info in live) or outlook.trains(now)
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)
         self.abreast = idle and not is_behind and _keeps_up(versions, newest, self._goes_on)
         self.left_behind = is_behind and not is_there
-        words = outlook.words.values()
-        went_with_word = self._node.membership.last_went_with_word and all(word.settled for word in words)
-        self.may_be_back = self.left_behind and not went_with_word
-        if self.may_be_back and not self._has_told_of_lost:
-            self._has_told_of_lost = True
+        self._inside.update(peer for peer, info in near.items() if info.status.phase != Status.JOINING)
+        went_silently = self._node.membership.went_silently(self._inside)
+        if is_there or went_silently is not None:  # else it was seen when they went
+            self._went_silently = went_silently is not False
+        self.may_be_back = self.left_behind and self._goes_on and self._went_silently
+        if self.may_be_back and not self._has_told_of_gone:
+            self._has_told_of_gone = True
             self._node.report(ev.Warned, text=WAITS_FOR_THEIR_STATE)
+        self.heard = bool(near) or not outlook.is_alone(now)  # last: other threads read it first
 
 
 @lru_cache(MAX_PEERS)

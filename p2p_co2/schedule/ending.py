@@ -20,16 +20,16 @@ COUNCIL_SETTLE_S = 60.0
 """The same on top over several cells: a last round gathers twice there, and then states travel."""
 
 LOADS_QUIET_S, LOADS_CAP_S = 30.0, FLUSH_CAP_S
-"""Then a peer goes, unless it loads a state or gives one, or others hold more than it does, or a last round
-is made, which it would miss: while a chunk came or went, or one was made, within the first it stays, up to
-the second. Who is far behind needs minutes for what the others hold, and ends with what it has once they are
-gone; who joined late would have none. Where all others agree only such a newcomer is waited for. Price: who
-says to the end that its last round is not over, or that it holds more and gives it to nobody, keeps the
-others for so long."""
+"""Then a peer goes, unless it loads a state or gives one, or others that are done hold more or less than it
+does, or a last round is made, which it would miss: while a chunk came or went, or one was made, within the
+first it stays, up to the second. Who is far behind needs minutes for what the others hold, and ends with what
+it has once they are gone; who joined late would have none. Where all others agree only such a newcomer is
+waited for. Price: who says to the end that its last round is not over, or that it holds something else, keeps
+the others for so long."""
 
 STILL_LOADS = (
-    "the run is over, but a last round is still being made, or others hold what this peer has not, or a "
-    "state or a missed round is on its way to it or from it: it stays for as long as that goes on, at most "
+    "the run is over, but a last round is still being made, or not all hold the same yet, or a state or a "
+    "missed round is on its way to this peer or from it: it stays for as long as that goes on, at most "
     f"{LOADS_CAP_S:.0f} s more"
 )
 

@@ -7,6 +7,7 @@ the run ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,8 @@ class Inspector:
         """Peers that said, as they left, that they go without what others hold."""
         self.not_given: set[PeerId] = set()
         """Peers that joined, and left since nobody could give them the agreed state."""
+        self.first_end_at = math.inf
+        """When somebody first ended as the run was over."""
         self._ends: dict[str, Sequence[AgreedVersion]] = {}
         self._oversights: dict[Process, Oversight] = {}
 
@@ -83,6 +86,7 @@ class Inspector:
             if process.contributed_at is not None:
                 self.first_contributions_s.append(process.contributed_at - process.started_at)
         if process.finished:
+            self.first_end_at = min(self.first_end_at, self._swarm.world.now)
             self._ends[process.peer] = agreed = process.ledger.agreed()
             self.digests[process.peer] = b"".join(version.digest for version in agreed).hex()
 

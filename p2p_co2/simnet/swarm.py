@@ -308,11 +308,13 @@ class Swarm:
             self.world.stop()
 
     def came_after_the_end(self, process: Process) -> bool:
-        """Whether a peer that joins (or gave it up) could not have met the run any more: some have finished,
-        all who are there came after that, and it is with them or has heard nobody."""
+        """Whether a peer that joins (or gave it up) could not have met the run any more: it began when some
+        had finished, all who are there came after that, and it is with them or has heard nobody."""
+        if process.started_at < self.inspector.first_end_at:
+            return False
         others = [other for other in self.processes.values() if other is not process]
         inside = [other.volunteer.name for other in others if other.trained_at is not None]
-        if not self.inspector.digests or not self.left_behind.issuperset(inside):
+        if not self.left_behind.issuperset(inside):
             return False
         progress = process.node.progress if process.node is not None else None
         return bool(inside) or progress is None or progress.left_behind or not progress.met

@@ -136,7 +136,7 @@ class Training:
         """As ``Connection._catch_up``."""
         started_at = followed_at = self._now()
         while True:
-            now, heard = self._now(), self._node.live_peers() > 0
+            now, heard = self._now(), self._node.live_peers() > 0 or self._node.progress.heard
             if not self._node.progress.left_behind or self._node.progress.may_be_back:
                 followed_at = now
             if not self._node.progress.left_behind:

@@ -227,7 +227,8 @@ class Connection:
         while True:
             self._thread.check()
             now = time.monotonic()
-            waited_s, heard = now - started_at, self._thread.live_peers() > 0
+            # What was concluded of others that just went is not concluded yet: until then they are heard.
+            waited_s, heard = now - started_at, self._thread.live_peers() > 0 or node.progress.heard
             if not node.progress.left_behind or node.progress.may_be_back:
                 followed_at = now
             if not node.progress.left_behind:
