@@ -319,9 +319,13 @@ def test_what_a_round_of_ours_has_overtaken_is_fetched_no_more() -> None:
     catching.overtaken(0)
     assert not catching.busy()
     assert forgotten == [0]
+    catching._targets[0] = 7, BAD, ()  # most hold another state of that version
+    catching.overtaken(0)
+    assert catching.busy()
     catching._targets[0], catching._back = (7, GOOD, ()), {0}  # it goes back from there, on purpose
     catching.overtaken(0)
     assert catching.busy()
+    assert forgotten == [0]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,24 @@ def test_donors_stay_for_a_newcomer_that_has_a_cell_to_itself() -> None:
 
 
 @pytest.mark.parametrize("cut_s", [20.0, 45.0])
+def test_a_newcomer_that_loses_the_only_other_cell_waits_for_it(cut_s: float) -> None:
+    """When that cell's last word had grown old it took itself for the first peer, until the next conclusion,
+    and trained from the start: a fork of minutes."""
+    seed, alone = seed_with_one_alone()
+    swarm = swarm_of(2, 6e4, seed)
+    sides = {peer: int(index != alone) for index, peer in enumerate(swarm.peer_ids())}
+    swarm.world.call_at(30.0, swarm.kill, alone, True)
+    swarm.world.call_at(STARTS_AT, swarm.start, alone, False)
+    swarm.world.call_at(STARTS_AT + 15.0, swarm.split, sides)
+    swarm.world.call_at(STARTS_AT + 15.0 + cut_s, swarm.split, {})
+    result = swarm.run()
+    assert result.violations == []
+    assert result.forks == 0
+    assert result.left_behind == result.lacking == []
+    assert len(set(result.digests.values())) == 1
+
+
+@pytest.mark.parametrize("cut_s", [20.0, 45.0])
 def test_a_newcomer_that_loses_all_while_it_loads_waits_for_them(cut_s: float) -> None:
     """It left after half a minute, though the others were only out of reach."""
     swarm, told = swarm_of(1, 1e4, 3), list[Warned]()

@@ -308,7 +308,8 @@ def test_who_is_done_stays_while_not_all_hold_the_same() -> None:
     """A cell that was behind asked the few donors that it knew, which gave to newcomers of their own: after
     half a minute in which nothing came it left, and half of forty ended without eight rounds. And on ways of
     10 kB/s half a minute passed between two chunks, so that the only donor left."""
-    place = Place(3, 3)
+    place = Place(3, 3, rounds=8)
+    place.progress.rounds_per_s = 0.01
     place.node.catchup.moves = lambda now, within_s: False
     place.node.rounds = SimpleNamespace(
         counts_for_others=lambda now, within_s: False,
@@ -336,10 +337,19 @@ def test_who_is_done_stays_while_not_all_hold_the_same() -> None:
     far, outlook = place.node.far, place.node.far.outlook
     far.cells = outlook.cells = 2
     far.conclude = lambda now: None
-    word = CellWord(1, False, True, 7.0, (3, 5), (b"3" * 32,) * 2, frozenset(), (OTHER,), place.now)
-    outlook.words = {1: word}
-    assert is_needed()
-    assert place.progress.conclude_at() < place.now  # it looks again: that cell may go without a word
+    held, digests = (3, 3), (bytes([3]) * 32,) * 2
+    for trains, settled, versions, position, expected in (
+        (False, True, held, 7.0, False),
+        (False, True, (3, 5), 7.0, True),
+        (False, False, held, 7.0, True),  # it is not done with its last rounds
+        (True, False, held, 7.0, False),  # it is yet to come to the run's end
+        (True, False, held, 8.1, True),
+        (True, False, held, 9.1, False),  # as of who trains in our cell: it is in a long step
+    ):
+        word = CellWord(1, trains, settled, position, versions, digests, frozenset(), (OTHER,), place.now)
+        outlook.words = {1: word}
+        assert is_needed() is expected
+        assert not expected or place.progress.conclude_at() < place.now  # it may go without a word
     assert not is_needed()
 
 

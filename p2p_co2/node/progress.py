@@ -109,7 +109,8 @@ class SwarmProgress:
         """Per fragment, the newest version that anybody told since all that were heard were where this peer
         is."""
         self._differs = False
-        """Whether somebody who is here, and done, holds anything else than this peer."""
+        """Whether somebody who is here, and done, holds anything else than this peer; or another cell does,
+        or is not done with its last rounds."""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -313,11 +314,9 @@ class SwarmProgress:
         """Who has not come to the run's end may train on for long, and is not meant. Nor is who is past it by
         more than a round: its step may take hours, or hang, and whoever offers the last of its work stands
         still."""
-        ends_at = self._rounds - (ENDS_ROUNDS if self.rounds_per_s else 0.0) if self._rounds else math.inf
 
         def is_at_end(info: PeerInfo) -> bool:
-            position = info.status.position + (now - info.status_at) * self.rounds_per_s
-            return ends_at <= position < self._rounds + 1 or any(info.status.finished)
+            return self._is_end(info.status.position, now - info.status_at) or any(info.status.finished)
 
         if _works(self.local.phase, len(self.local.finished) == len(self._node.agreed)) or any(
             info.status.phase == Status.DRAINING or is_at_end(info)
@@ -338,11 +337,21 @@ class SwarmProgress:
             for f, newest in enumerate(known)
         ]
 
+    def _is_end(self, position: float, age_s: float) -> bool:
+        """Whether one that trains, and said so long ago where it was, is at the run's end now."""
+        ends_at = self._rounds - (ENDS_ROUNDS if self.rounds_per_s else 0.0) if self._rounds else math.inf
+        return ends_at <= position + age_s * self.rounds_per_s < self._rounds + 1
+
     def _note_others(self, others: Sequence[PeerInfo], here: _Held, now: float) -> None:
-        """Whether any of ``others`` that are done, or of the other cells, holds anything else."""
-        near = [(o.versions, o.digests) for o in others if o.status.phase == Status.DRAINING]
-        far = [(w.versions, w.digests) for w in self._node.far.outlook.recent(now) if not w.trains]
-        self._differs = any(held != here for held in near + far)
+        """Whether any of ``others`` that are done holds anything else, or another cell does, or is not done
+        with its last rounds."""
+        near = ((one.versions, one.digests) for one in others if one.status.phase == Status.DRAINING)
+        self._differs = any(held != here for held in near) or any(
+            self._is_end(word.position, now - word.seen_at)
+            if word.trains
+            else not word.settled or (word.versions, word.digests) != here
+            for word in self._node.far.outlook.recent(now)
+        )
         if self._differs and self._node.far.cells > 1:  # other cells go without any news
             self._waits_for_time, self._concluded_of = True, None
 
