@@ -13,6 +13,7 @@ from p2p_co2.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape, chunk_d
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TAKING_S, TURN_AFTER_S, Apart, Camp
 from p2p_co2.node.catching import Catching
+from p2p_co2.node.last_words import Held
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.majority import Majority
 from p2p_co2.simnet import EventLog, Settings, Swarm
@@ -216,6 +217,37 @@ def test_who_loaded_a_last_round_that_its_makers_gave_up_goes_to_most_others_whe
     replayed.moved(0, AgreedVersion(6, state(6, "a")), [ME, PeerId("other")])
     replayed._node.agreed[0] = AgreedVersion(6, state(6, "a"))
     assert replayed.camp(0) is None  # can give it
+
+
+def test_who_holds_what_others_left_with_does_not_go_back_to_those_who_lag() -> None:
+    """A satellite had loaded the run's last state when the ten minutes of the others were over; with three
+    that had an old one it went back to that, nine rounds (32 simulated peers, churn 6 an hour)."""
+    loaded, old = AgreedVersion(8, state(8, "a")), {name: said(3, "b", FINISHES) for name in "bcd"}
+    apart = one_that_made(0, 0, old, phase=FINISHES)
+    apart.moved(0, loaded, None)
+    apart._node.agreed[0] = loaded
+    camp = apart.camp(0)
+    assert camp is not None  # for all it knows its makers gave it up
+    assert camp.version == 3
+    words = apart._majority.last_words
+    here = {PeerId(name): (info.versions, info.digests) for name, info in old.items()}
+    there = {PeerId("e"): ((8,), (state(8, "a"),))}
+    words.note(here | there, lambda fragment, version: False)
+    assert apart.camp(0) is not None  # it is here, and may say something else next
+    words.note(here, lambda fragment, version: False)
+    assert apart.camp(0) is None
+
+
+def test_what_two_held_of_whom_one_has_gone_is_no_one_word() -> None:
+    others = {"b": said(8, "a", FINISHES)} | {name: said(3, "b", FINISHES) for name in "cd"}
+    majority = one_that_made(0, 3, others, phase=FINISHES)._majority
+    assert majority.is_one_word(0, 8)
+    here: dict[PeerId | int, Held | None] = {PeerId(n): (i.versions, i.digests) for n, i in others.items()}
+    gone: dict[PeerId | int, Held | None] = {PeerId("e"): ((8,), (state(8, "a"),))}
+    majority.last_words.note(here | gone, lambda fragment, version: False)
+    assert majority.is_one_word(0, 9)
+    majority.last_words.note(here, lambda fragment, version: False)
+    assert not majority.is_one_word(0, 8)
 
 
 def test_who_says_that_it_holds_another_state_of_a_version_is_not_asked_for_it() -> None:

@@ -433,8 +433,8 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_in_a_last_round_itself() 
 
 
 def test_who_leaves_without_what_others_held_can_say_what_it_lacks() -> None:
-    """Also when they are gone by then; not what is over since all that are there agree, nor a newcomer's
-    word."""
+    """Also when they are gone by then, and those who are left agree; not what nobody can have held, nor what
+    a newcomer says, or who came back to us."""
     place, rest = Place(3, 3), (PeerId("another"), PeerId("third"))
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
     assert place.progress.missing() == ""
@@ -447,6 +447,8 @@ def test_who_leaves_without_what_others_held_can_say_what_it_lacks() -> None:
     assert "(fragment 1: version 3 of 5)" in place.progress.missing()
     for peer in rest:
         place.hear(peer, Status.DRAINING, 3, 3)
+    assert "(fragment 1: version 3 of 5)" in place.progress.missing()
+    place.hear(OTHER, Status.JOINING, 3, 5)
     assert place.progress.missing() == ""
     place.hear(OTHER, Status.DRAINING, 4, 250)
     assert "(fragment 0: version 3 of 4)" in place.progress.missing()  # nobody can be there

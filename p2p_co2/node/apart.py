@@ -163,7 +163,8 @@ class Apart:
     def _strongest(self, fragment: int, middle: int) -> Camp | None:
         """Where all finish, in several states of which none has a majority, nobody makes a round that could
         heal them: the state to go to that all choose who hear the same. ``middle``: the version that half
-        of them have reached; one that is further alone may have made it up."""
+        of them have reached; one that is further alone may have made it up. Not where somebody left with
+        ours: that is where the run ended."""
         node = self._node
         if node.progress.local.phase != Status.DRAINING:
             return None
@@ -171,6 +172,8 @@ class Apart:
         if any(info.status.phase != Status.DRAINING for info in infos.values()):
             return None
         mine = node.agreed[fragment].version, node.agreed[fragment].digest
+        if mine in self._majority.last_words.gone_with(fragment, mine[0]):
+            return None
         states = {peer: (info.versions[fragment], info.digests[fragment]) for peer, info in infos.items()}
         counts = Counter([*states.values(), mine])
         past = self._past.get(fragment, {})

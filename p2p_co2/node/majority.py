@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from p2p_co2.catchup import split_donors
+from p2p_co2.node.last_words import LastWords
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.rounds.cells import are_enough
 from p2p_co2.wire.identity import PeerId
@@ -30,6 +31,7 @@ class Majority:
         self._near_versions: dict[int, tuple[object, int]] = {}
         self._digests: dict[int, tuple[object, bytes | None]] = {}
         """What ``near_version`` and ``digest`` said last, and of what."""
+        self.last_words = LastWords()
 
     def swarm_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers of our cell have reached, or half of the cells
@@ -182,9 +184,10 @@ class Majority:
         return most != digest and 2 * count > votes.total()
 
     def is_one_word(self, fragment: int, version: int) -> bool:
-        """Whether less than half have reached ``version``, and no two of them say that they hold one state of
-        it or later. What a few made together while they were cut off is taken, or both sides would go on for
-        good: with storm 20 they did, where at least half were asked for."""
+        """Whether less than half have reached ``version``, and no two, of them and of those who have gone
+        since we are done, say that they hold one state of it or later. What a few made together while they
+        were cut off is taken, or both sides would go on for good: with storm 20 they did, where at least half
+        were asked for."""
         if version <= self.swarm_version(fragment):
             return False
         held = Counter(
@@ -192,6 +195,7 @@ class Majority:
             for info in self._node.membership.live.values()
             if fragment < len(info.digests) and info.versions[fragment] >= version
         )
+        held.update(self.last_words.gone_with(fragment, version))
         return max(held.values(), default=0) < 2
 
     def is_near_by(self, fragment: int, version: int, digest: bytes) -> bool:

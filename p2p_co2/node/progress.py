@@ -7,12 +7,13 @@ heartbeats of live peers alone, and the position on their lower median: of three
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from p2p_co2.membership import PeerInfo
+from p2p_co2.node.last_words import Held
 from p2p_co2.rounds import PeerView
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId, cell_of
@@ -38,8 +39,6 @@ WAITS_FOR_THEIR_STATE = (
     "the others went without a word before this peer had their state: it waits for one of them to come back, "
     "as long as it may take to join; if they do not, see whether this machine is still online"
 )
-_Held = tuple[tuple[int, ...], tuple[bytes, ...]]
-"""Per fragment, a version and its digest."""
 LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
 """What it says then begins so, and names so many fragments."""
 PLACED_EVERY_S = 1.0
@@ -105,9 +104,6 @@ class SwarmProgress:
         """Who was heard while this peer joined, and had joined; whether they went without a word."""
         self._waits_for_time = False
         """Whether the next conclusion may differ without any news."""
-        self._newest = list(self._furthest)
-        """Per fragment, the newest version that anybody told since all that were heard were where this peer
-        is."""
         self._differs = False
         """Whether somebody who is here, and done, holds anything else than this peer; or another cell does,
         or is not done with its last rounds."""
@@ -225,7 +221,8 @@ class SwarmProgress:
     def missing(self) -> str:
         """In words, what others hold and this peer has not; empty if that is nothing. Other threads may
         ask."""
-        pairs = zip((agreed.version for agreed in self._node.agreed), self._newest, strict=True)
+        words = self._node.catching.majority.last_words
+        pairs = ((agreed.version, words.newest(f)) for f, agreed in enumerate(self._node.agreed))
         late = [f"fragment {f}: version {mine} of {new}" for f, (mine, new) in enumerate(pairs) if mine < new]
         if not late:
             return ""
@@ -272,6 +269,7 @@ class SwarmProgress:
             self.swarm_position = (position, at) if position is not None else None
         if self.local.phase == Status.TRAINING:
             self.unsettle()
+            self._node.catching.majority.last_words.clear()
             return
         self._look_for_last_rounds(now)  # others' positions move without any news
         seen = self._seen()
@@ -295,7 +293,7 @@ class SwarmProgress:
         )
         # A last offer may commit when all others seem to be done: who left before would miss it.
         alike = alike and not any(view.training for view in self.views().values())
-        self._note_newest(done, here[0], alike)
+        self._note_words(self._node.membership.live, now)
         self._note_others(done, here, now)
         at_rest = alike and not is_cut_off
         is_done = self.local.phase == Status.DRAINING
@@ -327,22 +325,24 @@ class SwarmProgress:
         elif self._worked_at == math.inf:
             self._worked_at = now
 
-    def _note_newest(self, others: Sequence[PeerInfo], mine: tuple[int, ...], alike: bool) -> None:
-        """What ``others`` hold, as far as it may be true, until all that are heard are ``alike``."""
-        is_too_far, words = self._node.catching.majority.is_too_far, self._node.far.outlook.words.values()
-        told = [info.versions for info in others] + [word.versions for word in words]
-        known = mine if alike and others else self._newest
-        self._newest = [
-            max(newest, *(v[f] for v in told if f < len(v) and v[f] > newest and not is_too_far(f, v[f])), 0)
-            for f, newest in enumerate(known)
-        ]
+    def _note_words(self, live: Mapping[PeerId, PeerInfo], now: float) -> None:
+        """What others say that they hold; who joins or rests tells where it was left."""
+        words: dict[PeerId | int, Held | None] = {
+            peer: None
+            if info.status.phase in (Status.JOINING, Status.PAUSED)
+            else (info.versions, info.digests)
+            for peer, info in live.items()
+        }
+        words |= {word.cell: (word.versions, word.digests) for word in self._node.far.outlook.recent(now)}
+        majority = self._node.catching.majority
+        majority.last_words.note(words, majority.is_too_far)
 
     def _is_end(self, position: float, age_s: float) -> bool:
         """Whether one that trains, and said so long ago where it was, is at the run's end now."""
         ends_at = self._rounds - (ENDS_ROUNDS if self.rounds_per_s else 0.0) if self._rounds else math.inf
         return ends_at <= position + age_s * self.rounds_per_s < self._rounds + 1
 
-    def _note_others(self, others: Sequence[PeerInfo], here: _Held, now: float) -> None:
+    def _note_others(self, others: Sequence[PeerInfo], here: Held, now: float) -> None:
         """Whether any of ``others`` that are done holds anything else, or another cell does, or is not done
         with its last rounds."""
         near = ((one.versions, one.digests) for one in others if one.status.phase == Status.DRAINING)
