@@ -16,6 +16,7 @@ from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import (
     LACKS,
     LISTENED_S,
+    NEWCOMERS_WAIT,
     WAITS_FOR_THEIR_STATE,
     LocalProgress,
     SwarmProgress,
@@ -192,11 +193,12 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
     place.node.rounds = SimpleNamespace(counts_for_others=partial(say, counts))
     place.now = 100.0
     place.progress.newcomers = newcomers
-    place.progress.newcomer_at = 93.0 if is_new else 92.9
+    within_s = 7.0 * (NEWCOMERS_WAIT if settled else 1.0)  # a donor's silence must be found out
+    place.progress.newcomer_at = place.now - within_s - (0.0 if is_new else 0.1)
     place.progress._differs = differs
     expected = newcomers and (moves or is_new) if settled else moves or counts or differs
     assert place.progress.is_needed(7.0, settled) == expected
-    assert set(asked) <= {(place.now, 7.0)}
+    assert set(asked) <= {(place.now, within_s)}
 
 
 def test_where_all_agree_a_newcomer_of_another_cell_is_waited_for_while_it_is_given_something() -> None:
@@ -213,7 +215,7 @@ def test_where_all_agree_a_newcomer_of_another_cell_is_waited_for_while_it_is_gi
     far, outlook = place.node.far, place.node.far.outlook
     far.cells, far.cell = 1 << 16, cell_of(OTHER, 1 << 16)
     assert place.progress.is_needed(7.0, settled=True)
-    assert set(asked) == {(place.now, 7.0)}
+    assert set(asked) == {(place.now, 7.0 * NEWCOMERS_WAIT)}
     there = cell_of(NEWCOMER, far.cells)  # it has joined by now, and may take something once more
     assert there != far.cell
     held = (3, 3), (b"3" * 32,) * 2

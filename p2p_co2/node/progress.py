@@ -41,6 +41,9 @@ WAITS_FOR_THEIR_STATE = (
 )
 LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
 """What it says then begins so, and names so many fragments."""
+NEWCOMERS_WAIT = 3.0
+"""So many times as long must nothing move before a newcomer is left: after 60 s in which its donor says
+nothing it asks another."""
 PLACED_EVERY_S = 1.0
 """The swarm's position is worked out at most this often; in between the clock carries it on."""
 
@@ -209,12 +212,14 @@ class SwarmProgress:
         newcomer may still need it: of our cell, or of one in which nobody has joined yet, which says nothing
         of itself, while it is given something. Other threads may ask."""
         now = self._node.now()
-        moves = self._node.catchup.moves(now, within_s)
         if settled:  # one that came just now has yet to find its donors, and they to write their states out
-            near, far = self.newcomers and (moves or now - self.newcomer_at <= within_s), self._node.far
+            within_s, far = NEWCOMERS_WAIT * within_s, self._node.far
+            came = now - self.newcomer_at <= within_s
+            near = self.newcomers and (came or self._node.catchup.moves(now, within_s))
             heard = {far.cell, *(word.cell for word in far.outlook.recent(now))}
             takers = self._node.catchup.donor.takers(now, within_s)
             return near or any(cell_of(peer, far.cells) not in heard for peer in takers)
+        moves = self._node.catchup.moves(now, within_s)
         works = now - self._worked_at <= within_s
         return moves or works or self._differs or self._node.rounds.counts_for_others(now, within_s)
 
