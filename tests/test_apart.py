@@ -219,6 +219,13 @@ def test_who_loaded_a_last_round_that_its_makers_gave_up_goes_to_most_others_whe
     assert replayed.camp(0) is None  # can give it
 
 
+Words = dict[PeerId | int, Held | None]
+
+
+def words_of(others: dict[str, SimpleNamespace]) -> Words:
+    return {PeerId(name): (info.versions, info.digests) for name, info in others.items()}
+
+
 def test_who_holds_what_others_left_with_does_not_go_back_to_those_who_lag() -> None:
     """A satellite had loaded the run's last state when the ten minutes of the others were over; with three
     that had an old one it went back to that, nine rounds (32 simulated peers, churn 6 an hour)."""
@@ -229,25 +236,51 @@ def test_who_holds_what_others_left_with_does_not_go_back_to_those_who_lag() -> 
     camp = apart.camp(0)
     assert camp is not None  # for all it knows its makers gave it up
     assert camp.version == 3
-    words = apart._majority.last_words
-    here = {PeerId(name): (info.versions, info.digests) for name, info in old.items()}
-    there = {PeerId("e"): ((8,), (state(8, "a"),))}
-    words.note(here | there, lambda fragment, version: False)
-    assert apart.camp(0) is not None  # it is here, and may say something else next
-    words.note(here, lambda fragment, version: False)
+    words, here = apart._majority.last_words, words_of(old)
+    words.note(here | words_of({"e": said(8, "a"), "f": said(8, "a")}), [9])
+    assert apart.camp(0) is not None  # they are here, and may say something else next
+    words.note(here, [9])
     assert apart.camp(0) is None
+    words.note(here | words_of({name: said(3, "b") for name in "ghi"}), [9])
+    words.note(here, [9])
+    assert apart.camp(0) is not None  # more have left with that
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_of_two_camps_from_which_as_many_have_left_one_goes_to_the_other(rests: bool) -> None:
+    """Also where somebody who rests, and tells where it was left, is heard."""
+    camps = ("a", "b")
+    turned = []
+    for mine, other in (camps, camps[::-1]):
+        others = {"other": said(8, other, FINISHES)} | ({"r": said(2, "r", RESTS)} if rests else {})
+        apart = one_that_made(0, 0, others, phase=FINISHES)
+        apart._node.agreed[0] = AgreedVersion(8, state(8, mine))
+        gone = {camp: said(8, camp) for camp in camps}
+        words = apart._majority.last_words
+        words.note(words_of(others | gone), [9])
+        words.note(words_of(others), [9])
+        turned.append(apart.camp(0) is not None)
+    assert turned == [True, False]
 
 
 def test_what_two_held_of_whom_one_has_gone_is_no_one_word() -> None:
+    """And where nobody trains any more those who are behind it go there, most of those left as they are."""
     others = {"b": said(8, "a", FINISHES)} | {name: said(3, "b", FINISHES) for name in "cd"}
     majority = one_that_made(0, 3, others, phase=FINISHES)._majority
     assert majority.is_one_word(0, 8)
-    here: dict[PeerId | int, Held | None] = {PeerId(n): (i.versions, i.digests) for n, i in others.items()}
-    gone: dict[PeerId | int, Held | None] = {PeerId("e"): ((8,), (state(8, "a"),))}
-    majority.last_words.note(here | gone, lambda fragment, version: False)
-    assert majority.is_one_word(0, 9)
-    majority.last_words.note(here, lambda fragment, version: False)
+    assert majority.left_version(0) == 0
+    assert majority.is_too_far(0, 8)
+    gone, words = {"e": said(8, "a")}, majority.last_words
+    words.note(words_of(others | gone), [9])
+    assert majority.left_version(0) == 0
+    words.note(words_of(others), [9])
     assert not majority.is_one_word(0, 8)
+    assert majority.is_one_word(0, 9)
+    assert majority.left_version(0) == 8
+    assert not majority.is_too_far(0, 8)
+    for peer, phase, expected in (("c", RESTS, 8), ("c", JOINS, 8), ("c", TRAINS, 0)):
+        others[peer].status.phase = phase
+        assert majority.left_version(0) == expected
 
 
 def test_who_says_that_it_holds_another_state_of_a_version_is_not_asked_for_it() -> None:

@@ -166,14 +166,16 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
         ("dd", (5, 3), 1, 4),  # one round at a time
         ("dd", (3, 3), 1, 0),
         ("dt", (4, 3), 1, 0),  # while somebody trains, one alone moves nobody
-        ("ddj", (4, 3, 3), 1, 0),
+        ("ddj", (4, 3, 3), 1, 4),  # nor who joins, or rests
+        ("ddp", (4, 3, 3), 1, 4),
+        ("djj", (3, 4, 4), 1, 0),
         ("dd", (4, 3), 2, 0),  # over cells the council says what is over
     ],
 )
 def test_a_last_round_that_few_have_is_taken_when_nobody_trains(
     phases: str, versions: tuple[int, ...], cells: int, last: int
 ) -> None:
-    named = {"d": Status.DRAINING, "t": Status.TRAINING, "j": Status.JOINING}
+    named = {"d": Status.DRAINING, "t": Status.TRAINING, "j": Status.JOINING, "p": Status.PAUSED}
     live = {
         PeerId(str(number)): heard(named[phase], versions=(version,), digests=(GOOD,))
         for number, (phase, version) in enumerate(zip(phases, versions, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from p2p_co2.node.last_words import WORDS_KEPT, Held, LastWords
 from p2p_co2.wire.identity import PeerId
 
@@ -12,39 +14,63 @@ def held(*versions: int) -> Held:
     return versions, tuple(bytes([version]) * 32 for version in versions)
 
 
-def is_too_far(fragment: int, version: int) -> bool:
-    return version > 9
+LIMITS = [9, 9]
 
 
 def test_what_was_said_is_known_until_who_said_it_says_something_else() -> None:
     words = LastWords()
     assert words.newest(0) == -1
-    words.note({A: held(3, 4), B: held(5, 2)}, is_too_far)
-    assert [words.newest(fragment) for fragment in range(3)] == [5, 4, -1]
-    assert words.gone_with(0, 0) == []
-    words.note({A: held(3, 4)}, is_too_far)
+    words.note({A: held(3, 4), B: held(5, 2)}, LIMITS)
+    assert [words.newest(fragment) for fragment in range(2)] == [5, 4]
+    assert not words.gone_with(0)
+    words.note({A: held(3, 4)}, LIMITS)
     assert words.newest(0) == 5
-    assert words.gone_with(0, 5) == [(5, bytes([5]) * 32)]
-    assert words.gone_with(0, 6) == []
-    words.note({A: held(3, 4), B: None}, is_too_far)  # it is back, and joins
+    assert words.gone_with(0) == {(5, bytes([5]) * 32): 1}
+    words.note({A: held(3, 4), B: None}, LIMITS)  # it is back, and joins
     assert words.newest(0) == 3
-    words.note({}, is_too_far)
-    assert words.gone_with(1, 0) == [(4, bytes([4]) * 32)]
+    words.note({}, LIMITS)
+    assert words.gone_with(1) == {(4, bytes([4]) * 32): 1}
     words.clear()
     assert words.newest(0) == -1
 
 
 def test_what_nobody_can_have_held_was_not_said() -> None:
     words = LastWords()
-    words.note({A: held(200, 4)}, is_too_far)
-    words.note({}, lambda fragment, version: False)
+    words.note({A: held(200, 4)}, LIMITS)
+    words.note({}, [255, 255])
     assert [words.newest(fragment) for fragment in range(2)] == [-1, 4]
-    assert words.gone_with(0, 0) == []
-    assert words.gone_with(1, 0) == [(4, bytes([4]) * 32)]
+    assert not words.gone_with(0)
+    assert words.gone_with(1) == {(4, bytes([4]) * 32): 1}
+
+
+@pytest.mark.parametrize(
+    "word", [held(3), held(3, 3, 3), ((), ()), ((9, 9), ()), ((9, 9), (b"x" * 32,)), ((), (b"x" * 32,) * 2)]
+)
+def test_what_is_not_of_this_run_is_nothing(word: Held) -> None:
+    words = LastWords()
+    words.note({A: word}, LIMITS)
+    words.note({}, LIMITS)
+    for fragment in range(2):
+        assert words.newest(fragment) == -1
+        assert not words.gone_with(fragment)
+
+
+def test_where_two_were_of_whom_one_has_gone_counts() -> None:
+    words, five = LastWords(), (5, bytes([5]) * 32)
+    words.note({A: held(5, 5), B: held(5, 5), 7: ((5, 6), (b"", b""))}, LIMITS)
+    assert words.left_with(0, [five, five]) == 0  # they are here, and may be asked
+    words.note({B: held(5, 5)}, LIMITS)
+    assert words.left_with(0, []) == 0
+    assert words.left_with(0, [five]) == 5
+    assert words.left_with(0, [(5, b"another")]) == 0
+    words.note({}, LIMITS)
+    assert words.left_with(0, []) == 5
+    assert words.left_with(1, [(6, b"")]) == 5  # a digest that is not known is no state
 
 
 def test_words_are_bounded() -> None:
     words = LastWords()
     for number in range(WORDS_KEPT + 2):
-        words.note({number: held(7)}, is_too_far)
-    assert len(words.gone_with(0, 7)) == WORDS_KEPT - 1
+        words.note({number: held(7, 7)}, LIMITS)
+    assert words.held() == {"WORDS_KEPT": (WORDS_KEPT, WORDS_KEPT)}
+    assert words.gone_with(0).total() == WORDS_KEPT - 1

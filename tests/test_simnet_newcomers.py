@@ -7,6 +7,7 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.progress import WAITS_FOR_THEIR_STATE
+from p2p_co2.outlook import SILENT_S
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.telemetry.events import CaughtUp, Event, Warned
 from p2p_co2.wire.identity import cell_of
@@ -68,7 +69,13 @@ def test_a_newcomer_that_loses_the_only_other_cell_waits_for_it(cut_s: float) ->
     """When that cell's last word had grown old it took itself for the first peer, until the next conclusion,
     and trained from the start: a fork of minutes."""
     seed, alone = seed_with_one_alone()
-    swarm = swarm_of(2, 6e4, seed)
+    swarm, told = swarm_of(2, 6e4, seed), list[Warned]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Warned) and event.text == WAITS_FOR_THEIR_STATE:
+            told.append(event)
+
+    swarm.log.readers.append(note)
     sides = {peer: int(index != alone) for index, peer in enumerate(swarm.peer_ids())}
     swarm.world.call_at(30.0, swarm.kill, alone, True)
     swarm.world.call_at(STARTS_AT, swarm.start, alone, False)
@@ -77,6 +84,8 @@ def test_a_newcomer_that_loses_the_only_other_cell_waits_for_it(cut_s: float) ->
     result = swarm.run()
     assert result.violations == []
     assert result.forks == 0
+    if cut_s > SILENT_S:
+        assert [event.peer for event in told] == [swarm.peer_ids()[alone]]
     assert result.left_behind == result.lacking == []
     assert len(set(result.digests.values())) == 1
 

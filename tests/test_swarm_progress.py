@@ -195,7 +195,7 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
     place.progress.newcomers = newcomers
     within_s = 7.0 * (NEWCOMERS_WAIT if settled else 1.0)  # a donor's silence must be found out
     place.progress.newcomer_at = place.now - within_s - (0.0 if is_new else 0.1)
-    place.progress._differs = differs
+    place.progress._differed_at = place.now - (7.0 if differs else 7.1)
     expected = newcomers and (moves or is_new) if settled else moves or counts or differs
     assert place.progress.is_needed(7.0, settled) == expected
     assert set(asked) <= {(place.now, within_s)}
@@ -304,6 +304,42 @@ def test_a_newcomer_with_a_cell_to_itself_is_left_behind_when_the_other_cells_go
     place.move(3, 2)
     assert not place.progress.left_behind
     assert place.progress.abreast
+
+
+def test_who_is_done_stays_for_a_while_after_all_came_to_hold_the_same() -> None:
+    """Looks at another cell may be lost: who left at the first moment was not there when it went on."""
+    place = Place(3, 3)
+    place.node.catchup.moves = lambda now, within_s: False
+    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+    place.hear(OTHER, Status.DRAINING, 3, 4)
+    place.hear(OTHER, Status.DRAINING, 3, 3)
+    place.now += 29.0
+    assert place.progress.is_needed(30.0)
+    place.now += 2.0
+    assert not place.progress.is_needed(30.0)
+
+
+@pytest.mark.parametrize("phase", [Status.JOINING, Status.PAUSED, Status.DRAINING])
+@pytest.mark.parametrize("told", [Status.TRAINING, Status.DRAINING, Status.JOINING])
+@pytest.mark.parametrize(
+    ("versions", "digests"), [((9, 9, 9), 3), ((9,), 1), ((9, 9), 0), ((), 0), ((9,) * 256, 0)]
+)
+def test_words_of_more_or_fewer_fragments_than_the_run_has_count_for_nothing(
+    phase: Status.Phase, told: Status.Phase, versions: tuple[int, ...], digests: int
+) -> None:
+    """They ended the node of whoever joined, rested or was done."""
+    place = Place(3, 3)
+    place.progress.local = LocalProgress(phase, finished=frozenset({0, 1}))
+    for peer in (OTHER, NEWCOMER):
+        status = Status(phase=told, versions=versions, digests=[bytes([9]) * 32] * digests)
+        place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), peer, place.now)
+        place.conclude()
+        place.node.catching.apart.where_to(0, place.now)
+    for peer in (OTHER, NEWCOMER):
+        place.lose(peer)
+        place.node.catching.apart.where_to(0, place.now)
+    assert place.progress.missing() == ""
 
 
 def test_who_is_done_stays_while_not_all_hold_the_same() -> None:

@@ -9,7 +9,9 @@ Law: more than half of all who move, of those that the DHT lists and that are no
 elsewhere, two of them in one state: two liars take nobody back who hears more honest peers than them. Of
 versions that others helped to make nobody turns back before they are contradicted. Where all finish in
 several states of which none has a majority, the largest digest decides among equals: a liar who finishes with
-them may be who it is. Who loaded a state that its makers have given up, goes to where most others finish.
+them may be who it is. Nobody gives up a state that somebody left with for one that fewer left with, so liars
+who say that they hold ours and leave can keep us there. Who loaded a state that its makers have given up,
+goes to where most others finish.
 Price: the versions made alone are lost; their work is offered again, unless somebody was given any of them
 (``trainer.alone``). In a swarm of cells the others' cells decide (``rounds.council``), and nobody turns back.
 """
@@ -163,17 +165,25 @@ class Apart:
     def _strongest(self, fragment: int, middle: int) -> Camp | None:
         """Where all finish, in several states of which none has a majority, nobody makes a round that could
         heal them: the state to go to that all choose who hear the same. ``middle``: the version that half
-        of them have reached; one that is further alone may have made it up. Not where somebody left with
-        ours: that is where the run ended."""
+        of them have reached; one that is further alone may have made it up. Not where more have left with
+        ours than with that, or as many and ours is the larger: that is where the run ended."""
+        camp, agreed = self._choice(fragment, middle), self._node.agreed[fragment]
+        if camp is None:
+            return None
+        gone = self._majority.last_words.gone_with(fragment)
+        ours, theirs = (agreed.version, agreed.digest), (camp.version, camp.digest)
+        return None if gone[ours] and (gone[ours], ours) > (gone[theirs], theirs) else camp
+
+    def _choice(self, fragment: int, middle: int) -> Camp | None:
+        """The same by those who are here alone."""
         node = self._node
         if node.progress.local.phase != Status.DRAINING:
             return None
-        infos = {peer: info for peer, info in node.membership.live.items() if fragment < len(info.digests)}
-        if any(info.status.phase != Status.DRAINING for info in infos.values()):
+        live = {peer: info for peer, info in node.membership.live.items() if fragment < len(info.digests)}
+        if any(info.status.phase == Status.TRAINING for info in live.values()):
             return None
+        infos = {peer: info for peer, info in live.items() if info.status.phase == Status.DRAINING}
         mine = node.agreed[fragment].version, node.agreed[fragment].digest
-        if mine in self._majority.last_words.gone_with(fragment, mine[0]):
-            return None
         states = {peer: (info.versions[fragment], info.digests[fragment]) for peer, info in infos.items()}
         counts = Counter([*states.values(), mine])
         past = self._past.get(fragment, {})

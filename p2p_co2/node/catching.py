@@ -233,7 +233,7 @@ class Catching:
 
     def _newest(self, fragment: int, contradicted: bool) -> tuple[int, bool]:
         """The version to go to, and whether it is a last round that only few have."""
-        newest = self.majority.swarm_version(fragment)
+        newest = max(self.majority.swarm_version(fragment), self.majority.left_version(fragment))
         if contradicted or newest > self._node.agreed[fragment].version or not self._replayable(fragment):
             return newest, False
         last = self.majority.last_version(fragment)

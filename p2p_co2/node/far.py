@@ -124,7 +124,10 @@ class Far:
         if phases.isdisjoint({Status.TRAINING, Status.DRAINING}):
             return sight
         sight.trains = Status.TRAINING in phases
-        sight.settled = self._home and not sight.trains and phase == Status.DRAINING
+        done = [info.status.settled for info in live.values() if info.status.phase == Status.DRAINING]
+        # One that rests, or joins, tells what those say who are done.
+        settled = self._home if phase == Status.DRAINING else bool(done) and all(done)
+        sight.settled = settled and not sight.trains
         own = [node.progress.position()] if phase == Status.TRAINING or len(live) == 0 else []
         positions = sorted([*own, *node.membership.positions(now, node.progress.rounds_per_s)])
         sight.position = positions[(len(positions) - 1) // 2] if positions else node.progress.position()

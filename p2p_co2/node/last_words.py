@@ -5,12 +5,13 @@ on knowing where they were: what this peer lacks is lacking whoever is left, a s
 invention of the one who is left with it, and who holds it does not give it up for an older one.
 
 Law: it is kept only while this peer is done with its training, of ``WORDS_KEPT`` peers and cells at most, and
-only what honest peers can have held.
+only what honest peers can have held. Price: whoever says something and leaves is not asked again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
@@ -19,6 +20,8 @@ WORDS_KEPT = 2 * MAX_PEERS
 
 Held = tuple[tuple[int, ...], tuple[bytes, ...]]
 """Per fragment, a version and its digest."""
+State = tuple[int, bytes]
+"""The same of one fragment."""
 
 
 class LastWords:
@@ -31,32 +34,46 @@ class LastWords:
         """Nothing was said yet."""
         self._words, self._here = {}, frozenset()
 
-    def note(self, heard: Mapping[PeerId | int, Held | None], is_too_far: Callable[[int, int], bool]) -> None:
-        """These are here, and say so; None: nothing that counts. Of a fragment of which nobody can be where
-        they say they are, it is as if they had said nothing."""
+    def note(self, heard: Mapping[PeerId | int, Held | None], limits: Sequence[int]) -> None:
+        """These are here, and say so; None: nothing that counts, no more than what is not of this run's
+        fragments. ``limits``: per fragment, the newest version at which anybody honest can be; who says more
+        has said nothing of that fragment."""
         words = {name: word for name, word in self._words.items() if name not in heard}
-        words |= {name: _believed(held, is_too_far) for name, held in heard.items() if held is not None}
+        for name, held in heard.items():
+            if held is not None and len(held[0]) == len(held[1]) == len(limits):
+                words[name] = _believed(held, limits)
         while len(words) > WORDS_KEPT:
             del words[next(iter(words))]
         self._words, self._here = words, frozenset(heard)  # other threads look at those that are there
 
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What strangers can make grow: (now, at most) by the name of the bound."""
+        return {"WORDS_KEPT": (len(self._words), WORDS_KEPT)}
+
     def newest(self, fragment: int) -> int:
         """The newest version that anybody held; -1 if none is known."""
-        words = self._words.values()
-        return max((versions[fragment] for versions, _ in words if fragment < len(versions)), default=-1)
+        return max((versions[fragment] for versions, _ in self._words.values()), default=-1)
 
-    def gone_with(self, fragment: int, version: int) -> list[tuple[int, bytes]]:
-        """The states of ``version`` and later that those held who have gone."""
-        return [
+    def gone_with(self, fragment: int) -> Counter[State]:
+        """How many of those who have gone held which state."""
+        if len(self._words) <= len(self._here) and self._words.keys() <= self._here:
+            return Counter()
+        return Counter(
             (versions[fragment], digests[fragment])
             for name, (versions, digests) in self._words.items()
-            if name not in self._here and fragment < len(versions) and versions[fragment] >= version
-        ]
+            if name not in self._here and versions[fragment] >= 0 and digests[fragment]
+        )
+
+    def left_with(self, fragment: int, here: Collection[State]) -> int:
+        """The newest version of which those who have gone, and those who are ``here``, two at least, held one
+        state; 0 if there is none."""
+        gone = self.gone_with(fragment)
+        counts = gone + Counter(state for state in here if state in gone)
+        return max((version for (version, _), count in counts.items() if count > 1), default=0)
 
 
-def _believed(held: Held, is_too_far: Callable[[int, int], bool]) -> Held:
+def _believed(held: Held, limits: Sequence[int]) -> Held:
     versions, digests = held
-    if not any(is_too_far(fragment, version) for fragment, version in enumerate(versions)):
+    if all(map(int.__le__, versions, limits)):
         return held
-    kept = [-1 if is_too_far(fragment, version) else version for fragment, version in enumerate(versions)]
-    return tuple(kept), digests
+    return tuple(v if v <= most else -1 for v, most in zip(versions, limits, strict=True)), digests

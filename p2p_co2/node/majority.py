@@ -86,10 +86,11 @@ class Majority:
         if node.progress.local.phase != Status.DRAINING or node.far.cells > 1:
             return 0
         live = node.membership.live.values()
-        if any(info.status.phase != Status.DRAINING for info in live):
+        if any(info.status.phase == Status.TRAINING for info in live):
             return 0
         following = node.agreed[fragment].version + 1
-        reached = [info.versions[fragment] for info in live if fragment < len(info.versions)]
+        done = [info for info in live if info.status.phase == Status.DRAINING]
+        reached = [info.versions[fragment] for info in done if fragment < len(info.versions)]
         return following if max(reached, default=0) >= following else 0
 
     def is_joining(self) -> bool:
@@ -149,9 +150,25 @@ class Majority:
 
     def is_too_far(self, fragment: int, version: int) -> bool:
         """Whether nobody who is honest can be at ``version``, going by most peers."""
-        return version > max(
-            self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version
-        )
+        return version > self.limit(fragment)
+
+    def limit(self, fragment: int) -> int:
+        """The newest version at which anybody honest can be."""
+        most = self.swarm_version(fragment) + AHEAD_AT_MOST
+        return max(most, self._node.agreed[fragment].version, self.left_version(fragment))
+
+    def left_version(self, fragment: int) -> int:
+        """Where nobody of one group trains any more: the newest version that two held of whom one at least
+        has gone; those who are left may be behind it, most of them. 0 if there is none."""
+        node = self._node
+        if node.progress.local.phase != Status.DRAINING or node.far.cells > 1:
+            return 0
+        live = [info for info in node.membership.live.values() if fragment < len(info.digests)]
+        if any(info.status.phase == Status.TRAINING for info in live):
+            return 0
+        done = [info for info in live if info.status.phase == Status.DRAINING]
+        here = [(info.versions[fragment], info.digests[fragment]) for info in done]
+        return self.last_words.left_with(fragment, here)
 
     def bears_out(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
         """What the others of our cell say of the state that ``donor`` promises: True if one of them has the
@@ -195,7 +212,8 @@ class Majority:
             for info in self._node.membership.live.values()
             if fragment < len(info.digests) and info.versions[fragment] >= version
         )
-        held.update(self.last_words.gone_with(fragment, version))
+        held.update(self.last_words.gone_with(fragment))
+        held = Counter({state: count for state, count in held.items() if state[0] >= version})
         return max(held.values(), default=0) < 2
 
     def is_near_by(self, fragment: int, version: int, digest: bytes) -> bool:

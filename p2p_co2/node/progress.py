@@ -107,9 +107,9 @@ class SwarmProgress:
         """Who was heard while this peer joined, and had joined; whether they went without a word."""
         self._waits_for_time = False
         """Whether the next conclusion may differ without any news."""
-        self._differs = False
-        """Whether somebody who is here, and done, holds anything else than this peer; or another cell does,
-        or is not done with its last rounds."""
+        self._differed_at = -math.inf
+        """When somebody who was here, and done, held anything else than this peer last; or another cell did,
+        or was not done with its last rounds. Infinity while it is so."""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -207,8 +207,9 @@ class SwarmProgress:
 
     def is_needed(self, within_s: float, settled: bool = False) -> bool:
         """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or a last
-        round is made, which it would miss; or was of late; or whether others that are done hold more or less:
-        who has it may just now be busy giving it to somebody else. Where all have ``settled``, only a
+        round is made, which it would miss; or others that are done hold more or less (who has it may just now
+        be busy giving it to somebody else), or another cell is not done with its last rounds; or was, or did,
+        or was not, of late. Where all have ``settled``, only a
         newcomer may still need it: of our cell, or of one in which nobody has joined yet, which says nothing
         of itself, while it is given something. Other threads may ask."""
         now = self._node.now()
@@ -221,7 +222,8 @@ class SwarmProgress:
             return near or any(cell_of(peer, far.cells) not in heard for peer in takers)
         moves = self._node.catchup.moves(now, within_s)
         works = now - self._worked_at <= within_s
-        return moves or works or self._differs or self._node.rounds.counts_for_others(now, within_s)
+        differs = now - self._differed_at <= within_s
+        return moves or works or differs or self._node.rounds.counts_for_others(now, within_s)
 
     def missing(self) -> str:
         """In words, what others hold and this peer has not; empty if that is nothing. Other threads may
@@ -331,7 +333,11 @@ class SwarmProgress:
             self._worked_at = now
 
     def _note_words(self, live: Mapping[PeerId, PeerInfo], now: float) -> None:
-        """What others say that they hold; who joins or rests tells where it was left."""
+        """What others say that they hold, while this peer is done; who joins or rests tells where it was
+        left."""
+        if self.local.phase != Status.DRAINING:
+            self._node.catching.majority.last_words.clear()
+            return
         words: dict[PeerId | int, Held | None] = {
             peer: None
             if info.status.phase in (Status.JOINING, Status.PAUSED)
@@ -340,7 +346,7 @@ class SwarmProgress:
         }
         words |= {word.cell: (word.versions, word.digests) for word in self._node.far.outlook.recent(now)}
         majority = self._node.catching.majority
-        majority.last_words.note(words, majority.is_too_far)
+        majority.last_words.note(words, [majority.limit(f) for f in range(len(self._node.agreed))])
 
     def _is_end(self, position: float, age_s: float) -> bool:
         """Whether one that trains, and said so long ago where it was, is at the run's end now."""
@@ -351,13 +357,17 @@ class SwarmProgress:
         """Whether any of ``others`` that are done holds anything else, or another cell does, or is not done
         with its last rounds."""
         near = ((one.versions, one.digests) for one in others if one.status.phase == Status.DRAINING)
-        self._differs = any(held != here for held in near) or any(
+        differs = any(held != here for held in near) or any(
             self._is_end(word.position, now - word.seen_at)
             if word.trains
             else not word.settled or (word.versions, word.digests) != here
             for word in self._node.far.outlook.recent(now)
         )
-        if self._differs and self._node.far.cells > 1:  # other cells go without any news
+        if differs:
+            self._differed_at = math.inf
+        elif self._differed_at == math.inf:
+            self._differed_at = now
+        if differs and self._node.far.cells > 1:  # other cells go without any news
             self._waits_for_time, self._concluded_of = True, None
 
     def _look_for_newcomers(self, now: float) -> None:
@@ -387,7 +397,10 @@ class SwarmProgress:
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)
         self.abreast = idle and not is_behind and _keeps_up(versions, newest, self._goes_on)
         self.left_behind = is_behind and not is_there
-        self._inside.update(peer for peer, info in near.items() if info.status.phase != Status.JOINING)
+        for peer, info in near.items():
+            (self._inside.discard if info.status.phase == Status.JOINING else self._inside.add)(peer)
+        if len(self._inside) > MAX_PEERS:
+            self._inside &= near.keys()
         went_silently = self._node.membership.went_silently(self._inside)
         if is_there or went_silently is not None:  # else it was seen when they went
             self._went_silently = went_silently is not False

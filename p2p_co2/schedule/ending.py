@@ -24,8 +24,8 @@ LOADS_QUIET_S, LOADS_CAP_S = 30.0, FLUSH_CAP_S
 does, or a last round is made, which it would miss: while a chunk came or went, or one was made, within the
 first it stays, up to the second. Who is far behind needs minutes for what the others hold, and ends with what
 it has once they are gone; who joined late would have none. Where all others agree only such a newcomer is
-waited for. Price: who says to the end that its last round is not over, or that it holds something else, keeps
-the others for so long."""
+waited for, until nothing has moved for three times the first. Price: who says to the end that its last round
+is not over, or that it holds something else, keeps the others for so long."""
 
 STILL_LOADS = (
     "the run is over, but a last round is still being made, or not all hold the same yet, or a state or a "

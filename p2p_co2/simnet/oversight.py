@@ -57,7 +57,7 @@ class Oversight:
         """Open offers, by fragment and their own time: since when, in virtual seconds."""
         self._offers_due_at = math.inf
         self._called_offers_late: set[tuple[int, float]] = set()
-        self._held: list[dict[str, tuple[int, int]]] = [{}, {}, {}, {}, {}]
+        self._held: list[dict[str, tuple[int, int]]] = [{}, {}, {}, {}, {}, {}]
         """As it was weighed last: of the rounds, of catching up, the links, the membership, the outlook."""
         self._over: dict[str, int] = {}
         """By the name of its bound, what was held beyond it."""
@@ -130,6 +130,7 @@ class Oversight:
         self._weigh(3, self._membership.held())
         if self._has_cells:
             self._weigh(4, self._outlook.held())
+        self._weigh(5, self._node.catching.majority.last_words.held())
 
     def _weigh(self, place: int, held: dict[str, tuple[int, int]]) -> None:
         if held == self._held[place]:
@@ -233,7 +234,9 @@ class Oversight:
         if self._world.now < due_at:
             self._world.call_at(due_at, self.goes_within, told_s, since)
             return
-        if self._world.now < due_at + LOADS_CAP_S and self._node.progress.is_needed(LEFT_OFF_S):
+        progress = self._node.progress
+        is_needed = progress.is_needed(LEFT_OFF_S) or progress.is_needed(LOADS_QUIET_S, settled=True)
+        if self._world.now < due_at + LOADS_CAP_S and is_needed:
             self._world.call_at(self._world.now + LEFT_OFF_S, self.goes_within, told_s, since)
             return
         age_s = self._world.now - since
