@@ -2,9 +2,11 @@
 
     python benchmarks/ends.py 4g --seeds 0 75
     python benchmarks/ends.py drawn --seeds 200000 200157
+    python benchmarks/ends.py wide --seeds 1000 1040
 
 A named set is three peers without a fault; ``drawn`` takes peers, lines, model, rounds, cells and churn at
-random from the seed, and lays a storm over about every seventh run. Prints each run that broke a law, and
+random from the seed, and lays a storm over about every seventh run; ``wide`` does so with up to 40 peers, 4
+cells, 6 fragments and more churn. Prints each run that broke a law, and
 one line for all: how many broke one, and in how many somebody left without what others hold and said so.
 """
 
@@ -43,6 +45,30 @@ def settings_of(
     )  # fmt: skip
 
 
+def wide(seed: int) -> Settings:
+    draw = random.Random(seed)
+    peers, profile = draw.choice([2, 3, 4, 6, 10, 16, 24, 32, 40]), draw.choice(LINES)
+    round_s, rounds = draw.choice([4.0, 8.0, 15.0, 40.0, 90.0]), draw.choice([5, 9, 16, 24])
+    values, fragments = draw.choice([50_000, 300_000, 3_000_000, 20_000_000]), draw.choice([1, 2, 3, 4, 6])
+    cells = draw.choice([1, 1, 2, 3, 4]) if peers >= 6 else 1
+    codec, churn_per_h = (
+        draw.choice(["int4", "int4", "fp16", "int8"]),
+        draw.choice([0.0, 0.5, 6.0, 20.0, 40.0]),
+    )
+    lasts_s = round_s * rounds
+    faults: Churn | Storm | None = Churn(churn_per_h, 0.7 * lasts_s) if churn_per_h else None
+    if draw.random() < 0.15:
+        faults = Storm(round_s, 0.6 * lasts_s)
+    encoded, blocks = payload_bytes(codec, values), max(4, 32 // fragments)
+    clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
+    run = RunConfig(name="wide", fragments=fragments, cells=cells, group_size=64, clock=clock)
+    return Settings(
+        run=run, peers=peers, seed=seed, profile=profile, faults=faults, blocks=(blocks,) * fragments,
+        real_bytes_per_block=encoded / (blocks * fragments),
+        state_factor=min(MAX_STATE_FACTOR, round(8 * values / encoded)),
+    )  # fmt: skip
+
+
 def drawn(seed: int) -> Settings:
     draw = random.Random(seed)
     peers, profile = draw.choice([2, 3, 3, 4, 5, 8, 12, 20]), draw.choice(LINES)
@@ -61,12 +87,13 @@ def drawn(seed: int) -> Settings:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("name", choices=(*SETS, "drawn"))
+    parser.add_argument("name", choices=(*SETS, "drawn", "wide"))
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 16), metavar=("FROM", "TO"))
     options = parser.parse_args()
     broke, lacked, rounds, aborts, lasted_s = 0, 0, list[int](), list[int](), list[float]()
     for seed in range(*options.seeds):
-        of = drawn(seed) if options.name == "drawn" else settings_of(*SETS[options.name], seed=seed)
+        draws = {"drawn": drawn, "wide": wide}.get(options.name)
+        of = draws(seed) if draws else settings_of(*SETS[options.name], seed=seed)
         result = Swarm(of, EventLog(digests=False)).run()
         if result.violations:
             storm = " (a storm)" if isinstance(of.faults, Storm) else ""
