@@ -20,7 +20,7 @@ LIMITS = [9, 9]
 def test_what_was_said_is_known_until_who_said_it_says_something_else() -> None:
     words = LastWords()
     assert words.newest(0) == -1
-    words.note({A: held(3, 4), B: held(5, 2)}, LIMITS)
+    assert words.note({A: held(3, 4), B: held(5, 2)}, LIMITS)
     assert [words.newest(fragment) for fragment in range(2)] == [5, 4]
     assert not words.gone_with(0)
     words.note({A: held(3, 4)}, LIMITS)
@@ -55,17 +55,13 @@ def test_what_is_not_of_this_run_is_nothing(word: Held) -> None:
         assert not words.gone_with(fragment)
 
 
-def test_where_two_were_of_whom_one_has_gone_counts() -> None:
-    words, five = LastWords(), (5, bytes([5]) * 32)
-    words.note({A: held(5, 5), B: held(5, 5), 7: ((5, 6), (b"", b""))}, LIMITS)
-    assert words.left_with(0, [five, five]) == 0  # they are here, and may be asked
-    words.note({B: held(5, 5)}, LIMITS)
-    assert words.left_with(0, []) == 0
-    assert words.left_with(0, [five]) == 5
-    assert words.left_with(0, [(5, b"another")]) == 0
-    words.note({}, LIMITS)
-    assert words.left_with(0, []) == 5
-    assert words.left_with(1, [(6, b"")]) == 5  # a digest that is not known is no state
+def test_it_is_news_that_somebody_has_gone_or_says_something_else() -> None:
+    words = LastWords()
+    told = [
+        words.note(heard, LIMITS)
+        for heard in ({A: held(5, 5)}, {A: held(5, 5)}, {}, {}, {A: None}, {A: held(5, 6)}, {A: held(5, 7)})
+    ]
+    assert told == [True, False, True, False, True, True, True]
 
 
 def test_words_are_bounded() -> None:

@@ -9,9 +9,9 @@ Law: more than half of all who move, of those that the DHT lists and that are no
 elsewhere, two of them in one state: two liars take nobody back who hears more honest peers than them. Of
 versions that others helped to make nobody turns back before they are contradicted. Where all finish in
 several states of which none has a majority, the largest digest decides among equals: a liar who finishes with
-them may be who it is. Nobody gives up a state that somebody left with for one that fewer left with, so liars
-who say that they hold ours and leave can keep us there. Who loaded a state that its makers have given up,
-goes to where most others finish.
+them may be who it is. Who loaded a state that its makers have given up, goes to where most others finish.
+Neither leads from a state that somebody left with to one that fewer left with: liars who say that they hold
+ours and leave can keep us there.
 Price: the versions made alone are lost; their work is offered again, unless somebody was given any of them
 (``trainer.alone``). In a swarm of cells the others' cells decide (``rounds.council``), and nobody turns back.
 """

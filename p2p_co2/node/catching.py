@@ -90,6 +90,10 @@ class Catching:
         """Whether somebody said of late that other cells are where ours is not."""
         return bool(self._heard_of) and any(self._node.now() < until for _, until in self._heard_of.values())
 
+    def look_again(self) -> None:
+        """Something has changed of which neither membership nor outlook tells."""
+        self._looks_again = True
+
     def busy(self) -> bool:
         return bool(self._targets)
 
@@ -233,7 +237,7 @@ class Catching:
 
     def _newest(self, fragment: int, contradicted: bool) -> tuple[int, bool]:
         """The version to go to, and whether it is a last round that only few have."""
-        newest = max(self.majority.swarm_version(fragment), self.majority.left_version(fragment))
+        newest = self.majority.swarm_version(fragment)
         if contradicted or newest > self._node.agreed[fragment].version or not self._replayable(fragment):
             return newest, False
         last = self.majority.last_version(fragment)

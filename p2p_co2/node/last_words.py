@@ -1,8 +1,9 @@
 """What others said last of the states that they hold, those who have gone among them.
 
 At a run's end peers leave when all that they hear is done, or when their time is up. Who is still there goes
-on knowing where they were: what this peer lacks is lacking whoever is left, a state that many left with is no
-invention of the one who is left with it, and who holds it does not give it up for an older one.
+on knowing where they were: what this peer lacks is lacking whoever is left, and who holds what most left with
+does not give it up for what those hold who lag. Nobody goes anywhere by the word of who has gone: two that
+lie and leave would send all others after what nobody has.
 
 Law: it is kept only while this peer is done with its training, of ``WORDS_KEPT`` peers and cells at most, and
 only what honest peers can have held. Price: whoever says something and leaves is not asked again.
@@ -11,7 +12,7 @@ only what honest peers can have held. Price: whoever says something and leaves i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
@@ -34,17 +35,19 @@ class LastWords:
         """Nothing was said yet."""
         self._words, self._here = {}, frozenset()
 
-    def note(self, heard: Mapping[PeerId | int, Held | None], limits: Sequence[int]) -> None:
-        """These are here, and say so; None: nothing that counts, no more than what is not of this run's
-        fragments. ``limits``: per fragment, the newest version at which anybody honest can be; who says more
-        has said nothing of that fragment."""
+    def note(self, heard: Mapping[PeerId | int, Held | None], limits: Sequence[int]) -> bool:
+        """These are here, and say so; True if that is news, also of who has gone. None: nothing that counts,
+        no more than what is not of this run's fragments. ``limits``: per fragment, the newest version at
+        which anybody honest can be; who says more has said nothing of that fragment."""
         words = {name: word for name, word in self._words.items() if name not in heard}
         for name, held in heard.items():
             if held is not None and len(held[0]) == len(held[1]) == len(limits):
                 words[name] = _believed(held, limits)
         while len(words) > WORDS_KEPT:
             del words[next(iter(words))]
+        before = self._words, self._here
         self._words, self._here = words, frozenset(heard)  # other threads look at those that are there
+        return before != (self._words, self._here)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What strangers can make grow: (now, at most) by the name of the bound."""
@@ -63,13 +66,6 @@ class LastWords:
             for name, (versions, digests) in self._words.items()
             if name not in self._here and versions[fragment] >= 0 and digests[fragment]
         )
-
-    def left_with(self, fragment: int, here: Collection[State]) -> int:
-        """The newest version of which those who have gone, and those who are ``here``, two at least, held one
-        state; 0 if there is none."""
-        gone = self.gone_with(fragment)
-        counts = gone + Counter(state for state in here if state in gone)
-        return max((version for (version, _), count in counts.items() if count > 1), default=0)
 
 
 def _believed(held: Held, limits: Sequence[int]) -> Held:

@@ -154,21 +154,7 @@ class Majority:
 
     def limit(self, fragment: int) -> int:
         """The newest version at which anybody honest can be."""
-        most = self.swarm_version(fragment) + AHEAD_AT_MOST
-        return max(most, self._node.agreed[fragment].version, self.left_version(fragment))
-
-    def left_version(self, fragment: int) -> int:
-        """Where nobody of one group trains any more: the newest version that two held of whom one at least
-        has gone; those who are left may be behind it, most of them. 0 if there is none."""
-        node = self._node
-        if node.progress.local.phase != Status.DRAINING or node.far.cells > 1:
-            return 0
-        live = [info for info in node.membership.live.values() if fragment < len(info.digests)]
-        if any(info.status.phase == Status.TRAINING for info in live):
-            return 0
-        done = [info for info in live if info.status.phase == Status.DRAINING]
-        here = [(info.versions[fragment], info.digests[fragment]) for info in done]
-        return self.last_words.left_with(fragment, here)
+        return max(self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version)
 
     def bears_out(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
         """What the others of our cell say of the state that ``donor`` promises: True if one of them has the
@@ -201,10 +187,9 @@ class Majority:
         return most != digest and 2 * count > votes.total()
 
     def is_one_word(self, fragment: int, version: int) -> bool:
-        """Whether less than half have reached ``version``, and no two, of them and of those who have gone
-        since we are done, say that they hold one state of it or later. What a few made together while they
-        were cut off is taken, or both sides would go on for good: with storm 20 they did, where at least half
-        were asked for."""
+        """Whether less than half have reached ``version``, and no two of them say that they hold one state of
+        it or later. What a few made together while they were cut off is taken, or both sides would go on for
+        good: with storm 20 they did, where at least half were asked for."""
         if version <= self.swarm_version(fragment):
             return False
         held = Counter(
@@ -212,8 +197,6 @@ class Majority:
             for info in self._node.membership.live.values()
             if fragment < len(info.digests) and info.versions[fragment] >= version
         )
-        held.update(self.last_words.gone_with(fragment))
-        held = Counter({state: count for state, count in held.items() if state[0] >= version})
         return max(held.values(), default=0) < 2
 
     def is_near_by(self, fragment: int, version: int, digest: bytes) -> bool:

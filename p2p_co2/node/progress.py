@@ -346,7 +346,8 @@ class SwarmProgress:
         }
         words |= {word.cell: (word.versions, word.digests) for word in self._node.far.outlook.recent(now)}
         majority = self._node.catching.majority
-        majority.last_words.note(words, [majority.limit(f) for f in range(len(self._node.agreed))])
+        if majority.last_words.note(words, [majority.limit(f) for f in range(len(self._node.agreed))]):
+            self._node.catching.look_again()
 
     def _is_end(self, position: float, age_s: float) -> bool:
         """Whether one that trains, and said so long ago where it was, is at the run's end now."""

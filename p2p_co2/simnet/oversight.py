@@ -58,7 +58,8 @@ class Oversight:
         self._offers_due_at = math.inf
         self._called_offers_late: set[tuple[int, float]] = set()
         self._held: list[dict[str, tuple[int, int]]] = [{}, {}, {}, {}, {}, {}]
-        """As it was weighed last: of the rounds, of catching up, the links, the membership, the outlook."""
+        """As it was weighed last: of the rounds, of catching up, the links, the membership, the outlook, what
+        others said last."""
         self._over: dict[str, int] = {}
         """By the name of its bound, what was held beyond it."""
         self._timers_at = [math.inf, math.inf, math.inf]
