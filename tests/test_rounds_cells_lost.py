@@ -348,3 +348,22 @@ def test_one_who_sums_for_all_cells_and_was_gone_for_a_moment_holds_nobody_up(go
     who = "one for a moment" if gone_s < GRACE_S else next(iter(lost))[-6:]
     assert f"lost {who}, who sums for all cells" in reasons.values()
     assert reasons.keys() | lost.keys() == set(net.names)
+
+
+def test_a_cells_coordinator_that_left_before_the_council_had_decided_gathers_for_that_round_again() -> None:
+    """It held the round for begun for good: whoever asked for it once more was told to wait, and one more was
+    held with each such round (run 800193 of ``benchmarks/ends.py drawn``)."""
+    net, left = Network(15, shape=SHAPE, cells=CELLS), list[PeerId]()
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        if isinstance(message, wire.CellResult) and not message.failure and to != source and not left:
+            left.append(source)
+            assert net.peers[source].machine.held()["BEGUN"][0] == 1
+            net.at(net.now, lambda: net.peers[source].machine.withdraw(0, "caught up", net.now) and None)
+        return True
+
+    net.on_send = on_send
+    net.offer_all()
+    net.run(3.0)
+    assert left
+    assert net.peers[left[0]].machine.held()["BEGUN"][0] == 0

@@ -125,7 +125,7 @@ def test_only_who_is_told_of_the_same_cells_by_two_goes_after_them(
     verdicts = machine._fragments[0].verdicts
     _, (decision, outcome) = verdicts._hearsay.popitem()
     verdicts.drop_hearsay()
-    for teller, cells in zip(net.names, words, strict=False):
+    for teller, cells in zip(net.names[: len(words)], words, strict=True):
         said = wire.Outcome()
         said.CopyFrom(outcome)
         del said.cells[:]

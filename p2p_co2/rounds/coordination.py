@@ -348,6 +348,9 @@ class Coordination:
         tally = self._tallies.get(attempt.id)
         if tally is not None and (tally.successor or tally.get_timer() is None):
             del self._tallies[attempt.id]
+            place = attempt.fragment, attempt.round
+            if place in self._begun and self._begun[place].tally is tally:
+                del self._begun[place]  # else nobody who asks for the round again would be answered
             if self.delegation is not None:
                 self.delegation.forget(tally.attempt)
 

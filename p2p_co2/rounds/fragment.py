@@ -402,7 +402,7 @@ class FragmentRounds:
         self._outlet.emit(event)
         self.ear.is_behind = isinstance(event, Overheard)
         if isinstance(event, Overheard) or not all(event.contributed):
-            self._doubt(outcome)
+            self.doubt(outcome)
         if rival is not None:
             signer = PeerId(rival[1].decided_by)
             self._outlet.emit(Refused(signer, "conflicting decision", f"round {event.round}"))
@@ -410,7 +410,7 @@ class FragmentRounds:
 
     def _end_without_bytes(self, decision: wire.Decision, outcome: wire.Outcome) -> None:
         key = outcome.key
-        self._doubt(outcome)
+        self.doubt(outcome)
         self.ear.is_behind, self._completing = True, None
         self.ear.stop()
         ended = self.offer is not None and self.offer.round == key.round
@@ -418,7 +418,7 @@ class FragmentRounds:
             self._end()
         self._outlet.emit(without_bytes(decision, outcome, self._swarm, ended))
 
-    def _doubt(self, outcome: wire.Outcome) -> None:
+    def doubt(self, outcome: wire.Outcome) -> None:
         """What we offered in other attempts at the same round may have been counted there."""
         if self.verdicts.was_elsewhere(outcome):
             self._outlet.emit(Doubted(outcome.key.fragment))

@@ -149,9 +149,12 @@ class Rounds:
     def replayed(self, decision: wire.Decision) -> None:
         """The commit that made the state after ours, with a mean that a donor gave us: over several cells it
         is known from now on as one that we were in, since the next round depends on who made it."""
+        outcome = open_decision(decision, self._run, self._shape)
+        mine = self._fragments[outcome.key.fragment]
+        if mine.verdicts.commit(outcome.key.round) is None:
+            mine.doubt(outcome)  # else that was done when we heard of it
         if self._swarm.cells > 1:
-            outcome = open_decision(decision, self._run, self._shape)
-            self._fragments[outcome.key.fragment].verdicts.keep(decision, outcome)
+            mine.verdicts.keep(decision, outcome)
 
     def made_by(self, fragment: int) -> frozenset[int]:
         """The cells that made the state that we hold, as far as we know, or as several tell alike: only most
@@ -404,10 +407,7 @@ class Rounds:
         check_place(message.fragment, message.round, self._shape)
         return self._fragments[message.fragment]
 
-    def _keyed(
-        self,
-        message: wire.Begin | wire.Part | wire.Mean | wire.Reassign | wire.Result | wire.Listen,
-    ) -> FragmentRounds:
+    def _keyed(self, message: wire.Begin | wire.Result | wire.Listen) -> FragmentRounds:
         return self._fragments[read_key(message.key, self._shape)[0]]
 
     def _on_listen(self, message: wire.Listen, sender: PeerId, now: float) -> None:
