@@ -246,6 +246,28 @@ def test_who_holds_what_others_left_with_does_not_go_back_to_those_who_lag() -> 
     assert apart.camp(0) is not None  # more have left with that
 
 
+@pytest.mark.parametrize(
+    ("here", "left", "version", "turns_back"),
+    [
+        (12, 1, 8, True),  # or one that says so and leaves would keep us from all of them
+        (3, 3, 8, False),
+        (3, 4, 9, False),  # of the history that they left with this peer lacks one round
+        (4, 2, 9, True),
+        (3, 4, 7, True),
+    ],
+)
+def test_who_is_here_counts_beside_who_has_gone(here: int, left: int, version: int, turns_back: bool) -> None:
+    others = {f"here {number}": said(3, "b", FINISHES) for number in range(here)}
+    apart = one_that_made(0, 0, others, phase=FINISHES)
+    apart.moved(0, AgreedVersion(8, state(8, "a")), None)
+    apart._node.agreed[0] = AgreedVersion(8, state(8, "a"))
+    words = apart._majority.last_words
+    gone = {f"gone {number}": said(version, "a") for number in range(left)}
+    words.note(words_of(others | gone), [12])
+    words.note(words_of(others), [12])
+    assert (apart.camp(0) is not None) == turns_back
+
+
 @pytest.mark.parametrize("rests", [False, True])
 def test_of_two_camps_from_which_as_many_have_left_one_goes_to_the_other(rests: bool) -> None:
     """Also where somebody who rests, and tells where it was left, is heard."""

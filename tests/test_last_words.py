@@ -43,6 +43,20 @@ def test_what_nobody_can_have_held_was_not_said() -> None:
     assert words.gone_with(1) == {(4, bytes([4]) * 32): 1}
 
 
+def test_beyond_what_one_may_say_two_that_hold_one_state_are_believed() -> None:
+    """Three of five had stood still for most of the run, and left without a word of the fourteen rounds that
+    the two others had made."""
+    words = LastWords()
+    words.note({A: held(200, 4), B: held(200, 4)}, LIMITS)
+    assert words.newest(0) == 200
+    words.note({}, LIMITS)
+    assert words.newest(0) == 200
+    words.clear()
+    words.note({A: held(200, 4), B: ((200, 4), (b"x" * 32, b"y" * 32))}, LIMITS)
+    words.note({A: held(200, 4), B: held(200), PeerId("c"): None}, LIMITS)
+    assert words.newest(0) == -1
+
+
 @pytest.mark.parametrize(
     "word", [held(3), held(3, 3, 3), ((), ()), ((9, 9), ()), ((9, 9), (b"x" * 32,)), ((), (b"x" * 32,) * 2)]
 )

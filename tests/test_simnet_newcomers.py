@@ -3,14 +3,17 @@ state as long as anybody has it, and make none of their own."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.progress import WAITS_FOR_THEIR_STATE
 from p2p_co2.outlook import SILENT_S
-from p2p_co2.simnet import EventLog, Settings, Swarm
-from p2p_co2.telemetry.events import CaughtUp, Event, Warned
+from p2p_co2.simnet import EventLog, Settings, Swarm, rendezvous, training
+from p2p_co2.telemetry.events import CaughtUp, Event, FragmentSent, Warned
 from p2p_co2.wire.identity import cell_of
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 PEERS, ROUND_S, ROUNDS = 5, 10.0, 18
 STARTS_AT = 110.0
@@ -110,3 +113,32 @@ def test_a_newcomer_that_loses_all_while_it_loads_waits_for_them(cut_s: float) -
     assert [event.peer for event in told] == [swarm.peer_ids()[0]]
     assert len(set(result.digests.values())) == 1
     assert len(result.digests) == PEERS
+
+
+def test_a_newcomer_waits_until_it_is_concluded_what_the_first_that_it_hears_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had found itself alone while the DHT was looked up; in the moment between the first answer and what
+    follows from it that was taken for where the swarm is, and it offered work on the start state."""
+    look_up = rendezvous.Doorway.find_peers
+
+    async def find_slowly(self: rendezvous.Doorway, cell: int | None = None) -> list[PeerRecord]:
+        await asyncio.sleep(1.0)
+        return await look_up(self, cell)
+
+    monkeypatch.setattr(rendezvous.Doorway, "find_peers", find_slowly)
+    monkeypatch.setattr(training, "LOOK_EVERY_S", 1e-3)
+    for seed in range(6):
+        run = RunConfig(name="newcomer", fragments=2, clock=ClockConfig(mode="time", round_s=4.0, rounds=20))
+        settings = Settings(run=run, peers=2, seed=seed, profile="home-mix", start_spread_s=60.0)
+        swarm = Swarm(settings, EventLog(digests=False))
+        begun: dict[str, tuple[float, int]] = {}
+
+        def note(event: Event, swarm: Swarm = swarm, begun: dict[str, tuple[float, int]] = begun) -> None:
+            if isinstance(event, FragmentSent):
+                begun.setdefault(event.peer, (swarm.world.now, event.round))
+
+        swarm.log.readers.append(note)
+        swarm.run()
+        (first_at, _), (came_at, round_) = sorted(begun.values())
+        assert round_ > 1 or came_at - first_at < 8.0

@@ -1,18 +1,19 @@
 """What others said last of the states that they hold, those who have gone among them.
 
 At a run's end peers leave when all that they hear is done, or when their time is up. Who is still there goes
-on knowing where they were: what this peer lacks is lacking whoever is left, and who holds what most left with
-does not give it up for what those hold who lag. Nobody goes anywhere by the word of who has gone: two that
-lie and leave would send all others after what nobody has.
+on knowing where they were: what this peer lacks is lacking whoever is left, and where all finish in several
+states who has gone counts beside those who are here (``apart``). Nobody goes anywhere by the word of who has
+gone alone: two that lie and leave would send all others after what nobody has.
 
 Law: it is kept only while this peer is done with its training, of ``WORDS_KEPT`` peers and cells at most, and
-only what honest peers can have held. Price: whoever says something and leaves is not asked again.
+only what honest peers can have held. Price: whoever says something and leaves is not asked again; who lies
+of rounds that nobody has made lets all others say that they lack them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
@@ -38,11 +39,11 @@ class LastWords:
     def note(self, heard: Mapping[PeerId | int, Held | None], limits: Sequence[int]) -> bool:
         """These are here, and say so; True if that is news, also of who has gone. None: nothing that counts,
         no more than what is not of this run's fragments. ``limits``: per fragment, the newest version at
-        which anybody honest can be; who says more has said nothing of that fragment."""
+        which anybody honest can be; who alone says more has said nothing of that fragment."""
         words = {name: word for name, word in self._words.items() if name not in heard}
         for name, held in heard.items():
             if held is not None and len(held[0]) == len(held[1]) == len(limits):
-                words[name] = _believed(held, limits)
+                words[name] = _believed(held, limits, heard.values())
         while len(words) > WORDS_KEPT:
             del words[next(iter(words))]
         before = self._words, self._here
@@ -68,8 +69,21 @@ class LastWords:
         )
 
 
-def _believed(held: Held, limits: Sequence[int]) -> Held:
+def _believed(held: Held, limits: Sequence[int], heard: Collection[Held | None]) -> Held:
+    """Beyond its limit a version counts if two of those that are ``heard`` hold that state: most of them may
+    have been away for long."""
     versions, digests = held
     if all(map(int.__le__, versions, limits)):
         return held
-    return tuple(v if v <= most else -1 for v, most in zip(versions, limits, strict=True)), digests
+
+    def is_told_by_two(fragment: int) -> bool:
+        state, states = (versions[fragment], digests[fragment]), 0
+        for other in heard:
+            if other is not None and len(other[0]) == len(other[1]) == len(limits):
+                states += (other[0][fragment], other[1][fragment]) == state
+        return states > 1
+
+    return tuple(
+        version if version <= most or is_told_by_two(fragment) else -1
+        for fragment, (version, most) in enumerate(zip(versions, limits, strict=True))
+    ), digests

@@ -1,7 +1,8 @@
 """How far this peer and its swarm are: what it tells the others, and what it concludes from what they tell.
 
 Conclusions are published as plain values that other threads may read at any time. Law: they rest on
-heartbeats of live peers alone, and the position on their lower median: of three, one liar moves nothing.
+heartbeats of live peers alone, but for what this peer lacks when it leaves, and the position on their lower
+median: of three, one liar moves nothing.
 """
 
 from __future__ import annotations

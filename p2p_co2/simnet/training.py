@@ -136,10 +136,10 @@ class Training:
         """As ``Connection._catch_up``."""
         started_at = followed_at = self._now()
         while True:
-            now, heard = self._now(), self._node.live_peers() > 0 or self._node.progress.heard
+            now, heard = self._now(), self._node.progress.heard
             if not self._node.progress.left_behind or self._node.progress.may_be_back:
                 followed_at = now
-            if not self._node.progress.left_behind:
+            if not self._node.progress.left_behind and (heard or self._node.live_peers() == 0):
                 waited_s, unheard = now - started_at, self._node.unheard_peers()
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 found = waited_s > 0.2 and (self._node.progress.met or not unheard or listened)

@@ -227,11 +227,11 @@ class Connection:
         while True:
             self._thread.check()
             now = time.monotonic()
-            # What was concluded of others that just went is not concluded yet: until then they are heard.
-            waited_s, heard = now - started_at, self._thread.live_peers() > 0 or node.progress.heard
+            # Of others that just came, or went, it is concluded only in a moment what that means.
+            waited_s, heard = now - started_at, node.progress.heard
             if not node.progress.left_behind or node.progress.may_be_back:
                 followed_at = now
-            if not node.progress.left_behind:
+            if not node.progress.left_behind and (heard or self._thread.live_peers() == 0):
                 unheard = self._thread.unheard_peers()
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 # Those who join as we do know no more than we: who is listed may be about to answer.
