@@ -142,3 +142,23 @@ def test_a_newcomer_waits_until_it_is_concluded_what_the_first_that_it_hears_mea
         swarm.run()
         (first_at, _), (came_at, round_) = sorted(begun.values())
         assert round_ > 1 or came_at - first_at < 8.0
+
+
+def test_a_newcomer_goes_on_loading_while_one_fragment_after_the_other_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It left after ten minutes with five fragments of six (storm 2104 of ``benchmarks/ends.py wide``)."""
+    bound_s = 100.0
+    monkeypatch.setattr(training, "CATCH_UP_BOUND_S", bound_s)
+    run = RunConfig(name="newcomers", fragments=4, clock=ClockConfig(mode="time", round_s=10.0, rounds=40))
+    settings = Settings(
+        run=run, peers=3, seed=1, profile="4g", blocks=(16,) * 4, real_bytes_per_block=1e4, state_factor=64
+    )  # fmt: skip
+    swarm = Swarm(settings, EventLog(digests=False))
+    swarm.world.call_at(5.0, swarm.kill, 2, True)
+    swarm.world.call_at(160.0, swarm.start, 2, False)
+    result = swarm.run()
+    assert result.violations == []
+    assert result.lacking == []
+    (joined_s,) = result.recoveries_s
+    assert 2 * bound_s < joined_s < 4 * bound_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from p2p_co2.catchup.line import Lines
@@ -45,8 +47,10 @@ def test_the_bound_of_an_offer_follows_from_payload_lines_and_cells() -> None:
 def test_a_run_is_over_when_the_last_peer_has_joined_trained_and_flushed() -> None:
     """Each of them by its own longest wait: to gather 120 s, to catch up 600, to flush 600 and 625 more,
     and 600 for a state that is on its way."""
-    assert run_bound_s(10.0, 900.0, 2.0, cells=1) == 10 + 120 + 600 + 900 / 0.9 + 2 + 600 + 625 + 600 + 60
-    assert run_bound_s(10.0, 900.0, 2.0, cells=2) == run_bound_s(10.0, 900.0, 2.0, cells=1) + 60
+    bound_s = partial(run_bound_s, 10.0, 900.0, 2.0)
+    one_s = 10 + 120 + 600 * (1 + 3) + 900 / 0.9 + 2 + 600 + 625 + 600 + 60
+    assert bound_s(cells=1, fragments=3) == one_s
+    assert bound_s(cells=2, fragments=3) == one_s + 60
 
 
 def test_states_are_loaded_over_the_worst_peers_median_way() -> None:

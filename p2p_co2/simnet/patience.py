@@ -49,10 +49,10 @@ def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile
     return bounds.READY_CAP_S + attempt_s + complete_s
 
 
-def run_bound_s(last_start_at: float, planned_s: float, step_s: float, cells: int) -> float:
-    """When a run of ``planned_s`` is over for everybody, the last of whom starts at ``last_start_at``.
-    ``step_s``: of the slowest peer."""
-    joined_s = last_start_at + GATHER_BOUND_S + CATCH_UP_BOUND_S
+def run_bound_s(last_start_at: float, planned_s: float, step_s: float, cells: int, fragments: int) -> float:
+    """When a run of ``planned_s`` is over for everybody, the last of whom starts at ``last_start_at`` and has
+    ``fragments`` states to load. ``step_s``: of the slowest peer."""
+    joined_s = last_start_at + GATHER_BOUND_S + CATCH_UP_BOUND_S * (1 + fragments)
     ended_s = FLUSH_CAP_S + settle_bound_s(FLUSH_CAP_S, cells) + LOADS_CAP_S
     return joined_s + planned_s / (1 - SLEW) + step_s + ended_s + SPARE_S
 

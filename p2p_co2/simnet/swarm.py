@@ -219,7 +219,8 @@ class Swarm:
             self._last_start_at = max(self._last_start_at, self.settings.faults.calm_at)
         run = self.run_config
         waits_s = run.outer.blocking_rounds * run.fragments * FIRST_ROUND_BOUND_S
-        limit_s = run_bound_s(self._last_start_at, self.planned_s + waits_s, self._slowest_step_s, run.cells)
+        planned_s, step_s = self.planned_s + waits_s, self._slowest_step_s
+        limit_s = run_bound_s(self._last_start_at, planned_s, step_s, run.cells, run.fragments)
         before = gc.get_threshold()
         gc.set_threshold(200_000, 20, 50)  # tasks and futures are many and short-lived
         try:

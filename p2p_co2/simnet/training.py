@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -134,9 +135,12 @@ class Training:
 
     async def _find_the_swarm(self) -> bool:
         """As ``Connection._catch_up``."""
-        started_at = followed_at = self._now()
+        started_at = followed_at = given_at = self._now()
+        began_with, given = tuple(self._node.agreed), 0
         while True:
             now, heard = self._now(), self._node.progress.heard
+            if (moved := sum(map(operator.ne, self._node.agreed, began_with))) > given:
+                given, given_at = moved, now
             if not self._node.progress.left_behind or self._node.progress.may_be_back:
                 followed_at = now
             if not self._node.progress.left_behind and (heard or self._node.live_peers() == 0):
@@ -145,7 +149,7 @@ class Training:
                 found = waited_s > 0.2 and (self._node.progress.met or not unheard or listened)
                 if found and self._node.progress.abreast if heard else listened:
                     return True
-            if now - started_at > CATCH_UP_BOUND_S or now - followed_at > LEFT_BEHIND_BOUND_S:
+            if now - given_at > CATCH_UP_BOUND_S or now - followed_at > LEFT_BEHIND_BOUND_S:
                 return False
             await asyncio.sleep(LOOK_EVERY_S)
 

@@ -6,6 +6,7 @@ Between the two the caller knows the run's settings and can refuse, before anyth
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import time
@@ -43,6 +44,7 @@ FP32_BYTES = 4
 GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``."""
 CATCH_UP_BOUND_S = 600.0
+"""For the first fragment that a peer without the agreed state is to be given, and for each further one."""
 LEFT_BEHIND_BOUND_S = 30.0
 """When all who have the agreed state said goodbye before this peer had it: how long one of them is waited
 for. Who went without a word may only be out of reach, and is waited for as long as for the state."""
@@ -223,10 +225,13 @@ class Connection:
 
     def _catch_up(self, node: Node) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""
-        started_at = followed_at = time.monotonic()
+        started_at = followed_at = given_at = time.monotonic()
+        began_with, given = tuple(node.agreed), 0
         while True:
             self._thread.check()
             now = time.monotonic()
+            if (moved := sum(map(operator.ne, node.agreed, began_with))) > given:
+                given, given_at = moved, now
             # Of others that just came, or went, it is concluded only in a moment what that means.
             waited_s, heard = now - started_at, node.progress.heard
             if not node.progress.left_behind or node.progress.may_be_back:
@@ -242,7 +247,7 @@ class Connection:
                 raise TransportError(
                     "the others left before this peer had their state; join again when one is back"
                 )
-            if waited_s > CATCH_UP_BOUND_S:
+            if now - given_at > CATCH_UP_BOUND_S:
                 raise TransportError("no peer could give this one the agreed state; try again later")
             time.sleep(0.02)
 
