@@ -258,8 +258,33 @@ def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> N
     machine, begin, first, _ = begun_member()
     machine.receive(begin, first, 0.5)
     drain(machine)
-    machine.replayed(signed(2))
+    parts = []
+    for start, workers in ((0, (ME, OTHER, THIRD)), (8, (OTHER, THIRD))):
+        counted = [wire.Contributor(peer=name, weight=2.0) for name in sorted(workers)]
+        part = wire.PartOutcome(
+            start_block=start, stop_block=start + 8, digest=bytes(32), contributors=counted
+        )
+        parts.append(part)
+    machine.replayed(signed(2))  # all of its work is in this one
+    assert not drain(machine)
+    machine.replayed(signed(2, parts=parts))
     assert drain(machine) == [Doubted(0)]
     alone = one_machine(1, 2)
-    alone.replayed(signed(2))
+    alone.replayed(signed(2, parts=parts))
     assert Doubted(0) not in drain(alone)
+
+
+def test_what_a_peer_was_in_alone_nobody_else_has_counted() -> None:
+    """Who went over to the others' rounds after it had made the same ones alone keeps the work of these."""
+    net = Network(1)
+    net.offer_all()
+    net.run_until_settled()
+    machine = net.peers[net.names[0]].machine
+    assert net.committed()
+    machine.set_state(0, 0, DIGEST)
+    drain(machine)
+    counted = [wire.Contributor(peer=name, weight=2.0) for name in sorted((OTHER, THIRD))]
+    blocks = machine._shape.blocks[0]
+    part = wire.PartOutcome(start_block=0, stop_block=blocks, digest=bytes(32), contributors=counted)
+    machine.replayed(signed(2, parts=[part]))
+    assert not drain(machine)

@@ -10,8 +10,8 @@ elsewhere, two of them in one state: two liars take nobody back who hears more h
 versions that others helped to make nobody turns back before they are contradicted. Where all finish in
 several states of which none has a majority, the largest digest decides among equals: a liar who finishes with
 them may be who it is. Who loaded a state that its makers have given up, goes to where most others finish.
-Neither leads from a state that somebody left with to one that fewer hold or left with: as many liars as hold
-another state, who say that they hold ours and leave, can keep us there.
+Neither leads from a state that somebody left with to one that fewer hold or left with: one liar less than
+hold another state, who say that they hold ours or more and leave, can keep us there.
 Price: the versions made alone are lost; their work is offered again, unless somebody was given any of them
 (``trainer.alone``). In a swarm of cells the others' cells decide (``rounds.council``), and nobody turns back.
 """
@@ -166,22 +166,21 @@ class Apart:
         """Where all finish, in several states of which none has a majority, nobody makes a round that could
         heal them: the state to go to that all choose who hear the same. ``middle``: the version that half
         of them have reached; one that is further alone may have made it up. Not where some have left with
-        ours, or with more than that, and those with those who are here are more than with the other, or as
-        many and ours is the larger: that is where the run ended."""
+        ours, or, if nobody here has more than we, with more than that, and those and who is here with ours
+        are more than with the other, or as many and ours is the larger: that is where the run ended."""
         camp, agreed = self._choice(fragment, middle), self._node.agreed[fragment]
         if camp is None:
             return None
         gone = self._majority.last_words.gone_with(fragment)
         ours, theirs = (agreed.version, agreed.digest), (camp.version, camp.digest)
-        left = gone[ours] + sum(
-            count for (version, _), count in gone.items() if camp.version < agreed.version < version
-        )
-        here = [info for info in self._node.membership.live.values() if info.status.phase == Status.DRAINING]
-        with_us = 1 + sum(
-            (info.versions[fragment], info.digests[fragment]) == ours
-            for info in here
-            if fragment < len(info.digests)
-        )
+        here = [
+            (info.versions[fragment], info.digests[fragment])
+            for info in self._node.membership.live.values()
+            if info.status.phase == Status.DRAINING and fragment < len(info.digests)
+        ]
+        left, with_us = gone[ours], 1 + here.count(ours)
+        if camp.version < agreed.version == max(agreed.version, *(version for version, _ in here)):
+            left += sum(count for (version, _), count in gone.items() if version > agreed.version)
         with_them = gone[theirs] + len(camp.holders)
         return None if left and (left + with_us, ours) > (with_them, theirs) else camp
 

@@ -13,7 +13,7 @@ of rounds that nobody has made lets all others say that they lack them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
@@ -41,9 +41,12 @@ class LastWords:
         no more than what is not of this run's fragments. ``limits``: per fragment, the newest version at
         which anybody honest can be; who alone says more has said nothing of that fragment."""
         words = {name: word for name, word in self._words.items() if name not in heard}
-        for name, held in heard.items():
-            if held is not None and len(held[0]) == len(held[1]) == len(limits):
-                words[name] = _believed(held, limits, heard.values())
+        said = {
+            name: held
+            for name, held in heard.items()
+            if held is not None and len(held[0]) == len(held[1]) == len(limits)
+        }
+        words |= said if _are_near(said.values(), limits) else _believed(said, limits)
         while len(words) > WORDS_KEPT:
             del words[next(iter(words))]
         before = self._words, self._here
@@ -69,21 +72,20 @@ class LastWords:
         )
 
 
-def _believed(held: Held, limits: Sequence[int], heard: Collection[Held | None]) -> Held:
-    """Beyond its limit a version counts if two of those that are ``heard`` hold that state: most of them may
-    have been away for long."""
-    versions, digests = held
-    if all(map(int.__le__, versions, limits)):
-        return held
+def _are_near(said: Iterable[Held], limits: Sequence[int]) -> bool:
+    return all(all(map(int.__le__, versions, limits)) for versions, _ in said)
 
-    def is_told_by_two(fragment: int) -> bool:
-        state, states = (versions[fragment], digests[fragment]), 0
-        for other in heard:
-            if other is not None and len(other[0]) == len(other[1]) == len(limits):
-                states += (other[0][fragment], other[1][fragment]) == state
-        return states > 1
 
-    return tuple(
-        version if version <= most or is_told_by_two(fragment) else -1
-        for fragment, (version, most) in enumerate(zip(versions, limits, strict=True))
-    ), digests
+def _believed(said: Mapping[PeerId | int, Held], limits: Sequence[int]) -> dict[PeerId | int, Held]:
+    """Beyond its limit a version counts if two of those that are heard hold that state: most of them may have
+    been away for long. Else it is -1."""
+    states = [Counter((held[0][f], held[1][f]) for held in said.values()) for f in range(len(limits))]
+
+    def believed(fragment: int, version: int, digest: bytes) -> int:
+        is_near = version <= limits[fragment] or states[fragment][version, digest] > 1
+        return version if is_near else -1
+
+    return {
+        name: (tuple(map(believed, range(len(limits)), versions, digests)), digests)
+        for name, (versions, digests) in said.items()
+    }

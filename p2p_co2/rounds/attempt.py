@@ -65,6 +65,11 @@ class Attempt:
         return (self.id,) if self.council is None else (self.id, self.council.key.attempt)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether its only member makes the round for itself."""
+        return len(self.shares) == 1 and self.council is None
+
+    @property
     def succession_s(self) -> float:
         """What a successor of the coordinator may need: slices again, and over cells the sums of all."""
         return self.parts_within_s + (2 * self.council.sums_within_s if self.council is not None else 0.0)

@@ -215,6 +215,11 @@ def _workers(outcome: Outcome) -> frozenset[str]:
     return frozenset(one.peer for part in outcome.parts for one in part.contributors)
 
 
+def counts_whole(outcome: Outcome, peer: PeerId) -> bool:
+    """Whether a slice of ``peer`` is in every part of a committed mean."""
+    return all(any(one.peer == peer for one in part.contributors) for part in outcome.parts)
+
+
 def content_of(outcome: Outcome) -> bytes:
     """What an outcome says, without who said it: equal bytes mean the same verdict."""
     bare = Outcome()
@@ -236,7 +241,7 @@ class Verdicts:
         """With their signers."""
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
-        """Attempts that we were in, with their rounds."""
+        """Attempts that we were in with others, with their rounds."""
         self._left: deque[tuple[int, tuple[bytes, ...]]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """The last of them that has committed, and those since that we left before they were decided; with
         all their ids."""
@@ -288,12 +293,14 @@ class Verdicts:
         self._left.clear()
         self._left.extend(later)
 
-    def join(self, round_: int, attempt: bytes) -> None:
-        """We are in an attempt: what we offer there may be counted, whatever we hear of it."""
-        self._joined.append((round_, attempt))
+    def join(self, round_: int, attempt: bytes, *, is_alone: bool) -> None:
+        """We are in an attempt: what we offer there may be counted, whatever we hear of it, but for one in
+        which we are alone."""
+        if not is_alone:
+            self._joined.append((round_, attempt))
 
     def was_elsewhere(self, outcome: Outcome) -> bool:
-        """Whether we were in another attempt at the round of a commit."""
+        """Whether we were in another attempt at the round of a commit, with others."""
         key = outcome.key
         return any(round_ == key.round and attempt != key.attempt for round_, attempt in self._joined)
 

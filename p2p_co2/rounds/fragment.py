@@ -199,7 +199,7 @@ class FragmentRounds:
             self.verdicts.end(attempt.id)
             return
         self.asking = None
-        self.verdicts.join(attempt.round, attempt.id)
+        self.verdicts.join(attempt.round, attempt.id, is_alone=attempt.is_alone)
         self.member = Member(
             asking.offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now
         )
