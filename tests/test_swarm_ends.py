@@ -246,6 +246,26 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_in_a_last_round_itself() 
         assert place.progress.is_needed(15.0) == (finished == {0})
 
 
+def test_who_leaves_while_others_make_a_round_beyond_its_own_says_that_it_lacks_that() -> None:
+    """Of 32 on satellites, whose last round took longer than ten minutes, one had been left out of it (run
+    2134 of ``benchmarks/ends.py wide``). What somebody who lags makes anew is nothing."""
+    place = Place(3, 3)
+    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+    for versions, finished, lacks in (
+        ((3, 3), 1, True),
+        ((3, 2), 1, False),
+        ((2, 4), 1, True),
+        ((3, 3), 3, False),
+    ):
+        digests = [bytes([version]) * 32 for version in versions]
+        status = Status(phase=Status.DRAINING, versions=versions, digests=digests, finished=bytes([finished]))
+        place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), OTHER, place.now)
+        place.conclude()
+        assert ("a last round that is still being made" in place.progress.missing()) is lacks
+    place.hear(OTHER, Status.DRAINING, 3, 3)
+    assert place.progress.missing() == ""
+
+
 def test_who_leaves_without_what_others_held_can_say_what_it_lacks() -> None:
     """Also when they are gone by then, and those who are left agree; not what nobody can have held, nor what
     a newcomer says, or who came back to us."""

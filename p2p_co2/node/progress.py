@@ -111,6 +111,8 @@ class SwarmProgress:
         self._differed_at = -math.inf
         """When somebody who was here, and done, held anything else than this peer last; or another cell did,
         or was not done with its last rounds. Infinity while it is so."""
+        self._are_ahead_at_work = False
+        """Whether somebody makes a last round beyond what this peer holds."""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -227,11 +229,13 @@ class SwarmProgress:
         return moves or works or differs or self._node.rounds.counts_for_others(now, within_s)
 
     def missing(self) -> str:
-        """In words, what others hold and this peer has not; empty if that is nothing. Other threads may
-        ask."""
+        """In words, what others hold and this peer has not, or will hold; empty if that is nothing. Other
+        threads may ask."""
         words = self._node.catching.majority.last_words
         pairs = ((agreed.version, words.newest(f)) for f, agreed in enumerate(self._node.agreed))
         late = [f"fragment {f}: version {mine} of {new}" for f, (mine, new) in enumerate(pairs) if mine < new]
+        if self._are_ahead_at_work:
+            late.append("a last round that is still being made")
         if not late:
             return ""
         named = ", ".join(late[:LACKS_NAMED]) + (", ..." if late[LACKS_NAMED:] else "")
@@ -324,11 +328,20 @@ class SwarmProgress:
         def is_at_end(info: PeerInfo) -> bool:
             return self._is_end(info.status.position, now - info.status_at) or any(info.status.finished)
 
-        if _works(self.local.phase, len(self.local.finished) == len(self._node.agreed)) or any(
-            info.status.phase == Status.DRAINING or is_at_end(info)
+        views = [
+            view
             for info in self._node.membership.live.values()
-            if self._view(info).training
-        ):
+            if (view := self._view(info)).training
+            if info.status.phase == Status.DRAINING or is_at_end(info)
+        ]
+        mine = [agreed.version for agreed in self._node.agreed]
+        self._are_ahead_at_work = any(
+            f not in view.finished and version >= mine[f]
+            for view in views
+            if len(view.versions) == len(mine)
+            for f, version in enumerate(view.versions)
+        )
+        if views or _works(self.local.phase, len(self.local.finished) == len(mine)):
             self._worked_at = math.inf
         elif self._worked_at == math.inf:
             self._worked_at = now
