@@ -266,6 +266,11 @@ def test_who_is_here_counts_beside_who_has_gone(here: int, left: int, version: i
     words.note(words_of(others | gone), [12])
     words.note(words_of(others), [12])
     assert (apart.camp(0) is not None) == turns_back
+    alone = {PeerId("liar"): said(99, "liar", FINISHES)}
+    apart._node.membership.live |= alone  # nobody goes by the word of one
+    apart._node.membership.revision += 1
+    words.note(words_of(others | {"liar": alone[PeerId("liar")]}), [12])
+    assert turns_back or apart.camp(0) is None
 
 
 @pytest.mark.parametrize("rests", [False, True])

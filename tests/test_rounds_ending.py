@@ -258,7 +258,7 @@ def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> N
     machine, begin, first, _ = begun_member()
     machine.receive(begin, first, 0.5)
     drain(machine)
-    parts = []
+    parts, everybody = [], sorted((ME, OTHER, THIRD))
     for start, workers in ((0, (ME, OTHER, THIRD)), (8, (OTHER, THIRD))):
         counted = [wire.Contributor(peer=name, weight=2.0) for name in sorted(workers)]
         part = wire.PartOutcome(
@@ -269,8 +269,14 @@ def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> N
     assert not drain(machine)
     machine.replayed(signed(2, parts=parts))
     assert drain(machine) == [Doubted(0)]
+    for part in parts:
+        del part.contributors[:]
+        part.contributors.extend(wire.Contributor(peer=name, weight=1.5) for name in everybody)
+    members = [wire.Member(peer=name, weight=1.5) for name in everybody]
+    machine.replayed(signed(2, members=members, parts=parts))  # what it had offered before, and less
+    assert drain(machine) == [Doubted(0)]
     alone = one_machine(1, 2)
-    alone.replayed(signed(2, parts=parts))
+    alone.replayed(signed(2, members=members, parts=parts))
     assert Doubted(0) not in drain(alone)
 
 

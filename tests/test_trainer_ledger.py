@@ -280,6 +280,23 @@ def test_a_doubt_ends_when_a_later_offer_is_counted_whole(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_a_doubt_does_not_end_when_only_an_earlier_offer_for_that_round_is_counted(rule: str) -> None:
+    """The next one held more, and may be counted where the others are."""
+    peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
+    peer.live += 5.0
+    peer.offer()
+    parts = (PartWeights(0, 2, {"a": peer.weight}),)
+    peer.take(peer.ledger.abort(1)[1])
+    peer.weight = 2 * peer.weight
+    peer.live += 1.0
+    peer.offer()
+    peer.ledger.in_doubt = True
+    mean = torch.full((2 * BLOCK,), -5.0)
+    peer.take(peer.ledger.commit(1, 0, mean.clone, parts, mean.numpy().tobytes()).merge)
+    assert peer.ledger.in_doubt
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
 def test_a_counted_offer_that_was_given_up_leaves_the_work_of_the_next_one(rule: str) -> None:
     peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
     peer.live += 5.0

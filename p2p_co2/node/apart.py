@@ -166,8 +166,8 @@ class Apart:
         """Where all finish, in several states of which none has a majority, nobody makes a round that could
         heal them: the state to go to that all choose who hear the same. ``middle``: the version that half
         of them have reached; one that is further alone may have made it up. Not where some have left with
-        ours, or, if nobody here has more than we, with more than that, and those and who is here with ours
-        are more than with the other, or as many and ours is the larger: that is where the run ended."""
+        ours, or with more than that where no two here hold more, and those and who is here with ours are more
+        than with the other, or as many and ours is the larger: that is where the run ended."""
         camp, agreed = self._choice(fragment, middle), self._node.agreed[fragment]
         if camp is None:
             return None
@@ -179,7 +179,8 @@ class Apart:
             if info.status.phase == Status.DRAINING and fragment < len(info.digests)
         ]
         left, with_us = gone[ours], 1 + here.count(ours)
-        if camp.version < agreed.version == max(agreed.version, *(version for version, _ in here)):
+        further = [held for held, count in Counter(here).items() if held > ours and count >= HOLDERS]
+        if camp.version < agreed.version and not further:
             left += sum(count for (version, _), count in gone.items() if version > agreed.version)
         with_them = gone[theirs] + len(camp.holders)
         return None if left and (left + with_us, ours) > (with_them, theirs) else camp

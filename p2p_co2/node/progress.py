@@ -235,7 +235,7 @@ class SwarmProgress:
         pairs = ((agreed.version, words.newest(f)) for f, agreed in enumerate(self._node.agreed))
         late = [f"fragment {f}: version {mine} of {new}" for f, (mine, new) in enumerate(pairs) if mine < new]
         if self._are_ahead_at_work:
-            late.append("a last round that is still being made")
+            late.append("a last round that may still be made")
         if not late:
             return ""
         named = ", ".join(late[:LACKS_NAMED]) + (", ..." if late[LACKS_NAMED:] else "")
@@ -334,9 +334,9 @@ class SwarmProgress:
             if (view := self._view(info)).training
             if info.status.phase == Status.DRAINING or is_at_end(info)
         ]
-        mine = [agreed.version for agreed in self._node.agreed]
+        mine, majority = [agreed.version for agreed in self._node.agreed], self._node.catching.majority
         self._are_ahead_at_work = any(
-            f not in view.finished and version >= mine[f]
+            f not in view.finished and mine[f] <= version <= majority.limit(f)
             for view in views
             if len(view.versions) == len(mine)
             for f, version in enumerate(view.versions)

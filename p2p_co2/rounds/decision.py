@@ -215,11 +215,6 @@ def _workers(outcome: Outcome) -> frozenset[str]:
     return frozenset(one.peer for part in outcome.parts for one in part.contributors)
 
 
-def counts_whole(outcome: Outcome, peer: PeerId) -> bool:
-    """Whether a slice of ``peer`` is in every part of a committed mean."""
-    return all(any(one.peer == peer for one in part.contributors) for part in outcome.parts)
-
-
 def content_of(outcome: Outcome) -> bytes:
     """What an outcome says, without who said it: equal bytes mean the same verdict."""
     bare = Outcome()
@@ -240,8 +235,9 @@ class Verdicts:
         self._aborts: OrderedDict[bytes, tuple[Decision, str]] = OrderedDict()
         """With their signers."""
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
-        self._joined: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
-        """Attempts that we were in with others, with their rounds."""
+        self._joined: deque[tuple[int, bytes, float]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        """Attempts that we were in, and in which others may have counted us: round, id, the weight that we
+        offered."""
         self._left: deque[tuple[int, tuple[bytes, ...]]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """The last of them that has committed, and those since that we left before they were decided; with
         all their ids."""
@@ -293,16 +289,23 @@ class Verdicts:
         self._left.clear()
         self._left.extend(later)
 
-    def join(self, round_: int, attempt: bytes, *, is_alone: bool) -> None:
-        """We are in an attempt: what we offer there may be counted, whatever we hear of it, but for one in
-        which we are alone."""
-        if not is_alone:
-            self._joined.append((round_, attempt))
+    def join(self, round_: int, attempt: bytes, weight: float) -> None:
+        """We are in an attempt, and not alone, or somebody listens: what we offer there may be counted,
+        whatever we hear of it."""
+        self._joined.append((round_, attempt, weight))
 
     def was_elsewhere(self, outcome: Outcome) -> bool:
-        """Whether we were in another attempt at the round of a commit, with others."""
+        """Whether we were in another attempt at the round of a commit."""
         key = outcome.key
-        return any(round_ == key.round and attempt != key.attempt for round_, attempt in self._joined)
+        return any(round_ == key.round and attempt != key.attempt for round_, attempt, _ in self._joined)
+
+    def is_settled_by(self, outcome: Outcome, me: PeerId) -> bool:
+        """Whether a commit that is replayed leaves open nothing of what we offered: it was doubted when we
+        heard of it, or all that we offered last is in it. (Earlier offers for its round held no more.)"""
+        offered = [weight for round_, _, weight in self._joined if round_ == outcome.key.round]
+        counted = [{one.peer: one.weight for one in part.contributors}.get(me) for part in outcome.parts]
+        is_known = self.commit(outcome.key.round) is not None
+        return is_known or (bool(offered) and all(weight == offered[-1] for weight in counted))
 
     def forget(self, round_: int) -> list[PeerId]:
         """Drop a commit and all after it: its bytes are nowhere to be had. Returns who signed them."""

@@ -198,11 +198,10 @@ class FragmentRounds:
         if not asking.is_taken_in(attempt, self._withdrawn):
             self.verdicts.end(attempt.id)
             return
-        self.asking = None
-        self.verdicts.join(attempt.round, attempt.id, is_alone=attempt.is_alone)
-        self.member = Member(
-            asking.offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now
-        )
+        offer, self.asking = asking.offer, None
+        if not attempt.is_alone:
+            self.verdicts.join(attempt.round, attempt.id, offer.weight)
+        self.member = Member(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
         self.member.start(now)
         self._replay(now)
 

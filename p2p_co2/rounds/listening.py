@@ -161,6 +161,7 @@ class Ear:
             self.listening.promised(sender)
         elif member is not None and member.attempt.id == attempt and member.listen(sender):
             self.given = member.attempt.round
+            self._verdicts.join(self.given, attempt, member.offer.weight)
             self._outlet.send(sender, message)
 
     def mean(self, message: Mean, sender: PeerId) -> bool:

@@ -30,7 +30,7 @@ from p2p_co2.memory import Buffer
 from p2p_co2.rounds.asking import Asking
 from p2p_co2.rounds.attempt import check_place, read_key
 from p2p_co2.rounds.coordination import Coordination
-from p2p_co2.rounds.decision import counts_whole, open_council_decision, open_decision
+from p2p_co2.rounds.decision import open_council_decision, open_decision
 from p2p_co2.rounds.events import Offer, OpenOffer, PayloadShape, PeerView, ReduceJob, Refused, RoundsEvent
 from p2p_co2.rounds.fragment import FragmentRounds
 from p2p_co2.rounds.makers import ENOUGH, NO_ATTEMPT, Makers
@@ -151,8 +151,8 @@ class Rounds:
         is known from now on as one that we were in, since the next round depends on who made it."""
         outcome = open_decision(decision, self._run, self._shape)
         mine = self._fragments[outcome.key.fragment]
-        if mine.verdicts.commit(outcome.key.round) is None and not counts_whole(outcome, self._me):
-            mine.doubt(outcome)  # else that was done when we heard of it
+        if not mine.verdicts.is_settled_by(outcome, self._me):
+            mine.doubt(outcome)
         if self._swarm.cells > 1:
             mine.verdicts.keep(decision, outcome)
 

@@ -234,9 +234,10 @@ class CountingLedger:
         mine.before_alone = (mine.before_alone or list(mine.counted)) if is_alone else None
         offer = self._count(mean.fragment, mean.round, mean.parts)
         everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)
+        settles = everywhere and (mine.in_flight is None or mine.in_flight is offer)
         ended = mine.in_flight is not None
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
-        mine.in_doubt = mine.in_doubt and not everywhere
+        mine.in_doubt = mine.in_doubt and not settles
         self.audit.counted(mean.fragment, after, mine.counted)
         self._tell(Outcome(mean.fragment, mean.round, True, everywhere, ended))
         return AgreedVersion(after.version, after.digest)

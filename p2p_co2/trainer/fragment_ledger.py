@@ -226,7 +226,7 @@ class FragmentLedger:
             is_sure = is_alone and self._withdrawn is None and not (self.is_resumed or self.in_doubt)
             mean = FromMean(self._codec, encoded, new.params.numel()) if is_sure else None
             self._alone.committed(mean, parts, new.params.numel())
-        if mine is not None and not missed:
+        if mine is not None and not missed and (self._in_flight is None or self._in_flight is mine):
             # What an earlier process did, or another attempt may have counted, was in this offer as well.
             self.is_resumed = self.in_doubt = False
         self._in_flight = self._withdrawn = None
