@@ -136,6 +136,7 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
         membership=SimpleNamespace(live={PeerId("a"): ahead}, revision=7),
         agreed=[AgreedVersion(2, NONE)],
         progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
+        deciding=nothing_owed(),
         far=all_near(),
         rounds=SimpleNamespace(is_completing=lambda fragment: False),
         catchup=SimpleNamespace(
@@ -211,6 +212,7 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(
         membership=SimpleNamespace(live=live, revision=1),
         agreed=[AgreedVersion(3, GOOD)],
         progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
+        deciding=nothing_owed(),
         far=all_near(),
         rounds=SimpleNamespace(
             is_completing=lambda fragment: False,
@@ -239,6 +241,11 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(
     assert given_up == ([] if says_last else [0])
 
 
+def nothing_owed(**more: Any) -> SimpleNamespace:
+    """A node's ``deciding`` without an offer whose end nobody has told."""
+    return SimpleNamespace(settle_offer=lambda fragment: None, **more)
+
+
 def follower(of: int, phase: Status.Phase, catchup: Any, **more: Any) -> Any:
     """A peer at version 3 of its fragment, with two others that are at version ``of``."""
     live = {PeerId(name): heard(Status.TRAINING, versions=(of,), digests=(GOOD,)) for name in "ab"}
@@ -249,7 +256,7 @@ def follower(of: int, phase: Status.Phase, catchup: Any, **more: Any) -> Any:
         far=all_near(),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None, **catchup),
         now=lambda: 20.0,
-        **more,
+        **{"deciding": nothing_owed()} | more,
     )
 
 
@@ -348,7 +355,7 @@ async def test_who_gave_a_state_that_rounds_overtook_is_not_blamed(
             "quarantine": lambda peer, reason, now: None,
         },
         rounds=SimpleNamespace(given_by=lambda fragment, donors: None),
-        deciding=SimpleNamespace(adopt=adopt),
+        deciding=nothing_owed(adopt=adopt),
         refuse=lambda peer, reason, detail: refused.append(peer),
         give_up_offer=lambda fragment: None, pump=lambda: None,
     )  # fmt: skip

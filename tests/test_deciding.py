@@ -15,7 +15,7 @@ from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused, agreed_mean
 from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
-from p2p_co2.rounds import Committed, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
+from p2p_co2.rounds import Committed, FellBehind, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.telemetry.events import RoundAborted
 from p2p_co2.wire.identity import PeerId
@@ -73,6 +73,36 @@ async def test_a_state_that_is_ours_already_is_not_adopted_again() -> None:
     node = node_with([])
     deciding = Deciding(node, cast(Any, Untouched()), cast(Any, None))
     await deciding.adopt(0, b"", AgreedVersion(4, START))
+
+
+@pytest.mark.parametrize(
+    ("ends_offer", "going", "moves", "opens", "given_up"),
+    [
+        (True, True, False, False, 1),
+        (True, True, True, False, 0),
+        (True, True, False, True, 0),
+        (True, False, False, False, 1),
+        (False, True, False, False, 0),
+    ],
+)
+def test_where_what_was_fetched_is_our_own_state_the_offer_that_ended_for_it_is_given_up(
+    ends_offer: bool, going: bool, moves: bool, opens: bool, given_up: int
+) -> None:
+    """Else the tensor side took it for in flight to the end of the run: the peer offered nothing more of that
+    fragment, and all others waited ten minutes for it (run 800012 of ``benchmarks/ends.py drawn``)."""
+    node, told = node_with([]), Mock()
+    node.give_up_offer, node.spawn = told, told
+    node.rounds = SimpleNamespace(open_offers=lambda: [SimpleNamespace(fragment=0)] if opens else [])
+    node.progress, node.refresh = SimpleNamespace(unsettle=Mock(), local=Mock()), Mock()
+    node.catching.go_to = lambda fragment, version, digest, donors: going
+    node.rounds.set_state = node.catchup.moved = Mock()
+    deciding = Deciding(node, Mock(), cast(Any, None))
+    deciding.handle(FellBehind(0, 6, b"", (PeerId("donor"),), ends_offer))
+    if moves:
+        deciding._agree(0, AgreedVersion(5, START), None)
+    for _ in range(2):  # it is told once
+        deciding.settle_offer(0)
+    assert told.call_count == given_up
 
 
 @pytest.mark.parametrize("is_ours", [True, False])

@@ -251,17 +251,22 @@ def test_who_leaves_while_others_make_a_round_beyond_its_own_says_that_it_lacks_
     2134 of ``benchmarks/ends.py wide``). What somebody who lags makes anew is nothing."""
     place = Place(3, 3)
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
-    for versions, finished, lacks in (
-        ((3, 3), 1, True),
-        ((3, 2), 1, False),
-        ((2, 4), 1, True),
-        ((3, 3), 3, False),
-    ):
+
+    def hear(peer: PeerId, versions: tuple[int, int], finished: int) -> bool:
         digests = [bytes([version]) * 32 for version in versions]
-        status = Status(phase=Status.DRAINING, versions=versions, digests=digests, finished=bytes([finished]))
-        place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), OTHER, place.now)
+        status = Status(
+            phase=Status.DRAINING, versions=versions, digests=digests, finished=bytes([finished])
+        )  # fmt: skip
+        place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), peer, place.now)
         place.conclude()
-        assert ("a last round that may still be made" in place.progress.missing()) is lacks
+        return "a last round that may still be made" in place.progress.missing()
+
+    assert not hear(NEWCOMER, (3, 3), 1)  # one alone makes none that counts
+    for versions, finished, lacks in (
+        ((3, 3), 1, True), ((3, 3), 2, False), ((3, 2), 1, False), ((2, 4), 1, True), ((3, 99), 1, False),
+        ((3, 3), 3, False),
+    ):  # fmt: skip
+        assert hear(OTHER, versions, finished) is lacks
     place.hear(OTHER, Status.DRAINING, 3, 3)
     assert place.progress.missing() == ""
 

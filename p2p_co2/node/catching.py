@@ -411,6 +411,7 @@ class Catching:
         self._back.discard(fragment)
         self._noticed_at.pop(fragment, None)
         self._looks_again = True
+        self._node.deciding.settle_offer(fragment)
 
     def _blame(self, event: Fetched, reason: str, detail: str) -> None:
         """All its donors signed for these very bytes."""

@@ -63,6 +63,9 @@ class Deciding:
         self._adopted: int | None = None
         """The fragment whose offers the tensor side has just ended by taking over a state: an abort that
         follows could only meet the next offer for the same round, which is on its way already."""
+        self._owed: set[int] = set()
+        """Fragments whose offer has ended in a commit that is to be fetched: by that the tensor side hears of
+        it."""
         self.on_decision: Callable[[int, int, Decision], None] = lambda fragment, round_, decision: None
         """Hears of every commit that this peer took part in: (fragment, round, signed decision)."""
 
@@ -91,6 +94,7 @@ class Deciding:
         elif isinstance(event, FellBehind | OutcomeWithoutBytes):
             self._fell_behind(event)
         elif isinstance(event, Overheard):
+            self._owed.add(event.fragment)
             self._node.catching.overheard(event)
         elif isinstance(event, Stale):
             self._node.links.forget(event.attempt, event.means)
@@ -108,6 +112,8 @@ class Deciding:
         going = self._node.catching.go_to(event.fragment, version, digest, tuple(event.donors))
         if event.ends_offer and not going:
             self._node.give_up_offer(event.fragment)
+        elif event.ends_offer:
+            self._owed.add(event.fragment)
 
     def _blame(self, event: Refused | Distrusted) -> None:
         if isinstance(event, Refused):
@@ -194,6 +200,14 @@ class Deciding:
         self._node.pump()
         self._adopted = None
 
+    def settle_offer(self, fragment: int) -> None:
+        """What was to be fetched is here, or wanted no more. If our state did not change, the tensor side has
+        not heard that its offer ended, and would make no other in the whole run."""
+        is_open = any(offer.fragment == fragment for offer in self._node.rounds.open_offers())
+        if fragment in self._owed and not is_open:
+            self.give_up_offer(fragment)
+        self._owed.discard(fragment)
+
     def give_up_offer(self, fragment: int) -> None:
         """Whatever this peer has in flight for ``fragment`` came to nothing."""
         self._node.spawn(self._ledger.abort(fragment, self._node.agreed[fragment].version + 1))
@@ -214,6 +228,7 @@ class Deciding:
         """``group`` as ``Apart.moved``."""
         changed = self._node.agreed[fragment] != version
         if changed:
+            self._owed.discard(fragment)
             self._node.catching.apart.moved(fragment, version, group)
         self._node.progress.unsettle()
         self._node.agreed[fragment] = version

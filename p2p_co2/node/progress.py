@@ -112,7 +112,7 @@ class SwarmProgress:
         """When somebody who was here, and done, held anything else than this peer last; or another cell did,
         or was not done with its last rounds. Infinity while it is so."""
         self._are_ahead_at_work = False
-        """Whether somebody makes a last round beyond what this peer holds."""
+        """Whether two make a last round beyond what this peer holds. (One alone may try for long.)"""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -328,19 +328,18 @@ class SwarmProgress:
         def is_at_end(info: PeerInfo) -> bool:
             return self._is_end(info.status.position, now - info.status_at) or any(info.status.finished)
 
-        views = [
-            view
-            for info in self._node.membership.live.values()
-            if (view := self._view(info)).training
-            if info.status.phase == Status.DRAINING or is_at_end(info)
-        ]
+        live = self._node.membership.live.values()
+        ending = (info for info in live if info.status.phase == Status.DRAINING or is_at_end(info))
+        views = [view for view in map(self._view, ending) if view.training]
         mine, majority = [agreed.version for agreed in self._node.agreed], self._node.catching.majority
-        self._are_ahead_at_work = any(
-            f not in view.finished and mine[f] <= version <= majority.limit(f)
+        at_work = [
+            f
             for view in views
             if len(view.versions) == len(mine)
             for f, version in enumerate(view.versions)
-        )
+            if f not in view.finished and mine[f] <= version <= majority.limit(f)
+        ]
+        self._are_ahead_at_work = len(at_work) > len(set(at_work))
         if views or _works(self.local.phase, len(self.local.finished) == len(mine)):
             self._worked_at = math.inf
         elif self._worked_at == math.inf:
