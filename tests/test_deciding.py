@@ -76,17 +76,18 @@ async def test_a_state_that_is_ours_already_is_not_adopted_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends_offer", "going", "moves", "opens", "given_up"),
+    ("ends_offer", "going", "fetches", "moves", "opens", "given_up"),
     [
-        (True, True, False, False, 1),
-        (True, True, True, False, 0),
-        (True, True, False, True, 0),
-        (True, False, False, False, 1),
-        (False, True, False, False, 0),
+        (True, True, True, False, False, 1),
+        (True, True, False, False, False, 0),  # that was told as it was found out
+        (True, True, True, True, False, 0),
+        (True, True, True, False, True, 0),
+        (True, False, False, False, False, 1),
+        (False, True, True, False, False, 0),
     ],
 )
 def test_where_what_was_fetched_is_our_own_state_the_offer_that_ended_for_it_is_given_up(
-    ends_offer: bool, going: bool, moves: bool, opens: bool, given_up: int
+    ends_offer: bool, going: bool, fetches: bool, moves: bool, opens: bool, given_up: int
 ) -> None:
     """Else the tensor side took it for in flight to the end of the run: the peer offered nothing more of that
     fragment, and all others waited ten minutes for it (run 800012 of ``benchmarks/ends.py drawn``)."""
@@ -95,6 +96,7 @@ def test_where_what_was_fetched_is_our_own_state_the_offer_that_ended_for_it_is_
     node.rounds = SimpleNamespace(open_offers=lambda: [SimpleNamespace(fragment=0)] if opens else [])
     node.progress, node.refresh = SimpleNamespace(unsettle=Mock(), local=Mock()), Mock()
     node.catching.go_to = lambda fragment, version, digest, donors: going
+    node.catching.is_fetching = lambda fragment: fetches
     node.rounds.set_state = node.catchup.moved = Mock()
     deciding = Deciding(node, Mock(), cast(Any, None))
     deciding.handle(FellBehind(0, 6, b"", (PeerId("donor"),), ends_offer))

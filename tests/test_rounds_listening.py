@@ -124,6 +124,7 @@ def test_a_late_peer_has_the_mean_with_the_members_and_its_work_is_not_in_it() -
     net.offer(late)
     net.run_until_settled()
     (heard,) = [event for name, event in net.events if name == late and isinstance(event, Overheard)]
+    assert heard.ends_offer
     committed = net.committed()
     assert set(committed) == set(net.names) - {late}
     for event in committed.values():

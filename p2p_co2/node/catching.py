@@ -97,6 +97,9 @@ class Catching:
     def busy(self) -> bool:
         return bool(self._targets)
 
+    def is_fetching(self, fragment: int) -> bool:
+        return fragment in self._targets
+
     def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
         """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known.
         False if there is nowhere to go, or if only peers of other cells are said to hold it: who says so may

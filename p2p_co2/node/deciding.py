@@ -94,7 +94,8 @@ class Deciding:
         elif isinstance(event, FellBehind | OutcomeWithoutBytes):
             self._fell_behind(event)
         elif isinstance(event, Overheard):
-            self._owed.add(event.fragment)
+            if event.ends_offer:
+                self._owed.add(event.fragment)
             self._node.catching.overheard(event)
         elif isinstance(event, Stale):
             self._node.links.forget(event.attempt, event.means)
@@ -112,8 +113,8 @@ class Deciding:
         going = self._node.catching.go_to(event.fragment, version, digest, tuple(event.donors))
         if event.ends_offer and not going:
             self._node.give_up_offer(event.fragment)
-        elif event.ends_offer:
-            self._owed.add(event.fragment)
+        elif event.ends_offer and self._node.catching.is_fetching(event.fragment):
+            self._owed.add(event.fragment)  # else it was given up at once
 
     def _blame(self, event: Refused | Distrusted) -> None:
         if isinstance(event, Refused):

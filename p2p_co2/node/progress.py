@@ -112,7 +112,7 @@ class SwarmProgress:
         """When somebody who was here, and done, held anything else than this peer last; or another cell did,
         or was not done with its last rounds. Infinity while it is so."""
         self._are_ahead_at_work = False
-        """Whether two make a last round beyond what this peer holds. (One alone may try for long.)"""
+        """Whether two make a last round beyond what this peer holds. (One of one cell may try for long.)"""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -331,15 +331,16 @@ class SwarmProgress:
         live = self._node.membership.live.values()
         ending = (info for info in live if info.status.phase == Status.DRAINING or is_at_end(info))
         views = [view for view in map(self._view, ending) if view.training]
-        mine, majority = [agreed.version for agreed in self._node.agreed], self._node.catching.majority
+        mine, cells = [agreed.version for agreed in self._node.agreed], self._node.far.cells
+        limits = [self._node.catching.majority.limit(f) for f in range(len(mine) if views else 0)]
         at_work = [
             f
             for view in views
             if len(view.versions) == len(mine)
             for f, version in enumerate(view.versions)
-            if f not in view.finished and mine[f] <= version <= majority.limit(f)
+            if f not in view.finished and mine[f] <= version <= limits[f]
         ]
-        self._are_ahead_at_work = len(at_work) > len(set(at_work))
+        self._are_ahead_at_work = len(at_work) > (len(set(at_work)) if cells == 1 else 0)
         if views or _works(self.local.phase, len(self.local.finished) == len(mine)):
             self._worked_at = math.inf
         elif self._worked_at == math.inf:

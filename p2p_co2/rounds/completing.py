@@ -54,10 +54,11 @@ class Completing:
         self._is_overtaken = False
         self.came(now)
 
-    def committed(self, offered_at: float, now: float) -> Committed | Overheard | None:
-        """How the round ended, once all means are here and are what was committed."""
+    def committed(self, offered_at: float, has_offer: bool, now: float) -> Committed | Overheard | None:
+        """How the round ended, and with it our offer if we have one, once all means are here and are what was
+        committed."""
         if isinstance(self._member, Listening):
-            return self._member.overheard(self.decision, self.outcome, now)
+            return self._member.overheard(self.decision, self.outcome, has_offer, now)
         mean = self._member.agreed_mean(self.outcome)
         if mean is None:
             return None

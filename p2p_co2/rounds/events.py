@@ -228,7 +228,7 @@ class OutcomeWithoutBytes:
 @dataclass(frozen=True)
 class Overheard:
     """The round that follows our state was committed without us, and we heard its means: replay it as one
-    that was fetched. ``owners`` sent them."""
+    that was fetched. ``owners`` sent them; ``ends_offer``: an offer of ours has ended by it."""
 
     fragment: int
     round: int
@@ -236,6 +236,7 @@ class Overheard:
     mean: Buffer
     owners: tuple[PeerId, ...]
     duration_s: float
+    ends_offer: bool
 
 
 @dataclass(frozen=True)

@@ -394,7 +394,7 @@ class FragmentRounds:
         """Our attempt has committed: end the offer if we hold all means."""
         assert self._completing is not None
         outcome, rival = self._completing.outcome, self._rival
-        event = self._completing.committed(self.offered_at, now)
+        event = self._completing.committed(self.offered_at, self.offer is not None, now)
         if event is None:
             return
         self._end()

@@ -90,13 +90,15 @@ class Listening:
         them as well, and an owner that promised and sends a drop at a time keeps nobody from those."""
         return max(bounds.GRACE_S, now - self._began_at)
 
-    def overheard(self, decision: Decision, outcome: Outcome, now: float) -> Overheard | None:
+    def overheard(
+        self, decision: Decision, outcome: Outcome, ends_offer: bool, now: float
+    ) -> Overheard | None:
         """The round, once all means are here and are what was committed."""
         if self._digests != [part.digest for part in outcome.parts]:
             return None
         return Overheard(
             self.attempt.fragment, self.attempt.round, decision.SerializeToString(), self._mean,
-            tuple(sorted(set(self.attempt.owners))), now - self._began_at,
+            tuple(sorted(set(self.attempt.owners))), now - self._began_at, ends_offer,
         )  # fmt: skip
 
 
