@@ -360,15 +360,13 @@ async def test_what_was_loaded_to_go_back_is_not_taken_once_the_others_have_come
         assert goes_back
         adopted.append(agreed)
 
-    node = apart._node
-    node.membership.live = others  # type: ignore[assignment]
-    node.far.is_near = lambda peer: True  # type: ignore[method-assign]
-    node.catchup = SimpleNamespace(ask_swarm=lambda vouch: None)  # type: ignore[assignment]
-    node.deciding = SimpleNamespace(  # type: ignore[assignment]
-        adopt=adopt, settle_offer=lambda fragment: None
-    )
-    node.rounds = SimpleNamespace(given_by=lambda *told: gave.append(told))  # type: ignore[assignment]
-    node.report = lambda kind, **fields: None  # type: ignore[method-assign]
+    node: Any = apart._node
+    node.membership.live = others
+    node.far.is_near = lambda peer: True
+    node.catchup = SimpleNamespace(ask_swarm=lambda vouch: None)
+    node.deciding = SimpleNamespace(adopt=adopt, settle_offer=lambda fragment: None)
+    node.rounds = SimpleNamespace(given_by=lambda *told: gave.append(told))
+    node.report = lambda kind, **fields: None
     catching = Catching(node)
     catching.apart = apart
     catching._back.add(0)

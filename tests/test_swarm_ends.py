@@ -297,13 +297,19 @@ def test_who_leaves_without_what_others_held_can_say_what_it_lacks() -> None:
     assert place.progress.missing() == ""
 
 
-def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:
-    """Two that were restarted then took each other for the whole swarm (seed 13 of the storms over cells)."""
+def place_of_two_listed() -> Place:
+    """Who comes when the run is over, and hears one of the two that the DHT lists."""
     place = Place(0, 0)
     place.node.membership.found([OTHER, NEWCOMER], place.now)
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
     place.hear(NEWCOMER, Status.DRAINING, 0, 0, settled=True)
     assert not place.progress.settled
+    return place
+
+
+def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:
+    """Two that were restarted then took each other for the whole swarm (seed 13 of the storms over cells)."""
+    place = place_of_two_listed()
     place.hear(OTHER, Status.TRAINING, 0, 0)
     assert not place.progress.settled
     place.hear(OTHER, Status.DRAINING, 0, 0, settled=True)
@@ -311,11 +317,7 @@ def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_
 
 
 def test_one_that_is_listed_and_never_heard_holds_nobody_up_for_long() -> None:
-    place = Place(0, 0)
-    place.node.membership.found([OTHER, NEWCOMER], place.now)
-    place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
-    place.hear(NEWCOMER, Status.DRAINING, 0, 0, settled=True)
-    assert not place.progress.settled
+    place = place_of_two_listed()
     place.now += LISTENED_S
     place.conclude()
     assert place.progress.settled
