@@ -98,7 +98,9 @@ def test_where_what_was_fetched_is_our_own_state_the_offer_that_ended_for_it_is_
     node.catching.go_to = lambda fragment, version, digest, donors: going
     node.catching.is_fetching = lambda fragment: fetches
     node.rounds.set_state = node.catchup.moved = Mock()
-    deciding = Deciding(node, Mock(), cast(Any, None))
+    ledger = Mock()
+    deciding = Deciding(node, ledger, cast(Any, None))
+    deciding.opened(Offer(0, 5, 4, START, bytes(32), 1.0))
     deciding.handle(FellBehind(0, 6, b"", (PeerId("donor"),), ends_offer))
     if moves:
         deciding._agree(0, AgreedVersion(5, START), None)
@@ -131,18 +133,24 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
     assert told == [(weights,) if is_ours else None]
 
 
-async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
-    """The tensor side ends it as it adopts, and the training thread offers again at once: an abort of the
-    same round would end that offer too, and the one after it crash the node (seed 152 of the storms)."""
+class Ends:
+    """A ledger that takes any state over, and the offers whose end it is told of."""
 
-    class Adopts:
-        async def adopt(
-            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, *how: bool
-        ) -> AgreedVersion:
-            return agreed
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, int, float]] = []
 
-        async def abort(self, fragment: int, round_: int) -> None:
-            raise AssertionError("the next offer is ended")
+    async def adopt(
+        self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, *how: bool
+    ) -> AgreedVersion:
+        return agreed
+
+    async def abort(self, fragment: int, round_: int, weight: float) -> None:
+        self.ended.append((fragment, round_, weight))
+
+
+async def test_an_offer_that_a_state_replaced_does_not_end_the_next_one() -> None:
+    """The tensor side ends it as it adopts, and the training thread offers again at once: an abort that named
+    the round alone would end that offer too, and the one after it crash the node (seed 152 of the storms)."""
 
     node = node_with(MEMBERS)
     node.rounds = Rounds(make_identity(0), RUN, SHAPE, 32)
@@ -155,7 +163,8 @@ async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
     node.report = lambda kind, **fields: said.append(kind)
     work: list[Any] = []
     node.spawn = work.append
-    deciding = Deciding(node, cast(Any, Adopts()), cast(Any, None))
+    ledger = Ends()
+    deciding = Deciding(node, cast(Any, ledger), cast(Any, None))
 
     def pump() -> None:
         while (event := node.rounds.next_event()) is not None:
@@ -166,7 +175,22 @@ async def test_an_offer_that_a_state_replaced_is_ended_once() -> None:
     for coroutine in work:
         await coroutine
     assert said == [RoundAborted]
-    node.rounds.offer(Offer(0, 5, 4, digest(b"theirs"), bytes(32), 1.0), 2.0)
+    assert ledger.ended == [(0, 5, 1.0)]
+    node.rounds.offer(Offer(0, 5, 4, digest(b"theirs"), bytes(32), 2.0), 2.0)
+
+
+async def test_an_offer_that_is_on_its_way_goes_on_where_the_one_before_it_is_given_up() -> None:
+    """It is in flight on the tensor side before the rounds machine hears of it: it is none of those that
+    came to nothing, and would be opened though nobody held its work."""
+    node, ledger, work = node_with([]), Ends(), list[Any]()
+    node.spawn = work.append
+    deciding = Deciding(node, cast(Any, ledger), cast(Any, None))
+    deciding.end_offer(0)
+    deciding.opened(Offer(0, 5, 4, START, bytes(32), 1.0))
+    deciding.end_offer(0)
+    for coroutine in work:
+        await coroutine
+    assert ledger.ended == [(0, 5, 1.0)]
 
 
 @pytest.mark.parametrize("is_open", [True, False])

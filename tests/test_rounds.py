@@ -275,7 +275,7 @@ def test_a_withdrawn_offer_ends_and_may_be_made_again() -> None:
     machine, begin, first, other = begun_member()
     assert machine.withdraw(0, "the bytes are nowhere", 0.5)
     (event,) = drain(machine)
-    assert event == Aborted(0, 1, "the bytes are nowhere", 0.5)
+    assert event == Aborted(0, 1, offer_of().weight, "the bytes are nowhere", 0.5)
     assert machine.messages_to_send() == []
     assert machine.get_timer() is None
     assert not machine.withdraw(0, "twice", 0.6)

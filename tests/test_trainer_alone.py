@@ -101,7 +101,7 @@ def given_up_before(peer: Simulated) -> None:
     """Another attempt at the round may hold the work."""
     peer.live = peer.live + 1.0
     peer.offer()
-    peer.take(peer.ledger.abort(peer.ledger.state.version + 1)[1])
+    peer.give_up()
     peer.weight = 2.0
     learn(peer, [PartWeights(0, 2, {"a": 2.0})])
 

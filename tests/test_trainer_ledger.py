@@ -52,6 +52,10 @@ class Simulated:
         self.take(offer.merge)
         return offer.payload
 
+    def give_up(self) -> None:
+        """The last offer came to nothing."""
+        self.take(self.ledger.abort(self.ledger.state.version + 1, self.weight)[1])
+
     def commit(
         self, mean: bytes, parts: list[PartWeights], base_version: int | None = None, is_alone: bool = False
     ) -> None:
@@ -119,7 +123,7 @@ def test_every_committed_drift_counts_exactly_once(data: st.DataObject, rule: st
                 total[peer.name] += 1
         if data.draw(st.booleans()):
             for peer in peers:
-                peer.take(peer.ledger.abort(peer.ledger.state.version + 1)[1])
+                peer.give_up()
             continue
         parts, pieces = [], []
         for block in range(blocks):
@@ -152,7 +156,7 @@ def test_an_aborted_round_changes_nothing_and_the_work_is_offered_again() -> Non
         peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), start)
         peer.live += 5.0
         first = peer.offer()
-        peer.take(peer.ledger.abort(1)[1])
+        peer.give_up()
         assert peer.ledger.state.version == 0
         assert torch.equal(peer.live, torch.full((BLOCK,), 5.0)), rule
         assert peer.offer() == first, rule
@@ -191,7 +195,7 @@ def test_residuals_advance_only_where_the_offer_was_counted() -> None:
     assert residual[BLOCK:].abs().sum() == 0
     before = residual[:]
     peer.offer()
-    peer.ledger.abort(2)
+    peer.ledger.abort(2, peer.weight)
     assert peer.ledger.residual is residual
     assert torch.equal(residual[:], before)
 
@@ -208,7 +212,7 @@ def test_at_a_boundary_what_was_sent_and_the_residual_are_all_of_the_work(rule: 
         peer.offer()
         assert peer.ledger._in_flight is not None
         assert held_bytes(peer.ledger._in_flight.gradient) == 0
-        peer.take(peer.ledger.abort(1)[1])
+        peer.give_up()
     assert peer.ledger.residual is not None
     all_of_it = peer.live - peer.ledger.residual[:]
     # A residual is kept to an eighth of its block's largest value.
@@ -239,7 +243,7 @@ def test_adopting_a_newer_state_counts_the_last_offer_at_most_once(
     peer.live += 5.0
     peer.offer()
     if given_up:
-        peer.take(peer.ledger.abort(1)[1])
+        peer.give_up()
     peer.live += 1.0
     peer.take(peer.ledger.adopt(THERE, parts))
     assert torch.equal(peer.live, torch.cat([torch.full((BLOCK,), first), torch.full((BLOCK,), second)]))
@@ -257,7 +261,7 @@ def test_a_state_in_which_a_rival_attempt_counted_our_offer_does_not_count_it_tw
     peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
     peer.live += 5.0
     peer.offer()
-    peer.take(peer.ledger.abort(1)[1])
+    peer.give_up()
     peer.ledger.in_doubt = True
     peer.take(peer.ledger.commit(1, 0, lambda: torch.full((2 * BLOCK,), -1.0), (NOBODY,), b"").merge)
     assert rule != "keep" or torch.equal(peer.live, torch.full((2 * BLOCK,), 6.0))  # not counted in this one
@@ -286,7 +290,7 @@ def test_a_doubt_does_not_end_when_only_an_earlier_offer_for_that_round_is_count
     peer.live += 5.0
     peer.offer()
     parts = (PartWeights(0, 2, {"a": peer.weight}),)
-    peer.take(peer.ledger.abort(1)[1])
+    peer.give_up()
     peer.weight = 2 * peer.weight
     peer.live += 1.0
     peer.offer()
@@ -301,7 +305,7 @@ def test_a_counted_offer_that_was_given_up_leaves_the_work_of_the_next_one(rule:
     peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(2 * BLOCK))
     peer.live += 5.0
     peer.offer()
-    peer.take(peer.ledger.abort(1)[1])
+    peer.give_up()
     peer.live += 1.0
     peer.weight = 2.0
     peer.offer()  # holds the first one's work too
@@ -328,19 +332,34 @@ def test_a_resumed_peer_does_not_offer_again_what_its_last_process_may_have_offe
     assert ledger.adopt(THERE._replace(version=8), (NOBODY,)).keep == 1.0
 
 
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_the_end_of_one_offer_does_not_end_the_next_one_for_the_same_round(rule: str) -> None:
+    """News of the end may be on its way while the next offer is encoded."""
+    peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(BLOCK))
+    peer.live += 5.0
+    peer.offer()
+    peer.give_up()
+    peer.weight = 2.0
+    payload = peer.offer()
+    for round_, weight in ((1, 1.0), (2, 2.0)):
+        assert peer.ledger.abort(round_, weight) == (False, None)
+    peer.commit(payload, [PartWeights(0, 1, {"a": 2.0})])
+    assert torch.equal(peer.ledger.state.params, torch.full((BLOCK,), 5.0))
+
+
 def test_an_offer_that_was_given_up_and_counted_after_all_counts_once() -> None:
     """A coordinator was lost and nobody decided; later its commit turns up."""
     for rule in ("keep", "co2"):
         peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(BLOCK))
         peer.live += 1.0
         payload = peer.offer()
-        peer.take(peer.ledger.abort(1)[1])
+        peer.give_up()
         peer.live += 2.0
         peer.weight = 2.0
         peer.offer()  # a later attempt at the same round holds the first one's work too
         peer.commit(payload, [PartWeights(0, 1, {"a": 1.0})])
         peer.offer() if rule == "co2" else None
-        peer.take(peer.ledger.abort(2)[1])
+        peer.give_up()
         assert torch.equal(peer.ledger.state.params, torch.ones(BLOCK)), rule
         assert torch.equal(peer.live, torch.full((BLOCK,), 3.0)), rule
 

@@ -74,11 +74,11 @@ class Amid:
         self.ledger.adopt(theirs, [PartWeights(0, 6, {"a": 1.0})])
 
     def offer(self) -> None:
-        self.ledger.abort(2)
+        self.ledger.abort(2, 1.0)
         self.ledger.offer(self.decoded.clone(), 1.0)
 
     def give_up(self) -> None:
-        self.ledger.abort(2)
+        self.ledger.abort(2, 1.0)
 
 
 def amid_its_run(rule: str, codec: str = "int4", feedback: bool = False) -> Amid:
@@ -149,7 +149,7 @@ def test_an_offer_that_fails_while_the_live_parameters_set_out_anew_leaves_the_f
 ) -> None:
     """Saved beside them, its work would be taken out twice, or never."""
     made = amid_its_run(rule)
-    made.ledger.abort(2)
+    made.ledger.abort(2, 1.0)
     assert failed_everywhere(made, Amid.offer)
 
 

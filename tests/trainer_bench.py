@@ -115,7 +115,9 @@ class Bench:
         asyncio.run(self.ledger.commit(mean))
 
     def abort(self, fragment: int) -> None:
-        asyncio.run(self.ledger.abort(fragment, self.ledger.agreed()[fragment].version + 1))
+        """This peer's last offer for ``fragment`` comes to nothing."""
+        offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
+        asyncio.run(self.ledger.abort(fragment, offer.round, offer.weight))
 
     def value(self) -> float:
         return float(self.model.weight.detach().flatten()[0])

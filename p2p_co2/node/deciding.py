@@ -23,6 +23,7 @@ from p2p_co2.rounds import (
     Distrusted,
     Doubted,
     FellBehind,
+    Offer,
     OutcomeWithoutBytes,
     Overheard,
     ReduceWanted,
@@ -60,9 +61,8 @@ def members_of(decision: Decision) -> tuple[PeerId, ...]:
 class Deciding:
     def __init__(self, node: Node, ledger: Ledger, discovery: Announcer) -> None:
         self._node, self._ledger, self._discovery = node, ledger, discovery
-        self._adopted: int | None = None
-        """The fragment whose offers the tensor side has just ended by taking over a state: an abort that
-        follows could only meet the next offer for the same round, which is on its way already."""
+        self._opened: dict[int, tuple[int, float]] = {}
+        """By fragment, round and weight of the last offer that was opened."""
         self._owed: set[int] = set()
         """Fragments whose offer has ended in a commit that is to be fetched: by that the tensor side hears of
         it."""
@@ -79,8 +79,7 @@ class Deciding:
             self._node.report(
                 ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason
             )
-            if event.fragment != self._adopted:
-                self._node.spawn(self._ledger.abort(event.fragment, event.round))
+            self._node.spawn(self._ledger.abort(event.fragment, event.round, event.weight))
         elif isinstance(event, Began):
             self._node.report(
                 ev.RoundBegan,
@@ -196,22 +195,26 @@ class Deciding:
             donor.going_over.discard(fragment)
         if goes_back:
             self._node.catchup.turned_back(fragment)
-        self._adopted = fragment
         self._agree(fragment, version, None)
         self._node.pump()
-        self._adopted = None
 
     def settle_offer(self, fragment: int) -> None:
         """What was to be fetched is here, or wanted no more. If our state did not change, the tensor side has
         not heard that its offer ended, and would make no other in the whole run."""
         is_open = any(offer.fragment == fragment for offer in self._node.rounds.open_offers())
         if fragment in self._owed and not is_open:
-            self.give_up_offer(fragment)
+            self.end_offer(fragment)
         self._owed.discard(fragment)
 
-    def give_up_offer(self, fragment: int) -> None:
-        """Whatever this peer has in flight for ``fragment`` came to nothing."""
-        self._node.spawn(self._ledger.abort(fragment, self._node.agreed[fragment].version + 1))
+    def opened(self, offer: Offer) -> None:
+        """The rounds machine has it."""
+        self._opened[offer.fragment] = offer.round, offer.weight
+
+    def end_offer(self, fragment: int) -> None:
+        """The offer that was opened last came to nothing, should the tensor side still hold it in flight. The
+        next one may be there already, and be on its way to be opened: that one goes on."""
+        if fragment in self._opened:
+            self._node.spawn(self._ledger.abort(fragment, *self._opened[fragment]))
 
     async def export(self, fragment: int) -> None:
         version, data = await self._ledger.export(fragment)

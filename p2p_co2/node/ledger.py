@@ -84,8 +84,9 @@ class Ledger(Protocol):
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its
         version."""
 
-    async def abort(self, fragment: int, round_: int) -> None:
-        """The round that this peer offered for came to nothing; silent if it is not in flight."""
+    async def abort(self, fragment: int, round_: int, weight: float) -> None:
+        """This peer's offer of ``weight`` for the round came to nothing; silent if that one is not in flight:
+        the next one for the same round may be on its way already."""
 
     async def doubt(self, fragment: int) -> None:
         """An offer of ours may be counted in a history that we do not hold: until a later one is counted

@@ -156,12 +156,13 @@ class Node:
             asyncio.get_running_loop().call_later(NEWS_UNDER_WAY_S, self.offer, offer)
             return
         if (agreed.version, agreed.digest) != (offer.round - 1, offer.state_digest):
-            self.spawn(self._ledger.abort(offer.fragment, offer.round))
+            self.spawn(self._ledger.abort(offer.fragment, offer.round, offer.weight))
             return
         now = self.now()
         self.rounds.set_peers(self.progress.views(), now)
         try:
             self.rounds.offer(offer, now)
+            self.deciding.opened(offer)
         except LocalProtocolError as error:
             self.crash(error)
         self.pump()
@@ -347,9 +348,9 @@ class Node:
         return min(cap, measured) if cap and measured else cap or measured
 
     def give_up_offer(self, fragment: int) -> None:
-        """Whatever this peer has in flight for ``fragment`` came to nothing."""
+        """The last offer for ``fragment`` that the rounds machine opened came to nothing."""
         if not self.rounds.withdraw(fragment, "given up to catch up", self.now()):
-            self.spawn(self._ledger.abort(fragment, self.agreed[fragment].version + 1))
+            self.deciding.end_offer(fragment)
 
     # ---- events of the membership machine
 

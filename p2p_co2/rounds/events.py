@@ -181,10 +181,11 @@ class Committed:
 
 @dataclass(frozen=True)
 class Aborted:
-    """Our offer came to nothing and nothing changed; the gradient carries over."""
+    """Our offer of ``weight`` came to nothing and nothing changed; the gradient carries over."""
 
     fragment: int
     round: int
+    weight: float
     reason: str
     duration_s: float
 

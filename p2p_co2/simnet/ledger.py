@@ -182,10 +182,10 @@ class CountingLedger:
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         return await self._ask(len(mean.mean), lambda: self._commit(mean))
 
-    async def abort(self, fragment: int, round_: int) -> None:
+    async def abort(self, fragment: int, round_: int, weight: float) -> None:
         def work() -> None:
             before = self.save()[fragment]
-            self._abort(fragment, round_)
+            self._abort(fragment, round_, weight)
             self.audit.aborted(fragment, before, self.save()[fragment])
 
         await self._ask(0, work)
@@ -265,9 +265,9 @@ class CountingLedger:
         offer = next((offer for offer in known if weights == {offer.weight}), None)
         return offer, offer is None
 
-    def _abort(self, fragment: int, round_: int) -> None:
+    def _abort(self, fragment: int, round_: int, weight: float) -> None:
         mine = self.fragments[fragment]
-        if mine.in_flight is None or mine.in_flight.round != round_:
+        if mine.in_flight is None or (mine.in_flight.round, mine.in_flight.weight) != (round_, weight):
             return
         mine.in_flight, mine.withdrawn = None, mine.in_flight
         self._tell(Outcome(fragment, mine.state.version))

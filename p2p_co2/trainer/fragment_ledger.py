@@ -259,11 +259,12 @@ class FragmentLedger:
         """Whether an offer waits for its outcome."""
         return self._in_flight is not None
 
-    def abort(self, round_: int) -> tuple[bool, Merge | None]:
-        """The round changed nothing: (whether an offer of ours ended, how live parameters take its work
-        back). Under "co2" and "eager" the work had been taken out of them; otherwise it never left."""
+    def abort(self, round_: int, weight: float) -> tuple[bool, Merge | None]:
+        """Our offer of ``weight`` for the round changed nothing: (whether it was in flight, how live
+        parameters take its work back). Under "co2" and "eager" the work had been taken out of them; otherwise
+        it never left."""
         mine = self._in_flight
-        if mine is None or mine.round != round_:
+        if mine is None or (mine.round, mine.weight) != (round_, weight):
             return False, None
         merge = None
         if self._delayed:

@@ -246,10 +246,10 @@ class TensorLedger:
 
         return await self._ask(work)
 
-    async def abort(self, fragment: int, round_: int) -> None:
+    async def abort(self, fragment: int, round_: int, weight: float) -> None:
         def work() -> None:
             ledger = self._fragments[fragment]
-            ended, merge = ledger.abort(round_)
+            ended, merge = ledger.abort(round_, weight)
             if ended:
                 self._tell(Outcome(fragment, ledger.state.version, merge))
 
