@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -14,6 +17,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused, agreed_mean
+from p2p_co2.node.node import Node
 from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
 from p2p_co2.rounds import Committed, FellBehind, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
 from p2p_co2.rounds.decision import sign_outcome
@@ -191,6 +195,22 @@ async def test_an_offer_that_is_on_its_way_goes_on_where_the_one_before_it_is_gi
     for coroutine in work:
         await coroutine
     assert ledger.ended == [(0, 5, 1.0)]
+
+
+async def test_an_offer_from_a_state_that_was_given_up_is_ended_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It set out from the round after ours; then the peer went over to most others, who are behind that."""
+    monkeypatch.setattr("p2p_co2.node.node.NEWS_COME_WITHIN_S", 0.02)
+    node, ledger, work = node_with([]), Ends(), list[Any]()
+    node.now, node.spawn, node._ledger = time.monotonic, work.append, ledger
+    node.offer = partial(Node.offer, node)
+    node.offer(Offer(0, 6, 5, START, bytes(32), 1.0))
+    assert work == []  # the news may come yet
+    while not work:
+        await asyncio.sleep(0.005)
+    await work.pop()
+    assert ledger.ended == [(0, 6, 1.0)]
 
 
 @pytest.mark.parametrize("is_open", [True, False])

@@ -23,7 +23,7 @@ from p2p_co2.rounds import (
     open_decision,
 )
 from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.decision import keep_opened, sign_outcome
+from p2p_co2.rounds.decision import Verdicts, keep_opened, sign_outcome
 from p2p_co2.rounds.derived import OUTCOMES_KEPT, Derived
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import verify
@@ -242,3 +242,13 @@ def test_a_foreign_commit_waits_until_our_attempt_has_failed() -> None:
     assert doubt == Doubted(0)  # nobody can say that ours has not committed as well
     assert isinstance(event, OutcomeWithoutBytes)
     assert event.ends_offer
+
+
+def test_however_many_listen_in_one_attempt_the_others_are_remembered() -> None:
+    """What may be counted in one of them is doubted when another commits."""
+    verdicts = Verdicts()
+    verdicts.join(1, b"first", 1.0)
+    for _ in range(2 * limits.KEEP_ATTEMPTS):
+        verdicts.join(1, b"second", 2.0)
+    committed = wire.Outcome(key=wire.RoundKey(round=1, attempt=b"second"))
+    assert verdicts.was_elsewhere(committed)

@@ -67,6 +67,22 @@ async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> Non
     late.close()
 
 
+async def test_a_state_that_a_round_made_meanwhile_is_not_taken_over_and_offers_go_on() -> None:
+    """It was fetched before the network thread heard of the round, and the next offer is made already."""
+    ledger = make_ledger()
+    snapshot = torch.ones(BLOCK)
+    offer = AgreedMean(0, 1, 0, snapshot.numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    version = await ledger.commit(offer)
+    _, state = await ledger.export(0)
+    ledger.submit_offer(0, snapshot, 1.0, 1, lambda *encoded: None).result()
+    told = ledger.outcomes.qsize()
+    assert await ledger.adopt(0, state[:], version) == version
+    assert ledger.outcomes.qsize() == told
+    await ledger.abort(0, 2, 1.0)
+    assert ledger.outcomes.qsize() == told + 1  # it was in flight still
+    ledger.close()
+
+
 def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
     ledger = make_ledger()
     called = []

@@ -107,5 +107,6 @@ class Ledger(Protocol):
     ) -> AgreedVersion:
         """Take over a donor's state. ``parts``: who is in the round after the state that we hold, None if
         nobody told us; ``goes_back``: it may be an older one, of another history;
-        ``is_unshared``: nobody has the rounds that we made alone of late, so their work is offered again.
+        ``is_unshared``: nobody has the rounds that we made alone of late, so their work is offered again. The
+        state that is held already changes nothing, and offers go on: a round may have made it just now.
         Raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""

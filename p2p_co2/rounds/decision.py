@@ -292,7 +292,9 @@ class Verdicts:
     def join(self, round_: int, attempt: bytes, weight: float) -> None:
         """We are in an attempt, and not alone, or somebody listens: what we offer there may be counted,
         whatever we hear of it."""
-        self._joined.append((round_, attempt, weight))
+        joined = (round_, attempt, weight)
+        if joined not in self._joined:  # each of those that listen calls this
+            self._joined.append(joined)
 
     def was_elsewhere(self, outcome: Outcome) -> bool:
         """Whether we were in another attempt at the round of a commit."""

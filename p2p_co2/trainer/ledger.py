@@ -279,6 +279,8 @@ class TensorLedger:
     ) -> AgreedVersion:
         def work() -> AgreedVersion:
             ledger = self._fragments[fragment]
+            if agreed == AgreedVersion(ledger.state.version, self._digests[fragment]):
+                return agreed
             state = state_from_bytes(data, ledger.state.params.numel())
             is_older = state.version < ledger.state.version and not goes_back
             if state.version != agreed.version or is_older:
