@@ -79,10 +79,10 @@ class AppliesWhatItHolds(CountingLedger):
 class LosesResidual(CountingLedger):
     """A peer whose offer came to nothing and that throws the work away instead of carrying it over."""
 
-    def _abort(self, fragment: int, round_: int) -> None:
+    def _abort(self, fragment: int, round_: int, weight: float) -> None:
         offer = self.fragments[fragment].in_flight
-        super()._abort(fragment, round_)
-        if offer is not None and offer.round == round_:
+        super()._abort(fragment, round_, weight)
+        if offer is not None and (offer.round, offer.weight) == (round_, weight):
             self.fragments[fragment].counted = [offer.units] * len(offer.counted)
 
 
