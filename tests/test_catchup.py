@@ -25,7 +25,13 @@ from p2p_co2.catchup import (
     chunk_digest,
     split_donors,
 )
-from p2p_co2.catchup.donor import EXPORT_KEPT_S, EXPORT_LONGEST_S, SLOWLY_KEPT_S, SLOWLY_LONGEST_S
+from p2p_co2.catchup.donor import (
+    EXPORT_KEPT_S,
+    EXPORT_LONGEST_S,
+    REPLAYED_WITHIN_S,
+    SLOWLY_KEPT_S,
+    SLOWLY_LONGEST_S,
+)
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
 from p2p_co2.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
 from p2p_co2.errors import RemoteProtocolError
@@ -293,6 +299,39 @@ def test_rounds_after_a_state_that_is_being_given_are_held_and_then_let_go() -> 
     assert kept == [19]
 
 
+def test_who_has_loaded_a_state_has_time_to_replay_the_rounds_since() -> None:
+    """As soon as it asks for the state of another fragment, the one that it has loaded makes room; the rounds
+    after that went with it, a moment before it asked for the first of them (run 802396 of
+    ``benchmarks/ends.py drawn``)."""
+    large = 3 * EXPORTS_FREE_BYTES // 4  # no room for two
+    machine = CatchUp(IDENTITIES[1], RUN, Shape((1000, 10), (large, large)))
+    chunks = chunk_count(large, machine.shape.chunk_bytes)
+
+    def kept() -> list[int]:
+        return [version for version in range(20) if machine.donor.history.find(0, version)]
+
+    for fragment in (0, 1):
+        machine.moved(fragment, 5)
+        machine.receive(Fetch(what=STATE, fragment=fragment, version=5, request=1), LATE, 1.0)
+        while (event := machine.next_event()) is not None:
+            assert isinstance(event, ExportWanted)
+            machine.exported(event.fragment, 5, bytes(large), bytes(32), [bytes(32)] * chunks, 1.0)
+        if fragment == 0:
+            fetch = Fetch(what=STATE, fragment=0, version=5, want_chunk=True)
+            machine.receive(fetch, LATE, 1.0)
+            for version in range(4, 9):
+                machine.remember(0, version, Decision(), bytes(large // 4))
+            assert kept() == [6, 7, 8]
+    assert machine.donor.exported_bytes() == large  # the other one
+    assert kept() == [6, 7, 8]
+    for at in (0.9, 1.8):  # each that is asked for gives time for the next
+        machine.receive(Fetch(what=ROUND, fragment=0, version=6), LATE, 1.0 + at * REPLAYED_WITHIN_S)
+        machine.handle_timer(1.0 + at * REPLAYED_WITHIN_S)
+        assert kept() == [6, 7, 8]
+    machine.handle_timer(1.0 + 2.8 * REPLAYED_WITHIN_S)
+    assert kept() == [8]
+
+
 def test_an_export_ends_when_nobody_asks_and_in_any_case() -> None:
     world = World(donors=1)
     world.want()
@@ -301,6 +340,7 @@ def test_an_export_ends_when_nobody_asks_and_in_any_case() -> None:
     assert donor.exported_bytes() == LARGE
     world.machines[D1].handle_timer(world.now + EXPORT_KEPT_S)
     assert donor.exported_bytes() == 0
+    world.machines[D1].handle_timer(world.now + EXPORT_KEPT_S + REPLAYED_WITHIN_S)
     assert donor.get_timer() is None
 
     world.want()

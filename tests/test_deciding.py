@@ -23,6 +23,7 @@ from p2p_co2.rounds import Committed, FellBehind, Offer, PayloadShape, PeerView,
 from p2p_co2.rounds.decision import sign_outcome
 from p2p_co2.telemetry.events import RoundAborted
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import (
     Chunk,
     Contributor,
@@ -382,6 +383,19 @@ def test_a_round_whose_coordinator_was_no_member_is_replayed() -> None:
     mean = checked_mean(node_that_catches_up([*MEMBERS, COORDINATOR.peer_id]), round_of(MEMBERS))
     assert mean is not None
     assert mean.round == 5
+
+
+def test_a_round_is_replayed_whose_coordinator_was_here_and_left() -> None:
+    """Else all the rounds since are loaded as a whole state; but for who was here so long ago that as many as
+    may be here at once went after it."""
+    node = node_that_catches_up(MEMBERS)
+    majority = node.catching.majority
+    majority.left(COORDINATOR.peer_id)
+    assert checked_mean(node, round_of(MEMBERS)) is not None
+    for number in range(MAX_PEERS):
+        for _ in range(2):
+            majority.left(PeerId(f"peer {number}"))
+        assert majority.may_decide(COORDINATOR.peer_id, set()) == (number < MAX_PEERS - 1)
 
 
 def test_a_coordinator_that_nobody_knows_is_no_fault_of_the_donor() -> None:

@@ -317,7 +317,7 @@ def test_who_comes_back_in_the_last_round_ends_with_the_state_of_the_others(stat
     a newcomer has no word in that."""
     run = run_of(6).model_copy(update={"clock": ClockConfig(mode="time", round_s=10.0, rounds=6)})
     settings = Settings(
-        run=run, peers=3, seed=1, profile="dsl", blocks=(16,) * 2, real_bytes_per_block=1e5,
+        run=run, peers=3, seed=1, profile="dsl", blocks=(16,) * 2, real_bytes_per_block=2e5,
         state_factor=state_factor,
     )  # fmt: skip
     swarm = Swarm(settings, EventLog(digests=False))

@@ -2,11 +2,11 @@
 
 A state is exported when somebody asks and kept while it is being loaded, so that the chunks of one version
 stay the same although the swarm commits meanwhile (the state itself until then, memory beyond it only
-afterwards); the rounds since are held as well, for the newcomer to
-replay. Laws: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole
-time allow; who asks for another meanwhile is told what is being given, and to come again, and has its turn
-before who comes later (``turns``). Whatever is asked, the tensor side is busy with large exports for at most
-one part in 1 + ``EXPORT_REST`` of its time.
+afterwards); the rounds since are held as well, and for a while after it, for the newcomer to replay. Laws:
+one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole time allow;
+who asks for another meanwhile is told what is being given, and to come again, and has its turn before who
+comes later (``turns``). Whatever is asked, the tensor side is busy with large exports for at most one part in
+1 + ``EXPORT_REST`` of its time.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ SLOWLY_KEPT_S, SLOWLY_LONGEST_S = 60.0, 600.0
 """The same for one within ``EXPORTS_FREE_BYTES`` that somebody takes chunks of: over a slow line the next one
 is asked for when the last has come. It makes room for whoever wants another; a newcomer loads for no longer
 (``trainer.connection``)."""
+REPLAYED_WITHIN_S = 60.0
+"""So long after an export that somebody loaded has gone, and after each time that one of the rounds since was
+asked for, those are kept: who loaded it checks it and takes it over first."""
 EXPORT_REST = 3.0
 """How many times as long as an export took no other is begun, if all states together are large: the rounds
 need the same thread. A newcomer takes longer to load one anyway."""
@@ -81,6 +84,9 @@ class Donor:
         self.versions = [0] * len(shape.state_bytes)
         self.history = History(shape)
         self._exports: OrderedDict[tuple[int, int], _Export] = OrderedDict()
+        self._replayed: dict[int, tuple[int, float]] = {}
+        """By fragment, the state after which the rounds are kept although its export has gone, and until
+        when."""
         self._waiting: dict[int, list[tuple[PeerId, Fetch]]] = {}
         self._began_at: dict[int, float] = {}
         """When the tensor side was asked for the exports that are waited for."""
@@ -150,6 +156,7 @@ class Donor:
     def turned_back(self, fragment: int) -> None:
         """As ``CatchUp.turned_back``."""
         self.history.drop(fragment)
+        self._replayed.pop(fragment, None)
         for key in [key for key in self._exports if key[0] == fragment]:
             del self._exports[key]
         self._exports_changed()
@@ -170,21 +177,23 @@ class Donor:
             self._serve_manifest(fetch, sender, now)
 
     def handle_timer(self, now: float) -> None:
-        over = [key for key, export in self._exports.items() if now >= export.ends_at()]
-        for key in over:
-            del self._exports[key]
-        if over:
+        for key in [key for key, export in self._exports.items() if now >= export.ends_at()]:
+            self._end(key, now)
+        for fragment in [known for known, (_, until) in self._replayed.items() if now >= until]:
+            del self._replayed[fragment]
             self._exports_changed()
 
     def get_timer(self) -> float | None:
-        if not self._exports:
-            return None
-        return min(export.ends_at() for export in self._exports.values())
+        ends = [export.ends_at() for export in self._exports.values()]
+        return min([*ends, *(until for _, until in self._replayed.values())], default=None)
 
     # ---- rounds
 
     def _serve_round(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         kept = self.history.find(fetch.fragment, fetch.version)
+        since, _ = self._replayed.get(fetch.fragment, (fetch.version, now))
+        if since < fetch.version:
+            self._replayed[fetch.fragment] = since, now + REPLAYED_WITHIN_S
         if kept is None:
             early = self.versions[fetch.fragment] < fetch.version
             reason = "round not applied yet" if early else "round not kept"
@@ -255,8 +264,7 @@ class Donor:
             if not held or self._shape.is_free(held + wanted):
                 return True
             if key is not None:
-                del self._exports[key]
-                self._exports_changed()
+                self._end(key, now)
         return False
 
     def _wait(self, fetch: Fetch, peer: PeerId, now: float) -> None:
@@ -269,8 +277,16 @@ class Donor:
             self._began_at[fetch.fragment] = now
             self._out.emit(ExportWanted(fetch.fragment))
 
+    def _end(self, key: tuple[int, int], now: float) -> None:
+        """An export goes."""
+        fragment, version = key
+        if self._exports.pop(key).loaders.take_any:
+            since, _ = self._replayed.get(fragment, key)
+            self._replayed[fragment] = min(since, version), now + REPLAYED_WITHIN_S
+        self._exports_changed()
+
     def _exports_changed(self) -> None:
-        held: dict[int, int] = {}
+        held = {fragment: version for fragment, (version, _) in self._replayed.items()}
         for fragment, version in self._exports:
             held[fragment] = min(version, held.get(fragment, version))
         self.history.hold(held)

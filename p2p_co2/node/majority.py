@@ -19,6 +19,7 @@ from p2p_co2.node.last_words import LastWords
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.rounds.cells import are_enough
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Status
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Majority:
         self._digests: dict[int, tuple[object, bytes | None]] = {}
         """What ``near_version`` and ``digest`` said last, and of what."""
         self.last_words = LastWords()
+        self._were_here: dict[PeerId, None] = {}
+        """The last that were live and are not, in the order in which they went."""
 
     def swarm_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers of our cell have reached, or half of the cells
@@ -98,8 +101,16 @@ class Majority:
 
     def may_decide(self, peer: PeerId, group: set[PeerId]) -> bool:
         """Whether ``peer`` may have decided for ``group``: whoever is asked coordinates, also one that only
-        finishes or is behind, and is no member then."""
-        return peer in group or peer == self._node.me or peer in self._node.membership.live
+        finishes or is behind, and is no member then. It may have left since."""
+        is_here = peer == self._node.me or peer in self._node.membership.live
+        return peer in group or is_here or peer in self._were_here
+
+    def left(self, peer: PeerId) -> None:
+        """``peer`` is live no more."""
+        self._were_here.pop(peer, None)
+        self._were_here[peer] = None
+        if len(self._were_here) > MAX_PEERS:
+            del self._were_here[next(iter(self._were_here))]
 
     def is_most(self, group: set[PeerId]) -> bool:
         """Whether at least half of the peers that train now, as far as we hear them, are in ``group``, or as

@@ -362,6 +362,7 @@ class Node:
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
             self.catchup.forget_donor(event.peer, now)
+            self.catching.majority.left(event.peer)
         self._has_strangers = True  # they come and go in crowds, and each telling costs as many as there are
         self._beat_at = min(self._beat_at, now + CROWD_S)
 

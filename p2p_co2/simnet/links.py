@@ -335,11 +335,11 @@ class VirtualLinks:
             lane.free_at = max(departs_at, max(starts_at, lane.free_at) + size / path.bytes_per_s)
             if counts:
                 self._going_up.append((departs_at, lane, len(data)))
-            arrives_at = lane.free_at + internet.travel_s(path, size)
-            arrives_at = max(arrives_at, lane.last_bulk_at, receiver.down_free_at)
-            arrives_at = lane.last_bulk_at = receiver.down_free_at = arrives_at + 8 * size / (
-                receiver.profile.down_bits_per_s
-            )
+            through_s = 8 * size / receiver.profile.down_bits_per_s
+            # Who sends slowly leaves the receiver's line to the others: it is free for them as it comes.
+            receiver.down_free_at = max(world.now, receiver.down_free_at) + through_s
+            arrives_at = lane.free_at + internet.travel_s(path, size) + through_s
+            arrives_at = lane.last_bulk_at = max(arrives_at, lane.last_bulk_at, receiver.down_free_at)
         if internet.is_noisy and (share := internet.noise.reordered) and internet.rng.random() < share:
             internet.noises["message reordered"] += 1
             arrives_at += internet.rng.random() * internet.noise.late_s

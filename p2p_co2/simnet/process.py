@@ -36,6 +36,9 @@ EPOCH_S = 1.6e9
 """Unix time at which every simulation begins."""
 JOIN_AGAIN_S = 5.0
 """Between two attempts to reach a seed."""
+MEETS_WITHIN_S = 30.0
+"""Two peers hear each other this long after the later one has begun, over any line: one that makes a round
+alone before that may be ahead of others who begin beside it."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class Process:
         if not await training.catch_up():
             if swarm.came_after_the_end(self):
                 swarm.left_behind.add(volunteer.name)
-            elif node.progress.met and not node.progress.left_behind:
+            elif node.progress.met:
                 swarm.inspector.not_given.add(self.peer)
             self.say(ev.Warned, text="no peer could give this one the agreed state; try again later")
             await self._leave("could not catch up")
@@ -226,6 +229,16 @@ class Process:
         if not self._is_cut and not task.cancelled() and (error := task.exception()) is not None:
             self.swarm.bug(self, error)
 
+    def _has_met_all(self) -> bool:
+        """Whether it hears all whom it may not have met yet (``MEETS_WITHIN_S``)."""
+        lately, node = self.swarm.world.now - MEETS_WITHIN_S, self.node
+        known = {self.peer, *node.membership.live} if node is not None else set()
+        return node is None or not any(
+            other.peer not in known and node.far.is_near(other.peer)
+            for other in self.swarm.processes.values()
+            if max(other.started_at, self.started_at) > lately
+        )
+
     # ---- what it says
 
     def _make_links(self, carriers, find_record, observer, tasks, cap) -> VirtualLinks:  # type: ignore[no-untyped-def]
@@ -246,6 +259,8 @@ class Process:
             self.contributed_at = self.swarm.world.now
         if isinstance(event, ev.Warned) and event.text.startswith(LACKS):
             self.swarm.inspector.lacking.add(self.peer)
+        if isinstance(event, ev.RoundBegan) and len(event.group) == 1 and not self._has_met_all():
+            self.swarm.views_differ()
         if isinstance(event, ev.TrainingEnded):
             self.swarm.inspector.saw_training_end(self, event.offers_within_s + event.settles_within_s)
         self.swarm.log.write(event)
