@@ -28,9 +28,11 @@ from p2p_co2.catchup import (
 from p2p_co2.catchup.donor import (
     EXPORT_KEPT_S,
     EXPORT_LONGEST_S,
+    REPLAYED_LONGEST_S,
     REPLAYED_WITHIN_S,
     SLOWLY_KEPT_S,
     SLOWLY_LONGEST_S,
+    _Replayed,
 )
 from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
 from p2p_co2.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
@@ -299,7 +301,8 @@ def test_rounds_after_a_state_that_is_being_given_are_held_and_then_let_go() -> 
     assert kept == [19]
 
 
-def test_who_has_loaded_a_state_has_time_to_replay_the_rounds_since() -> None:
+@pytest.mark.parametrize("gives", [False, True])
+def test_who_has_loaded_a_state_has_time_to_replay_the_rounds_since(gives: bool) -> None:
     """As soon as it asks for the state of another fragment, the one that it has loaded makes room; the rounds
     after that went with it, a moment before it asked for the first of them (run 802396 of
     ``benchmarks/ends.py drawn``)."""
@@ -324,12 +327,27 @@ def test_who_has_loaded_a_state_has_time_to_replay_the_rounds_since() -> None:
             assert kept() == [6, 7, 8]
     assert machine.donor.exported_bytes() == large  # the other one
     assert kept() == [6, 7, 8]
-    for at in (0.9, 1.8):  # each that is asked for gives time for the next
-        machine.receive(Fetch(what=ROUND, fragment=0, version=6), LATE, 1.0 + at * REPLAYED_WITHIN_S)
-        machine.handle_timer(1.0 + at * REPLAYED_WITHIN_S)
-        assert kept() == [6, 7, 8]
-    machine.handle_timer(1.0 + 2.8 * REPLAYED_WITHIN_S)
+    until = 1.0 + REPLAYED_WITHIN_S
+    for at in (50.0, 100.0, 150.0) if gives else ():  # each gives time for the next
+        machine.receive(Fetch(what=ROUND, fragment=0, version=6, want_chunk=True), LATE, at)
+        until = at + REPLAYED_WITHIN_S
+    for version in (1 << 60, 2, 4, 5):  # and what is not there, or not after it, none
+        machine.receive(Fetch(what=ROUND, fragment=0, version=version), LATE, until - 1.0)
+    machine.handle_timer(until - 0.5)
+    assert kept() == [6, 7, 8]
+    machine.handle_timer(until)
     assert kept() == [8]
+    assert machine.get_timer() is None
+
+
+def test_rounds_are_held_for_nobody_for_ever() -> None:
+    """One that asks for the newest round all the time kept old ones of all fragments."""
+    replayed, now = _Replayed(0, 5, gone_at=0.0), 0.0
+    while now < replayed.until:
+        assert now < REPLAYED_LONGEST_S
+        replayed.gave(Fetch(fragment=1, version=9), now + 1000.0)  # of another fragment
+        replayed.gave(Fetch(fragment=0, version=9), now)
+        now += 30.0
 
 
 def test_an_export_ends_when_nobody_asks_and_in_any_case() -> None:

@@ -34,9 +34,10 @@ SLOWLY_KEPT_S, SLOWLY_LONGEST_S = 60.0, 600.0
 """The same for one within ``EXPORTS_FREE_BYTES`` that somebody takes chunks of: over a slow line the next one
 is asked for when the last has come. It makes room for whoever wants another; a newcomer loads for no longer
 (``trainer.connection``)."""
-REPLAYED_WITHIN_S = 60.0
-"""So long after an export that somebody loaded has gone, and after each time that one of the rounds since was
-asked for, those are kept: who loaded it checks it and takes it over first."""
+REPLAYED_WITHIN_S, REPLAYED_LONGEST_S = 60.0, 300.0
+"""So long after an export that somebody loaded had to make room, and after each time that one of the rounds
+since was given, those are kept: who loaded it checks it and takes it over first. So long in any case, and of
+one fragment at a time."""
 EXPORT_REST = 3.0
 """How many times as long as an export took no other is begun, if all states together are large: the rounds
 need the same thread. A newcomer takes longer to load one anyway."""
@@ -75,6 +76,20 @@ class _Export:
         return now < self.turn_ends_at() and self.loaders.is_in_use(now, but_for)
 
 
+class _Replayed:
+    """The rounds after a state are kept although its export has gone at ``gone_at``."""
+
+    def __init__(self, fragment: int, version: int, gone_at: float) -> None:
+        self.fragment, self.version = fragment, version
+        self._longest_at = gone_at + REPLAYED_LONGEST_S
+        self.until = gone_at + REPLAYED_WITHIN_S
+
+    def gave(self, fetch: Fetch, now: float) -> None:
+        """A chunk of a round."""
+        if fetch.fragment == self.fragment and fetch.version > self.version:
+            self.until = min(now + REPLAYED_WITHIN_S, self._longest_at)
+
+
 class Donor:
     """Holds the last rounds' means and the states that somebody is loading now. ``versions``: where every
     fragment of this peer is."""
@@ -84,9 +99,8 @@ class Donor:
         self.versions = [0] * len(shape.state_bytes)
         self.history = History(shape)
         self._exports: OrderedDict[tuple[int, int], _Export] = OrderedDict()
-        self._replayed: dict[int, tuple[int, float]] = {}
-        """By fragment, the state after which the rounds are kept although its export has gone, and until
-        when."""
+        self._replayed: _Replayed | None = None
+        """The last export that had to make room, while the rounds since are kept."""
         self._waiting: dict[int, list[tuple[PeerId, Fetch]]] = {}
         self._began_at: dict[int, float] = {}
         """When the tensor side was asked for the exports that are waited for."""
@@ -156,7 +170,8 @@ class Donor:
     def turned_back(self, fragment: int) -> None:
         """As ``CatchUp.turned_back``."""
         self.history.drop(fragment)
-        self._replayed.pop(fragment, None)
+        if self._replayed is not None and self._replayed.fragment == fragment:
+            self._replayed = None
         for key in [key for key in self._exports if key[0] == fragment]:
             del self._exports[key]
         self._exports_changed()
@@ -177,23 +192,25 @@ class Donor:
             self._serve_manifest(fetch, sender, now)
 
     def handle_timer(self, now: float) -> None:
-        for key in [key for key, export in self._exports.items() if now >= export.ends_at()]:
-            self._end(key, now)
-        for fragment in [known for known, (_, until) in self._replayed.items() if now >= until]:
-            del self._replayed[fragment]
+        over = [key for key, export in self._exports.items() if now >= export.ends_at()]
+        for key in over:
+            del self._exports[key]
+        is_replayed = self._replayed is not None and now >= self._replayed.until
+        if is_replayed:
+            self._replayed = None
+        if over or is_replayed:
             self._exports_changed()
 
     def get_timer(self) -> float | None:
         ends = [export.ends_at() for export in self._exports.values()]
-        return min([*ends, *(until for _, until in self._replayed.values())], default=None)
+        if self._replayed is not None:
+            ends.append(self._replayed.until)
+        return min(ends, default=None)
 
     # ---- rounds
 
     def _serve_round(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         kept = self.history.find(fetch.fragment, fetch.version)
-        since, _ = self._replayed.get(fetch.fragment, (fetch.version, now))
-        if since < fetch.version:
-            self._replayed[fetch.fragment] = since, now + REPLAYED_WITHIN_S
         if kept is None:
             early = self.versions[fetch.fragment] < fetch.version
             reason = "round not applied yet" if early else "round not kept"
@@ -201,6 +218,8 @@ class Donor:
         elif fetch.want_chunk:
             self._send_chunk(fetch, peer, kept.mean)
             self._gave(peer, now)
+            if self._replayed is not None:
+                self._replayed.gave(fetch, now)
         else:
             if kept.manifest is None:
                 digests, size = kept.chunk_digests(self._shape.chunk_bytes), len(kept.mean)
@@ -264,7 +283,9 @@ class Donor:
             if not held or self._shape.is_free(held + wanted):
                 return True
             if key is not None:
-                self._end(key, now)
+                if self._exports.pop(key).loaders.take_any:
+                    self._replayed = _Replayed(*key, now)
+                self._exports_changed()
         return False
 
     def _wait(self, fetch: Fetch, peer: PeerId, now: float) -> None:
@@ -277,16 +298,8 @@ class Donor:
             self._began_at[fetch.fragment] = now
             self._out.emit(ExportWanted(fetch.fragment))
 
-    def _end(self, key: tuple[int, int], now: float) -> None:
-        """An export goes."""
-        fragment, version = key
-        if self._exports.pop(key).loaders.take_any:
-            since, _ = self._replayed.get(fragment, key)
-            self._replayed[fragment] = min(since, version), now + REPLAYED_WITHIN_S
-        self._exports_changed()
-
     def _exports_changed(self) -> None:
-        held = {fragment: version for fragment, (version, _) in self._replayed.items()}
+        held = {} if self._replayed is None else {self._replayed.fragment: self._replayed.version}
         for fragment, version in self._exports:
             held[fragment] = min(version, held.get(fragment, version))
         self.history.hold(held)

@@ -2,8 +2,8 @@
 
 Law: all means together stay below ``HISTORY_BYTES_SHARE`` of the model, and where one round of all fragments
 is more than ``LARGE_SHARE`` of it none is kept, but for the newest of each fragment until all live peers
-have it (``is_everywhere``), and for those that somebody who loads a fragment's state needs next (``hold``):
-at most ``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
+have it (``is_everywhere``), and for those that somebody needs next who loads a fragment's state, or has just
+loaded it (``hold``): at most ``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
 
 Price: with a codec of 8 bits or more, a peer that was not live for a round finds no mean to replay and loads
 the state, two to eight times the bytes of one mean. With four bits one or two rounds are there.

@@ -193,7 +193,8 @@ class Deciding:
             version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back, is_unshared)
         finally:
             donor.going_over.discard(fragment)
-        if goes_back:
+        is_here = version == self._node.agreed[fragment]  # a round made that state meanwhile
+        if goes_back and not is_here:
             self._node.catchup.turned_back(fragment)
         self._agree(fragment, version, None)
         self._node.pump()

@@ -34,7 +34,7 @@ class Majority:
         """What ``near_version`` and ``digest`` said last, and of what."""
         self.last_words = LastWords()
         self._were_here: dict[PeerId, None] = {}
-        """The last that were live and are not, in the order in which they went."""
+        """The last that went, in the order in which they did."""
 
     def swarm_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers of our cell have reached, or half of the cells

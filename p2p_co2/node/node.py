@@ -46,7 +46,7 @@ GREET_SEEDS_S = 20.0
 """How often the ticket's seeds are looked for again, whether we miss them or not."""
 QUIET_IDLE = 0.5
 """Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
-NEWS_UNDER_WAY_S, NEWS_COME_WITHIN_S, LAST_WORDS_S = 0.002, 60.0, 1.0
+NEWS_UNDER_WAY_S, NEWS_COME_WITHIN_S, LAST_WORDS_S = 0.002, 10.0, 1.0
 CROWD_S = 0.05
 """Who comes or goes within this time after another is told of together with it."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
@@ -153,7 +153,7 @@ class Node:
         agreed, now = self.agreed[offer.fragment], self.now()
         until = until or now + NEWS_COME_WITHIN_S
         if agreed.version < offer.round - 1 and now < until:
-            # The tensor side is ahead of us by a commit whose news is on its way to this loop.
+            # The tensor side is ahead of us by a commit whose news is on its way; or it went back since.
             asyncio.get_running_loop().call_later(NEWS_UNDER_WAY_S, self.offer, offer, until)
             return
         if (agreed.version, agreed.digest) != (offer.round - 1, offer.state_digest):

@@ -1,7 +1,7 @@
 """What a donor gave of a missed round, held against what this peer knows, before it is taken.
 
-Law: a round is replayed only upon the state that it was made upon, and only if those who made it, or he who
-decided it, are those that this peer is with.
+Law: a round is replayed only upon the state that it was made upon, only if most of those that this peer is
+with made it, and if one of them decided it, or one that this peer knows or knew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def checked_mean(node: Node, event: Fetched) -> AgreedMean | None:
         raise RemoteProtocolError("bad decision", "of another round")
     group = {PeerId(member.peer) for member in outcome.members}
     if not majority.may_decide(PeerId(outcome.decided_by), group):
-        raise RemoteProtocolError(OTHER_HISTORY, "decided by one who is neither in its group nor here")
+        raise RemoteProtocolError(OTHER_HISTORY, "decided by one who is not of its group and never was here")
     if not majority.is_most(group):
         raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
     agreed = node.agreed[fragment]

@@ -77,6 +77,9 @@ class Books:
         self.violations: list[Violation] = []
         self.views_differed = False
         """Whether peers ever saw different swarms."""
+        self.unmet: set[tuple[str, int, int]] = set()
+        """Rounds that a peer made alone before it had met all: peer, fragment, round."""
+        self._unmet_states: set[bytes] = set()
         self.written_off: Counter[str] = Counter()
         """Units of work that came to nothing, summed over blocks, by cause."""
         self.histories: list[dict[bytes, History]] = []
@@ -101,8 +104,13 @@ class Books:
         """Somebody made a state by a commit."""
         known, state = self.histories[fragment], history.state
         if state.digest not in known:
-            others = any(other.state.version == state.version for other in known.values())
-            if others and not self.views_differed:
+            others = any(
+                other.state.version == state.version and digest not in self._unmet_states
+                for digest, other in known.items()
+            )
+            if is_unmet := (peer, fragment, state.version) in self.unmet:
+                self._unmet_states.add(state.digest)
+            if others and not (self.views_differed or is_unmet):
                 text = f"fragment {fragment}: another state of version {state.version}"
                 self.broken(peer, "forks", f"{text}, and nothing ever went wrong")
             known[state.digest] = history

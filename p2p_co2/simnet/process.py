@@ -260,7 +260,7 @@ class Process:
         if isinstance(event, ev.Warned) and event.text.startswith(LACKS):
             self.swarm.inspector.lacking.add(self.peer)
         if isinstance(event, ev.RoundBegan) and len(event.group) == 1 and not self._has_met_all():
-            self.swarm.views_differ()
+            self.swarm.begins_unmet(self.peer, event.fragment, event.round)
         if isinstance(event, ev.TrainingEnded):
             self.swarm.inspector.saw_training_end(self, event.offers_within_s + event.settles_within_s)
         self.swarm.log.write(event)

@@ -366,6 +366,11 @@ class Swarm:
         self.views_differed_at = self.world.now
         self.books.views_differed = True
 
+    def begins_unmet(self, peer: PeerId, fragment: int, round_: int) -> None:
+        """A peer makes a round alone before it has met all who are there: others may make that round, too."""
+        self.views_differed_at = self.world.now
+        self.books.unmet.add((peer, fragment, round_))
+
     def split(self, sides: dict[PeerId, int]) -> None:
         self.views_differ()
         self.faults["split"] += 1
