@@ -48,7 +48,7 @@ LOOK_EVERY_S, LOOK_QUICKLY_EVERY_S = 5.0, 2.0
 """While this peer trains; before and after, when it waits for what the others say."""
 TRIES = 2
 """Looks at one peer that go unanswered before another is asked."""
-LOOK_UP_EVERY_S = 20.0
+LOOK_UP_EVERY_S, QUICK_LOOK_UPS = 20.0, 8  # the first few as looks come: who begins beside us is not listed
 FRESH_S = 10.0
 """Sights so much older than the newest one of their cell are not counted."""
 PLACED_S = 60.0
@@ -98,12 +98,12 @@ class _Watch:
     known: list[PeerId]
     asked: PeerId | None = None
     unanswered: int = 0
-    looked_up_at: float | None = None
+    looked_up_at: float = -math.inf
+    look_ups: int = 0
     is_found: bool = False
     """Whether the DHT has answered."""
     sight: CellSight | None = None
-    read: Sight | None = None
-    """The same."""
+    read: Sight | None = None  # the same
     seen_at: float = 0.0
 
 
@@ -189,8 +189,8 @@ class Outlook:
         if watch.asked is not None:
             watch.unanswered += 1
             self._outgoing.append((watch.asked, CellLook()))
-        elif watch.looked_up_at is None or now - watch.looked_up_at >= LOOK_UP_EVERY_S:
-            watch.looked_up_at = now
+        elif watch.look_ups < QUICK_LOOK_UPS or now - watch.looked_up_at >= LOOK_UP_EVERY_S:
+            watch.looked_up_at, watch.look_ups = now, watch.look_ups + 1
             self.wanted.append(cell)
 
     def _ask_another(self, watch: _Watch) -> None:
@@ -209,8 +209,8 @@ class Outlook:
         if watch is not None:
             watch.is_found = True
             listed = [peer for peer in peers if cell_of(peer, self.cells) == cell]
-            mine = self._secret + self.me
-            watch.known = sorted(listed, key=lambda peer: _rank(mine + peer, cell))[:KNOWN_KEPT]
+            watch.known = sorted(listed, key=lambda peer: _rank(self._secret + self.me + peer, cell))
+            del watch.known[KNOWN_KEPT:]
             self.listed += 1
             if watch.asked is None and watch.known:
                 self._look(cell, watch, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,17 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.outlook import LOOK_UP_EVERY_S, MAX_WATCHED, SILENT_S, TRIES, WATCHERS, Outlook, check_sights
+from p2p_co2.outlook import (
+    LOOK_EVERY_S,
+    LOOK_UP_EVERY_S,
+    MAX_WATCHED,
+    QUICK_LOOK_UPS,
+    SILENT_S,
+    TRIES,
+    WATCHERS,
+    Outlook,
+    check_sights,
+)
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.ledger import CountingLedger
@@ -70,7 +81,24 @@ def test_who_does_not_answer_is_not_asked_for_ever() -> None:
         now = outlook.get_timer() or math.inf
         outlook.handle_timer(now)
     assert Counter(asked) == Counter({peer: TRIES for peer in others})
-    assert outlook.wanted == [1, 1]  # all were in vain: the DHT is asked again
+    assert 2 <= outlook.wanted.count(1) <= QUICK_LOOK_UPS  # all were in vain: the DHT is asked again
+
+
+def test_a_cell_of_which_nobody_is_listed_yet_is_looked_up_again_soon() -> None:
+    """All begin at once: a short run was over before two cells had met (run 803549 of ``ends.py drawn``)."""
+    outlook, _ = watcher()
+    asked_at = [0.0]
+    while asked_at[-1] < 10 * LOOK_UP_EVERY_S:
+        outlook.wanted = []
+        outlook.found(1, [], asked_at[-1])
+        now = asked_at[-1]
+        while not outlook.wanted:
+            now = outlook.get_timer() or math.inf
+            outlook.handle_timer(now)
+        asked_at.append(now)
+    waits_s = [later - earlier for earlier, later in pairwise(asked_at)]
+    assert all(wait_s <= LOOK_EVERY_S for wait_s in waits_s[: QUICK_LOOK_UPS - 1])
+    assert all(wait_s >= LOOK_UP_EVERY_S for wait_s in waits_s[QUICK_LOOK_UPS - 1 :])
 
 
 def test_nobody_can_make_an_id_that_all_watchers_ask_first() -> None:
