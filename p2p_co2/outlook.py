@@ -209,8 +209,8 @@ class Outlook:
         if watch is not None:
             watch.is_found = True
             listed = [peer for peer in peers if cell_of(peer, self.cells) == cell]
-            watch.known = sorted(listed, key=lambda peer: _rank(self._secret + self.me + peer, cell))
-            del watch.known[KNOWN_KEPT:]
+            known = sorted(listed, key=lambda peer: _rank(self._secret + self.me + peer, cell))
+            watch.known = known[:KNOWN_KEPT] or watch.known  # a late answer may know less
             self.listed += 1
             if watch.asked is None and watch.known:
                 self._look(cell, watch, now)

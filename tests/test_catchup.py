@@ -340,6 +340,24 @@ def test_who_has_loaded_a_state_has_time_to_replay_the_rounds_since(gives: bool)
     assert machine.get_timer() is None
 
 
+def test_rounds_are_held_for_who_has_loaded_a_state_whose_time_was_up() -> None:
+    """It is checked and taken over, and over a slow line the first round since takes its time."""
+    machine = CatchUp(IDENTITIES[1], RUN, Shape((1000,), (2000,)))
+    machine.moved(0, 5)
+    machine.receive(Fetch(what=STATE, fragment=0, version=5, request=1), LATE, 1.0)
+    machine.exported(0, 5, bytes(2000), bytes(32), [bytes(32)], 1.0)
+    machine.receive(Fetch(what=STATE, fragment=0, version=5, want_chunk=True), LATE, 1.0)
+    for version in (6, 7):
+        machine.remember(0, version, Decision(), bytes(1000))
+    ended_at = machine.get_timer()
+    assert ended_at is not None
+    for at, kept in ((ended_at, True), (ended_at + REPLAYED_WITHIN_S, False)):
+        machine.handle_timer(at)
+        assert machine.donor.exported_bytes() == 0
+        assert (machine.donor.history.find(0, 6) is not None) == kept
+    assert machine.get_timer() is None
+
+
 def test_rounds_are_held_for_nobody_for_ever() -> None:
     """One that asks for the newest round all the time kept old ones of all fragments."""
     replayed, now = _Replayed(0, 5, gone_at=0.0), 0.0

@@ -84,6 +84,15 @@ def test_who_does_not_answer_is_not_asked_for_ever() -> None:
     assert 2 <= outlook.wanted.count(1) <= QUICK_LOOK_UPS  # all were in vain: the DHT is asked again
 
 
+def test_a_late_answer_of_nobody_takes_no_one_away() -> None:
+    outlook, others = watcher()
+    outlook.found(1, others, 0.0)
+    outlook.found(1, [], 1.0)
+    outlook.unreachable(outlook.messages_to_send()[0][0])
+    outlook.handle_timer(outlook.get_timer() or math.inf)
+    assert len(outlook.messages_to_send()) == 1  # the next one, without another look-up
+
+
 def test_a_cell_of_which_nobody_is_listed_yet_is_looked_up_again_soon() -> None:
     """All begin at once: a short run was over before two cells had met (run 803549 of ``ends.py drawn``)."""
     outlook, _ = watcher()

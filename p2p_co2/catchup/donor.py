@@ -35,8 +35,8 @@ SLOWLY_KEPT_S, SLOWLY_LONGEST_S = 60.0, 600.0
 is asked for when the last has come. It makes room for whoever wants another; a newcomer loads for no longer
 (``trainer.connection``)."""
 REPLAYED_WITHIN_S, REPLAYED_LONGEST_S = 60.0, 300.0
-"""So long after an export that somebody loaded had to make room, and after each time that one of the rounds
-since was given, those are kept: who loaded it checks it and takes it over first. So long in any case, and of
+"""So long after an export that somebody loaded has gone, and after each time that one of the rounds since was
+given, those are kept: who loaded it checks it and takes it over first. So long in any case, and of
 one fragment at a time."""
 EXPORT_REST = 3.0
 """How many times as long as an export took no other is begun, if all states together are large: the rounds
@@ -100,7 +100,7 @@ class Donor:
         self.history = History(shape)
         self._exports: OrderedDict[tuple[int, int], _Export] = OrderedDict()
         self._replayed: _Replayed | None = None
-        """The last export that had to make room, while the rounds since are kept."""
+        """The last export that had to make room, or whose time was up, while the rounds since are kept."""
         self._waiting: dict[int, list[tuple[PeerId, Fetch]]] = {}
         self._began_at: dict[int, float] = {}
         """When the tensor side was asked for the exports that are waited for."""
@@ -193,11 +193,12 @@ class Donor:
 
     def handle_timer(self, now: float) -> None:
         over = [key for key, export in self._exports.items() if now >= export.ends_at()]
-        for key in over:
-            del self._exports[key]
         is_replayed = self._replayed is not None and now >= self._replayed.until
         if is_replayed:
             self._replayed = None
+        for key in over:
+            if self._exports.pop(key).loaders.take_any and self._replayed is None:
+                self._replayed = _Replayed(*key, now)
         if over or is_replayed:
             self._exports_changed()
 

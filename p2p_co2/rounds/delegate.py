@@ -110,9 +110,9 @@ class Delegate:
             else:
                 self._next(now)
 
-    def cells_changed(self, now: float) -> None:
-        """Peers of some cell were found."""
-        if self._asked is None and self._looked_up:
+    def cell_found(self, cell: int, now: float) -> None:
+        """Peers of a cell were looked for; whoever asked for them."""
+        if self._asked is None and self._looked_up and self._order[:1] == [cell]:
             self._next(now)
 
     def cell_changed(self, now: float) -> None:

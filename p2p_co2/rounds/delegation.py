@@ -398,10 +398,10 @@ class Delegation:
                 return True
         return self.councils.close_complete(now)
 
-    def cells_changed(self, now: float) -> None:
+    def cell_found(self, cell: int, now: float) -> None:
         for place, pending in list(self._pending.items()):
             if pending.delegate is not None:
-                pending.delegate.cells_changed(now)
+                pending.delegate.cell_found(cell, now)
                 self._look(place, pending)
 
     def get_timer(self) -> float | None:

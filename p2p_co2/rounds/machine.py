@@ -95,7 +95,7 @@ class Rounds:
         delegation = self._coordination.delegation
         if delegation is not None and cell != self._swarm.cell:
             self._swarm.others[cell] = known[:OTHERS_KEPT] or self._swarm.others.get(cell, [])
-            delegation.cells_changed(now)
+            delegation.cell_found(cell, now)
             for makers in self._makers:
                 makers.peers_changed(now)
             self._settle(now)
