@@ -3,15 +3,17 @@ cells."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, Distrusted, PayloadShape
+from p2p_co2.rounds import Aborted, Began, Distrusted, PayloadShape
 from p2p_co2.rounds.bounds import GRACE_S
 from p2p_co2.rounds.cells import council_order
+from p2p_co2.rounds.coordination import PASSED
 from p2p_co2.rounds.delegate import DOUBTED, SILENT_S, Voice
 from p2p_co2.rounds.swarm import Outlet
 from p2p_co2.wire import messages_pb2 as wire
@@ -367,3 +369,25 @@ def test_a_cells_coordinator_that_left_before_the_council_had_decided_gathers_fo
     net.run(3.0)
     assert left
     assert net.peers[left[0]].machine.held()["BEGUN"][0] == 0
+
+
+def test_a_round_that_all_of_a_cell_have_gone_beyond_is_over_when_they_begin_the_next() -> None:
+    """Its council may take minutes: one that was alone in its cell held four of them in a storm, where one is
+    bounded for each live peer and fragment (run 2389 of ``benchmarks/ends.py wide``)."""
+    net = Network(5, shape=PayloadShape(8, (24,), 8, round_s=120.0), cells=CELLS)
+    cells = [cell_of(name, CELLS) for name in net.names]
+    alone = next(name for name, cell in zip(net.names, cells, strict=True) if cells.count(cell) == 1)
+    net.on_send = lambda source, to, message: not isinstance(message, wire.CellPart)
+    for round_ in range(1, 5):
+        net.offer_all(round_=round_)
+        net.run(5.0)
+        began = [event for name, event in net.events if isinstance(event, Began) and name == alone]
+        assert len(began) == round_
+        assert net.peers[alone].machine.held()["BEGUN"] == (1, 1)
+        for name, peer in net.peers.items():  # all of them catch up with others
+            peer.machine.withdraw(0, "caught up", net.now)
+            net.set_state(name, 0, round_, hashlib.sha256(bytes([round_])).digest())
+            net.pump(name)
+    failures = [m.failure for source, _, m in net.sent if isinstance(m, wire.CellResult) and source == alone]
+    assert failures
+    assert set(failures) == {PASSED}, "the council hears of it, and need not wait"

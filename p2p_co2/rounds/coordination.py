@@ -16,6 +16,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.ahead import farthest_version
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
+from p2p_co2.rounds.begun import Begun, passed
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, content_of, sign_outcome
 from p2p_co2.rounds.delegation import Delegation
@@ -30,31 +31,7 @@ from p2p_co2.wire.messages_pb2 import Begin, Decision, Listen, Outcome, Ready, R
 Place = tuple[int, int]
 """(fragment, round)"""
 NEVER_TOLD = "the coordinator was lost before it had told its successor"
-
-
-class _Begun:
-    """A round that we began: BEGIN is kept to be repeated to a member that missed it."""
-
-    def __init__(self, begin: Begin, tally: Tally, gathering: Gathering, now: float) -> None:
-        self.begin, self.tally, self.began_at = begin, tally, now
-        self.readies, self.in_time_until = gathering.readies, gathering.in_time_until
-        self.late: set[PeerId] = set()
-
-    def missed_begin(self, message: Ready, sender: PeerId) -> bool:
-        """Whether a member repeats its READY because BEGIN was lost. One that has voted, or that is ready
-        with something else, was restarted: it has forgotten its votes and its slices, and must not take part
-        a second time."""
-        member = sender in self.tally.attempt.shares and not self.tally.has_heard(sender)
-        return member and self.readies.get(sender) == message
-
-    def left(self, now: float) -> Begin:
-        """BEGIN with the time that is left of it."""
-        begin = Begin()
-        begin.CopyFrom(self.begin)
-        passed_s = now - self.began_at
-        begin.parts_within_s = max(0.0, begin.parts_within_s - passed_s)
-        begin.result_within_s = max(0.0, begin.result_within_s - passed_s)
-        return begin
+PASSED = "all who were in it have begun a later round"
 
 
 class Coordination:
@@ -63,7 +40,7 @@ class Coordination:
     def __init__(self, identity: Identity, run: bytes, swarm: Swarm, outlet: Outlet, fragments: int) -> None:
         self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
         self._gatherings: dict[Place, Gathering] = {}
-        self._begun: dict[Place, _Begun] = {}
+        self._begun: dict[Place, Begun] = {}
         self._tallies: dict[bytes, Tally] = {}
         self._history = [ReadyHistory() for _ in range(fragments)]
         self.observed = [Durations() for _ in range(fragments)]
@@ -157,7 +134,7 @@ class Coordination:
         """The farthest commit after whose base the asker lets itself be sent, if it hears what we hear."""
         return farthest_version(self._swarm, message.fragment) + 1
 
-    def _answer_begun(self, begun: _Begun, message: Ready, sender: PeerId, now: float) -> None:
+    def _answer_begun(self, begun: Begun, message: Ready, sender: PeerId, now: float) -> None:
         if begun.missed_begin(message, sender):
             self._outlet.send(sender, begun.left(now))
             return
@@ -178,7 +155,7 @@ class Coordination:
         if begun is not None:
             self._let_listen(begun, message.state_digest, sender, now)
 
-    def _let_listen(self, begun: _Begun, state_digest: bytes, peer: PeerId, now: float) -> None:
+    def _let_listen(self, begun: Begun, state_digest: bytes, peer: PeerId, now: float) -> None:
         """Tell ``peer``, which is too late, who owns what. A member knows."""
         if peer not in begun.tally.attempt.shares and state_digest == begun.begin.state_digest:
             self._outlet.send(peer, begun.left(now))
@@ -254,13 +231,30 @@ class Coordination:
         tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape, self._swarm.cells), now)
         tally.least_votes = gathering.least_votes
         tally.start(now)
-        self._begun[place] = begun = _Begun(begin, tally, gathering, now)
+        self._begun[place] = begun = Begun(begin, tally, gathering, now)
         group = tuple(tally.attempt.shares)
         begun.late.update(peer for peer in (*gathering.agreeing()[1], *late) if peer not in group)
         waited_s = now - gathering.first_at
         self._outlet.emit(Began(*place, group, waited_s, gathering.deadline_s, begin.parts_within_s))
         for peer in group:
             self._outlet.send(peer, begin)
+        self._end_passed(place[0])
+
+    def _end_passed(self, fragment: int) -> None:
+        """Over several cells a council may take minutes to decide what nobody here waits for any more."""
+        rounds = [begun for place, begun in self._begun.items() if place[0] == fragment]
+        for tally in [begun.tally for begun in passed(rounds, self._swarm.is_live)]:
+            if tally.is_decided:
+                self._drop(tally)
+            else:
+                tally.abort(PASSED)
+
+    def _drop(self, tally: Tally) -> None:
+        """Count no more: who asks for the round again gathers it anew."""
+        self._tallies.pop(tally.attempt.id, None)
+        place = tally.attempt.fragment, tally.attempt.round
+        if place in self._begun and self._begun[place].tally is tally:
+            del self._begun[place]
 
     def _abort_gathering(
         self, place: Place, gathering: Gathering, attempt: bytes, digest: bytes, reason: str
@@ -347,10 +341,7 @@ class Coordination:
             self.delegation.witness.left(attempt)
         tally = self._tallies.get(attempt.id)
         if tally is not None and (tally.successor or tally.get_timer() is None):
-            del self._tallies[attempt.id]
-            place = attempt.fragment, attempt.round
-            if place in self._begun and self._begun[place].tally is tally:
-                del self._begun[place]  # else nobody who asks for the round again would be answered
+            self._drop(tally)
             if self.delegation is not None:
                 self.delegation.forget(tally.attempt)
 
