@@ -69,7 +69,7 @@ class AppliesWhatItHolds(CountingLedger):
         mine = self.fragments[fragment]
         if mine.state.version == 1 and self.work.name.endswith("/2"):
             own = mean_of([(weight, offer.payload)])
-            mean = AgreedMean(fragment, offer.round, mine.state.version, own, ())
+            mean = AgreedMean(fragment, offer.round, mine.state.version, mine.state.digest, own, ())
             after = State.of(fragment, offer.round, add(mine.state.sums, unpack(mean.mean)))
             self.audit.committed(mean, mine.state, after)
             mine.state = after

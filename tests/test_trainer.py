@@ -175,7 +175,8 @@ def test_an_offer_that_crosses_a_replayed_round_is_not_made_and_the_work_stays(r
         bench.ledger.submit_offer = submit  # type: ignore[method-assign]
         mean = torch.full((size,), -100.0).numpy().tobytes()  # the others moved by +100
         parts = (PartWeights(0, len(mean) // 512, {"other": 1.0}),)
-        asyncio.run(bench.ledger.commit(AgreedMean(1, 1, 0, mean, parts)))
+        start = bench.ledger.agreed()[1].digest
+        asyncio.run(bench.ledger.commit(AgreedMean(1, 1, 0, start, mean, parts)))
         return submit(*arguments)
 
     bench.ledger.submit_offer = replay_first  # type: ignore[method-assign]
@@ -243,10 +244,11 @@ async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:
         codec, [FragmentLedger(run, codec, "a", outer.init(torch.zeros(codec.block_values)))]
     )
     ones = torch.ones(codec.block_values)
-    mean = AgreedMean(0, 1, 0, ones.numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
-    await ledger.commit(mean)
+    start, parts = ledger.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
+    mean = AgreedMean(0, 1, 0, start, ones.numpy().tobytes(), parts)
+    version = await ledger.commit(mean)
     ledger.submit_offer(0, ones, 1.0, 1, lambda *offer: None).result()
-    await ledger.commit(replace(mean, round=2, base_version=1))
+    await ledger.commit(replace(mean, round=2, base_version=1, state_digest=version.digest))
     told = [ledger.outcomes.get_nowait() for _ in range(ledger.outcomes.qsize())]
     assert [outcome.ends_offer for outcome in told if outcome.report is not None] == [False, True]
     ledger.close()

@@ -75,7 +75,8 @@ class Saving:
         blocks = get_codec("fp32").blocks(self.plan.fragments.fragments[fragment].numel)
         mean = torch.full((blocks * BLOCK,), -by).numpy().tobytes()
         parts = (PartWeights(0, blocks, {"other": 1.0}),)
-        asyncio.run(self.bench.ledger.commit(AgreedMean(fragment, 1, 0, mean, parts)))
+        start = self.bench.ledger.agreed()[fragment].digest
+        asyncio.run(self.bench.ledger.commit(AgreedMean(fragment, 1, 0, start, mean, parts)))
 
     def live(self) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in self.bench.model.named_parameters()}

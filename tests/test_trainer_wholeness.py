@@ -180,7 +180,8 @@ def commit_round(made: Saving) -> None:
     """The first one of fragment 0, without this peer."""
     blocks = -(-made.plan.fragments.fragments[0].numel // BLOCK)
     mean = torch.ones(blocks * BLOCK).numpy().tobytes()
-    agreed = AgreedMean(0, 1, 0, mean, (PartWeights(0, blocks, {"other": 1.0}),))
+    start, parts = made.bench.ledger.agreed()[0].digest, (PartWeights(0, blocks, {"other": 1.0}),)
+    agreed = AgreedMean(0, 1, 0, start, mean, parts)
     asyncio.run(made.bench.ledger.commit(agreed))
 
 

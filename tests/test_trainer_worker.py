@@ -39,15 +39,20 @@ async def test_a_hostile_slice_is_refused_and_named() -> None:
 async def test_commits_out_of_turn_change_nothing() -> None:
     ledger = make_ledger()
     before = ledger.agreed()[0]
-    mean = AgreedMean(0, 5, 4, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    parts = (PartWeights(0, 1, {"b": 1.0}),)
+    mean = AgreedMean(0, 5, 4, before.digest, torch.ones(BLOCK).numpy().tobytes(), parts)
     assert await ledger.commit(mean) == before
+    upon_another = replace(mean, round=1, base_version=0, state_digest=bytes(32))
+    assert await ledger.commit(upon_another) == before, "a state was taken over while it was on its way"
     assert ledger.outcomes.empty()
+    assert (await ledger.commit(replace(upon_another, state_digest=before.digest))).version == 1
     ledger.close()
 
 
 async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> None:
     donor, late = make_ledger(), make_ledger()
-    mean = AgreedMean(0, 1, 0, torch.ones(BLOCK).numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    start, parts = donor.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
+    mean = AgreedMean(0, 1, 0, start, torch.ones(BLOCK).numpy().tobytes(), parts)
     await donor.commit(mean)
     version, exported = await donor.export(0)
     data = exported[:]
@@ -58,7 +63,7 @@ async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> Non
         await late.adopt(0, data[:-1], version)
     assert late.agreed()[0].version == 0
     assert await late.adopt(0, data, version) == version
-    await donor.commit(replace(mean, round=2, base_version=1))
+    await donor.commit(replace(mean, round=2, base_version=1, state_digest=version.digest))
     assert exported[:] == data == state_bytes(late.states()[0])  # the export stays as it was
     with pytest.raises(RemoteProtocolError):
         await donor.adopt(0, data, version)  # an older one: only for who goes back to most others
@@ -71,7 +76,8 @@ async def test_a_state_that_a_round_made_meanwhile_is_not_taken_over_and_offers_
     """It was fetched before the network thread heard of the round, and the next offer is made already."""
     ledger = make_ledger()
     snapshot = torch.ones(BLOCK)
-    offer = AgreedMean(0, 1, 0, snapshot.numpy().tobytes(), (PartWeights(0, 1, {"b": 1.0}),))
+    start, parts = ledger.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
+    offer = AgreedMean(0, 1, 0, start, snapshot.numpy().tobytes(), parts)
     version = await ledger.commit(offer)
     _, state = await ledger.export(0)
     ledger.submit_offer(0, snapshot, 1.0, 1, lambda *encoded: None).result()

@@ -111,7 +111,7 @@ class Bench:
         """The round of this peer's last offer for ``fragment`` commits, with it alone in the mean."""
         offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
         parts = (PartWeights(0, len(offer.payload) // 512, {"me": offer.weight}),)
-        mean = AgreedMean(fragment, offer.round, offer.base_version, offer.payload, parts)
+        mean = AgreedMean(fragment, offer.round, offer.base_version, offer.state_digest, offer.payload, parts)
         asyncio.run(self.ledger.commit(mean))
 
     def abort(self, fragment: int) -> None:

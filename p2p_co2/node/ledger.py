@@ -25,13 +25,14 @@ class PartWeights:
 
 @dataclass(frozen=True)
 class AgreedMean:
-    """A committed round: the encoded mean of the whole fragment and who is in it. ``is_alone``: its group is
-    one peer, and nobody has any of the rounds in a row that this one made so; where only one of a group was
-    counted, the others have it all the same."""
+    """A committed round: the encoded mean of the whole fragment and who is in it. ``state_digest``: of the
+    agreed state that it goes upon. ``is_alone``: its group is one peer, and nobody has any of the rounds in a
+    row that this one made so; where only one of a group was counted, the others have it all the same."""
 
     fragment: int
     round: int
     base_version: int
+    state_digest: bytes
     mean: Buffer
     parts: tuple[PartWeights, ...]
     is_alone: bool = False
@@ -52,7 +53,9 @@ def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     of_members = min(member.base_version for member in outcome.members)
     base_version = outcome.base_version if outcome.cells else of_members
     is_alone = len(outcome.members) == 1 and not outcome.cells
-    return AgreedMean(outcome.key.fragment, outcome.key.round, base_version, mean, parts, is_alone)
+    return AgreedMean(
+        outcome.key.fragment, outcome.key.round, base_version, outcome.state_digest, mean, parts, is_alone
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Ledger(Protocol):
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its
-        version."""
+        state: another one may have been taken over while it was on its way."""
 
     async def abort(self, fragment: int, round_: int, weight: float) -> None:
         """This peer's offer of ``weight`` for the round came to nothing; silent if that one is not in flight:

@@ -223,7 +223,7 @@ class CountingLedger:
     def _commit(self, mean: AgreedMean) -> AgreedVersion:
         mine = self.fragments[mean.fragment]
         before = mine.state
-        if before.version + 1 != mean.round:
+        if (before.version, before.digest) != (mean.round - 1, mean.state_digest):
             return AgreedVersion(before.version, before.digest)
         after = State.of(mean.fragment, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)

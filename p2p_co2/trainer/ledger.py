@@ -222,8 +222,9 @@ class TensorLedger:
         def work() -> AgreedVersion:
             return_holes()
             ledger = self._fragments[mean.fragment]
-            if ledger.state.version + 1 != mean.round:
-                return AgreedVersion(ledger.state.version, self._digests[mean.fragment])
+            before = AgreedVersion(ledger.state.version, self._digests[mean.fragment])
+            if before != AgreedVersion(mean.round - 1, mean.state_digest):
+                return before
             ended = ledger.has_offered
             decode = partial(self._decode, mean.mean, ledger.state.params.numel())
             with self._moving():
