@@ -16,8 +16,8 @@ messages and times alone.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
@@ -31,7 +31,7 @@ from p2p_co2.catchup.manifest import (
     chunk_digest,
     content_of,
 )
-from p2p_co2.catchup.source import Context, Source
+from p2p_co2.catchup.source import REPEATS_MOST, Context, Source, overdue
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -41,16 +41,11 @@ CHOOSE_FLOOR_S, CHOOSE_CAP_S = 0.2, 2.0
 """After the first manifest, the others are waited for: as long again as the first took, within these."""
 WIDEN_S = 1.0
 """When nothing came for so long, one more donor is asked."""
-REPEAT_S, REPEAT_TIMES = 0.5, 3.0
-"""Near the end a free donor repeats a chunk that another will still need so long for, and so many times what
-the free one needs."""
 OUTRUN_TIMES = 8.0
 """So many times what the others need for a chunk."""
 LOOK_EVERY_S = 0.25
 BUSY_CAP_S = 60.0
 """Donors that say "again" and give us nothing, of anything, are believed for so long."""
-REPEATS_MOST = 2
-"""The last donor left is asked anew so often."""
 EARLY_AGAINS = 5
 """What a donor says it has not reached yet is asked for so often: it may be about to, or nobody will ever."""
 
@@ -109,7 +104,7 @@ class Download:
         and by which download, is the fetcher's to say."""
         if chunk.chunk in source.answered:
             return  # doubled under way
-        if self._chosen is None or chunk.chunk not in source.asked:
+        if self._chosen is None or not (chunk.chunk in source.asked or chunk.chunk in source.lost):
             raise RemoteProtocolError("unasked chunk", f"fragment {chunk.fragment} chunk {chunk.chunk}")
         try:
             check_chunk(chunk, self._chosen)
@@ -154,7 +149,7 @@ class Download:
         source = self.sources.pop(peer, None)
         if source is None:
             return
-        self._give_back(source)
+        self._give_back(source, source.asked)
         if self.ended is not None:
             return
         self._reason = f"{peer[-6:]}: {reason}"
@@ -176,7 +171,7 @@ class Download:
             waited_s, usual_s = now - source.line.heard_at, self._others_gap_s(source)
             if source.asked and not source.line.gap_s and waited_s > OUTRUN_TIMES * usual_s > 0:
                 self._context.lines.outran(source.line, now)
-            source.give_up()
+            source.give_up(source.asked)
 
     def still_loads(self) -> None:
         """Tell the donors, by asking once more for what they promised."""
@@ -218,6 +213,11 @@ class Download:
         for source in list(self.sources.values()):
             ends_at = self._patience_ends_at(source)
             if ends_at is not None and now >= ends_at:
+                if lost := source.note_lost(now):
+                    self._give_back(source, lost)
+                    if held := source.keeps_back():
+                        self._lose(source, f"does not give chunk {held[0]}, but later ones", now)
+                    continue
                 since = source.asked_at
                 if source.asked:
                     since = source.line.heard_at
@@ -295,7 +295,7 @@ class Download:
             self._known[source.peer] = now + OUTRUN_S
             self.drop(source.peer, reason, now)
             return
-        self._give_back(source)
+        self._give_back(source, source.asked)
         source.repeats += 1
         source.moved_on, source.manifest = moved_on, None
         if is_last:
@@ -303,15 +303,16 @@ class Download:
         if not moved_on:
             source.line.window = 1
         source.answered.clear()
+        source.lost.clear()
         self._ask_manifest(source, now)
         self.advance(now)
 
-    def _give_back(self, source: Source) -> None:
+    def _give_back(self, source: Source, chunks: Collection[int]) -> None:
         """What was asked of a donor goes to the others first."""
         owed = {chunk for other in self.sources.values() if other is not source for chunk in other.asked}
-        lost = sorted(chunk for chunk in source.asked if chunk in self._missing and chunk not in owed)
+        lost = sorted(chunk for chunk in chunks if chunk in self._missing and chunk not in owed)
         self._pending.extendleft(reversed(lost))
-        source.give_up()
+        source.give_up(chunks)
 
     # ---- what to load
 
@@ -396,8 +397,10 @@ class Download:
                         self._ask_chunk(source, self._pending.popleft(), now)
         self._looked_at = now
         for source in sources if not self._context.pending() else ():
-            if not source.line.asked and (chunk := self._overdue(source, now)) is not None:
-                self._ask_chunk(source, chunk, now)
+            if not (source.line.asked or self._pending):
+                chunk = overdue(self._useful(), self._missing, source.line, now)
+                if chunk is not None:
+                    self._ask_chunk(source, chunk, now)
 
     def _ask_chunk(self, source: Source, chunk: int, now: float) -> None:
         assert self._chosen is not None
@@ -408,24 +411,6 @@ class Download:
             want_chunk=True, chunk=chunk, request=source.request,
         )  # fmt: skip
         self._context.out.send(source.peer, fetch)
-
-    def _overdue(self, free: Source, now: float) -> int | None:
-        """A chunk that others owe and will be long about, beside what ``free`` would need for it: the one
-        that would come last, and no chunk more than twice."""
-        if self._pending:
-            return None
-        askers = Counter(
-            chunk for source in self._useful() for chunk in source.asked if chunk in self._missing
-        )
-        gap_s = free.line.gap_s
-        waits = [
-            (math.inf if source.line.slow_until > now else source.expected_s(chunk, now, gap_s), chunk)
-            for source in self._useful()
-            for chunk in source.asked
-            if askers[chunk] == 1
-        ]
-        longest_s, chunk = max(waits, default=(0.0, 0))
-        return chunk if longest_s >= max(REPEAT_S, REPEAT_TIMES * gap_s) else None
 
     def _look_at(self) -> float | None:
         """When to see again whether a free donor should repeat what others owe, or give what one quicker was

@@ -5,9 +5,10 @@ donor of 125 kB/s six downloads wait for a chunk each, and the last of these com
 
 Pure arithmetic on times that are handed in. Laws: a donor has at most ``window`` chunks to answer, and the
 window opens from one chunk as its chunks prove right: a donor that lies from the start costs one chunk; it
-opens as far as the donor's rate carries in ``QUEUE_S`` and one more, but not beyond ``WINDOW_BYTES``. While
-nothing comes from anybody it is our own line that stands still, and nobody is silent, for ``STALL_CAP_S`` at
-most.
+opens as far as the donor's rate carries in ``QUEUE_S`` and one more, but not beyond ``WINDOW_BYTES``. A donor
+answers in the order in which it is asked: what has not come long after what was asked for later is lost.
+While nothing comes from anybody it is our own line that stands still, and nobody is silent, for
+``STALL_CAP_S`` at most.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
@@ -62,6 +64,8 @@ class Line:
     _silent_s: float = 0.0
     """How long it was waited for when it was given up last, if nothing came since."""
     _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
+    _lost_at: dict[Asked, float] = field(default_factory=dict)
+    """Of what was asked for before something that has come."""
 
     @property
     def gap_s(self) -> float:
@@ -95,9 +99,21 @@ class Line:
         """A right chunk came: the window opens."""
         self._gaps_s.append(now - self.heard_at)
         self.heard_at, self.gave_at, self._silent_s = now, now, 0.0
-        self.asked.pop(asked, None)
+        if asked in self.asked:
+            for earlier in takewhile(asked.__ne__, self.asked):
+                self._lost_at.setdefault(earlier, now + self.patience_s(0.0))
+        self.forget(asked)
         wanted = 1 + math.ceil(QUEUE_S / max(self.gap_s, 1e-3))
         self.window = min(2 * self.window, max(2, min(self.window_most, wanted)))
+
+    def forget(self, asked: Asked) -> None:
+        """It came, or is waited for no more."""
+        self.asked.pop(asked, None)
+        self._lost_at.pop(asked, None)
+
+    def lost_at(self, asked: Asked) -> float:
+        """When what it owes is given up, since it goes on giving what was asked for later."""
+        return self._lost_at.get(asked, math.inf)
 
     def expected_s(self, asked: Asked, now: float, default_gap_s: float) -> float:
         """How long an asked chunk will still take, as far as one can tell: one gap for each chunk before it,

@@ -3,7 +3,9 @@ And what all downloads share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import Outbox, Vouch
@@ -16,6 +18,11 @@ EXPORT_BYTES_PER_S = 100e6
 """How fast a donor surely serialises and digests a state, beside its training."""
 AGAIN_FIRST_S, AGAIN_MOST_S = 0.25, 2.0
 """A donor that said "again" is asked after the first, then after twice as long each time, up to the most."""
+REPEAT_S, REPEAT_TIMES = 0.5, 3.0
+"""Near the end a free donor repeats a chunk that another will still need so long for, and so many times what
+the free one needs."""
+REPEATS_MOST = 2
+"""The last donor left is asked anew so often, and any for one chunk that it does not give."""
 DOUBLED_AT_MOST = 10
 """It may say so a thousand times at once, and no double is two to that power."""
 
@@ -60,6 +67,8 @@ class Source:
     """Whether it no longer has what was chosen, and is asked for whatever it has."""
     repeats: int = 0
     """How often it was asked anew after it had failed to answer."""
+    lost: Counter[int] = field(default_factory=Counter)
+    """How often each chunk did not come though later ones did."""
 
     def ask(self, chunk: int, now: float, lines: Lines) -> None:
         lines.ask(self.line, (self.request, chunk), now)
@@ -71,11 +80,21 @@ class Source:
         self.asked.pop(chunk, None)
         self.answered.add(chunk)
 
-    def give_up(self) -> None:
-        """Wait for nothing any more that was asked of it."""
-        for chunk in self.asked:
-            self.line.asked.pop((self.request, chunk), None)
-        self.asked.clear()
+    def give_up(self, chunks: Collection[int]) -> None:
+        """Wait no more for these that were asked of it."""
+        for chunk in list(chunks):
+            self.line.forget((self.request, chunk))
+            del self.asked[chunk]
+
+    def note_lost(self, now: float) -> list[int]:
+        """The chunks that it owes and that will not come: a message was lost, or it keeps them back."""
+        lost = [chunk for chunk in self.asked if now >= self.line.lost_at((self.request, chunk))]
+        self.lost.update(lost)
+        return lost
+
+    def keeps_back(self) -> list[int]:
+        """Chunks that it was asked for too often."""
+        return [chunk for chunk, times in self.lost.items() if times > REPEATS_MOST]
 
     def expected_s(self, chunk: int, now: float, default_gap_s: float) -> float:
         """As ``Line.expected_s``; one that is late though its donor gives others will take as long again."""
@@ -104,4 +123,19 @@ class Source:
             return None
         if self.manifest is None:
             return self.asked_at + MANIFEST_FLOOR_S + total_bytes / EXPORT_BYTES_PER_S
-        return lines.silent_at(self.line, others_gap_s) if self.asked else None
+        lost_at = [self.line.lost_at((self.request, chunk)) for chunk in self.asked]
+        return min(lines.silent_at(self.line, others_gap_s), *lost_at) if self.asked else None
+
+
+def overdue(sources: Sequence[Source], missing: Collection[int], free: Line, now: float) -> int | None:
+    """A chunk that ``sources`` owe and will be long about, beside what ``free`` would need for it: the one
+    that would come last, and no chunk more than twice."""
+    askers = Counter(chunk for source in sources for chunk in source.asked if chunk in missing)
+    waits = [
+        (math.inf if source.line.slow_until > now else source.expected_s(chunk, now, free.gap_s), chunk)
+        for source in sources
+        for chunk in source.asked
+        if askers[chunk] == 1
+    ]
+    longest_s, chunk = max(waits, default=(0.0, 0))
+    return chunk if longest_s >= max(REPEAT_S, REPEAT_TIMES * free.gap_s) else None
