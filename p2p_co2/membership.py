@@ -154,6 +154,8 @@ class Membership:
         self._nonce = 0
         self.revision = 0
         """Grows with everything that is news of the others, but not with their positions and counters."""
+        self.has_looked = False
+        """Whether the DHT has said once whom it lists."""
         self._restarted: set[PeerId] = set()
         self._outgoing: list[tuple[PeerId, Ping | Pong | Leave]] = []
         self._events: deque[MembershipEvent] = deque()
@@ -204,6 +206,7 @@ class Membership:
 
     def found(self, peers: Iterable[PeerId], now: float) -> None:
         """The DHT lists these peers; those not yet live are pinged."""
+        self.has_looked = True
         for peer in peers:
             if peer == self.me or peer in self._live or len(self._candidates) >= MAX_PEERS:
                 continue

@@ -42,6 +42,7 @@ class Place:
         self.node.far = Far(cast(Any, self.node), 1, self._find_peers)
         self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25, rounds)
         self.node.catching = Catching(cast(Any, self.node))
+        self.node.membership.found([], self.now)
 
     async def _find_peers(self, cell: int | None) -> list[PeerRecord]:
         raise AssertionError("there is one cell")

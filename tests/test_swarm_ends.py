@@ -36,6 +36,31 @@ def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:
     assert not place.progress.settled
 
 
+def test_what_one_that_joins_sees_says_nothing_of_when_it_is_done() -> None:
+    """It heard one other newcomer, joined as the run was over, and left at once with the start state, by what
+    it had concluded as it joined (storm 9 with three rounds)."""
+    place = Place(0, 0)
+    place.hear(OTHER, Status.DRAINING, 0, 0, settled=True)
+    assert place.progress.abreast
+    assert not place.progress.settled
+    place.progress.show(LocalProgress(phase=Status.TRAINING))
+    place.progress.show(LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1})))
+    assert not place.progress.settled
+    place.conclude()
+    assert place.progress.settled
+
+
+def test_who_is_done_before_it_has_looked_for_others_waits_until_it_has() -> None:
+    place = Place(3, 3)
+    place.node.membership.has_looked = False
+    place.progress.show(LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1})))
+    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+    assert not place.progress.settled
+    place.node.membership.found([OTHER], place.now)
+    place.conclude()
+    assert place.progress.settled
+
+
 def test_who_is_done_sees_whether_somebody_still_joins() -> None:
     place = Place(3, 3)
     place.progress.show(LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1})))
