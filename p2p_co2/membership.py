@@ -45,15 +45,14 @@ SLOWEST_HEARTBEAT_S = 5.0
 QUIET_SHARE, LONGEST_HEARTBEAT_S = 0.1, 120.0
 """Of a round, between the heartbeats of a peer that only trains; and at most."""
 QUIET_BEATS_MISSED = 2.5
-MEASURED_BEATS = 5.0
-"""A round trip is measured once in so many slow beats."""
 TOLD_LATELY = 0.75
 """Of a heartbeat: who was told more lately, because something changed, waits for the next one."""
 NEWS_GATHERED_S = 0.05
 """News of a peer comes in bursts: its last offer ends, so it is done with a fragment, and with all."""
 ANNOUNCED_AGAIN = 0.125
 """Of a heartbeat, between two announcements: at the end of a run there is much to announce."""
-MEASURE_EVERY_S = 20.0
+MEASURE_EVERY_S, MEASURED_BEATS = 20.0, 5.0
+"""A round trip is measured so often, or once in so many slow beats."""
 SILENCE_FLOOR_S = 6.0
 """A peer is never declared silent sooner: a busy laptop may starve a thread for seconds."""
 SILENCE_CAP_S = 30.0
@@ -71,8 +70,7 @@ CUT_OFF_S = 16.0
 """Who lost most others within this time is rather cut off than alone: long enough to try them again
 (``REVISIT_S``) and for a carrier to give up."""
 BROKEN_PER_GOODBYE = 4
-"""Where peers end their run, this many links may break, each before its goodbye has come, for each that says
-it."""
+"""Where peers end their run, so many links may break before goodbyes have come, for each that says it."""
 REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
 
@@ -154,8 +152,7 @@ class Membership:
         self._nonce = 0
         self.revision = 0
         """Grows with everything that is news of the others, but not with their positions and counters."""
-        self.has_looked = False
-        """Whether the DHT has said once whom it lists."""
+        self.has_looked = False  # whether the DHT has said whom it lists
         self._restarted: set[PeerId] = set()
         self._outgoing: list[tuple[PeerId, Ping | Pong | Leave]] = []
         self._events: deque[MembershipEvent] = deque()

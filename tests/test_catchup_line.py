@@ -60,6 +60,15 @@ def test_no_order_of_asking_has_all_there_sooner() -> None:
         assert all_there_in_s(lines, chunks, 0.0) == pytest.approx(ends_at, abs=1e-4)
 
 
+@pytest.mark.parametrize("is_in_turn", [True, False])
+def test_what_was_asked_for_before_something_that_came_is_lost_if_that_answers_what_was_asked_last(
+    is_in_turn: bool,
+) -> None:
+    line = line_of(1.0, owes=2)
+    line.gave((1, 2), 1.0, is_in_turn)
+    assert math.isfinite(line.lost_at((1, 1))) == is_in_turn
+
+
 def test_what_is_late_is_expected_later() -> None:
     line = line_of(1.0, owes=2)
     assert line.next_in_s(0.5) == pytest.approx(2.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 
@@ -303,3 +304,36 @@ def test_what_is_forgotten_tells_nothing_and_leaves_its_room_to_who_waits(waits:
     assert isinstance(ended, Fetched)
     assert ended.goal.fragment == (1 if waits else 2)
     assert late.get_timer() is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_chunk_that_was_late_and_not_lost_is_asked_for_no_more(seed: int) -> None:
+    """What takes the slower of two connections comes late. It had been given up, came, and was asked for all
+    the same, of the donor that had given it: its second answer counted for nothing, and it for a liar."""
+    came, asked_again, chunk_bytes = set[tuple[int, int]](), list[Fetch](), 16 << 10
+    world = World(2, 5e5, Shape((10, 10), (90 * chunk_bytes,) * 2, chunk_bytes))
+    random_, sent, late = random.Random(seed), itertools.count(), world.machines[LATE]
+    send, receive = world._send, late.receive
+
+    def on_two_ways(sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+        if isinstance(message, Fetch) and message.want_chunk and (message.request, message.chunk) in came:
+            asked_again.append(message)
+        if isinstance(message, Chunk):
+            world.rates[sender] = 8e3 if next(sent) // 25 % 2 else 5e5
+            if random_.random() < 0.06:
+                at = world.now + random_.uniform(0.5, 20.0)
+                heapq.heappush(world._under_way, (at, next(world._order), sender, receiver, message))
+                return
+        send(sender, receiver, message)
+
+    def note(message: CatchUpMessage, sender: PeerId, now: float) -> None:
+        receive(message, sender, now)
+        if isinstance(message, Chunk):
+            came.add((message.request, message.chunk))
+
+    world._send, late.receive = on_two_ways, note  # type: ignore[method-assign, assignment]
+    world.want(1)
+    world.want(0)
+    world.run(900.0, enough=2)
+    assert [type(event) for event in world.events] == [Fetched, Fetched]
+    assert not asked_again

@@ -300,6 +300,30 @@ async def test_work_that_others_have_a_part_of_is_not_kept_to_go_back(is_ours_al
     assert told == [is_ours_alone]
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_a_round_upon_a_state_that_was_exchanged_meanwhile_leaves_our_work_in_it_in_doubt(
+    is_ours: bool,
+) -> None:
+    """It counts where others hold that round: who went there offered it again."""
+    told = list[str]()
+
+    class Replaced:
+        async def commit(self, mean: AgreedMean) -> AgreedVersion:
+            return AgreedVersion(4, digest(b"another"))
+
+        async def doubt(self, fragment: int) -> None:
+            told.append(f"doubt {fragment}")
+
+    node = node_with(MEMBERS)
+    node.rounds = node.progress = node.catchup = node.refresh = node.pump = Mock()
+    node.report = lambda kind, text: told.append(text)
+    fetched = round_of([node.me, *MEMBERS] if is_ours else MEMBERS)
+    mean = agreed_mean(Outcome.FromString(fetched.decision.outcome), fetched.data)
+    assert not await Deciding(node, cast(Any, Replaced()), cast(Any, None)).take(mean, fetched.decision)
+    assert "round 5 of fragment 0 is not applied here" in told[0]
+    assert told[1:] == (["doubt 0"] if is_ours else [])
+
+
 @pytest.mark.parametrize(("before", "after", "is_known"), [(4, 5, True), (5, 5, False), (4, 6, False)])
 async def test_a_round_that_was_replayed_is_known_if_it_made_our_state(
     before: int, after: int, is_known: bool

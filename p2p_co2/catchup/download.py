@@ -115,6 +115,8 @@ class Download:
         self._moved_at = now
         if chunk.chunk in self._missing:
             self._missing.discard(chunk.chunk)
+            if source.lost[chunk.chunk] and chunk.chunk in self._pending:
+                self._pending.remove(chunk.chunk)  # it was late, not lost
             source.repeats = 0
             place = chunk_at(chunk.chunk, self.total_bytes, self._chosen.chunk_bytes)
             self._data[place] = chunk.data
@@ -135,7 +137,7 @@ class Download:
         patient = source.agains < EARLY_AGAINS or not is_early
         if refusal.again and not source.asked and patient:
             self._reason = f"{source.peer[-6:]}: {reason}"
-            source.ask_again_later(now)
+            source.ask_again_later(self._context.next_request(), now)
             self._fill(now, more=1)
             self.advance(now)
         else:

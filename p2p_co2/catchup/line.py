@@ -6,9 +6,9 @@ donor of 125 kB/s six downloads wait for a chunk each, and the last of these com
 Pure arithmetic on times that are handed in. Laws: a donor has at most ``window`` chunks to answer, and the
 window opens from one chunk as its chunks prove right: a donor that lies from the start costs one chunk; it
 opens as far as the donor's rate carries in ``QUEUE_S`` and one more, but not beyond ``WINDOW_BYTES``. A donor
-answers in the order in which it is asked: what has not come long after what was asked for later is lost.
-While nothing comes from anybody it is our own line that stands still, and nobody is silent, for
-``STALL_CAP_S`` at most.
+answers in the order in which it is asked, but what takes the slower of two connections comes late: what has
+not come long after what was asked for later counts as lost, and as given if it comes after all. While nothing
+comes from anybody it is our own line that stands still, and nobody is silent, for ``STALL_CAP_S`` at most.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Line:
     """How long it was waited for when it was given up last, if nothing came since."""
     _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
     _lost_at: dict[Asked, float] = field(default_factory=dict)
-    """Of what was asked for before something that has come."""
+    """Of what was asked for before something that has come, as far as one can tell."""
 
     @property
     def gap_s(self) -> float:
@@ -95,11 +95,12 @@ class Line:
         has its part of the donor's line."""
         self._silent_s = now - self.heard_at
 
-    def gave(self, asked: Asked, now: float) -> None:
-        """A right chunk came: the window opens."""
+    def gave(self, asked: Asked, now: float, is_in_turn: bool = True) -> None:
+        """A right chunk came: the window opens. ``is_in_turn``: it is known which asking it answers; not of
+        one that counted as lost before."""
         self._gaps_s.append(now - self.heard_at)
         self.heard_at, self.gave_at, self._silent_s = now, now, 0.0
-        if asked in self.asked:
+        if is_in_turn and asked in self.asked:
             for earlier in takewhile(asked.__ne__, self.asked):
                 self._lost_at.setdefault(earlier, now + self.patience_s(0.0))
         self.forget(asked)
@@ -198,11 +199,12 @@ class Lines:
             self.came_at = now
         line.ask(asked, now)
 
-    def gave(self, line: Line, asked: Asked, now: float) -> None:
+    def gave(self, line: Line, asked: Asked, now: float, is_in_turn: bool = True) -> None:
+        """As ``Line.gave``."""
         if now - self.came_at > STALLED_OF * SLOW_FLOOR_S:
             self._pause_s, self._pause_ended_at = now - self.came_at, now
         self.came_at = now
-        line.gave(asked, now)
+        line.gave(asked, now, is_in_turn)
 
     def is_busy(self, peer: PeerId, now: float) -> None:
         """Something large came from ``peer`` that is no chunk."""

@@ -22,7 +22,8 @@ REPEAT_S, REPEAT_TIMES = 0.5, 3.0
 """Near the end a free donor repeats a chunk that another will still need so long for, and so many times what
 the free one needs."""
 REPEATS_MOST = 2
-"""The last donor left is asked anew so often, and any for one chunk that it does not give."""
+"""The last donor left is asked anew so often, and any for one chunk that it does not give (counted anew when
+the last one is asked anew)."""
 DOUBLED_AT_MOST = 10
 """It may say so a thousand times at once, and no double is two to that power."""
 
@@ -76,7 +77,7 @@ class Source:
 
     def gave(self, chunk: int, now: float, lines: Lines) -> None:
         """A right chunk came."""
-        lines.gave(self.line, (self.request, chunk), now)
+        lines.gave(self.line, (self.request, chunk), now, is_in_turn=not self.lost[chunk])
         self.asked.pop(chunk, None)
         self.answered.add(chunk)
 
@@ -109,10 +110,12 @@ class Source:
         dues = (at + self._place[chunk] * self.line.gap_s for chunk, at in self.asked.items())
         return min(self.line.gave_at, *dues)
 
-    def ask_again_later(self, now: float) -> None:
-        """It has nothing for us now, whatever it promised: it is asked for nothing until it promises anew."""
-        self.manifest = None
+    def ask_again_later(self, request: int, now: float) -> None:
+        """It has nothing for us now, whatever it promised: it is asked for nothing until it promises anew.
+        ``request``: a new one, by which what is still on its way is known for an answer to the old one."""
+        self.manifest, self.request = None, request
         self.answered.clear()
+        self.lost.clear()
         self.again_at = now + min(AGAIN_MOST_S, AGAIN_FIRST_S * 2 ** min(self.agains, DOUBLED_AT_MOST))
         self.agains += 1
 

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from p2p_co2.node.node import Node
 
 CONCLUDED_EVERY_S, CONCLUDED_PEERS_PER_S = 0.25, 200.0
-"""Conclusions that wait for others are drawn again at most this often: among many there is always news. Among
-few more often, since at the end of a run all stand still until they know of each other that all agree."""
+"""Conclusions that wait for others are drawn so often at most: among many there is always news. Among few
+more often, since at the end of a run all stand still until they know of each other that all agree."""
 LISTENED_S = 12.0
-"""A peer that came when the run was over, and has not yet heard all whom the DHT lists, or the DHT itself,
-takes those whom it heard first for all there are only after this: as long as ``trainer.connection`` listens
-to them."""
+"""A peer that came when the run was over, and has not yet heard the DHT or all whom it lists, takes whom it
+heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
 ENDS_ROUNDS = 0.2
 """A run comes to its end so many rounds before it: from then on nobody rests."""
 WAITS_FOR_LOST = (
@@ -57,9 +56,8 @@ class LocalProgress:
 
     phase: Status.Phase = Status.JOINING
     position: float = 0.0
-    """In rounds, at ``position_at``."""
     position_at: float = 0.0
-    """By the node's monotonic clock."""
+    """In rounds, and at what time of the node's monotonic clock."""
     inner_steps: int = 0
     tokens: int = 0
     loss: float = 0.0
@@ -297,8 +295,8 @@ class SwarmProgress:
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
         unheard = self._node.membership.unheard + far.outlook.unanswered()
-        may_hear_more = unheard > 0 or not self._node.membership.has_looked
-        is_new = may_hear_more and now - self._began_at < LISTENED_S
+        hears_more = unheard > 0 or not self._node.membership.has_looked
+        is_new = hears_more and now - self._began_at < LISTENED_S
         is_cut_off = self._waits_for_time = is_new or self._node.membership.is_cut_off(now)
         if is_cut_off:
             self._concluded_of = None  # time alone ends that; others are where we cannot see them
@@ -315,8 +313,7 @@ class SwarmProgress:
             self._has_told_of_lost = True
             self._node.report(ev.Warned, text=WAITS_FOR_LOST)
         home = at_rest and all(info.status.settled for info in done)
-        together = far.together(home, alike, *here, now)
-        self.settled = is_done and together  # what one that joins sees says nothing of when it is done
+        self.settled = far.together(home, alike, *here, now) and is_done  # not what one sees that joins
         if is_done and at_rest != self._is_at_rest:
             self._is_at_rest = at_rest
             self._node.refresh()

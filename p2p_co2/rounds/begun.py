@@ -13,6 +13,8 @@ from p2p_co2.rounds.tally import Tally
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Begin, Ready
 
+PASSED = "all who were in it have begun a later round"
+
 
 class Begun:
     """A round that we began: BEGIN is kept to be repeated to a member that missed it."""

@@ -16,7 +16,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.ahead import farthest_version
 from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
-from p2p_co2.rounds.begun import Begun, passed
+from p2p_co2.rounds.begun import PASSED, Begun, passed
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, content_of, sign_outcome
 from p2p_co2.rounds.delegation import Delegation
@@ -31,7 +31,6 @@ from p2p_co2.wire.messages_pb2 import Begin, Decision, Listen, Outcome, Ready, R
 Place = tuple[int, int]
 """(fragment, round)"""
 NEVER_TOLD = "the coordinator was lost before it had told its successor"
-PASSED = "all who were in it have begun a later round"
 
 
 class Coordination:
@@ -397,8 +396,8 @@ class Coordination:
             self._outlet.send(peer, decision)
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """As ``Rounds.held``. One sender occupies one gathering per fragment; a round that has begun is
-        decided by its timer before this peer coordinates more of them than it has fragments and peers."""
+        """As ``Rounds.held``. One sender occupies one gathering per fragment, and is in the last round
+        of it that began: those that it has left end (``begun.passed``)."""
         most = len(self._history) * len(self._swarm.live)
         ours = {
             "GATHERINGS": (len(self._gatherings), most),

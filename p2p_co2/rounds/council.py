@@ -22,6 +22,7 @@ from functools import partial
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import check_digest, read_key
+from p2p_co2.rounds.begun import PASSED
 from p2p_co2.rounds.cells import assign_roots, check_cell_ready, failure_of, slot_ranges
 from p2p_co2.rounds.deadline import Cadence, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, sign_outcome
@@ -315,7 +316,8 @@ class Councils:
             if is_speaker or message.cell not in sitting.results:
                 sitting.results[message.cell] = message, sender
         elif is_speaker:
-            rounds = SPOILT_IN_A_ROW if message.cell in sitting.contested else 1
+            its = NOT_BEGUN if message.failure == PASSED else 1  # over slow lines nobody waited any more
+            rounds = SPOILT_IN_A_ROW if message.cell in sitting.contested else its
             self._blame(sender, "its cell failed", rounds, now, sitting)
             self._abort(sitting, failure_of(message.cell, message.failure))
             return
