@@ -19,10 +19,14 @@ from p2p_co2.trainer.ledger import TensorLedger
 from tests.test_trainer_ledger import BLOCK, run_config
 
 
-def make_ledger() -> TensorLedger:
+def make_ledger(peer: str = "a") -> TensorLedger:
     run = run_config()
     codec = get_codec("fp32")
-    return TensorLedger(codec, [FragmentLedger(run, codec, "a", outer.init(torch.zeros(BLOCK)))])
+    return TensorLedger(codec, [FragmentLedger(run, codec, peer, outer.init(torch.zeros(BLOCK)))])
+
+
+def filled(value: float) -> bytes:
+    return torch.full((BLOCK,), value).numpy().tobytes()
 
 
 async def test_a_hostile_slice_is_refused_and_named() -> None:
@@ -87,6 +91,43 @@ async def test_a_state_that_a_round_made_meanwhile_is_not_taken_over_and_offers_
     await ledger.abort(0, 2, 1.0)
     assert ledger.outcomes.qsize() == told + 1  # it was in flight still
     ledger.close()
+
+
+@pytest.mark.parametrize("is_doubted", [True, False])
+async def test_work_in_a_round_upon_a_state_that_was_exchanged_is_offered_once(is_doubted: bool) -> None:
+    """The round commits with this peer in it while it goes over to the other half of a split; then it comes
+    back. Without the doubt its work is in the agreed state, and in its live parameters for the next offer."""
+    mine, here, there = make_ledger(), make_ledger("here"), make_ledger("there")
+    start, live, payloads = mine.agreed()[0].digest, torch.zeros(BLOCK), list[bytes]()
+
+    def take() -> None:
+        while mine.outcomes.qsize():
+            if (merge := mine.outcomes.get_nowait().merge) is not None:
+                live.mul_(merge.keep).add_(merge.addend)
+
+    first = AgreedMean(0, 1, 0, start, filled(0.0), (PartWeights(0, 1, {"b": 1.0}),))
+    version = await mine.commit(first)
+    await here.commit(first)
+    await there.commit(replace(first, mean=filled(-10.0)))
+    take()
+    live += 1.0
+    mine.submit_offer(
+        0, live.clone(), 7.0, 1, lambda _, offer, agreed: payloads.append(offer.payload)
+    ).result()
+    take()
+    other, data = await there.export(0)
+    await mine.adopt(0, data[:], other)
+    second = AgreedMean(0, 2, 1, version.digest, bytes(payloads[0]), (PartWeights(0, 1, {"a": 7.0}),))
+    assert await mine.commit(second) == other
+    if is_doubted:
+        await mine.doubt(0)
+    newest = await here.commit(second)
+    await mine.adopt(0, (await here.export(0))[1][:], newest)
+    take()
+    to_offer = live - mine.states()[0].params
+    assert torch.equal(to_offer, torch.full((BLOCK,), 0.0 if is_doubted else 1.0))
+    for ledger in (mine, here, there):
+        ledger.close()
 
 
 def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
