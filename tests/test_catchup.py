@@ -358,20 +358,6 @@ def test_rounds_are_held_for_who_has_loaded_a_state_whose_time_was_up() -> None:
     assert machine.get_timer() is None
 
 
-def test_rounds_are_held_for_who_loaded_last_of_a_fragment() -> None:
-    """They were held for who had loaded an older state of it, who needs no other, and then for nobody."""
-    donor = CatchUp(IDENTITIES[1], RUN, Shape((1000,), (2000,))).donor
-    donor._replayed = _Replayed(0, 5, gone_at=150.0)
-    donor.receive(Fetch(what=STATE, fragment=0, version=0, request=1), LATE, 100.0)
-    donor.exported(0, 9, bytes(2000), bytes(32), [bytes(32)], 100.0)
-    donor.receive(Fetch(what=STATE, fragment=0, version=9, want_chunk=True), LATE, 100.0)
-    ends_at = donor.get_timer()
-    assert ends_at is not None
-    assert ends_at < donor._replayed.until
-    donor.handle_timer(ends_at)
-    assert donor.get_timer() == ends_at + REPLAYED_WITHIN_S
-
-
 def test_rounds_are_held_for_nobody_for_ever() -> None:
     """One that asks for the newest round all the time kept old ones of all fragments."""
     replayed, now = _Replayed(0, 5, gone_at=0.0), 0.0

@@ -60,6 +60,18 @@ def test_no_order_of_asking_has_all_there_sooner() -> None:
         assert all_there_in_s(lines, chunks, 0.0) == pytest.approx(ends_at, abs=1e-4)
 
 
+def test_a_chunk_that_comes_when_it_is_waited_for_no_more_says_nothing_of_how_long_answers_take() -> None:
+    """One that was kept back while nothing was asked made its donor be waited for a minute at each pause."""
+    lines = Lines()
+    line = lines.of(A, 0.0)
+    for chunk in range(3):
+        lines.ask(line, (1, chunk), float(chunk))
+        lines.gave(line, (1, chunk), chunk + 0.5)
+    patience_s, gap_s = line.patience_s(0.0), line.gap_s
+    lines.gave(line, (1, 9), 60.0, is_in_turn=False)
+    assert (line.patience_s(0.0), line.gap_s) == (patience_s, gap_s)
+
+
 @pytest.mark.parametrize("is_in_turn", [True, False])
 def test_what_was_asked_for_before_something_that_came_is_lost_if_that_answers_what_was_asked_last(
     is_in_turn: bool,

@@ -197,8 +197,7 @@ class Donor:
         if is_replayed:
             self._replayed = None
         for key in over:
-            is_free = self._replayed is None or self._replayed.fragment == key[0]
-            if self._exports.pop(key).loaders.take_any and is_free:
+            if self._exports.pop(key).loaders.take_any and self._replayed is None:
                 self._replayed = _Replayed(*key, now)
         if over or is_replayed:
             self._exports_changed()

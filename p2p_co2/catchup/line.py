@@ -98,9 +98,11 @@ class Line:
     def gave(self, asked: Asked, now: float, is_in_turn: bool = True) -> None:
         """A right chunk came: the window opens. ``is_in_turn``: it is known which asking it answers; not of
         one that counted as lost before."""
-        self._gaps_s.append(now - self.heard_at)
+        is_owed = asked in self.asked  # else it was given up, and came when it was waited for no more
+        if is_owed:
+            self._gaps_s.append(now - self.heard_at)
         self.heard_at, self.gave_at, self._silent_s = now, now, 0.0
-        if is_in_turn and asked in self.asked:
+        if is_in_turn and is_owed:
             for earlier in takewhile(asked.__ne__, self.asked):
                 self._lost_at.setdefault(earlier, now + self.patience_s(0.0))
         self.forget(asked)
@@ -201,7 +203,7 @@ class Lines:
 
     def gave(self, line: Line, asked: Asked, now: float, is_in_turn: bool = True) -> None:
         """As ``Line.gave``."""
-        if now - self.came_at > STALLED_OF * SLOW_FLOOR_S:
+        if asked in line.asked and now - self.came_at > STALLED_OF * SLOW_FLOOR_S:
             self._pause_s, self._pause_ended_at = now - self.came_at, now
         self.came_at = now
         line.gave(asked, now, is_in_turn)

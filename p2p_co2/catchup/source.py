@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import Outbox, Vouch
@@ -22,8 +22,8 @@ REPEAT_S, REPEAT_TIMES = 0.5, 3.0
 """Near the end a free donor repeats a chunk that another will still need so long for, and so many times what
 the free one needs."""
 REPEATS_MOST = 2
-"""The last donor left is asked anew so often, and any for one chunk that it does not give (counted anew when
-the last one is asked anew)."""
+"""The last donor left is asked anew so often, and any for one chunk that it does not give (counted anew where
+it is asked anew, as the last or for another version)."""
 DOUBLED_AT_MOST = 10
 """It may say so a thousand times at once, and no double is two to that power."""
 
@@ -102,12 +102,13 @@ class Source:
         due_at = self.asked[chunk] + self._place[chunk] * (self.line.gap_s or default_gap_s)
         return max(now - due_at, self.line.expected_s((self.request, chunk), now, default_gap_s))
 
-    def waits_since(self) -> float:
+    def waits_since(self, first_asked_at: Mapping[int, float]) -> float:
         """When it gave anything last, to whichever download; where this one has asked, no later than when
-        that should have been here."""
+        that should have been here: by when each chunk was asked for first, of whomever."""
         if not self.asked:
             return self.line.gave_at
-        dues = (at + self._place[chunk] * self.line.gap_s for chunk, at in self.asked.items())
+        gap_s = self.line.gap_s
+        dues = (first_asked_at.get(c, at) + self._place[c] * gap_s for c, at in self.asked.items())
         return min(self.line.gave_at, *dues)
 
     def ask_again_later(self, request: int, now: float) -> None:
@@ -115,7 +116,6 @@ class Source:
         ``request``: a new one, by which what is still on its way is known for an answer to the old one."""
         self.manifest, self.request = None, request
         self.answered.clear()
-        self.lost.clear()
         self.again_at = now + min(AGAIN_MOST_S, AGAIN_FIRST_S * 2 ** min(self.agains, DOUBLED_AT_MOST))
         self.agains += 1
 

@@ -170,7 +170,8 @@ class Deciding:
             mean = replace(mean, is_alone=False)  # what others have of it already does not go back
         version = await self._ledger.commit(mean)
         if version.version == mean.round - 1 and version.digest != mean.state_digest:
-            await self._stays_out(mean)
+            text = f"round {mean.round} of fragment {mean.fragment} is not applied here: it came upon a state"
+            self._node.report(ev.Warned, text=f"{text} that this peer has exchanged for another meanwhile")
         if version.version == mean.round == self._node.agreed[mean.fragment].version + 1:
             self._node.rounds.replayed(decision)
         moved = self._agree(mean.fragment, version, members_of(decision)) and version.version == mean.round
@@ -178,14 +179,6 @@ class Deciding:
             self._node.catchup.remember(mean.fragment, mean.round, decision, mean.mean)
         self._node.pump()
         return moved
-
-    async def _stays_out(self, mean: AgreedMean) -> None:
-        """A round came upon a state that this peer has exchanged for another of its version meanwhile. What
-        it holds of our work counts where others hold it: we must not offer it again should we go there."""
-        text = f"round {mean.round} of fragment {mean.fragment} is not applied here: it came upon a state"
-        self._node.report(ev.Warned, text=f"{text} that this peer has exchanged for another meanwhile")
-        if any(self._node.me in part.weights for part in mean.parts):
-            await self._ledger.doubt(mean.fragment)
 
     async def adopt(
         self, fragment: int, data: Buffer, agreed: AgreedVersion, *, goes_back: bool = False

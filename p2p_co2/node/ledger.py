@@ -85,7 +85,8 @@ class Ledger(Protocol):
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its
-        state: another one may have been taken over while it was on its way."""
+        state, which may have been exchanged for another one while it was on its way. Our work in that round
+        may count elsewhere then (``doubt``)."""
 
     async def abort(self, fragment: int, round_: int, weight: float) -> None:
         """This peer's offer of ``weight`` for the round came to nothing; silent if that one is not in flight:

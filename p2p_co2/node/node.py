@@ -191,8 +191,8 @@ class Node:
 
     def unheard_peers(self) -> int:
         """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or
-        about to answer."""
-        return self.membership.unheard + self.far.outlook.unanswered()
+        about to answer. Before it was asked there may be any."""
+        return self.membership.unheard + self.far.outlook.unanswered() + (not self.membership.has_looked)
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""

@@ -313,7 +313,7 @@ class SwarmProgress:
             self._has_told_of_lost = True
             self._node.report(ev.Warned, text=WAITS_FOR_LOST)
         home = at_rest and all(info.status.settled for info in done)
-        self.settled = far.together(home, alike, *here, now) and is_done  # not what one sees that joins
+        self.settled = far.together(home and is_done, alike and is_done, *here, now)
         if is_done and at_rest != self._is_at_rest:
             self._is_at_rest = at_rest
             self._node.refresh()

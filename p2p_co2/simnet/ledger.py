@@ -86,6 +86,8 @@ class _Fragment:
     doubtful_units: int = 0
     """Work up to this unit may have been offered by an earlier process, which nobody remembers."""
     in_doubt: bool = False
+    exchanged: bytes = b""
+    """The digest of the state that was exchanged last, if what was offered from it is still with the peer."""
     before_alone: list[int] | None = None
     """``counted`` before the newest rounds in a row that this peer made alone."""
 
@@ -224,6 +226,8 @@ class CountingLedger:
         mine = self.fragments[mean.fragment]
         before = mine.state
         if (before.version, before.digest) != (mean.round - 1, mean.state_digest):
+            is_mine = any(self.peer in part.weights for part in mean.parts)
+            mine.in_doubt = mine.in_doubt or (is_mine and mean.state_digest == mine.exchanged)
             return AgreedVersion(before.version, before.digest)
         after = State.of(mean.fragment, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
@@ -299,6 +303,9 @@ class CountingLedger:
         if is_unshared and mine.before_alone is not None and not was_in_doubt:
             mine.counted = mine.before_alone
         mine.before_alone = None
+        is_older = after.version <= before.version
+        is_missed = parts is not None and not any(self.peer in part.weights for part in parts)
+        mine.exchanged = before.digest if not was_in_doubt and (is_older or is_missed) else b""
         ended = mine.in_flight is not None
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.adopted(fragment, before, after, mine.counted)

@@ -71,9 +71,8 @@ class Applied:
     merge: Merge | None
     report: StepReport
     contributed: bool
-    """True if this peer's offer is in every part of the mean."""
     share: float
-    """Of this peer's offer, how much is in the mean: 0 to 1."""
+    """Whether this peer's offer is in every part of the mean, and how much of it is there: 0 to 1."""
     refused: str
     """Why the mean was not applied although it was agreed ("" if it was): every peer refuses alike."""
 
@@ -99,6 +98,8 @@ class FragmentLedger:
         """Whether live parameters hold work that an earlier process may have offered."""
         self.in_doubt = False
         """Whether they hold work that may be counted in another history than ``state``'s."""
+        self.keeps_offered = False
+        """Whether they hold what was offered from the state that was exchanged last."""
         self._origin_version = state.version
         self._offset: Kept | None = None
         """Rules "co2" and "eager": the version from which the live parameters set out at the last boundary,
@@ -296,9 +297,9 @@ class FragmentLedger:
         mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
         if self.in_doubt or (is_newer and (is_foreign or self.is_resumed)):
             merge = Merge(0.0, state.params)  # as in ``_merge_after``
-            self.is_resumed = self.in_doubt = False
+            self.is_resumed = self.in_doubt = self.keeps_offered = False
         else:
-            merge = Merge(1.0, self._rebased_on(state))
+            merge, self.keeps_offered = Merge(1.0, self._rebased_on(state)), mine is None
             if mine is not None:
                 self._give_counted_work_(merge.addend, mine, missed)
                 self._advance_residual(mine, missed)
@@ -311,6 +312,11 @@ class FragmentLedger:
         self._is_lent = True  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
+    def stays_out(self, parts: Sequence[PartWeights]) -> None:
+        """A round came upon the state exchanged last: our work in it is not offered again where we go there."""
+        if self.keeps_offered and any(self._peer in part.weights for part in parts):
+            self.in_doubt = True
+
     def reset(self) -> Merge:
         """Start again from the agreed state; what this peer learned since is dropped."""
         self._in_flight = self._withdrawn = None
@@ -318,8 +324,8 @@ class FragmentLedger:
         return Merge(0.0, self.lend().params)
 
     def rebase(self) -> Rebase | None:
-        """What to add to the live parameters so that they can be saved beside ``state``: a resumed peer
-        knows neither what was in flight nor an older state. None if they fit as they are."""
+        """What to add to the live parameters to save them beside ``state``: a resumed peer knows neither what
+        was in flight nor an older state. None if they fit as they are."""
         return self._rebase_on(self.state) if self._delayed else None
 
     # ---- parts of the above
@@ -328,7 +334,7 @@ class FragmentLedger:
         return pieces(self._codec, self.state.params.numel())
 
     def _set_out(self, version: int) -> None:
-        """The live parameters set out from the agreed ones of ``version``, the newest."""
+        """The live parameters set out from the agreed ones of ``version``."""
         self._offset, self._stale, self._origin_version = None, None, version
 
     def _hold_offset(self) -> None:

@@ -84,6 +84,8 @@ class TensorLedger:
         self.failure: BaseException | None = None
         """A bug in work that nobody awaits; the training thread raises it."""
         self._digests = [state_digest(fragment.state) for fragment in self._fragments]
+        self._exchanged: dict[int, bytes] = {}
+        """By fragment, the digest of the state that was given up for a donor's last."""
         self._moment: Moment | None = None
         """The last one that was told of."""
 
@@ -224,6 +226,8 @@ class TensorLedger:
             ledger = self._fragments[mean.fragment]
             before = AgreedVersion(ledger.state.version, self._digests[mean.fragment])
             if before != AgreedVersion(mean.round - 1, mean.state_digest):
+                if mean.state_digest == self._exchanged.get(mean.fragment):
+                    ledger.stays_out(mean.parts)
                 return before
             ended = ledger.has_offered
             decode = partial(self._decode, mean.mean, ledger.state.params.numel())
@@ -290,6 +294,7 @@ class TensorLedger:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
+            self._exchanged[fragment] = self._digests[fragment]
             with self._moving():
                 ended, merge = ledger.has_offered, ledger.adopt(state, parts, is_unshared)
                 return self._moved(
