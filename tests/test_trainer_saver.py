@@ -75,7 +75,7 @@ class Saving:
         blocks = get_codec("fp32").blocks(self.plan.fragments.fragments[fragment].numel)
         mean = torch.full((blocks * BLOCK,), -by).numpy().tobytes()
         parts = (PartWeights(0, blocks, {"other": 1.0}),)
-        start = self.bench.ledger.agreed()[fragment].digest
+        start = self.bench.ledger._digests[fragment]  # not asked of the worker, which a test may hold
         asyncio.run(self.bench.ledger.commit(AgreedMean(fragment, 1, 0, start, mean, parts)))
 
     def live(self) -> dict[str, Tensor]:

@@ -313,7 +313,7 @@ class FragmentLedger:
         return merge
 
     def stays_out(self, parts: Sequence[PartWeights]) -> None:
-        """A round came upon the state exchanged last: our work in it is not offered again where we go there."""
+        """A round came upon the state exchanged last: our work in it is not offered again if we go there."""
         if self.keeps_offered and any(self._peer in part.weights for part in parts):
             self.in_doubt = True
 
