@@ -239,13 +239,13 @@ def test_a_chunk_is_waited_for_as_long_as_those_take_that_were_asked_for_before_
     lines = Lines()
     line = lines.of(A, 0.0)
     first, second = Source(A, 1, 0.0, line), Source(A, 2, 0.0, line)
-    assert second.waits_since({}) == -math.inf
+    assert second.waits_since() == -math.inf
     for chunk in range(8):
         first.ask(chunk, 0.0, lines)
     second.ask(0, 0.0, lines)
     for chunk in range(8):
         first.gave(chunk, 10.0 * (chunk + 1), lines)
-    assert second.waits_since({}) == 80.0  # due after nine gaps
+    assert second.waits_since() == 80.0  # due after nine gaps
     first.ask(8, 80.0, lines)
     first.gave(8, 100.0, lines)
-    assert second.waits_since({}) == 90.0
+    assert second.waits_since() == 90.0

@@ -74,7 +74,6 @@ class Download:
         self._data = memoryview(bytearray())
         self._pending: deque[int] = deque()
         self._missing: set[int] = set()
-        self._first_asked_at: dict[int, float] = {}
         self._gave: dict[PeerId, int] = {}
         self._wasted = self._newest = self._kept = 0
         self._reason = "no donor is known"
@@ -238,7 +237,7 @@ class Download:
     def _fails_at(self) -> float:
         """While those that promise it give to our other downloads, this one waits for its turn; what it has
         asked for comes after what was asked before it."""
-        turns = [s.waits_since(self._first_asked_at) for s in self._useful() if self._pending or s.asked]
+        turns = [s.waits_since() for s in self._useful() if self._pending or s.asked]
         return max(self._moved_at, *turns, -math.inf) + BUSY_CAP_S
 
     def _patience_ends_at(self, source: Source) -> float | None:
@@ -385,7 +384,7 @@ class Download:
         }
         self._kept = len(manifest.chunk_digests) - len(self._missing)
         self._pending = deque(sorted(self._missing))
-        self._gave, self._first_asked_at = {}, {}
+        self._gave = {}
 
     def _ask_chunks(self, now: float) -> None:
         assert self._chosen is not None
@@ -409,7 +408,6 @@ class Download:
         assert self._chosen is not None
         source.ask(chunk, now, self._context.lines)
         self.asked_at = now
-        self._first_asked_at.setdefault(chunk, now)
         fetch = Fetch(
             what=self.goal.what, fragment=self.goal.fragment, version=self._chosen.version,
             want_chunk=True, chunk=chunk, request=source.request,

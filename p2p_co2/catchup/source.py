@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import Outbox, Vouch
@@ -102,13 +102,12 @@ class Source:
         due_at = self.asked[chunk] + self._place[chunk] * (self.line.gap_s or default_gap_s)
         return max(now - due_at, self.line.expected_s((self.request, chunk), now, default_gap_s))
 
-    def waits_since(self, first_asked_at: Mapping[int, float]) -> float:
+    def waits_since(self) -> float:
         """When it gave anything last, to whichever download; where this one has asked, no later than when
-        that should have been here: by when each chunk was asked for first, of whomever."""
+        that should have been here."""
         if not self.asked:
             return self.line.gave_at
-        gap_s = self.line.gap_s
-        dues = (first_asked_at.get(c, at) + self._place[c] * gap_s for c, at in self.asked.items())
+        dues = (at + self._place[chunk] * self.line.gap_s for chunk, at in self.asked.items())
         return min(self.line.gave_at, *dues)
 
     def ask_again_later(self, request: int, now: float) -> None:

@@ -1,7 +1,7 @@
 """A round that this peer coordinates, from BEGIN to its decision, and which of them are over before that.
 
-Law: whoever is in a round is in none of a lower number of its fragment any more, so at most one of them is
-kept for each live peer, but for rounds that begin after a later one since a READY was late.
+Law: whoever is in a round that begins is in no earlier one of its fragment any more, so at most one of them
+is kept for each live peer.
 """
 
 from __future__ import annotations
@@ -42,18 +42,13 @@ class Begun:
 
 
 def passed(rounds: Sequence[Begun], is_live: Callable[[PeerId], bool]) -> list[Begun]:
-    """Those of ``rounds`` (of one fragment) whose members are all in a round of a higher number or are gone:
-    nobody is left in them who could vote."""
-    newest: dict[PeerId, int] = {}
-    for begun in rounds:
-        for peer in begun.tally.attempt.shares:
-            newest[peer] = max(newest.get(peer, 0), begun.tally.attempt.round)
-    highest = max((begun.tally.attempt.round for begun in rounds), default=0)
-
-    def is_over(begun: Begun) -> bool:
-        attempt = begun.tally.attempt
-        return attempt.round < highest and all(
-            newest[peer] > attempt.round for peer in attempt.shares if is_live(peer)
-        )
-
-    return [begun for begun in rounds if is_over(begun)]
+    """Those of ``rounds`` (of one fragment, in the order in which they began) whose members have all begun a
+    later one or are gone: nobody is left in them who could vote."""
+    over: list[Begun] = []
+    later: set[PeerId] = set()
+    for begun in reversed(rounds):
+        group = set(filter(is_live, begun.tally.attempt.shares))
+        if begun is not rounds[-1] and group <= later:
+            over.append(begun)
+        later |= group
+    return over

@@ -226,7 +226,7 @@ class CountingLedger:
         mine = self.fragments[mean.fragment]
         before = mine.state
         if (before.version, before.digest) != (mean.round - 1, mean.state_digest):
-            is_mine = any(self.peer in part.weights for part in mean.parts)
+            is_mine = not mean.is_alone and any(self.peer in part.weights for part in mean.parts)
             mine.in_doubt = mine.in_doubt or (is_mine and mean.state_digest == mine.exchanged)
             return AgreedVersion(before.version, before.digest)
         after = State.of(mean.fragment, mean.round, add(before.sums, unpack(mean.mean)))

@@ -226,7 +226,7 @@ class TensorLedger:
             ledger = self._fragments[mean.fragment]
             before = AgreedVersion(ledger.state.version, self._digests[mean.fragment])
             if before != AgreedVersion(mean.round - 1, mean.state_digest):
-                if mean.state_digest == self._exchanged.get(mean.fragment):
+                if mean.state_digest == self._exchanged.get(mean.fragment) and not mean.is_alone:
                     ledger.stays_out(mean.parts)
                 return before
             ended = ledger.has_offered
