@@ -81,18 +81,20 @@ class Majority:
         return version
 
     def last_version(self, fragment: int) -> int:
-        """The round after this peer's version, if somebody has it and nobody of one group trains any more;
-        else 0. Whoever hears such a last round announced takes it, few as they may be who made it, so whoever
-        did not hear it must as well: with less than half on one side all would wait for each other until
-        their time is over. Only the round, which proves itself by its decision and digests, never a state."""
-        node = self._node
-        if node.progress.local.phase != Status.DRAINING or node.far.cells > 1:
+        """The round after this peer's version, if somebody has it and nobody of one group has more to offer
+        for the fragment; else 0. Whoever hears such a last round announced takes it, few as they may be who
+        made it, so whoever did not hear it must as well: with less than half on one side all would wait for
+        each other until their time is over. Only the round, which proves itself by its decision and digests,
+        never a state."""
+        node, local = self._node, self._node.progress.local
+        is_done = local.phase == Status.DRAINING or fragment in local.finished
+        if not is_done or node.far.cells > 1:
             return 0
         live = node.membership.live.values()
-        if any(info.status.phase == Status.TRAINING for info in live):
+        if any(info.status.offers_for(fragment) for info in live):
             return 0
         following = node.agreed[fragment].version + 1
-        done = [info for info in live if info.status.phase == Status.DRAINING]
+        done = [info for info in live if info.status.phase in (Status.TRAINING, Status.DRAINING)]
         reached = [info.versions[fragment] for info in done if fragment < len(info.versions)]
         return following if max(reached, default=0) >= following else 0
 
@@ -112,14 +114,15 @@ class Majority:
         if len(self._were_here) > MAX_PEERS:
             del self._were_here[next(iter(self._were_here))]
 
-    def is_most(self, group: set[PeerId]) -> bool:
-        """Whether at least half of the peers that train now, as far as we hear them, are in ``group``, or as
-        many as a group holds. Those of it that have finished since count, too: at the end of a run others
-        still train who missed its last rounds."""
+    def is_most(self, group: set[PeerId], fragment: int) -> bool:
+        """Whether at least half of the peers that train now and have yet to offer for ``fragment``, as far as
+        we hear them, are in ``group``, or as many as a group holds. Those of it that have finished since
+        count, too: at the end of a run others still train who missed its last rounds."""
         if len(group) >= self._node.group_size:
             return True
-        phases = {peer: info.status.phase for peer, info in self._node.membership.live.items()}
-        training = {peer for peer, phase in phases.items() if phase == Status.TRAINING}
+        live = self._node.membership.live
+        phases = {peer: info.status.phase for peer, info in live.items()}
+        training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
         made_it = {peer for peer in group if phases.get(peer) in (Status.TRAINING, Status.DRAINING)}
         return 2 * len(made_it) >= len((training | made_it) - {self._node.me})
 

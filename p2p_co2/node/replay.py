@@ -32,7 +32,7 @@ def checked_mean(node: Node, event: Fetched) -> AgreedMean | None:
     group = {PeerId(member.peer) for member in outcome.members}
     if not majority.may_decide(PeerId(outcome.decided_by), group):
         raise RemoteProtocolError(OTHER_HISTORY, "decided by one who is not of its group and never was here")
-    if not majority.is_most(group):
+    if not majority.is_most(group, fragment):
         raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
     agreed = node.agreed[fragment]
     if agreed.version != event.version - 1:

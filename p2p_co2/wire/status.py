@@ -45,6 +45,11 @@ class PeerStatus(NamedTuple):
     def is_news_after(self, known: PeerStatus) -> bool:
         return self[:7] != known[:7]
 
+    def offers_for(self, fragment: int) -> bool:
+        """Whether it trains and has not said that it is done with ``fragment``."""
+        is_done = int.from_bytes(self.finished, "little") >> fragment & 1
+        return self.phase == Status.TRAINING and not is_done
+
 
 def read_sight(sight: CellSight) -> Sight:
     """Checked elsewhere (``outlook.check_sight``)."""
