@@ -33,17 +33,17 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from p2p_co2.heartbeat import (
+    HEARTBEAT_S,
+    LONGEST_HEARTBEAT_S,
+    heartbeat_among_s,
+    measure_every_s,
+)
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 from p2p_co2.wire.status import PeerStatus, read_status
 
-HEARTBEAT_S = 1.0
-TOLD_PER_S = 6.4
-SLOWEST_HEARTBEAT_S = 5.0
-"""Silence must stand out from the beat: ``SILENCE_CAP_S`` is six of these."""
-QUIET_SHARE, LONGEST_HEARTBEAT_S = 0.1, 120.0
-"""Of a round, between the heartbeats of a peer that only trains; and at most."""
 QUIET_BEATS_MISSED = 2.5
 TOLD_LATELY = 0.75
 """Of a heartbeat: who was told more lately, because something changed, waits for the next one."""
@@ -51,8 +51,6 @@ NEWS_GATHERED_S = 0.05
 """News of a peer comes in bursts: its last offer ends, so it is done with a fragment, and with all."""
 ANNOUNCED_AGAIN = 0.125
 """Of a heartbeat, between two announcements: at the end of a run there is much to announce."""
-MEASURE_EVERY_S, MEASURED_BEATS = 20.0, 5.0
-"""A round trip is measured so often, or once in so many slow beats."""
 SILENCE_FLOOR_S = 6.0
 """A peer is never declared silent sooner: a busy laptop may starve a thread for seconds."""
 SILENCE_CAP_S = 30.0
@@ -431,20 +429,3 @@ def _keep(values: list[float], value: float, most: int) -> None:
     values.append(value)
     if len(values) > most:
         del values[0]
-
-
-def heartbeat_among_s(others: int, quiet_s: float = 0.0) -> float:
-    """Seconds between the heartbeats of one that ``others`` hear; ``quiet_s``: of one that rests."""
-    return max(quiet_s, min(SLOWEST_HEARTBEAT_S, max(HEARTBEAT_S, others / TOLD_PER_S)))
-
-
-def quiet_beat_s(round_s: float) -> float:
-    """Seconds between heartbeats in the quiet of a round of ``round_s``; 0 where rounds are too short to have
-    any."""
-    beat_s = min(LONGEST_HEARTBEAT_S, QUIET_SHARE * round_s)
-    return beat_s if beat_s > SLOWEST_HEARTBEAT_S else 0.0
-
-
-def measure_every_s(heartbeat_s: float) -> float:
-    """Seconds between two measurements of the way to a peer."""
-    return MEASURE_EVERY_S if heartbeat_s <= SLOWEST_HEARTBEAT_S else MEASURED_BEATS * heartbeat_s

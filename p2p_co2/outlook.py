@@ -14,7 +14,7 @@ nothing; which cells hold what is decided by the majority of cells, as ``node.ca
 cell that has never been seen, or not for ``SILENT_S`` without being done, holds nobody up.
 
 In the quiet of a long round, where heartbeats are rare, looks are as well (``quiet_s``, of
-``membership.quiet_beat_s``), and what they bring stays true for longer.
+``heartbeat.quiet_beat_s``), and what they bring stays true for longer.
 
 Price: with G cells of M peers, each peer asks about ``WATCHERS`` (G - 1) / M others, and as many sights (some
 60 bytes and 34 for each fragment) go with its heartbeats. In a swarm of two or three peers a cell, one

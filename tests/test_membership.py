@@ -9,16 +9,18 @@ import pytest
 
 from p2p_co2 import membership
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.membership import (
-    CUT_OFF_S,
+from p2p_co2.heartbeat import (
     HEARTBEAT_S,
     MEASURE_EVERY_S,
+    SLOWEST_HEARTBEAT_S,
+    TOLD_PER_S,
+)
+from p2p_co2.membership import (
+    CUT_OFF_S,
     NEWS_GATHERED_S,
     ONE_WAY_S,
     REVISIT_S,
     SILENCE_FLOOR_S,
-    SLOWEST_HEARTBEAT_S,
-    TOLD_PER_S,
     Joined,
     Left,
     Membership,

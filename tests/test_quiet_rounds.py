@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.membership import (
+from p2p_co2.heartbeat import (
     LONGEST_HEARTBEAT_S,
     MEASURED_BEATS,
-    QUIET_BEATS_MISSED,
     SLOWEST_HEARTBEAT_S,
+    quiet_beat_s,
+)
+from p2p_co2.membership import (
+    QUIET_BEATS_MISSED,
     STOOD_STILL_S,
     Left,
     Membership,
-    quiet_beat_s,
 )
 from p2p_co2.outlook import LOOK_EVERY_S, QUIET_LOOK, Outlook
 from p2p_co2.simnet import EventLog, Settings, Swarm

@@ -20,7 +20,8 @@ from google.protobuf.message import Message
 
 from p2p_co2.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.errors import LocalProtocolError, TransportError
-from p2p_co2.membership import HEARTBEAT_S, Joined, Left, Membership, quiet_beat_s
+from p2p_co2.heartbeat import HEARTBEAT_S, quiet_beat_s
+from p2p_co2.membership import Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent

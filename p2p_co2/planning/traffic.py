@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from p2p_co2.config import CodecName
-from p2p_co2.membership import heartbeat_among_s, measure_every_s, quiet_beat_s
+from p2p_co2.heartbeat import heartbeat_among_s, measure_every_s, quiet_beat_s
 from p2p_co2.rounds.bounds import ATTEMPT_BYTES, DIGEST_BYTES
 from p2p_co2.wire.limits import MAX_PIECE_BYTES, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import (

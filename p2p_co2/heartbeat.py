@@ -1,0 +1,29 @@
+"""How often a peer tells the others that it lives: the paces of ``membership``, without any state."""
+
+from __future__ import annotations
+
+HEARTBEAT_S = 1.0
+TOLD_PER_S = 6.4
+SLOWEST_HEARTBEAT_S = 5.0
+"""Silence must stand out from the beat: ``membership.SILENCE_CAP_S`` is six of these."""
+QUIET_SHARE, LONGEST_HEARTBEAT_S = 0.1, 120.0
+"""Of a round, between the heartbeats of a peer that only trains; and at most."""
+MEASURE_EVERY_S, MEASURED_BEATS = 20.0, 5.0
+"""A round trip is measured so often, or once in so many slow beats."""
+
+
+def heartbeat_among_s(others: int, quiet_s: float = 0.0) -> float:
+    """Seconds between the heartbeats of one that ``others`` hear; ``quiet_s``: of one that rests."""
+    return max(quiet_s, min(SLOWEST_HEARTBEAT_S, max(HEARTBEAT_S, others / TOLD_PER_S)))
+
+
+def quiet_beat_s(round_s: float) -> float:
+    """Seconds between heartbeats in the quiet of a round of ``round_s``; 0 where rounds are too short to have
+    any."""
+    beat_s = min(LONGEST_HEARTBEAT_S, QUIET_SHARE * round_s)
+    return beat_s if beat_s > SLOWEST_HEARTBEAT_S else 0.0
+
+
+def measure_every_s(heartbeat_s: float) -> float:
+    """Seconds between two measurements of the way to a peer."""
+    return MEASURE_EVERY_S if heartbeat_s <= SLOWEST_HEARTBEAT_S else MEASURED_BEATS * heartbeat_s
