@@ -11,7 +11,6 @@ decided.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from p2p_co2.catchup import CatchUp, Shape, chunk_bytes_of
-from p2p_co2.errors import LocalProtocolError, TransportError
+from p2p_co2.errors import LocalProtocolError
 from p2p_co2.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.membership import Joined, Left, Membership
 from p2p_co2.node.catching import Catching
@@ -27,27 +26,25 @@ from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
 from p2p_co2.node.errands import Errands
 from p2p_co2.node.far import Far
+from p2p_co2.node.finding import Finding
 from p2p_co2.node.lanes import piece_of
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver, Links
 from p2p_co2.node.progress import LocalProgress, SwarmProgress
 from p2p_co2.node.receiving import BULK, Receiving
 from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
-from p2p_co2.node.unreachable import Unreachable
 from p2p_co2.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope, Fetch, PeerRecord, Status
+from p2p_co2.wire.messages_pb2 import Envelope, Fetch, Status
 
-FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
-QUICK_FINDS = 10
-ALONE_BEFORE_REBOOTSTRAP_S = 20.0
-GREET_SEEDS_S = 20.0
-"""How often the ticket's seeds are looked for again, whether we miss them or not."""
 QUIET_IDLE = 0.5
 """Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
-NEWS_UNDER_WAY_S, NEWS_COME_WITHIN_S, LAST_WORDS_S = 0.002, 10.0, 1.0
+NEWS_UNDER_WAY_S, NEWS_COME_WITHIN_S = 0.002, 10.0
+"""What the tensor side is ahead of us by is looked for so often, and so long."""
+LAST_WORDS_S = 1.0
+"""What is said last may take so long to be on its way."""
 CROWD_S = 0.05
 """Who comes or goes within this time after another is told of together with it."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
@@ -107,10 +104,8 @@ class Node:
         self._tasks: asyncio.TaskGroup | None = None
         self._errands = Errands()
         self._links: Outgoing | None = None
-        self._alone_since = self.now()
+        self._finding = Finding(self, network)
         self._bug: Exception | None = None
-        self._unreached = Unreachable()
-        self._trouble = ""
 
     # ---- life
 
@@ -124,7 +119,7 @@ class Node:
             for carrier in network.carriers:
                 carrier.keep_places(self.rounds.has_worked)
             self._links = self._make_links(network.carriers, network.find_record, observer, tasks, cap)
-            works = self._discover(), self._keep_time(), self._watch_daemon()
+            works = self._finding.run(), self._keep_time(), self._watch_daemon()
             background = [tasks.create_task(work) for work in works]
             await self._stopping.wait()
             for task in background:
@@ -193,7 +188,7 @@ class Node:
     def unheard_peers(self) -> int:
         """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or
         about to answer. Before it was asked there may be any."""
-        return self.membership.unheard + self.far.outlook.unanswered() + (not self.membership.has_looked)
+        return self.membership.awaited + self.far.outlook.unanswered() + (not self.membership.has_looked)
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""
@@ -358,7 +353,7 @@ class Node:
     def _on_membership(self, event: Joined | Left) -> None:
         now = self.now()
         if isinstance(event, Joined):
-            self._unreached.met(event.peer)
+            self._finding.unreached.met(event.peer)
             self.report(ev.PeerJoined, other=event.peer)
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
@@ -384,54 +379,9 @@ class Node:
         if not self.far.is_near(peer):
             self.far.outlook.unreachable(peer)
             return  # of another cell: no member
-        self._unreached.failed(peer, reason)
+        self._finding.unreached.failed(peer, reason)
         self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
         self.pump()
-
-    def _tell_of_ways(self, trouble: str, records: Sequence[PeerRecord]) -> None:
-        """Warn of what keeps others from reaching this peer, and of those that it cannot reach."""
-        if trouble and trouble != self._trouble:
-            self.report(ev.Warned, text=trouble)
-        self._trouble = trouble
-        for peer, reason in self._unreached.listed(records, self.membership.live):
-            self.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
-
-    async def _greet_seeds(self) -> None:
-        """Become known again to a seed that was started anew: it has forgotten everybody, and who comes by
-        it would find nobody. Seeds that are away are no trouble."""
-        self._seeds_greeted_at = self.now()
-        with contextlib.suppress(TransportError):
-            await self._network.rebootstrap()
-
-    async def _discover(self) -> None:
-        finds = 0
-        self._seeds_greeted_at = self.now()
-        while True:
-            try:
-                trouble = await self._network.publish_self(self._unreached.is_somebody_unmet)
-                records = await self._network.find_peers(self.far.cell)
-                self._tell_of_ways(trouble or "", records)
-                if records or self.membership.live:
-                    self._alone_since = self.now()
-                elif self.now() - self._alone_since > ALONE_BEFORE_REBOOTSTRAP_S:
-                    self._alone_since = self.now()
-                    await self._network.rebootstrap()
-                peers = [PeerId(record.peer) for record in records]
-                self.membership.forget(peers)
-                self.membership.status = self.progress.status()  # who is found learns where we are, not were
-                self.membership.found(peers, self.now())
-            except TransportError as error:
-                self.report(ev.Warned, text=f"peer discovery: {error}")
-            self.pump()
-            finds += 1
-            greet_s = max(GREET_SEEDS_S, self.membership.quiet_s if self.progress.rests else 0.0)
-            if self.now() - self._seeds_greeted_at > greet_s:
-                await self._greet_seeds()
-            await asyncio.sleep(FIND_PEERS_QUICKLY_S if finds < QUICK_FINDS else self._find_peers_s())
-
-    def _find_peers_s(self) -> float:
-        """In the quiet of a long round newcomers find us; a record must be renewed all the same."""
-        return 2 * FIND_PEERS_S if self.progress.rests and self.membership.quiet_s else FIND_PEERS_S
 
     async def _watch_daemon(self) -> None:
         words = await self._network.daemon_ended()

@@ -294,7 +294,7 @@ class SwarmProgress:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
-        unheard = self._node.membership.unheard + far.outlook.unanswered()
+        unheard = self._node.membership.awaited + far.outlook.unanswered()
         hears_more = unheard > 0 or not self._node.membership.has_looked
         is_new = hears_more and now - self._began_at < LISTENED_S
         is_cut_off = self._waits_for_time = is_new or self._node.membership.is_cut_off(now)
