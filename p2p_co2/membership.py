@@ -182,6 +182,12 @@ class Membership:
         """Peers that the DHT lists and that are not live."""
         return len(self._candidates)
 
+    @property
+    def awaited(self) -> int:
+        """Those of them that may yet be heard: who said goodbye of late is listed for a while, and is
+        gone."""
+        return sum(not self._gone.get(peer, (0.0, False))[1] for peer in self._candidates)
+
     def is_cut_off(self, now: float) -> bool:
         """Whether more peers went without a word of late than are live, or went with those that said
         goodbye. Those that fell silent and that the DHT still lists may only be suspended: they went of late

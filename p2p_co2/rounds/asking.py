@@ -1,8 +1,10 @@
 """A member between its offer and BEGIN: it asks one coordinator at a time to be taken into the round.
 
 Laws: one READY is outstanding at a time; it is repeated to the same coordinator before the next one is asked,
-because a lost message is likelier than a lost peer and two coordinators for one round cost a round; every
-wait has a timer; after ``READY_CAP_S`` the offer is given up, whatever coordinators promise.
+because a lost message is likelier than a lost peer and two coordinators for one round cost a round; where
+one does not begin within the time that it promised and another comes first by now, all go there, or each may
+wait for a majority that half of them keep from the other; every wait has a timer; after ``READY_CAP_S`` the
+offer is given up, whatever coordinators promise.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class Asking:
         self._tries = 0
         self._votes: dict[PeerId, tuple[bytes, float]] = {}
         """Per live peer that votes to us, the attempt that it does so in, and since when."""
+        self._lost: set[PeerId] = set()
+        """Who was asked and went, or trained no more: if it is back, it may be asked again."""
         self._trained: set[PeerId] = set()
         """Who trained when the last one was asked."""
         self._timer_at = now
@@ -107,6 +111,7 @@ class Asking:
         same round, ask among those that still do."""
         asked = self.asked[-1]
         if not self._swarm.is_live(asked) or (asked in self._trained and not self._swarm.is_training(asked)):
+            self._lost.add(asked)
             self._ask_next(now)
 
     def get_timer(self) -> float:
@@ -118,21 +123,36 @@ class Asking:
             why = f"it let no round begin for {bounds.READY_CAP_S:.0f} s"
             self._swarm.spoilt(self.asked[-1], why, now, rounds=SPOILT_IN_A_ROW, cost_s=bounds.READY_CAP_S)
         elif now >= self._timer_at:
-            if self._tries < TRIES:
+            if not self._tries and self._comes_first_now(now) != self.asked[-1]:
+                self._ask_next(now)
+            elif self._tries < TRIES:
                 self._send(now)
             else:
                 self._swarm.spoilt(self.asked[-1], "it gave no answer when it was to coordinate", now)
                 self._ask_next(now)
+
+    def _comes_first_now(self, now: float) -> PeerId:
+        """Who is asked by those who offer now, but for who gave us no answer; ``asked[-1]`` if nobody is."""
+        order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
+        first = order[0] if order else self.asked[-1]
+        return first if self._may_ask(first) else self.asked[-1]
+
+    def _may_ask(self, peer: PeerId) -> bool:
+        return peer not in self.asked or peer in self._lost
 
     def _ask_next(self, now: float) -> None:
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
         ahead = [p for p in self._ahead(order) if not self._swarm.repute.is_passed_over(p, now)]
         if not self.asked and (self._is_retry or 2 * len(ahead) >= len(order)):
             order = ahead + order
-        left = [peer for peer in order if peer not in self.asked]
-        if not left or len(self.asked) >= bounds.MAX_ASKED:
+        left = [peer for peer in order if self._may_ask(peer)]
+        again = bool(left) and left[0] in self.asked
+        if not left or (len(self.asked) >= bounds.MAX_ASKED and not again):
             self.failure = f"no coordinator answered (asked {named(self.asked)})"
             return
+        if again:
+            self.asked.remove(left[0])
+            self._lost.discard(left[0])
         self.asked.append(left[0])
         self._trained = set(self._swarm.training())
         self._tries = 0

@@ -88,6 +88,9 @@ class Coordination:
             return
         if self.delegation is not None and self.delegation.answers_ready(place, message, sender, now):
             return
+        if self._leaves_it_to_others():
+            self._outlet.send(sender, Waiting(fragment=place[0], round=place[1]))
+            return
         waiting = [*self._gatherings, *(self.delegation.places() if self.delegation is not None else ())]
         for other in [key for key in waiting if key[0] == message.fragment and key != place]:
             self.withdraw(other, sender)
@@ -107,6 +110,11 @@ class Coordination:
         if self.delegation is not None:
             gathering.cells_before = verdicts.cells_before(message.round)
         gathering.ready(message, sender, now)
+
+    def _leaves_it_to_others(self) -> bool:
+        """Whether this peer trains no more and others do: as soon as those who ask it hear of that they ask
+        one of these, and a round that began here would lack them."""
+        return not self._swarm.is_training(self._swarm.me) and bool(self._swarm.training())
 
     def _answer_decided(
         self, message: Ready, sender: PeerId, verdicts: Verdicts, mine: tuple[int | None, bytes]
@@ -409,6 +417,8 @@ class Coordination:
     # ---- time and the swarm
 
     def peers_changed(self, now: float) -> None:
+        if self._leaves_it_to_others():
+            self._gatherings.clear()
         for place, gathering in list(self._gatherings.items()):
             for peer in [peer for peer in gathering.readies if not self._swarm.is_live(peer)]:
                 self.withdraw(place, peer)
