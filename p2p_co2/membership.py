@@ -33,12 +33,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from p2p_co2.heartbeat import (
-    HEARTBEAT_S,
-    LONGEST_HEARTBEAT_S,
-    heartbeat_among_s,
-    measure_every_s,
-)
+from p2p_co2.heartbeat import HEARTBEAT_S, LONGEST_HEARTBEAT_S, heartbeat_among_s, measure_every_s
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
@@ -103,6 +98,9 @@ class PeerInfo:
     """What the shell made of the newest status; forgotten when there is news."""
     told_at: float = -math.inf
     """When our status last went to it."""
+    is_missed: bool = False
+    """Whether its link broke and nothing was heard of it since: it is gone, was started anew, or is back in a
+    moment."""
     answered_us_at: float = -math.inf
     gaps_s: list[float] = field(default_factory=list)
     """The last ``GAPS_KEPT``; lists, since a deque costs four times as much and there are many peers."""
@@ -241,9 +239,8 @@ class Membership:
         if isinstance(message, Ping):
             if not message.nonce:
                 return
-            pong = Pong(
-                nonce=message.nonce, ping_sent_at=message.sent_at, answered_at=now, status=self.status
-            )
+            nonce, sent_at = message.nonce, message.sent_at
+            pong = Pong(nonce=nonce, ping_sent_at=sent_at, answered_at=now, status=self.status)
             self._outgoing.append((sender, pong))
             if info is not None:
                 info.told_at = now
@@ -266,6 +263,19 @@ class Membership:
             del self._one_way_until[oldest]
         self._one_way_until.pop(peer, None)
         self._one_way_until[peer] = now + ONE_WAY_S
+
+    def link_broke(self, peer: PeerId) -> None:
+        """Until it is heard again nobody should wait for its part in anything."""
+        info = self._live.get(peer)
+        if info is not None and not info.is_missed:
+            info.is_missed, info.view = True, None
+            self.revision += 1
+
+    def link_opened(self, peer: PeerId, now: float) -> None:
+        """Ask one that was missed how it is: it may be another process by now."""
+        info = self._live.get(peer)
+        if info is not None and info.is_missed:
+            self._ping([peer], now)
 
     def take_restarted(self) -> set[PeerId]:
         """Live peers that began anew, without a word and before they were missed, since this was asked last:
@@ -298,8 +308,7 @@ class Membership:
             for info in self._live.values():
                 info.heard_at = now if late_s > SILENCE_FLOOR_S else min(now, info.heard_at + late_s)
         self._next_heartbeat_at = now + beat_s
-        asked: list[PeerId] = []
-        told: list[PeerId] = []
+        asked, told = list[PeerId](), list[PeerId]()
         for peer, info in list(self._live.items()):
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):
@@ -370,12 +379,14 @@ class Membership:
             if self._next_heartbeat_at is None:
                 self._next_heartbeat_at = now
             return info
-        if status.phase == Status.JOINING != info.status.phase:
+        if status.process != info.status.process:
             self._restarted.add(peer)
+            self.revision += 1
         _keep(info.gaps_s, now - info.heard_at, GAPS_KEPT)
         info.heard_at = info.status_at = now
         known, info.status = info.status, status
-        if status.is_news_after(known):
+        if status.is_news_after(known) or info.is_missed:
+            info.is_missed = False
             info.versions, info.digests, info.view = status.versions, status.digests, None
             self.revision += 1
         return info

@@ -16,6 +16,7 @@ from p2p_co2.schedule import ALONE_S
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.messages_pb2 import CellSight, PeerRecord, Status
+from p2p_co2.wire.status import finished_bits
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -131,9 +132,8 @@ class Far:
         own = [node.progress.position()] if phase == Status.TRAINING or len(live) == 0 else []
         positions = sorted([*own, *node.membership.positions(now, node.progress.rounds_per_s)])
         sight.position = positions[(len(positions) - 1) // 2] if positions else node.progress.position()
-        finished = [node.rounds.has_closed(fragment) for fragment in range(len(node.agreed))]
-        bits = sum(1 << fragment for fragment, over in enumerate(finished) if over)
-        sight.finished = bits.to_bytes(-(-len(finished) // 8) if bits else 0, "little")
+        fragments = range(len(node.agreed))
+        sight.finished = finished_bits(filter(node.rounds.has_closed, fragments), len(fragments))
         majority = node.catching.majority
         for fragment in range(len(node.agreed)):
             version = majority.near_version(fragment)

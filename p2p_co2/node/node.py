@@ -70,6 +70,8 @@ class Node:
     ) -> None:
         self.clock, self._make_links = clock, make_links
         self._unix_at_start = clock.unix() - clock.monotonic()
+        self.process = int(1000 * clock.unix()) & 0xFFFFFFFF
+        """Another number for each process of this peer (``Status.process``)."""
         self._network, self._ledger, self._report_event = network, ledger, report
         self.identity = network.identity
         self.me = network.identity.peer_id
@@ -371,9 +373,11 @@ class Node:
 
     def _link_opened(self, peer: PeerId, carrier: str, reason: str) -> None:
         self.report(ev.LinkOpened, other=peer, carrier=carrier, reason=reason)
+        self.membership.link_opened(peer, self.now())
 
     def _link_lost(self, peer: PeerId, carrier: str, reason: str) -> None:
         self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)
+        self.membership.link_broke(peer)
 
     def _unreachable(self, peer: PeerId, reason: str) -> None:
         if not self.far.is_near(peer):

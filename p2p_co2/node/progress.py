@@ -20,6 +20,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId, cell_of
 from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.status import finished_bits
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
@@ -143,9 +144,8 @@ class SwarmProgress:
                 download_bytes_per_s=self._node.download_bytes_per_s,
                 software=self._node.software,
                 sights=outlook.sights(self._node.now()),
-                finished=sum(1 << fragment for fragment in local.finished).to_bytes(
-                    -(-len(agreed) // 8) if local.finished else 0, "little"
-                ),
+                finished=finished_bits(local.finished, len(agreed)),
+                process=self._node.process,
                 settled=self._is_at_rest,
                 heartbeat_s=heartbeat_s,
             )
@@ -170,7 +170,7 @@ class SwarmProgress:
             said = info.status
             info.view = _view_of(
                 said.phase, info.versions, said.upload_bytes_per_s, said.download_bytes_per_s, said.finished,
-                info.digests,
+                info.digests, info.is_missed,
             )  # fmt: skip
         assert isinstance(info.view, PeerView)
         return info.view
@@ -428,13 +428,13 @@ class SwarmProgress:
 
 @lru_cache(MAX_PEERS)
 def _view_of(
-    phase: Status.Phase, versions: tuple[int, ...], upload_bytes_per_s: float, download_bytes_per_s: float,
-    finished_bits: bytes, digests: tuple[bytes, ...],
+    phase: Status.Phase, versions: tuple[int, ...], upload_rate: float, download_rate: float,
+    finished_bits: bytes, digests: tuple[bytes, ...], is_missed: bool,
 ) -> PeerView:  # fmt: skip
     bits = int.from_bytes(finished_bits, "little")
     finished = frozenset(f for f in range(len(versions)) if bits >> f & 1)
     is_training = _works(phase, len(finished) == len(versions))
-    return PeerView(upload_bytes_per_s, is_training, versions, download_bytes_per_s, finished, digests)
+    return PeerView(upload_rate, is_training, versions, download_rate, finished, digests, 0.0, is_missed)
 
 
 def _works(phase: Status.Phase, has_finished: bool) -> bool:

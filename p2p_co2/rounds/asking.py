@@ -74,6 +74,14 @@ class Asking:
         has_lost_one = any(not self._swarm.is_live(peer) for peer in self.asked)
         return has_lost_one and (len(since) > 1 or now >= since[0] + BEGIN_LATE_S)
 
+    def leave(self) -> None:
+        """Tell who was asked last to expect us no more: a round that it began with us would wait for us."""
+        if self._swarm.is_live(self.asked[-1]):
+            gone = Ready()
+            gone.CopyFrom(self._ready)
+            gone.withdrawn = True
+            self._outlet.send(self.asked[-1], gone)
+
     def mistrust(self) -> None:
         """Who was asked told us what cannot be: ask the next one at once."""
         self._tries, self._timer_at = TRIES, self._sent_at
@@ -150,6 +158,8 @@ class Asking:
         if not left or (len(self.asked) >= bounds.MAX_ASKED and not again):
             self.failure = f"no coordinator answered (asked {named(self.asked)})"
             return
+        if self.asked:
+            self.leave()
         if again:
             self.asked.remove(left[0])
             self._lost.discard(left[0])

@@ -78,6 +78,9 @@ class Coordination:
         if not self._swarm.is_live(sender):
             raise RemoteProtocolError("unknown peer", "READY")
         place = (message.fragment, message.round)
+        if message.withdrawn:
+            self.withdraw(place, sender)
+            return
         if self._answer_decided(message, sender, verdicts, mine):
             return
         if place in self._begun:
@@ -189,7 +192,7 @@ class Coordination:
         tally.never_told(self._askers[tally.attempt.fragment], now)
 
     def withdraw(self, place: Place, peer: PeerId) -> None:
-        """Forget a READY: its peer left, wants another round, or (we) ended the offer."""
+        """Forget a READY: its peer left, wants another round or coordinator, or has ended the offer."""
         gathering = self._gatherings.get(place)
         if gathering is not None:
             gathering.readies.pop(peer, None)

@@ -62,7 +62,8 @@ class PayloadShape:
 class PeerView:
     """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown; ``download_bytes_per_s`` 0: no
     cap. ``versions``, ``digests``: per fragment, may be empty. ``finished``: fragments for which it has
-    nothing more to offer in this run. ``step_s``: of an inner step, of this peer alone; 0: unknown."""
+    nothing more to offer in this run. ``step_s``: of an inner step, of this peer alone; 0: unknown.
+    ``is_missed``: its link broke, and it was not heard since."""
 
     upload_bytes_per_s: float = 0.0
     training: bool = True
@@ -71,6 +72,7 @@ class PeerView:
     finished: frozenset[int] = frozenset()
     digests: tuple[bytes, ...] = ()
     step_s: float = 0.0
+    is_missed: bool = False
 
 
 @dataclass(frozen=True)

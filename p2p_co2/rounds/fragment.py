@@ -125,6 +125,8 @@ class FragmentRounds:
         """End the open offer, whatever it waits for; False if there is none."""
         if self.offer is None:
             return False
+        if self.asking is not None:
+            self.asking.leave()
         self._withdrawn = self.offer
         self._rival = self._ahead.waiting = None
         self._abort(reason, now)

@@ -186,8 +186,9 @@ class Gathering:
         """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not
         waited for; one in ``moved`` has reached ``round - 1`` whatever its last status said."""
         habit = self._habit()
-        return self._behind <= self.readies.keys() and all(
-            peer in self.readies or not habit.is_awaited(peer) or not self._may_come(peer, moved)
+        heard = set(self._heard())
+        return self._behind <= heard and all(
+            peer in heard or not habit.is_awaited(peer) or not self._may_come(peer, moved)
             for peer in self._swarm.working_on(self.fragment)
         )
 
@@ -226,9 +227,14 @@ class Gathering:
         best = max(camps, key=strength)
         return best, camps[best]
 
+    def _heard(self) -> list[PeerId]:
+        """Those who are ready and not missed since: who may be gone would keep a round from its end for as
+        long as all its deadlines together."""
+        return [peer for peer in sorted(self.readies) if not self._swarm.is_missed(peer)]
+
     def _camps(self) -> dict[bytes, list[PeerId]]:
         camps: dict[bytes, list[PeerId]] = {}
-        for peer in sorted(self.readies):
+        for peer in self._heard() or sorted(self.readies):
             camps.setdefault(self.readies[peer].state_digest, []).append(peer)
         return camps
 

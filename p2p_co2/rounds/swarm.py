@@ -202,6 +202,10 @@ class Swarm:
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live
 
+    def is_missed(self, peer: PeerId) -> bool:
+        """Whether its link broke and it was not heard since."""
+        return peer in self.live and self.live[peer].is_missed
+
     def is_training(self, peer: PeerId) -> bool:
         return peer in self.live and self.live[peer].training
 

@@ -70,7 +70,7 @@ class Envelope(_message.Message):
     def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., cell_ready: _Optional[_Union[CellReady, _Mapping]] = ..., cell_waiting: _Optional[_Union[CellWaiting, _Mapping]] = ..., cell_begin: _Optional[_Union[CellBegin, _Mapping]] = ..., cell_part: _Optional[_Union[CellPart, _Mapping]] = ..., cell_mean: _Optional[_Union[CellMean, _Mapping]] = ..., cell_result: _Optional[_Union[CellResult, _Mapping]] = ..., cell_decision: _Optional[_Union[CellDecision, _Mapping]] = ..., cell_look: _Optional[_Union[CellLook, _Mapping]] = ..., cell_sight: _Optional[_Union[CellSight, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "sights", "settled", "heartbeat_s", "finished")
+    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "sights", "settled", "heartbeat_s", "finished", "process")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         JOINING: _ClassVar[Status.Phase]
@@ -95,6 +95,7 @@ class Status(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     phase: Status.Phase
     position: float
     inner_steps: int
@@ -109,7 +110,8 @@ class Status(_message.Message):
     settled: bool
     heartbeat_s: float
     finished: bytes
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., sights: _Optional[_Iterable[_Union[CellSight, _Mapping]]] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ...) -> None: ...
+    process: int
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., sights: _Optional[_Iterable[_Union[CellSight, _Mapping]]] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce", "sent_at", "status")
@@ -150,7 +152,7 @@ class RoundKey(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., attempt: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("fragment", "round", "base_version", "state_digest", "weight", "upload_bytes_per_s", "download_bytes_per_s", "last")
+    __slots__ = ("fragment", "round", "base_version", "state_digest", "weight", "upload_bytes_per_s", "download_bytes_per_s", "last", "withdrawn")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +161,7 @@ class Ready(_message.Message):
     UPLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DOWNLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     round: int
     base_version: int
@@ -167,7 +170,8 @@ class Ready(_message.Message):
     upload_bytes_per_s: float
     download_bytes_per_s: float
     last: bool
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., last: _Optional[bool] = ...) -> None: ...
+    withdrawn: bool
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., last: _Optional[bool] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("fragment", "round", "begins_within_s")

@@ -3,7 +3,7 @@ look at again and again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
@@ -41,6 +41,7 @@ class PeerStatus(NamedTuple):
     position: float = 0.0
     sights: Sequence[Sight] = ()
     heartbeat_s: float = 0.0
+    process: int = 0
 
     def is_news_after(self, known: PeerStatus) -> bool:
         return self[:7] != known[:7]
@@ -49,6 +50,12 @@ class PeerStatus(NamedTuple):
         """Whether it trains and has not said that it is done with ``fragment``."""
         is_done = int.from_bytes(self.finished, "little") >> fragment & 1
         return self.phase == Status.TRAINING and not is_done
+
+
+def finished_bits(finished: Iterable[int], fragments: int) -> bytes:
+    """``Status.finished``: empty if nothing is finished."""
+    bits = sum(1 << fragment for fragment in finished)
+    return bits.to_bytes(-(-fragments // 8) if bits else 0, "little")
 
 
 def read_sight(sight: CellSight) -> Sight:
@@ -65,7 +72,7 @@ def read_status(status: Status) -> PeerStatus:
     read = PeerStatus(  # a slice of a repeated field is made twice as quickly as it is gone through
         status.phase, tuple(status.versions[:]), tuple(status.digests[:]), status.upload_bytes_per_s,
         status.download_bytes_per_s, status.finished, status.settled, status.position,
-        tuple(map(read_sight, sights)) if sights else (), status.heartbeat_s,
+        tuple(map(read_sight, sights)) if sights else (), status.heartbeat_s, status.process,
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
