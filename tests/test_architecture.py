@@ -31,6 +31,7 @@ FLOORS = {
     "averaging": 2,
     "checkpoint": 2,
     "recipes": 2,
+    "heartbeat": 3,
     "telemetry": 3,
     "membership": 4,
     "outlook": 4,

@@ -13,11 +13,13 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.membership import PeerInfo
 from p2p_co2.node.catching import NOTICE_AFTER_S, ROUND_AGAIN, Catching
 from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.telemetry.events import Warned
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Decision, Envelope, Status
+from p2p_co2.wire.status import PeerStatus
 from tests.fuzz.world import World, run_virtual
 from tests.round_network import forged_commit
 
@@ -52,7 +54,7 @@ GOOD, BAD, NONE = b"g" * 32, b"b" * 32, b"n" * 32
 def heard(phase: Status.Phase, versions: tuple[int, ...] = (), digests: tuple[bytes, ...] = ()) -> PeerInfo:
     """A live peer's last heartbeat."""
     return PeerInfo(
-        status=Status(phase=phase), heard_at=0.0, status_at=0.0, versions=versions, digests=digests
+        status=PeerStatus(phase=phase), heard_at=0.0, status_at=0.0, versions=versions, digests=digests
     )
 
 
@@ -93,7 +95,7 @@ def test_who_vouches_for_the_state_of_a(
     node = SimpleNamespace(
         membership=SimpleNamespace(live=live, revision=0),
         agreed=[AgreedVersion(0, NONE)],
-        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.JOINING)),
+        progress=SimpleNamespace(local=LocalProgress(phase=Status.JOINING)),
         far=SimpleNamespace(cells=1, is_near=lambda peer: True),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
@@ -124,7 +126,7 @@ def test_a_mean_of_a_and_b_is_taken_where_they_are_most_of_those_who_train_or_di
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
     catching = Catching(node)  # type: ignore[arg-type]
-    assert catching.majority.is_most({PeerId("a"), PeerId("b")}) is is_most
+    assert catching.majority.is_most({PeerId("a"), PeerId("b")}, 0) is is_most
 
 
 def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -> None:
@@ -135,7 +137,7 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
     node = SimpleNamespace(
         membership=SimpleNamespace(live={PeerId("a"): ahead}, revision=7),
         agreed=[AgreedVersion(2, NONE)],
-        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
+        progress=SimpleNamespace(local=LocalProgress(phase=Status.DRAINING)),
         deciding=nothing_owed(),
         far=all_near(),
         rounds=SimpleNamespace(is_completing=lambda fragment: False),
@@ -184,7 +186,7 @@ def test_a_last_round_that_few_have_is_taken_when_nobody_trains(
     node = SimpleNamespace(
         membership=SimpleNamespace(live=live, revision=0),
         agreed=[AgreedVersion(3, GOOD)],
-        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
+        progress=SimpleNamespace(local=LocalProgress(phase=Status.DRAINING)),
         far=SimpleNamespace(cells=cells),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
@@ -211,7 +213,7 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(
     node = SimpleNamespace(
         membership=SimpleNamespace(live=live, revision=1),
         agreed=[AgreedVersion(3, GOOD)],
-        progress=SimpleNamespace(local=SimpleNamespace(phase=Status.DRAINING)),
+        progress=SimpleNamespace(local=LocalProgress(phase=Status.DRAINING)),
         deciding=nothing_owed(),
         far=all_near(),
         rounds=SimpleNamespace(
@@ -252,7 +254,7 @@ def follower(of: int, phase: Status.Phase, catchup: Any, **more: Any) -> Any:
     return SimpleNamespace(
         membership=SimpleNamespace(live=live, revision=1),
         agreed=[AgreedVersion(3, GOOD)],
-        progress=SimpleNamespace(local=SimpleNamespace(phase=phase)),
+        progress=SimpleNamespace(local=LocalProgress(phase=phase)),
         far=all_near(),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None, **catchup),
         now=lambda: 20.0,

@@ -10,10 +10,12 @@ from p2p_co2.catchup import STATE, Goal
 from p2p_co2.membership import PeerInfo
 from p2p_co2.node.catching import HEARD_OF_S, NOTICE_FAR_AFTER_S, Catching
 from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.progress import LocalProgress
 from p2p_co2.outlook import Outlook
 from p2p_co2.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
 from p2p_co2.wire.messages_pb2 import CellSight, Status
+from p2p_co2.wire.status import PeerStatus
 
 CELLS, VERSION = 3, 7
 OURS, NEW, LIE = b"o" * 32, b"n" * 32, b"l" * 32
@@ -43,7 +45,7 @@ class Cell:
             me=self.me,
             membership=self.membership,
             agreed=self.agreed,
-            progress=SimpleNamespace(local=SimpleNamespace(phase=Status.TRAINING)),
+            progress=SimpleNamespace(local=LocalProgress(phase=Status.TRAINING)),
             far=SimpleNamespace(
                 cells=CELLS, is_near=lambda peer: cell_of(peer, CELLS) == 0, outlook=self.outlook
             ),
@@ -79,7 +81,7 @@ class Cell:
         self.membership.revision += 1
         self.membership.live = {
             peer: PeerInfo(
-                status=Status(phase=Status.TRAINING, sights=sights),
+                status=PeerStatus(phase=Status.TRAINING, sights=sights),
                 heard_at=self.now, status_at=self.now, versions=(VERSION,), digests=(held_here,),
             )
             for peer, held_here in zip(self.near, near, strict=True)

@@ -276,7 +276,9 @@ def test_a_withdrawn_offer_ends_and_may_be_made_again() -> None:
     assert machine.withdraw(0, "the bytes are nowhere", 0.5)
     (event,) = drain(machine)
     assert event == Aborted(0, 1, offer_of().weight, "the bytes are nowhere", 0.5)
-    assert machine.messages_to_send() == []
+    (gone,) = [message for _, message in machine.messages_to_send()]
+    assert isinstance(gone, wire.Ready)
+    assert gone.withdrawn
     assert machine.get_timer() is None
     assert not machine.withdraw(0, "twice", 0.6)
     assert drain(machine) == []

@@ -35,10 +35,23 @@ def groups(machine: Rounds) -> list[tuple[PeerId, ...]]:
     return [tuple(event.group) for event in drain(machine) if isinstance(event, Began)]
 
 
-def test_a_coordinator_that_only_finishes_does_not_wait_for_itself() -> None:
+def readies_of(machine: Rounds) -> list[tuple[PeerId, bool]]:
+    """Whom it has asked, and whom it has told that it does not any more."""
+    sent = machine.messages_to_send()
+    return [(to, message.withdrawn) for to, message in sent if isinstance(message, wire.Ready)]
+
+
+def test_who_only_finishes_leaves_the_rounds_to_those_who_train() -> None:
+    """Who asked it goes on to one of these as soon as it hears of that. Where it began with them all the
+    same, two attempts at one round waited for each other's members for half a minute."""
     machine = machine_with({ME: FINISHES, OTHER: TRAINS, THIRD: FINISHES})
     machine.receive(ready(), OTHER, 1.0)
-    assert [event.group for event in drain(machine) if isinstance(event, Began)] == [(OTHER,)]
+    assert [type(message) for _, message in machine.messages_to_send()] == [wire.Waiting]
+    machine.set_peers({ME: TRAINS, OTHER: TRAINS, THIRD: FINISHES}, 1.1)
+    machine.receive(ready(), OTHER, 1.2)
+    machine.set_peers({ME: FINISHES, OTHER: TRAINS, THIRD: FINISHES}, 1.3)
+    machine.handle_timer(99.0)
+    assert groups(machine) == []
 
 
 def test_another_coordinator_is_asked_when_this_one_has_stopped_to_train() -> None:
@@ -46,11 +59,10 @@ def test_another_coordinator_is_asked_when_this_one_has_stopped_to_train() -> No
     round_ = next(n for n in range(1, 99) if coordination_order((ME, OTHER, THIRD), 0, n)[0] == OTHER)
     machine.set_state(0, round_ - 1, DIGEST)
     machine.offer(offer_of(round_), 0.0)
-    assert [to for to, message in machine.messages_to_send() if isinstance(message, wire.Ready)] == [OTHER]
+    assert readies_of(machine) == [(OTHER, False)]
     machine.set_peers({ME: TRAINS, OTHER: FINISHES, THIRD: TRAINS}, 0.1)
     first = coordination_order((ME, THIRD), 0, round_)[0]
-    asked = [to for to, message in machine.messages_to_send() if isinstance(message, wire.Ready)]
-    assert asked == [to for to in (first,) if to != ME]
+    assert readies_of(machine) == [(OTHER, True), *((to, False) for to in (first,) if to != ME)]
     machine.set_peers({ME: TRAINS, OTHER: FINISHES, THIRD: FINISHES}, 0.2)
     began = [event.group for event in drain(machine) if isinstance(event, Began)]
     assert began == [(ME,)]

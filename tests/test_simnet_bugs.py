@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -97,12 +98,15 @@ class ForgetsWhatWasMissed(CountingLedger):
 
 
 class TakesAnyState(CountingLedger):
-    """A peer that keeps what a donor sent, though it is not the state that was agreed on."""
+    """A peer that keeps what a donor sent, though it is not the state that was agreed on; another one each
+    time."""
+
+    taken = count(1)
 
     def _adopt(self, fragment: int, data: bytes, agreed: AgreedVersion, *more: Any) -> AgreedVersion:
         super()._adopt(fragment, data, agreed, *more)
-        mine = self.fragments[fragment]
-        mine.state = State.of(fragment, mine.state.version, [lane + 1 for lane in mine.state.sums])
+        mine, wrong = self.fragments[fragment], next(self.taken)
+        mine.state = State.of(fragment, mine.state.version, [lane + wrong for lane in mine.state.sums])
         return AgreedVersion(mine.state.version, mine.state.digest)
 
 

@@ -374,6 +374,7 @@ class Node:
     def _link_opened(self, peer: PeerId, carrier: str, reason: str) -> None:
         self.report(ev.LinkOpened, other=peer, carrier=carrier, reason=reason)
         self.membership.link_opened(peer, self.now())
+        self.pump(timers=False)
 
     def _link_lost(self, peer: PeerId, carrier: str, reason: str) -> None:
         self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)

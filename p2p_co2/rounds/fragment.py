@@ -127,8 +127,7 @@ class FragmentRounds:
             return False
         if self.asking is not None:
             self.asking.leave()
-        self._withdrawn = self.offer
-        self._rival = self._ahead.waiting = None
+        self._withdrawn, self._rival, self._ahead.waiting = self.offer, None, None
         self._abort(reason, now)
         return True
 
