@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from p2p_co2.telemetry.events import Warned
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Decision, Envelope, Status
-from p2p_co2.wire.status import PeerStatus
+from p2p_co2.wire.status import PeerStatus, finished_bits
 from tests.fuzz.world import World, run_virtual
 from tests.round_network import forged_commit
 
@@ -127,6 +128,30 @@ def test_a_mean_of_a_and_b_is_taken_where_they_are_most_of_those_who_train_or_di
     )
     catching = Catching(node)  # type: ignore[arg-type]
     assert catching.majority.is_most({PeerId("a"), PeerId("b")}, 0) is is_most
+
+
+def test_a_last_round_of_few_is_taken_while_others_are_still_about_another_fragment() -> None:
+    """At the end of every third storm all waited five to seven seconds for each other."""
+    works = heard(TRAINS, versions=(3, 1), digests=(GOOD, GOOD))
+    through = replace(works, status=works.status._replace(finished=finished_bits([0], 2)))
+    lonely = PeerId("lonely")
+    live = {PeerId(str(number)): through for number in range(5)} | {lonely: replace(works, versions=(4, 1))}
+    node = SimpleNamespace(
+        membership=SimpleNamespace(live=live, revision=0),
+        agreed=[AgreedVersion(3, GOOD), AgreedVersion(1, GOOD)],
+        me=PeerId("me"),
+        group_size=32,
+        progress=SimpleNamespace(local=LocalProgress(phase=TRAINS, finished=frozenset({0}))),
+        far=SimpleNamespace(cells=1),
+        catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
+    )
+    majority = Catching(node).majority  # type: ignore[arg-type]
+    assert majority.is_most({lonely}, 0)  # a round that nobody else has anything to offer for
+    assert not majority.is_most({lonely}, 1)
+    assert majority.last_version(0) == 0  # its bare word of one moves nobody while it makes more ...
+    live[lonely] = replace(through, versions=(4, 1))
+    assert majority.last_version(0) == 4  # ... and does when it is through
+    assert majority.last_version(1) == 0
 
 
 def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -> None:

@@ -430,3 +430,44 @@ def test_strangers_that_come_and_go_leave_no_more_behind_than_the_bound(
     machine.messages_to_send()
     machine.found([B], 110.0)
     assert B in {peer for peer, _ in machine.messages_to_send()}
+
+
+def test_one_whose_link_broke_is_missed_until_it_is_heard_again_and_asked_when_the_link_is_back() -> None:
+    machine = pair()[A]
+    machine.link_opened(B, 101.0)
+    assert machine.messages_to_send() == []  # it was never missed
+    revision = machine.revision
+    machine.link_broke(B)
+    machine.link_broke(B)
+    machine.link_broke(C)  # of a stranger: nothing
+    assert machine.live[B].is_missed
+    assert machine.revision == revision + 1
+    machine.link_opened(B, 102.0)
+    ((to, ping),) = machine.messages_to_send()
+    assert to == B
+    assert isinstance(ping, Ping)
+    assert ping.nonce
+    machine.receive(Pong(nonce=ping.nonce, ping_sent_at=102.0, answered_at=102.0), B, 102.1)
+    assert not machine.live[B].is_missed
+    assert machine.revision == revision + 2
+
+
+def test_one_that_was_started_anew_before_it_was_missed_is_known_by_its_number() -> None:
+    """It was known by the phase of who joins, which nobody saw who stood still meanwhile."""
+    machine = Membership(A)
+    for process, at in ((7, 100.0), (7, 101.0)):
+        machine.receive(Ping(status=Status(phase=Status.TRAINING, process=process)), B, at)
+    assert machine.take_restarted() == set()
+    revision = machine.revision
+    machine.receive(Ping(status=Status(phase=Status.TRAINING, process=8)), B, 102.0)
+    assert machine.revision > revision
+    assert machine.take_restarted() == {B}
+    assert machine.take_restarted() == set()
+
+
+def test_who_said_goodbye_is_not_awaited_though_the_dht_lists_it_still() -> None:
+    """Who came late to the end of a run waited up to twelve seconds for those who had left it."""
+    machine = pair()[A]
+    machine.receive(Leave(reason="the run is over"), B, 101.0)
+    machine.found([A, B, C], 102.0)
+    assert (machine.unheard, machine.awaited) == (2, 1)
