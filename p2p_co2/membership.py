@@ -149,7 +149,7 @@ class Membership:
         self.revision = 0
         """Grows with everything that is news of the others, but not with their positions and counters."""
         self.has_looked = False  # whether the DHT has said whom it lists
-        self._restarted: set[PeerId] = set()
+        self.restarted: set[PeerId] = set()  # of whom ``take_restarted`` has yet to tell
         self._outgoing: list[tuple[PeerId, Ping | Pong | Leave]] = []
         self._events: deque[MembershipEvent] = deque()
 
@@ -183,8 +183,8 @@ class Membership:
     @property
     def awaited(self) -> int:
         """Those of them that may yet be heard: who said goodbye of late is listed for a while, and is
-        gone."""
-        return sum(not self._gone.get(peer, (0.0, False))[1] for peer in self._candidates)
+        gone. Other threads may ask."""
+        return sum(not self._gone.get(peer, (0.0, False))[1] for peer in list(self._candidates))
 
     def is_cut_off(self, now: float) -> bool:
         """Whether more peers went without a word of late than are live, or went with those that said
@@ -280,7 +280,7 @@ class Membership:
     def take_restarted(self) -> set[PeerId]:
         """Live peers that began anew, without a word and before they were missed, since this was asked last:
         what their last processes had in hand is gone."""
-        restarted, self._restarted = self._restarted & self._live.keys(), set()
+        restarted, self.restarted = self.restarted & self._live.keys(), set()
         return restarted
 
     def announce(self, now: float) -> None:
@@ -380,7 +380,7 @@ class Membership:
                 self._next_heartbeat_at = now
             return info
         if status.process != info.status.process:
-            self._restarted.add(peer)
+            self.restarted.add(peer)
             self.revision += 1
         _keep(info.gaps_s, now - info.heard_at, GAPS_KEPT)
         info.heard_at = info.status_at = now

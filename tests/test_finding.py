@@ -17,10 +17,8 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import PeerRecord, Status
 
 
-@pytest.mark.parametrize(
-    ("fails", "told"), [((), 0), (("publish",), 1), (("find",), 1), (("publish", "find"), 1)]
-)
-def test_a_peer_that_cannot_be_listed_still_looks_for_others(fails: tuple[str, ...], told: int) -> None:
+@pytest.mark.parametrize("fails", [(), ("publish",), ("find",), ("publish", "find")])
+def test_a_peer_that_cannot_be_listed_still_looks_for_others(fails: tuple[str, ...]) -> None:
     """A first peer waited twelve seconds for three: it had not looked."""
 
     class Net:
@@ -49,4 +47,4 @@ def test_a_peer_that_cannot_be_listed_still_looks_for_others(fails: tuple[str, .
     asyncio.run(look())
     assert node.membership.has_looked is ("find" not in fails)
     assert node.membership.unheard == ("find" not in fails)
-    assert warnings == told * ["peer discovery: the DHT is out of reach"]
+    assert warnings == bool(fails) * ["peer discovery: the DHT is out of reach"]

@@ -10,7 +10,7 @@ from p2p_co2.rounds.bounds import GRACE_S
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_machine import DIGEST, SHAPE, drain, offer_of
+from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of
 from tests.round_network import RUN, make_identity
 
 ME, OTHER, THIRD, FOURTH = NAMES = [make_identity(index).peer_id for index in range(4)]
@@ -111,3 +111,72 @@ def test_where_all_who_are_ready_are_missed_no_round_begins() -> None:
     machine.receive(ready(round_), OTHER, 0.4)
     machine.handle_timer(99.0)
     assert groups(machine) == []
+
+
+def test_who_is_missed_is_not_told_that_it_is_behind_and_hears_the_round_that_begins_without_it() -> None:
+    """It was sent to where it was, which cost its honest coordinator."""
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=ME)
+    machine.offer(offer_of(round_), 0.0)
+    for peer in (OTHER, THIRD, FOURTH):
+        machine.set_peers(dict.fromkeys(NAMES, TRAINS) | {FOURTH: replace(TRAINS, is_missed=True)}, 0.1)
+        machine.receive(ready(round_), peer, 0.1)
+    machine.handle_timer(99.0)
+    assert groups(machine) == [{ME, OTHER, THIRD}]
+    assert not any(isinstance(message, wire.Behind) for _, message in machine.messages_to_send())
+
+
+def test_where_most_links_break_for_a_moment_the_round_waits_for_them() -> None:
+    """All links of a host break at once: the round for which all were ready was aborted at its deadline."""
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=ME)
+    machine.offer(offer_of(round_), 0.0)
+    for peer in (OTHER, THIRD):
+        machine.receive(ready(round_), peer, 0.1)
+    missed = replace(TRAINS, is_missed=True)
+    machine.set_peers({ME: TRAINS, OTHER: missed, THIRD: missed, FOURTH: missed}, 0.2)
+    machine.handle_timer(12.0)
+    assert drain(machine) == []
+    machine.set_peers(dict.fromkeys(NAMES, TRAINS), 12.1)
+    assert groups(machine) == [{ME, OTHER, THIRD}]
+
+
+def test_a_coordinator_that_let_another_come_first_is_asked_again_when_that_one_is_gone() -> None:
+    machine, round_ = machine_among(OTHER, THIRD, first=FOURTH)
+    machine.offer(offer_of(round_), 0.0)
+    ((asked, _),) = readies(machine) or [(ME, False)]
+    machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=5.0), asked, 0.1)
+    machine.set_peers(dict.fromkeys(NAMES, TRAINS), 1.0)
+    machine.handle_timer(5.2 + GRACE_S)
+    assert (FOURTH, False) in readies(machine)
+    machine.set_peers(dict.fromkeys(NAMES[:3], TRAINS), 8.0)
+    assert readies(machine) == [(to, False) for to in (asked,) if to != ME]
+
+
+def test_one_that_sends_us_on_three_times_is_left_though_we_never_heard_that_it_trains_no_more() -> None:
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=OTHER)
+    machine.offer(offer_of(round_), 0.0)
+    assert readies(machine) == [(OTHER, False)]
+    for now in (0.1, 3.1, 6.1):
+        machine.receive(wire.Waiting(fragment=0, round=round_), OTHER, now)
+        machine.handle_timer(now + GRACE_S + 0.1)
+    sent = readies(machine)
+    assert (OTHER, True) in sent
+    assert machine._fragments[0].asking is not None
+    assert machine._fragments[0].asking.asked[-1] != OTHER
+
+
+def test_who_stops_to_train_sends_on_those_who_asked_it() -> None:
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=ME)
+    machine.receive(ready(round_), OTHER, 0.1)
+    machine.messages_to_send()
+    machine.set_peers(dict.fromkeys(NAMES, TRAINS) | {ME: replace(TRAINS, training=False)}, 0.2)
+    assert machine.messages_to_send() == [(OTHER, wire.Waiting(fragment=0, round=round_))]
+
+
+def test_who_is_taken_in_by_an_earlier_coordinator_tells_the_later_one() -> None:
+    machine, begin, first, other = begun_member()
+    asking = machine._fragments[0].asking
+    assert asking is not None
+    asking.asked.append(other)
+    machine.messages_to_send()
+    machine.receive(begin, first, 0.2)
+    assert (other, True) in readies(machine)

@@ -366,7 +366,7 @@ class Node:
 
     def know_all(self) -> None:
         """Let the rounds machine hear of all who came and went before it hears more of them."""
-        if self._has_strangers:
+        if self._has_strangers or self.membership.restarted:
             self.refresh()
 
     # ---- links and discovery

@@ -41,8 +41,10 @@ class Asking:
         self._tries = 0
         self._votes: dict[PeerId, tuple[bytes, float]] = {}
         """Per live peer that votes to us, the attempt that it does so in, and since when."""
-        self._lost: set[PeerId] = set()
-        """Who was asked and went, or trained no more: if it is back, it may be asked again."""
+        self._blameless: set[PeerId] = set()
+        """Who was asked and went, or trained no more, or let another come first: may be asked again."""
+        self._sent_on = 0
+        """How often in a row the one that is asked has promised nothing."""
         self._trained: set[PeerId] = set()
         """Who trained when the last one was asked."""
         self._timer_at = now
@@ -63,6 +65,9 @@ class Asking:
             self._receipts.add(now - self._sent_at)
         self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
+        self._sent_on = 0 if message.begins_within_s else self._sent_on + 1
+        if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
+            self._ask_next(now)
 
     def was_never_told(self, attempt: bytes, voter: PeerId, now: float) -> bool:
         """Whether others are in an attempt whose BEGIN will not come here: ``voter``, who is live, votes to
@@ -119,7 +124,7 @@ class Asking:
         same round, ask among those that still do."""
         asked = self.asked[-1]
         if not self._swarm.is_live(asked) or (asked in self._trained and not self._swarm.is_training(asked)):
-            self._lost.add(asked)
+            self._blameless.add(asked)
             self._ask_next(now)
 
     def get_timer(self) -> float:
@@ -132,6 +137,7 @@ class Asking:
             self._swarm.spoilt(self.asked[-1], why, now, rounds=SPOILT_IN_A_ROW, cost_s=bounds.READY_CAP_S)
         elif now >= self._timer_at:
             if not self._tries and self._comes_first_now(now) != self.asked[-1]:
+                self._blameless.add(self.asked[-1])
                 self._ask_next(now)
             elif self._tries < TRIES:
                 self._send(now)
@@ -143,10 +149,11 @@ class Asking:
         """Who is asked by those who offer now, but for who gave us no answer; ``asked[-1]`` if nobody is."""
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
         first = order[0] if order else self.asked[-1]
-        return first if self._may_ask(first) else self.asked[-1]
+        has_room = len(self.asked) < bounds.MAX_ASKED or first in self._blameless
+        return first if has_room and self._may_ask(first) else self.asked[-1]
 
     def _may_ask(self, peer: PeerId) -> bool:
-        return peer not in self.asked or peer in self._lost
+        return peer not in self.asked or peer in self._blameless
 
     def _ask_next(self, now: float) -> None:
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
@@ -162,10 +169,10 @@ class Asking:
             self.leave()
         if again:
             self.asked.remove(left[0])
-            self._lost.discard(left[0])
+            self._blameless.discard(left[0])
         self.asked.append(left[0])
         self._trained = set(self._swarm.training())
-        self._tries = 0
+        self._tries = self._sent_on = 0
         self._send(now)
 
     def _ahead(self, order: list[PeerId]) -> list[PeerId]:

@@ -79,7 +79,8 @@ class Coordination:
             raise RemoteProtocolError("unknown peer", "READY")
         place = (message.fragment, message.round)
         if message.withdrawn:
-            self.withdraw(place, sender)
+            if place in self._gatherings:  # what a council was told of stands: its BEGIN is welcome still
+                self.withdraw(place, sender)
             return
         if self._answer_decided(message, sender, verdicts, mine):
             return
@@ -243,7 +244,7 @@ class Coordination:
         tally.start(now)
         self._begun[place] = begun = Begun(begin, tally, gathering, now)
         group = tuple(tally.attempt.shares)
-        begun.late.update(peer for peer in (*gathering.agreeing()[1], *late) if peer not in group)
+        begun.late.update(peer for peer in (*gathering.alike(begin.state_digest), *late) if peer not in group)
         waited_s = now - gathering.first_at
         self._outlet.emit(Began(*place, group, waited_s, gathering.deadline_s, begin.parts_within_s))
         for peer in group:
@@ -421,6 +422,9 @@ class Coordination:
 
     def peers_changed(self, now: float) -> None:
         if self._leaves_it_to_others():
+            for place, gathering in self._gatherings.items():
+                for peer in gathering.readies:
+                    self._outlet.send(peer, Waiting(fragment=place[0], round=place[1]))
             self._gatherings.clear()
         for place, gathering in list(self._gatherings.items()):
             for peer in [peer for peer in gathering.readies if not self._swarm.is_live(peer)]:

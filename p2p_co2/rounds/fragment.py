@@ -101,10 +101,8 @@ class FragmentRounds:
 
     def start(self, offer: Offer, now: float) -> None:
         """Open an offer. Raises ``LocalProtocolError`` if one is open, or it does not fit our state."""
-        if self.offer is not None:
-            raise LocalProtocolError(
-                f"fragment {offer.fragment} has an open offer for round {self.offer.round}"
-            )
+        if (mine := self.offer) is not None:
+            raise LocalProtocolError(f"fragment {offer.fragment} has an open offer for round {mine.round}")
         if self.version != offer.round - 1 or self.digest != offer.state_digest:
             raise LocalProtocolError(f"an offer for round {offer.round} at version {self.version}")
         if len(offer.payload) != self._payload_bytes:
@@ -125,8 +123,6 @@ class FragmentRounds:
         """End the open offer, whatever it waits for; False if there is none."""
         if self.offer is None:
             return False
-        if self.asking is not None:
-            self.asking.leave()
         self._withdrawn, self._rival, self._ahead.waiting = self.offer, None, None
         self._abort(reason, now)
         return True
@@ -199,6 +195,8 @@ class FragmentRounds:
         if not asking.is_taken_in(attempt, self._withdrawn):
             self.verdicts.end(attempt.id)
             return
+        if attempt.coordinator != asking.asked[-1]:
+            asking.leave()  # an earlier one was quicker
         offer, self.asking = asking.offer, None
         if not attempt.is_alone:
             self.verdicts.join(attempt.round, attempt.id, offer.weight)
@@ -442,6 +440,8 @@ class FragmentRounds:
         if self.member is not None:
             self.verdicts.leave(self.member.attempt.round, self.member.attempt.ids, self._outlet.emit)
             self._coordination.member_left(self.member.attempt)
+        if self.asking is not None:
+            self.asking.leave()
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
         self.offer = self.asking = self.member = self._rival = self._ahead.waiting = self._completing = None

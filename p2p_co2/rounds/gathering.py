@@ -140,8 +140,8 @@ class Gathering:
         """Whether no camp can begin whoever still comes: the states differ, and only ``heal`` helps. That
         takes most of the swarm, which is waited for as long as between two rounds: their READYs may always be
         further apart than the deadline."""
-        live = self._live()
-        missing = [peer for peer in live if peer not in self.readies and not self._is_past(peer)]
+        live, heard = self._live(), set(self._heard())
+        missing = [peer for peer in live if peer not in heard and not self._is_past(peer)]
         told = {peer: self._told_state(peer) for peer in missing}
         camps = self._camps()
         for digest in told.values():
@@ -158,6 +158,8 @@ class Gathering:
 
     def _told_state(self, peer: PeerId) -> bytes | None:
         """The state that ``peer`` says it would start this round from; None if it may start from any."""
+        if (ready := self.readies.get(peer)) is not None:
+            return ready.state_digest
         is_there = self._swarm.version_of(peer, self.fragment) == self.round - 1
         return self._swarm.digest_of(peer, self.fragment) if is_there else None
 
@@ -345,11 +347,15 @@ class Gathering:
         if 2 * len(self.readies) <= len(self._live()):
             return sorted(self.readies)
         self._tell_behind(digest, camp)
-        return camp
+        return self.alike(digest)
 
     def _tell_behind(self, digest: bytes, camp: list[PeerId]) -> None:
-        for peer in sorted(self.readies.keys() - set(camp)):
+        for peer in sorted(self.readies.keys() - set(self.alike(digest))):
             self._outlet.send(peer, behind_message(self.fragment, self.round, self.round - 1, digest, camp))
+
+    def alike(self, digest: bytes) -> list[PeerId]:
+        """Who is ready from this state, also those who are missed."""
+        return [peer for peer in sorted(self.readies) if self.readies[peer].state_digest == digest]
 
     def members(self) -> list[Member]:
         """Everybody who was ready, as far as an outcome has room for them."""

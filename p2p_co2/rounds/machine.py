@@ -131,7 +131,7 @@ class Rounds:
     def withdraw(self, fragment: int, reason: str, now: float) -> bool:
         """End our open offer of a fragment with ``Aborted(reason)``; False if there is none.
 
-        Nobody is told: the others end the round without us, and a new offer for the same round may follow.
+        Who leads a round that has begun is not told: it ends without us, and a new offer for it may follow.
         """
         withdrawn = self._fragments[fragment].withdraw(reason, now)
         self._settle(now)
