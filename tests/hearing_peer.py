@@ -38,6 +38,7 @@ class Place:
             upload_bytes_per_s=lambda: 0.0,
             download_bytes_per_s=0.0,
             software="",
+            process=1,
         )
         self.node.far = Far(cast(Any, self.node), 1, self._find_peers)
         self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25, rounds)

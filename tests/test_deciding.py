@@ -35,6 +35,7 @@ from p2p_co2.wire.messages_pb2 import (
     RoundKey,
     Status,
 )
+from p2p_co2.wire.status import PeerStatus
 from tests.round_network import RUN, Network, make_identity
 
 SHAPE = PayloadShape(8, (4,))
@@ -51,7 +52,7 @@ class Untouched:
 
 
 def node_with(live: list[PeerId], group_size: int = 32) -> Any:
-    infos = {peer: SimpleNamespace(status=Status(phase=Status.TRAINING)) for peer in live}
+    infos = {peer: SimpleNamespace(status=PeerStatus(phase=Status.TRAINING)) for peer in live}
     return SimpleNamespace(
         me=make_identity(0).peer_id,
         run_digest=RUN,
