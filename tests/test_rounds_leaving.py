@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from p2p_co2.rounds import Began, PeerView, Rounds
+from p2p_co2.rounds import Aborted, Began, PeerView, Rounds
 from p2p_co2.rounds.bounds import GRACE_S
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
@@ -180,3 +180,27 @@ def test_who_is_taken_in_by_an_earlier_coordinator_tells_the_later_one() -> None
     machine.messages_to_send()
     machine.receive(begin, first, 0.2)
     assert (other, True) in readies(machine)
+
+
+def test_an_offer_of_one_that_pauses_alone_ends_with_nobody_asked() -> None:
+    """There was nobody to be told that it is over, and the process ended."""
+    machine, round_ = machine_among(first=ME)
+    machine.set_peers({ME: replace(TRAINS, training=False)}, 0.1)
+    machine.offer(offer_of(round_), 0.2)
+    assert [type(event) for event in drain(machine)] == [Aborted]
+    machine.offer(offer_of(round_), 0.3)  # and another may follow
+
+
+def test_a_few_send_no_majority_to_their_state_that_is_only_missed() -> None:
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=ME)
+    missed = replace(TRAINS, is_missed=True)
+    machine.set_peers({ME: TRAINS, OTHER: missed, THIRD: missed, FOURTH: missed}, 0.1)
+    machine.offer(offer_of(round_), 0.2)
+    for peer in (OTHER, THIRD, FOURTH):
+        other = ready(round_)
+        other.state_digest = bytes(32)
+        machine.receive(other, peer, 0.3)
+    for now in (20.0, 40.0, 99.0):
+        machine.handle_timer(now)
+    assert groups(machine) == []
+    assert not any(isinstance(message, wire.Behind) for _, message in machine.messages_to_send())

@@ -14,7 +14,7 @@ from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.events import Offer
-from p2p_co2.rounds.repute import SPOILT_IN_A_ROW
+from p2p_co2.rounds.repute import NOT_BEGUN, SPOILT_IN_A_ROW
 from p2p_co2.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Behind, Ready, Waiting
@@ -37,7 +37,7 @@ class Asking:
         """Why the offer is given up; empty as long as it is not."""
         self._swarm, self._outlet, self._receipts, self._is_retry = swarm, outlet, receipts, is_retry
         self._give_up_at = now + bounds.READY_CAP_S
-        self._sent_at = now
+        self._sent_at = self._asked_at = now
         self._tries = 0
         self._votes: dict[PeerId, tuple[bytes, float]] = {}
         """Per live peer that votes to us, the attempt that it does so in, and since when."""
@@ -81,7 +81,7 @@ class Asking:
 
     def leave(self) -> None:
         """Tell who was asked last to expect us no more: a round that it began with us would wait for us."""
-        if self._swarm.is_live(self.asked[-1]):
+        if self.asked and self._swarm.is_live(self.asked[-1]):
             gone = Ready()
             gone.CopyFrom(self._ready)
             gone.withdrawn = True
@@ -133,8 +133,10 @@ class Asking:
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
             self.failure = f"no round began within {bounds.READY_CAP_S:.0f} s"
-            why = f"it let no round begin for {bounds.READY_CAP_S:.0f} s"
-            self._swarm.spoilt(self.asked[-1], why, now, rounds=SPOILT_IN_A_ROW, cost_s=bounds.READY_CAP_S)
+            cost_s = now - self._asked_at
+            rounds = SPOILT_IN_A_ROW if 2 * cost_s >= bounds.READY_CAP_S else NOT_BEGUN
+            why = f"it let no round begin for {cost_s:.0f} s"
+            self._swarm.spoilt(self.asked[-1], why, now, rounds=rounds, cost_s=cost_s)
         elif now >= self._timer_at:
             if not self._tries and self._comes_first_now(now) != self.asked[-1]:
                 self._blameless.add(self.asked[-1])
@@ -165,14 +167,14 @@ class Asking:
         if not left or (len(self.asked) >= bounds.MAX_ASKED and not again):
             self.failure = f"no coordinator answered (asked {named(self.asked)})"
             return
-        if self.asked:
-            self.leave()
+        self.leave()
         if again:
             self.asked.remove(left[0])
             self._blameless.discard(left[0])
         self.asked.append(left[0])
         self._trained = set(self._swarm.training())
         self._tries = self._sent_on = 0
+        self._asked_at = now
         self._send(now)
 
     def _ahead(self, order: list[PeerId]) -> list[PeerId]:

@@ -19,7 +19,7 @@ from p2p_co2.rounds.attempt import Attempt, check_ready, read_begin, read_key
 from p2p_co2.rounds.begun import PASSED, Begun, passed
 from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.rounds.decision import Verdicts, content_of, sign_outcome
-from p2p_co2.rounds.delegation import Delegation
+from p2p_co2.rounds.delegation import WAIT_S, Delegation
 from p2p_co2.rounds.events import Began
 from p2p_co2.rounds.gathering import Gathering, attempt_nonce, behind_message
 from p2p_co2.rounds.member import Member
@@ -155,7 +155,7 @@ class Coordination:
         begun.late.add(sender)
         self._let_listen(begun, message.state_digest, sender, now)
         ends_at = begun.tally.get_timer()
-        within_s = max(0.0, ends_at - now) if ends_at is not None else 0.0
+        within_s = max(0.0, ends_at - now) if ends_at is not None else WAIT_S
         self._outlet.send(
             sender, Waiting(fragment=message.fragment, round=message.round, begins_within_s=within_s)
         )
@@ -423,7 +423,7 @@ class Coordination:
     def peers_changed(self, now: float) -> None:
         if self._leaves_it_to_others():
             for place, gathering in self._gatherings.items():
-                for peer in gathering.readies:
+                for peer in filter(self._swarm.is_live, gathering.readies):
                     self._outlet.send(peer, Waiting(fragment=place[0], round=place[1]))
             self._gatherings.clear()
         for place, gathering in list(self._gatherings.items()):

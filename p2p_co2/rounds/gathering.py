@@ -140,7 +140,7 @@ class Gathering:
         """Whether no camp can begin whoever still comes: the states differ, and only ``heal`` helps. That
         takes most of the swarm, which is waited for as long as between two rounds: their READYs may always be
         further apart than the deadline."""
-        live, heard = self._live(), set(self._heard())
+        live, heard = self._live(), set(self._heard() or self.readies)
         missing = [peer for peer in live if peer not in heard and not self._is_past(peer)]
         told = {peer: self._told_state(peer) for peer in missing}
         camps = self._camps()
@@ -151,8 +151,8 @@ class Gathering:
             self._suffices([*camp, *(p for p in missing if told[p] in (None, digest))], live, now)
             for digest, camp in camps.items()
         )
-        here = len(self.readies)
-        may_heal = 2 * here <= len(live) < 2 * (here + len(missing))
+        here, others = len(self.readies), sum(peer not in self.readies for peer in missing)
+        may_heal = 2 * here <= len(live) < 2 * (here + others)
         self._awaits_most = not may_begin and may_heal and now < self._heals_until
         return not may_begin and not self._awaits_most
 
@@ -344,8 +344,9 @@ class Gathering:
         majority: the others are told to adopt the state of the strongest camp, or nobody would ever begin
         again. Returns whom to tell of the abort: that camp, or everybody."""
         digest, camp = self.agreeing()
-        if 2 * len(self.readies) <= len(self._live()):
-            return sorted(self.readies)
+        most = max(len(self.alike(ready.state_digest)) for ready in self.readies.values())
+        if 2 * len(self.readies) <= len(self._live()) or len(self.alike(digest)) < most:
+            return sorted(self.readies)  # too few, or who is missed just now outnumbers the others
         self._tell_behind(digest, camp)
         return self.alike(digest)
 
