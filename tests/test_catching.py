@@ -136,7 +136,7 @@ def test_a_last_round_of_few_is_taken_while_others_are_still_about_another_fragm
     through = replace(works, status=works.status._replace(finished=finished_bits([0], 2)))
     lonely = PeerId("lonely")
     live = {PeerId(str(number)): through for number in range(5)} | {lonely: replace(works, versions=(4, 1))}
-    node = SimpleNamespace(
+    node: Any = SimpleNamespace(
         membership=SimpleNamespace(live=live, revision=0),
         agreed=[AgreedVersion(3, GOOD), AgreedVersion(1, GOOD)],
         me=PeerId("me"),
@@ -145,7 +145,7 @@ def test_a_last_round_of_few_is_taken_while_others_are_still_about_another_fragm
         far=SimpleNamespace(cells=1),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
-    majority = Catching(node).majority  # type: ignore[arg-type]
+    majority = Catching(node).majority
     assert majority.is_most({lonely}, 0)  # a round that nobody else has anything to offer for
     assert not majority.is_most({lonely}, 1)
     assert majority.last_version(0) == 0  # its bare word of one moves nobody while it makes more ...

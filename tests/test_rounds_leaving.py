@@ -37,6 +37,16 @@ def ready(round_: int, **more: bool) -> wire.Ready:
     )
 
 
+def promised(machine: Rounds, round_: int) -> PeerId:
+    """Who is asked while the one that comes first is away, and begins nothing in the five seconds that it
+    names; that one is back at 1.0."""
+    machine.offer(offer_of(round_), 0.0)
+    ((asked, _),) = readies(machine) or [(ME, False)]
+    machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=5.0), asked, 0.1)
+    machine.set_peers(dict.fromkeys(NAMES, TRAINS), 1.0)
+    return asked
+
+
 def groups(machine: Rounds) -> list[set[PeerId]]:
     return [set(event.group) for event in drain(machine) if isinstance(event, Began)]
 
@@ -44,10 +54,7 @@ def groups(machine: Rounds) -> list[set[PeerId]]:
 def test_who_comes_first_by_now_is_asked_when_a_coordinator_begins_nothing_in_time() -> None:
     """Two coordinators with half of the READYs each waited 30 s for a majority."""
     machine, round_ = machine_among(OTHER, THIRD, first=FOURTH)
-    machine.offer(offer_of(round_), 0.0)
-    ((asked, _),) = readies(machine) or [(ME, False)]
-    machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=5.0), asked, 0.1)
-    machine.set_peers(dict.fromkeys(NAMES, TRAINS), 1.0)
+    asked = promised(machine, round_)
     assert readies(machine) == []  # it may be about to begin
     machine.handle_timer(5.2 + GRACE_S)
     told = [] if asked == ME else [(asked, True)]
@@ -141,10 +148,7 @@ def test_where_most_links_break_for_a_moment_the_round_waits_for_them() -> None:
 
 def test_a_coordinator_that_let_another_come_first_is_asked_again_when_that_one_is_gone() -> None:
     machine, round_ = machine_among(OTHER, THIRD, first=FOURTH)
-    machine.offer(offer_of(round_), 0.0)
-    ((asked, _),) = readies(machine) or [(ME, False)]
-    machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=5.0), asked, 0.1)
-    machine.set_peers(dict.fromkeys(NAMES, TRAINS), 1.0)
+    asked = promised(machine, round_)
     machine.handle_timer(5.2 + GRACE_S)
     assert (FOURTH, False) in readies(machine)
     machine.set_peers(dict.fromkeys(NAMES[:3], TRAINS), 8.0)
