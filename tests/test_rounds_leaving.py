@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from p2p_co2.rounds import Aborted, Began, PeerView, Rounds
-from p2p_co2.rounds.bounds import GRACE_S
+from p2p_co2.rounds.bounds import GRACE_S, READY_CAP_S
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
@@ -208,3 +208,18 @@ def test_a_few_send_no_majority_to_their_state_that_is_only_missed() -> None:
         machine.handle_timer(now)
     assert groups(machine) == []
     assert not any(isinstance(message, wire.Behind) for _, message in machine.messages_to_send())
+
+
+def test_who_was_asked_last_is_not_blamed_for_the_time_of_the_one_before() -> None:
+    machine, round_ = machine_among(OTHER, THIRD, first=FOURTH)
+    machine.offer(offer_of(round_), 0.0)
+    ((asked, _),) = readies(machine) or [(ME, False)]
+    machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=0.9 * READY_CAP_S), asked, 0.1)
+    machine.set_peers(dict.fromkeys(NAMES, TRAINS), 1.0)
+    now = 0.1 + 0.9 * READY_CAP_S + GRACE_S
+    machine.handle_timer(now + 0.1)
+    assert (FOURTH, False) in readies(machine)
+    machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=60.0), FOURTH, now + 0.2)
+    machine.handle_timer(READY_CAP_S + 0.1)
+    assert Aborted in map(type, drain(machine))
+    assert not machine._swarm.repute.is_passed_over(FOURTH, READY_CAP_S + 0.2)
