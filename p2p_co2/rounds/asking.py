@@ -38,6 +38,8 @@ class Asking:
         self._swarm, self._outlet, self._receipts, self._is_retry = swarm, outlet, receipts, is_retry
         self._give_up_at = now + bounds.READY_CAP_S
         self._sent_at = self._asked_at = now
+        self._held_s: dict[PeerId, float] = {}
+        """How long each has had the offer, seconds."""
         self._tries = 0
         self._votes: dict[PeerId, tuple[bytes, float]] = {}
         """Per live peer that votes to us, the attempt that it does so in, and since when."""
@@ -133,10 +135,7 @@ class Asking:
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
             self.failure = f"no round began within {bounds.READY_CAP_S:.0f} s"
-            cost_s = now - self._asked_at
-            rounds = SPOILT_IN_A_ROW if 2 * cost_s >= bounds.READY_CAP_S else NOT_BEGUN
-            why = f"it let no round begin for {cost_s:.0f} s"
-            self._swarm.spoilt(self.asked[-1], why, now, rounds=rounds, cost_s=cost_s)
+            self._blame_longest(now)
         elif now >= self._timer_at:
             if not self._tries and self._comes_first_now(now) != self.asked[-1]:
                 self._blameless.add(self.asked[-1])
@@ -146,6 +145,21 @@ class Asking:
             else:
                 self._swarm.spoilt(self.asked[-1], "it gave no answer when it was to coordinate", now)
                 self._ask_next(now)
+
+    def _note_held(self, until: float) -> None:
+        """Who is asked has had the offer since ``_asked_at``."""
+        if self.asked:
+            held_s = max(0.0, min(until, self._give_up_at) - self._asked_at)
+            self._held_s[self.asked[-1]] = self._held_s.get(self.asked[-1], 0.0) + held_s
+
+    def _blame_longest(self, now: float) -> None:
+        """At the cap: whoever had the offer longest, whoever has it now. Time that this peer slept beyond it
+        is nobody's; over several cells one may have waited for a slow council."""
+        self._note_held(now)
+        peer, held_s = max(self._held_s.items(), key=lambda held: held[1])
+        is_its = self._swarm.cells == 1 and 2 * held_s >= bounds.READY_CAP_S
+        why = f"it let no round begin for {held_s:.0f} s"
+        self._swarm.spoilt(peer, why, now, rounds=SPOILT_IN_A_ROW if is_its else NOT_BEGUN, cost_s=held_s)
 
     def _comes_first_now(self, now: float) -> PeerId:
         """Who is asked by those who offer now, but for who gave us no answer; ``asked[-1]`` if nobody is."""
@@ -168,6 +182,7 @@ class Asking:
             self.failure = f"no coordinator answered (asked {named(self.asked)})"
             return
         self.leave()
+        self._note_held(now)
         if again:
             self.asked.remove(left[0])
             self._blameless.discard(left[0])
