@@ -17,7 +17,7 @@ from p2p_co2.errors import P2PCo2Error
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.faults import Storm
 from p2p_co2.simnet.swarm import Result, Settings, Swarm
-from p2p_co2.telemetry.events import Event, RoundCommitted
+from p2p_co2.telemetry.events import RoundCommitted
 
 STORM_ROUND_S, STORM_ROUNDS = 4.0, 4
 START_SPREAD_S = 0.5
@@ -82,29 +82,35 @@ class Played:
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Looking for cycles takes a twelfth of a storm's time, and one leaves few: they are looked for after
-    it."""
+    """Looking for cycles takes a twelfth of a storm's time, and one leaves few: they are looked for after it,
+    and not among what was there before."""
     was_enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.collect()
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
-        gc.collect()
 
 
 def play(seed: int, peers: int = 32) -> Played:
     """One storm. A bug that ends a simulation is a failure of its seed, with the bug as cause."""
+    with _without_gc():
+        return _play(seed, peers)
+
+
+def _play(seed: int, peers: int) -> Played:
     swarm, after = Swarm(storm_settings(seed, peers), EventLog(digests=False)), [0]
 
-    def count(event: Event) -> None:
-        after[0] += isinstance(event, RoundCommitted) and swarm.world.now > STORM_UNTIL_S
+    def count(event: RoundCommitted) -> None:
+        after[0] += swarm.world.now > STORM_UNTIL_S
 
-    swarm.log.readers.append(count)
+    swarm.log.readers_of[RoundCommitted].append(count)
     try:
-        with _without_gc():
-            result = swarm.run()
+        result = swarm.run()
     except BUGS as error:
         failure = Failure(seed, (f"ended by a bug: {error!r}",), replay_command(seed, peers))
         return Played(seed, failure, {}, 0)

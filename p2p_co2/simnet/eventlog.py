@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry.events import Event
@@ -21,13 +21,15 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class EventLog:
-    """``path``: where ``events.jsonl`` goes, None for nowhere. ``readers`` get every event. ``digests`` False
-    and no path: nothing is serialised. Raises ``EnvironmentFault`` if the file cannot be made."""
+    """``path``: where ``events.jsonl`` goes, None for nowhere. ``readers`` get every event, ``readers_of``
+    those of one type. ``digests`` False and no path: nothing is serialised. Raises ``EnvironmentFault`` if
+    the file cannot be made."""
 
     def __init__(self, path: Path | None = None, digests: bool = True) -> None:
         self._serialises = digests or path is not None
         self.counts: Counter[str] = Counter()
         self.readers: list[Callable[[Event], None]] = []
+        self.readers_of: defaultdict[type[Event], list[Callable[[Any], None]]] = defaultdict(list)
         self._digest = hashlib.sha256()
         self._file: BinaryIO | None = None
         if path is not None:
@@ -43,6 +45,8 @@ class EventLog:
         if self._serialises:
             self._serialise(event)
         for reader in self.readers:
+            reader(event)
+        for reader in self.readers_of[type(event)]:
             reader(event)
 
     def _serialise(self, event: Event) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from p2p_co2.simnet.internet import Noise
-from p2p_co2.telemetry.events import Event, RoundBegan
+from p2p_co2.telemetry.events import RoundBegan
 
 if TYPE_CHECKING:
     from p2p_co2.simnet.swarm import Swarm
@@ -103,7 +103,7 @@ class Storm:
         for number in range(self.assassinations):
             # The first one takes the first round of all: in a storm there may be no other.
             at = rng.uniform(self.from_s, self.calm_at - 4) if number else 0.0
-            swarm.log.readers.append(_Assassin(swarm, at, self.calm_at, number))
+            swarm.log.readers_of[RoundBegan].append(_Assassin(swarm, at, self.calm_at, number))
         for _ in range(self.splits):
             self._split(swarm, rng)
         self._disturb(swarm, rng)
@@ -160,9 +160,9 @@ class _Assassin:
         self._swarm, self._at, self._calm_at = swarm, at, calm_at
         self._rng = random.Random(f"{swarm.seed}/assassin/{number}")
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: RoundBegan) -> None:
         now = self._swarm.world.now
-        if not isinstance(event, RoundBegan) or not self._at <= now < self._calm_at - 2:
+        if not self._at <= now < self._calm_at - 2:
             return
         self._at = self._calm_at
         victim = event.peer if self._rng.random() < 0.6 else self._rng.choice(sorted(event.group))

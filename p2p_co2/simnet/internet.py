@@ -152,10 +152,14 @@ def _path(sender: Endpoint, receiver: Endpoint) -> tuple[Path, bool]:
         carrier = "libp2p"
         reason = "grpc: no route to host (behind NAT)"
         both_cone = first.nat == second.nat == "cone"
-        lucky = random.Random("/".join(sorted((sender.peer, receiver.peer)))).random() < PUNCHED_SHARE
-        is_relayed = not (first.nat == "open" or (both_cone and lucky))
+        is_relayed = first.nat != "open" and not (both_cone and _punches(sender.peer, receiver.peer))
     way = way_between(first, second, is_relayed)
     return Path(carrier, reason, way.delay_s, way.jitter_s, way.loss, way.bytes_per_s), is_relayed
+
+
+def _punches(first: PeerId, second: PeerId) -> bool:
+    """Whether hole punching works between two cone NATs: drawn once for each pair."""
+    return random.Random("/".join(sorted((first, second)))).random() < PUNCHED_SHARE
 
 
 @types.coroutine
