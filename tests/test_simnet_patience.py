@@ -29,19 +29,17 @@ def test_the_bound_of_an_offer_follows_from_payload_lines_and_cells() -> None:
     home, slow = PROFILES["cable"], PROFILES["dsl"]
     small = PayloadShape(8, (4, 8))
     parts_s = 4 * 2.0  # nothing to send: the floor, and four times that if past rounds were slow
-    assert offer_bound_s(small, 1.0, [home]) == 150 + 3 * 2 * (2 * parts_s + 4) + 4 * parts_s
+    assert offer_bound_s(small, 1.0, [home]) == 150 + 7 * (2 * parts_s + 4) + 4 * parts_s
     assert offer_bound_s(small, 1.0, [home, slow]) == offer_bound_s(small, 1.0, [home])
     large = PayloadShape(8, (4, 1 << 16))
     slowest = way_between(slow, slow, relayed=True).bytes_per_s
     assert slowest < slow.up_bits_per_s / 8 / 10  # deadlines follow from what uploads have shown
     parts_s = 4 * 4 * 2 * (1 << 19) / slowest
     assert 2 < parts_s < 300
-    assert offer_bound_s(large, 1.0, [home, slow]) == pytest.approx(
-        150 + 3 * 2 * (2 * parts_s + 4) + 4 * parts_s
-    )
-    assert offer_bound_s(large, 1e6, [slow]) == READY_CAP_S + ROUND_CAP_S + 1200
+    assert offer_bound_s(large, 1.0, [home, slow]) == pytest.approx(150 + 7 * (2 * parts_s + 4) + 4 * parts_s)
+    assert offer_bound_s(large, 1e6, [slow]) == READY_CAP_S + 604 + ROUND_CAP_S + 1200
     cells = PayloadShape(8, (4, 8), sum_block_bytes=64)
-    assert offer_bound_s(cells, 1.0, [home]) == 150 + 3 * 2 * (2 * (8 + 8) + 4 + 6) + 32
+    assert offer_bound_s(cells, 1.0, [home]) == 150 + 7 * (2 * (8 + 8) + 4 + 6) + 32
 
 
 def test_a_run_is_over_when_the_last_peer_has_joined_trained_and_flushed() -> None:

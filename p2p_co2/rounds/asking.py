@@ -4,7 +4,8 @@ Laws: one READY is outstanding at a time; it is repeated to the same coordinator
 because a lost message is likelier than a lost peer and two coordinators for one round cost a round; where
 one does not begin within the time that it promised and another comes first by now, all go there, or each may
 wait for a majority that half of them keep from the other; every wait has a timer; after ``READY_CAP_S`` the
-offer is given up, whatever coordinators promise.
+offer is given up, whatever coordinators promise; if our round is heard to have begun without us, when that
+must be decided.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ TRIES = 3
 """READYs to one coordinator, each waiting twice as long, before the next is asked."""
 BEGIN_LATE_S = 0.5
 """BEGIN may come here so much later than to others."""
+LONGEST_WITH_COUNCIL_S = bounds.GATHER_CAP_S + bounds.COUNCIL_CAP_S + bounds.GRACE_S
+"""An honest coordinator may hold an offer so long before it begins or gives up, over several cells."""
 
 
 class Asking:
@@ -36,8 +39,9 @@ class Asking:
         self.failure = ""
         """Why the offer is given up; empty as long as it is not."""
         self._swarm, self._outlet, self._receipts, self._is_retry = swarm, outlet, receipts, is_retry
+        self._began_at = self._sent_at = self._asked_at = self._awake_at = now
         self._give_up_at = now + bounds.READY_CAP_S
-        self._sent_at = self._asked_at = now
+        self._hears = self._has_woken = False
         self._held_s: dict[PeerId, float] = {}
         """How long each has had the offer, seconds."""
         self._tries = 0
@@ -45,6 +49,8 @@ class Asking:
         """Per live peer that votes to us, the attempt that it does so in, and since when."""
         self._blameless: set[PeerId] = set()
         """Who was asked and went, or trained no more, or let another come first: may be asked again."""
+        self._asked_twice: set[PeerId] = set()
+        """Who gave us no answer, and was asked again all the same."""
         self._sent_on = 0
         """How often in a row the one that is asked has promised nothing."""
         self._trained: set[PeerId] = set()
@@ -63,13 +69,29 @@ class Asking:
         """A receipt: BEGIN or a decision will come within the time it names."""
         if sender != self.asked[-1]:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
+        self._note_sleep(now)
         if self._tries == 1:
             self._receipts.add(now - self._sent_at)
         self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
         self._sent_on = 0 if message.begins_within_s else self._sent_on + 1
         if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
+            if (held_s := self.held_s(sender, now)) > bounds.GATHER_CAP_S + bounds.GRACE_S:
+                why = f"it sent us on after {held_s:.0f} s"
+                self._swarm.spoilt(sender, why, now, rounds=NOT_BEGUN, cost_s=held_s)
             self._ask_next(now)
+
+    def round_began(self, attempt: Attempt, now: float) -> None:
+        """We hear ``attempt``. If it is at our round, it is waited for: given up before it is decided, all
+        that was heard of it would be fetched. Once, whatever else begins."""
+        if attempt.round == self.offer.round and not self._hears:
+            decided_at = now + attempt.decided_within_s + bounds.GRACE_S
+            self._hears, self._give_up_at = True, max(self._give_up_at, decided_at)
+
+    def held_s(self, peer: PeerId, now: float) -> float:
+        """How long ``peer`` has had the offer, but for time that we slept beyond what it promised."""
+        held_s = now - self._asked_at - self._slept_s(now) if peer in self.asked[-1:] else 0.0
+        return self._held_s.get(peer, 0.0) + max(0.0, held_s)
 
     def was_never_told(self, attempt: bytes, voter: PeerId, now: float) -> bool:
         """Whether others are in an attempt whose BEGIN will not come here: ``voter``, who is live, votes to
@@ -124,6 +146,7 @@ class Asking:
     def peers_changed(self, now: float) -> None:
         """Another one is asked when this one is lost, or has stopped to train: the others, who offer for the
         same round, ask among those that still do."""
+        self._note_sleep(now)
         asked = self.asked[-1]
         if not self._swarm.is_live(asked) or (asked in self._trained and not self._swarm.is_training(asked)):
             self._blameless.add(asked)
@@ -133,12 +156,18 @@ class Asking:
         return min(self._timer_at, self._give_up_at)
 
     def handle_timer(self, now: float) -> None:
-        if now >= self._give_up_at:
-            self.failure = f"no round began within {bounds.READY_CAP_S:.0f} s"
+        self._note_sleep(now)
+        if now >= self._give_up_at + bounds.GRACE_S and not self._has_woken:
+            self._has_woken, self._give_up_at = True, now + 2 * bounds.GRACE_S
+            self._send(now)  # what came of it may lie there, or is told again
+        elif now >= self._give_up_at:
+            self.failure = f"no round began within {self._give_up_at - self._began_at:.0f} s"
             self._blame_longest(now)
         elif now >= self._timer_at:
-            if not self._tries and self._comes_first_now(now) != self.asked[-1]:
-                self._blameless.add(self.asked[-1])
+            if not self._tries and (first := self._comes_first_now(now)) != self.asked[-1]:
+                if not self._may_ask(first):
+                    self._asked_twice.add(first)
+                self._blameless |= {self.asked[-1], first}
                 self._ask_next(now)
             elif self._tries < TRIES:
                 self._send(now)
@@ -146,27 +175,33 @@ class Asking:
                 self._swarm.spoilt(self.asked[-1], "it gave no answer when it was to coordinate", now)
                 self._ask_next(now)
 
-    def _note_held(self, until: float) -> None:
-        """Who is asked has had the offer since ``_asked_at``."""
-        if self.asked:
-            held_s = max(0.0, min(until, self._give_up_at) - self._asked_at)
-            self._held_s[self.asked[-1]] = self._held_s.get(self.asked[-1], 0.0) + held_s
+    def _note_sleep(self, now: float) -> None:
+        """Awake, this peer comes back by its timer: time beyond that is nobody's fault."""
+        self._asked_at += self._slept_s(now)
+        self._awake_at = now
+
+    def _slept_s(self, now: float) -> float:
+        return max(0.0, now - max(self.get_timer(), self._awake_at) - bounds.GRACE_S)
 
     def _blame_longest(self, now: float) -> None:
-        """At the cap: whoever had the offer longest, whoever has it now. Time that this peer slept beyond it
-        is nobody's; over several cells one may have waited for a slow council."""
-        self._note_held(now)
-        peer, held_s = max(self._held_s.items(), key=lambda held: held[1])
-        is_its = self._swarm.cells == 1 and 2 * held_s >= bounds.READY_CAP_S
+        """At the cap: whoever had the offer longest, if it is still here. A round that began may only be
+        late."""
+        held_s, peer = max((self.held_s(peer, now), peer) for peer in {*self._held_s, *self.asked[-1:]})
+        if not self._swarm.is_live(peer):
+            return
+        honest_s = bounds.READY_CAP_S / 2 if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
+        rounds = 1.0 if self._hears else SPOILT_IN_A_ROW
         why = f"it let no round begin for {held_s:.0f} s"
-        self._swarm.spoilt(peer, why, now, rounds=SPOILT_IN_A_ROW if is_its else NOT_BEGUN, cost_s=held_s)
+        self._swarm.spoilt(peer, why, now, rounds=rounds if held_s > honest_s else NOT_BEGUN, cost_s=held_s)
 
     def _comes_first_now(self, now: float) -> PeerId:
-        """Who is asked by those who offer now, but for who gave us no answer; ``asked[-1]`` if nobody is."""
+        """Who is asked by those who offer now, ``asked[-1]`` if nobody is; not who gave us no answer, unless
+        we are sent on: it may answer by now, once."""
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
         first = order[0] if order else self.asked[-1]
-        has_room = len(self.asked) < bounds.MAX_ASKED or first in self._blameless
-        return first if has_room and self._may_ask(first) else self.asked[-1]
+        has_room = len(self.asked) < bounds.MAX_ASKED or first in self.asked
+        is_sent_on = self._sent_on > 0 and first not in self._asked_twice
+        return first if has_room and (is_sent_on or self._may_ask(first)) else self.asked[-1]
 
     def _may_ask(self, peer: PeerId) -> bool:
         return peer not in self.asked or peer in self._blameless
@@ -182,10 +217,11 @@ class Asking:
             self.failure = f"no coordinator answered (asked {named(self.asked)})"
             return
         self.leave()
-        self._note_held(now)
+        if self.asked:
+            self._held_s[self.asked[-1]] = self.held_s(self.asked[-1], now)
         if again:
             self.asked.remove(left[0])
-            self._blameless.discard(left[0])
+        self._blameless.discard(left[0])
         self.asked.append(left[0])
         self._trained = set(self._swarm.training())
         self._tries = self._sent_on = 0

@@ -74,6 +74,11 @@ class Attempt:
         """What a successor of the coordinator may need: slices again, and over cells the sums of all."""
         return self.parts_within_s + (2 * self.council.sums_within_s if self.council is not None else 0.0)
 
+    @property
+    def decided_within_s(self) -> float:
+        """From BEGIN to its coordinator's decision."""
+        return self.result_within_s + (bounds.COUNCIL_GRACE_S if self.council is not None else 0.0)
+
     def key(self) -> RoundKey:
         return RoundKey(fragment=self.fragment, round=self.round, attempt=self.id)
 

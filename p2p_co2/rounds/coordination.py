@@ -155,7 +155,7 @@ class Coordination:
         begun.late.add(sender)
         self._let_listen(begun, message.state_digest, sender, now)
         ends_at = begun.tally.get_timer()
-        within_s = max(0.0, ends_at - now) if ends_at is not None else WAIT_S
+        within_s = max(bounds.SOON_S, ends_at - now) if ends_at is not None else WAIT_S
         self._outlet.send(
             sender, Waiting(fragment=message.fragment, round=message.round, begins_within_s=within_s)
         )
@@ -176,7 +176,7 @@ class Coordination:
         known, until = self.known(place), self.joined_until(place)
         if known is None and until is None:
             return False
-        within_s = max(0.0, (until or now) - now)
+        within_s = max(bounds.SOON_S, (until or now) - now)
         for peer in peers:
             waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=within_s)
             self._outlet.send(peer, waiting if known is None else known[0])

@@ -49,8 +49,6 @@ WHOLE_ROUND = 6
 SEEN_WITHIN_S = 8.0
 """A cell that is told that the others are past its round sees so itself, and is there, within this: its
 watchers look every few seconds, most cells must have been seen, and a state takes some more."""
-COUNCIL_CAP_S = 90.0
-"""From the end of the cell's gathering to CELL_BEGIN."""
 REPEAT_S = 1.0
 ASK_BESIDE_S = 1.5
 """When the council has not answered for so long, others of its cell are asked (``witness``)."""
@@ -80,7 +78,7 @@ class Delegate:
         self.elsewhere: CellWaiting | None = None
         self._place, self._ready, self._swarm, self._outlet = place, ready, swarm, outlet
         self._order = council_order(range(swarm.cells), *place)
-        self._give_up_at = now + COUNCIL_CAP_S
+        self._give_up_at = now + bounds.COUNCIL_CAP_S
         self._asked: PeerId | None = None
         self._tried: list[PeerId] = []
         """Of the cell that is asked: who did not answer, or sent us on."""
@@ -101,7 +99,7 @@ class Delegate:
 
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
-            self.failure = f"the other cells did not begin within {COUNCIL_CAP_S:.0f} s"
+            self.failure = f"the other cells did not begin within {bounds.COUNCIL_CAP_S:.0f} s"
         elif now >= self._timer_at:
             if self._asked is not None and self._tries < TRIES:
                 self._send(now)

@@ -18,14 +18,7 @@ from p2p_co2.rounds.completing import Completing, without_bytes
 from p2p_co2.rounds.coordination import Coordination
 from p2p_co2.rounds.deadline import Durations
 from p2p_co2.rounds.decision import Verdicts, content_of
-from p2p_co2.rounds.events import (
-    Aborted,
-    Doubted,
-    FellBehind,
-    Offer,
-    Overheard,
-    Refused,
-)
+from p2p_co2.rounds.events import Aborted, Doubted, FellBehind, Offer, Overheard, Refused
 from p2p_co2.rounds.judging import Judging
 from p2p_co2.rounds.listening import Ear
 from p2p_co2.rounds.member import Member
@@ -206,9 +199,11 @@ class FragmentRounds:
 
     def _hear_of(self, attempt: Attempt, now: float) -> None:
         """Listen to an attempt that began without us, if we are in none and do not have its outcome."""
-        asked = self.asking.asked if self.asking is not None else ()
-        if self._role() is self.asking and self.verdicts.commit(attempt.round) is None:
-            self.ear.begins(attempt, asked, self.version, self.digest, now)
+        asking = self.asking
+        if self._role() is asking and self.verdicts.commit(attempt.round) is None:
+            asked = asking.asked if asking is not None else ()
+            if self.ear.begins(attempt, asked, self.version, self.digest, now) and asking is not None:
+                asking.round_began(attempt, now)
 
     def on_behind(self, message: wire.Behind, sender: PeerId) -> None:
         check_behind(message)
@@ -320,8 +315,10 @@ class FragmentRounds:
         if self.member is not None:
             # A coordinator that we do not follow (yet) cannot end our attempt.
             entitled = self.member.attempt.id == attempt and signer in self.member.coordinators
+            cost_s = self.member.cost_s(now)
         else:
             entitled = self.asking is not None and signer in self.asking.asked
+            cost_s = self.asking.held_s(signer, now) if self.asking is not None else 0.0
         if entitled:
             self.verdicts.keep(decision, outcome)
             if self.member is not None:
@@ -330,7 +327,7 @@ class FragmentRounds:
                 why = f"it ended round {outcome.key.round} with: {outcome.reason}"
                 begun = self.member.attempt if self.member is not None else None
                 rounds = self.judging.rounds_spoilt(begun, outcome.reason, signer)
-                self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=now - self.offered_at)
+                self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=cost_s)
             self._abort(outcome.reason, now)
 
     def _on_commit(self, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:

@@ -33,6 +33,10 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
 
+SENT_ON_AFTER_S = 2.0
+"""Who does not come first, by what it hears, and has no majority after so long sends on those who are ready:
+two with half of them each would wait for as long as they promised."""
+
 
 class Gathering:
     """The READYs of one round, from the first to BEGIN or abort. ``moved``: peers known to have reached
@@ -63,6 +67,8 @@ class Gathering:
         self.give_up_at = now + max(self._adaptive_s, bounds.GATHER_CAP_S)
         self._heals_until = now + min(bounds.GATHER_CAP_S, cadence.period_s or bounds.GATHER_CAP_S)
         self._is_overdue = self._awaits_most = False
+        self._looks_at, self._has_looked = now + SENT_ON_AFTER_S, False
+        self._sent_on: set[PeerId] = set()
         self._least_s = gather_least_s(cap_s, step_s)
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
@@ -75,8 +81,25 @@ class Gathering:
         self.readies[sender] = message
         if self._enough_at is None and not self.shortage(self.agreeing()[1], now):
             self._enough_at = now
-        within_s = max(0.0, self.get_timer() - now)
-        self._outlet.send(sender, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
+        if now >= self._looks_at and sender not in self._sent_on and self._is_second(now):
+            self._send_on(sender)
+        else:
+            self._promise(sender, max(bounds.SOON_S, self._next_at() - now))
+
+    def _promise(self, peer: PeerId, within_s: float) -> None:
+        """Something will come of it by then; 0: another one should be asked."""
+        self._outlet.send(peer, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
+
+    def _is_second(self, now: float) -> bool:
+        """Whether a majority is missing and another one comes first, who is heard."""
+        order = self._swarm.to_ask(self.fragment, self.round, now)
+        is_other = bool(order) and order[0] != self._swarm.me and not self._swarm.is_missed(order[0])
+        return is_other and bool(self.shortage(self.agreeing()[1], now))
+
+    def _send_on(self, peer: PeerId) -> None:
+        """Have ``peer`` look who comes first; once: it may not hear what we hear."""
+        self._sent_on.add(peer)
+        self._promise(peer, 0.0)
 
     def late(self, message: Ready, sender: PeerId, now: float) -> bool:
         """Take a READY that comes when the group has closed and not yet begun; True if it is news."""
@@ -104,6 +127,10 @@ class Gathering:
         return self.first_at + self.deadline_s
 
     def get_timer(self) -> float:
+        next_at = self._next_at()
+        return next_at if self._has_looked else min(next_at, self._looks_at)
+
+    def _next_at(self) -> float:
         """The deadline; once that has passed without a majority, the end of all patience."""
         if not self._is_overdue:
             return self.close_at
@@ -119,7 +146,17 @@ class Gathering:
         return 0.0 if self._enough_at is None else self._enough_at + self._least_s
 
     def may_close(self, moved: frozenset[PeerId], now: float) -> bool:
-        """Whether to begin, or to give up. A majority that is missing is waited for up to the cap: an abort
+        """Whether to begin, or to give up; if neither, who is ready may be sent on."""
+        if self._is_over(moved, now):
+            return True
+        if now >= self._looks_at:
+            self._has_looked = True
+            for peer in sorted(self.readies.keys() - self._sent_on) if self._is_second(now) else ():
+                self._send_on(peer)
+        return False
+
+    def _is_over(self, moved: frozenset[PeerId], now: float) -> bool:
+        """As ``may_close``. A majority that is missing is waited for up to the cap: an abort
         would cost the early ones a whole round, and waiting costs nobody a training step."""
         if self._is_too_late():
             return True
@@ -280,6 +317,8 @@ class Gathering:
         live = self._live()
         if self._is_too_late():
             return "most peers of this cell have nothing more to offer"
+        if not self._heard():
+            return "the links of all who were ready are broken"
         if self._is_made(camp, now):
             return "as many others have made this round already"
         if self._suffices(camp, live, now):

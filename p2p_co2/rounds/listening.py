@@ -142,15 +142,16 @@ class Ear:
 
     def begins(
         self, attempt: Attempt, asked: Collection[PeerId], version: int | None, digest: bytes, now: float
-    ) -> None:
+    ) -> bool:
         """Listen to an attempt that we are not in, if it begins where we are, and its coordinator is one of
-        ``asked`` to take us in, or was asked whether it has begun."""
+        ``asked`` to take us in, or was asked whether it has begun. Whether we do."""
         is_asked = attempt.coordinator in (*asked, self._asked)
         is_new = self._heard < bounds.MAX_HEARD and not self.hears(attempt.id)
         if is_asked and _follows(attempt, version, digest) and is_new:
             self.stop()
             self._heard += 1
             self.listening = Listening(attempt, self._swarm, self._outlet, now)
+        return self.hears(attempt.id)
 
     def hears(self, attempt: bytes) -> bool:
         return self.listening is not None and self.listening.attempt.id == attempt

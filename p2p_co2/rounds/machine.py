@@ -306,7 +306,7 @@ class Rounds:
                     raise LocalProtocolError(
                         f"we refuse our own {message.__class__.__name__}: {error}"
                     ) from error
-            elif not self._moves_on(now):
+            elif not self._moves_on(now) and not self._outlet.loop:
                 break
         if self._coordination.counts_for_others:
             self._counted_at = math.inf

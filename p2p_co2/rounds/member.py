@@ -36,8 +36,6 @@ from p2p_co2.wire.messages_pb2 import (
     Result,
 )
 
-COUNCIL_GRACE_S = 6.0
-"""What a decision over several cells may take longer than one of our own."""
 ASKED_BESIDE = 3
 """Members that are asked for the outcome beside who decides: all asking all would be a thousand questions."""
 RESEND_S = 1.0
@@ -62,9 +60,11 @@ class Member:
         self._arrivals = Arrivals(attempt, swarm, observed, mine)
         self._payload = memoryview(offer.payload)
         self._give_up_at = now + swarm.shape.round_cap_s
-        self._decide_by_at = now + attempt.result_within_s + bounds.GRACE_S
+        self._decide_by_at = now + attempt.decided_within_s + bounds.GRACE_S
         self._resend_at: float | None = None
         self._resend_s = RESEND_S
+        self._has_woken = False
+        """Whether we came too late to the deadline of who decides now, and gave it more."""
         self._told: Result | None = None
         self._told_of: tuple[list[PartOutcome], list[int]] = [], []
         """What ``_told`` was made of."""
@@ -75,7 +75,6 @@ class Member:
         if attempt.council is not None:
             self.exchange = Exchange(attempt, swarm, outlet, now)
             means_due_at += 2 * attempt.council.sums_within_s
-            self._decide_by_at += COUNCIL_GRACE_S
         self._parts = [
             PartState(owner, 0, self._slice(part, self._mean), means_due_at)
             for part, owner in enumerate(attempt.owners)
@@ -336,6 +335,7 @@ class Member:
             self.failure = f"coordinator lost, nobody decided in its place (followed {followed})"
             return
         self.coordinators.append(left[0])
+        self._has_woken = False
         self._decide_by_at = now + self.attempt.succession_s + 2 * bounds.GRACE_S
         self._ask_outcome()
         lost = [part for part, state in enumerate(self._parts) if self._is_lost(state, now)]
@@ -393,14 +393,21 @@ class Member:
             job.check(now)
         if self.exchange is not None:
             self.exchange.handle_timer(now)
-        if now >= self._decide_by_at:
-            self._swarm.was_late(self.coordinators[-1], now, cost_s=now - self.begun_at)
+        if now >= self._decide_by_at + bounds.GRACE_S and not self._has_woken:
+            self._has_woken, self._decide_by_at = True, now + 2 * bounds.GRACE_S
+            self._ask_outcome()  # it is we who slept: the decision may lie there
+        elif now >= self._decide_by_at:
+            self._swarm.was_late(self.coordinators[-1], now, cost_s=self.cost_s(now))
             self._move_on(now)
         if self.failure:
             return
         self._check(now)
         if self._resend_at is not None and now >= self._resend_at:
             self._repeat(now)
+
+    def cost_s(self, now: float) -> float:
+        """What an attempt that came to nothing cost, but for what we slept beyond its deadline."""
+        return min(now - self.begun_at, self.attempt.decided_within_s + 2 * bounds.GRACE_S)
 
     # ---- the outcome
 

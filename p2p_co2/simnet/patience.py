@@ -1,9 +1,10 @@
 """How long things may take in this very run: an offer, the end of a run, to go over to another history.
 
-An offer asks for its round until ``READY_CAP_S`` at most. Then it is in an attempt under up to ``MAX_TERMS``
-coordinators, each of whom may wait once for everybody and once more for a part that was given away. Then its
-means may still be coming (``Completing``). All but the first follow from how long owners wait for slices, and
-that from payload and lines, as in ``rounds.deadline``; the longest that past rounds could make of it counts.
+An offer asks for its round until ``READY_CAP_S`` at most, or as long as a round lasts that it is late for.
+Then it is in an attempt under up to ``MAX_TERMS`` coordinators, each of whom may wait once for everybody and
+once more for a part that was given away. Then its means may still be coming (``Completing``). All but the
+first follow from how long owners wait for slices, and that from payload and lines, as in ``rounds.deadline``;
+the longest that past rounds could make of it counts.
 
 A run ends once the last peer that starts has joined, trained for all rounds (as a peer does that is alone and
 has lost its disk, by the slowest clock) and flushed: all of that is bounded by the peer itself, on any line.
@@ -21,7 +22,6 @@ from itertools import product
 from p2p_co2.profiles import LinkProfile
 from p2p_co2.rounds import PayloadShape, bounds
 from p2p_co2.rounds.deadline import SAFETY
-from p2p_co2.rounds.member import COUNCIL_GRACE_S
 from p2p_co2.schedule import FLUSH_CAP_S, LOADS_CAP_S, SLEW, settle_bound_s
 from p2p_co2.simnet.internet import way_between
 from p2p_co2.simnet.training import CATCH_UP_BOUND_S, GATHER_BOUND_S
@@ -42,11 +42,12 @@ def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile
     sums_s = grace_s = 0.0
     if shape.sum_block_bytes:
         sums_s = _patience_s(blocks * shape.sum_block_bytes * scale / slowest, shape.parts_cap_s)
-        grace_s = COUNCIL_GRACE_S
+        grace_s = bounds.COUNCIL_GRACE_S
     term_s = 2 * (parts_s + sums_s) + 2 * bounds.GRACE_S + grace_s
     attempt_s = min(shape.round_cap_s, bounds.MAX_TERMS * WAITS_OF_A_TERM * term_s)
     complete_s = min(shape.round_cap_s, max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * parts_s))
-    return bounds.READY_CAP_S + attempt_s + complete_s
+    late_s = min(shape.round_cap_s, term_s)
+    return bounds.READY_CAP_S + late_s + attempt_s + complete_s
 
 
 def run_bound_s(last_start_at: float, planned_s: float, step_s: float, cells: int, fragments: int) -> float:

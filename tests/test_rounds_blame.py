@@ -1,0 +1,194 @@
+"""Whom an offer that came to nothing is put down to, and for how long: by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2p_co2.rounds import Aborted, Distrusted, Rounds
+from p2p_co2.rounds.attempt import seal_begin
+from p2p_co2.rounds.bounds import GRACE_S, READY_CAP_S
+from p2p_co2.rounds.decision import sign_outcome
+from p2p_co2.rounds.repute import COSTS, FIRST_S, NOT_BEGUN, SPOILT_IN_A_ROW
+from p2p_co2.rounds.swarm import coordination_order
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
+from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of
+from tests.round_network import RUN, make_identity
+from tests.test_rounds_leaving import FOURTH, ME, NAMES, OTHER, THIRD, TRAINS, readies
+
+SLEPT_S = 1000.0
+
+
+def asked_first(*others: PeerId) -> tuple[Rounds, int, PeerId]:
+    """A machine that has asked the second of four; the third comes after that one, then the fourth."""
+    round_ = next(n for n in range(1, 9999) if coordination_order(NAMES, 0, n) == [OTHER, THIRD, FOURTH, ME])
+    machine = Rounds(make_identity(0), RUN, SHAPE, 32)
+    machine.set_state(0, round_ - 1, DIGEST)
+    machine.set_peers(dict.fromkeys((ME, *others), TRAINS), 0.0)
+    machine.offer(offer_of(round_), 0.0)
+    assert readies(machine) == [(OTHER, False)]
+    return machine, round_, OTHER
+
+
+def spoilt(machine: Rounds, peer: PeerId) -> float:
+    record = machine._swarm.repute._records.get(peer)
+    return record.spoilt if record is not None else 0.0
+
+
+def promise(machine: Rounds, round_: int, peer: PeerId, within_s: float, now: float) -> None:
+    machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=within_s), peer, now)
+
+
+@pytest.mark.parametrize("hears_first", [False, True])
+@pytest.mark.parametrize("woke_at", [100.0, 1000.0])
+def test_the_time_that_this_peer_slept_is_nobodys(woke_at: float, hears_first: bool) -> None:
+    """Whatever it does first when it is awake: its timers, or what lies in its sockets."""
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    promise(machine, round_, asked, 10.0, 0.1)
+    if hears_first:
+        promise(machine, round_, asked, 10.0, woke_at)
+        machine.set_peers(dict.fromkeys(NAMES, TRAINS), woke_at + 0.1)
+    machine.handle_timer(woke_at + 0.2)
+    promise(machine, round_, asked, 30.0, woke_at + 0.3)
+    if woke_at < READY_CAP_S:
+        machine.handle_timer(woke_at + 0.4)
+        promise(machine, round_, asked, READY_CAP_S, woke_at + 0.5)
+    machine.handle_timer(max(READY_CAP_S, woke_at + 2 * GRACE_S) + 0.3)
+    assert Aborted in map(type, drain(machine))
+    assert not machine._swarm.repute.is_passed_over(asked, woke_at + READY_CAP_S)
+    assert spoilt(machine, asked) == NOT_BEGUN
+
+
+def test_who_was_asked_last_is_not_blamed_for_the_time_of_the_one_before() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD)
+    held_s = 0.9 * READY_CAP_S
+    promise(machine, round_, asked, held_s, 0.1)
+    machine.set_peers(dict.fromkeys(NAMES, TRAINS), 1.0)
+    machine.set_peers(dict.fromkeys((ME, THIRD, FOURTH), TRAINS), held_s)
+    assert readies(machine) == [(THIRD, False)]
+    machine.set_peers(dict.fromkeys(NAMES, TRAINS), held_s + 1.0)
+    promise(machine, round_, THIRD, READY_CAP_S, held_s + 1.0)
+    machine.handle_timer(READY_CAP_S + 0.1)
+    assert Aborted in map(type, drain(machine))
+    repute, now = machine._swarm.repute, READY_CAP_S + 0.2
+    assert [repute.is_passed_over(peer, now) for peer in (asked, THIRD)] == [True, False]
+
+
+def test_who_had_an_offer_for_less_than_half_of_the_cap_is_not_held_out_for_it() -> None:
+    machine, round_, _ = asked_first(OTHER, THIRD, FOURTH)
+    held_s = READY_CAP_S / 3 - 1.0
+    for times, asked in enumerate((OTHER, THIRD, FOURTH)):
+        promise(machine, round_, asked, READY_CAP_S, times * held_s + 0.1)
+        left = [ME, *NAMES[times + 2 :]]
+        if times < 2:
+            machine.set_peers(dict.fromkeys(left, TRAINS), (times + 1) * held_s)
+            assert readies(machine) == [(left[1], False)]
+            machine.set_peers(dict.fromkeys(NAMES, TRAINS), (times + 1) * held_s)
+    machine.handle_timer(READY_CAP_S + 0.1)
+    assert Aborted in map(type, drain(machine))
+    assert [spoilt(machine, peer) for peer in (OTHER, THIRD, FOURTH)] == [0.0, 0.0, NOT_BEGUN]
+
+
+@pytest.mark.parametrize("held_s", [20.0, 140.0])
+def test_who_keeps_an_offer_for_minutes_and_sends_us_on_pays_for_it(held_s: float) -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    promise(machine, round_, asked, held_s, 0.1)
+    for _ in range(3):
+        promise(machine, round_, asked, 0.0, held_s)
+    assert (asked, True) in readies(machine)
+    assert spoilt(machine, asked) == (NOT_BEGUN if held_s > 100.0 else 0.0)
+
+
+@pytest.mark.parametrize("slept_s", [0.0, SLEPT_S])
+def test_an_abort_costs_its_signer_the_time_that_it_had_the_offer(slept_s: float) -> None:
+    """Not what the one before took, nor what this peer slept: it was passed over for 24 minutes."""
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    promise(machine, round_, asked, 140.0, 0.1)
+    machine.set_peers(dict.fromkeys((ME, THIRD, FOURTH), TRAINS), 140.0)
+    assert readies(machine) == [(THIRD, False)]
+    machine._swarm.spoilt(THIRD, "before", 140.0, rounds=SPOILT_IN_A_ROW - NOT_BEGUN)
+    outcome = wire.Outcome(
+        key=wire.RoundKey(fragment=0, round=round_, attempt=bytes(16)), run=RUN, reason="too few",
+        state_digest=DIGEST, members=[wire.Member(peer=THIRD, weight=2.0, base_version=round_ - 1)],
+    )  # fmt: skip
+    machine.receive(sign_outcome(make_identity(2), outcome), THIRD, 145.0 + slept_s)
+    (news,) = [event for event in drain(machine) if isinstance(event, Distrusted)]
+    assert (news.peer, news.lasts_s) == (THIRD, FIRST_S)
+    assert COSTS * 140.0 > FIRST_S
+
+
+def test_a_member_that_slept_asks_before_it_blames() -> None:
+    """The decision may lie in its socket."""
+    machine, begin, first, _ = begun_member()
+    machine.receive(begin, first, 0.1)
+    machine.messages_to_send()
+    machine.handle_timer(SLEPT_S)
+    assert spoilt(machine, first) == 0.0
+    asked = [to for to, message in machine.messages_to_send() if isinstance(message, wire.AskOutcome)]
+    assert first in asked
+    machine._swarm.spoilt(first, "before", SLEPT_S)
+    machine.handle_timer(SLEPT_S + 100.0)  # it had its time; who comes late again and again moves on, too
+    assert spoilt(machine, first) == SPOILT_IN_A_ROW
+    (news,) = [event for event in drain(machine) if isinstance(event, Distrusted)]
+    assert news.lasts_s == COSTS * (begin.result_within_s + 2 * GRACE_S)
+
+
+def begin_without_us(round_: int, coordinator: PeerId, within_s: float) -> wire.Begin:
+    members = sorted({OTHER, THIRD})
+    begin = wire.Begin(
+        key=wire.RoundKey(fragment=0, round=round_),
+        members=[wire.Member(peer=name, weight=2.0, base_version=round_ - 1) for name in members],
+        parts=[wire.PartSpec(owner=members[0], start_block=0, stop_block=SHAPE.blocks[0])],
+        state_digest=DIGEST, parts_within_s=within_s / 2, result_within_s=within_s, nonce=bytes(16),
+    )  # fmt: skip
+    seal_begin(begin, coordinator)
+    return begin
+
+
+def test_who_hears_a_round_that_is_longer_than_the_cap_waits_for_it_and_blames_nobody() -> None:
+    """It ended its offer, forgot all that it had heard, and held an honest coordinator out; then another."""
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    within_s = 4 * READY_CAP_S
+    machine.receive(begin_without_us(round_, asked, within_s), asked, 1.0)
+    promise(machine, round_, asked, within_s, 1.1)
+    for now in (READY_CAP_S, READY_CAP_S + 1.0, within_s - 1.0):
+        machine.handle_timer(now)
+        assert drain(machine) == []
+        assert machine._fragments[0].ear.listening is not None
+    machine.handle_timer(within_s + 1.0 + GRACE_S + 0.1)  # nobody decided it: all patience ends
+    assert Aborted in map(type, drain(machine))
+    assert spoilt(machine, asked) == 1.0  # as its members count it
+
+
+def test_who_slept_through_all_patience_asks_once_more_before_it_gives_up() -> None:
+    """The decision may lie in its socket."""
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    promise(machine, round_, asked, READY_CAP_S, 0.1)
+    machine.handle_timer(SLEPT_S)
+    assert drain(machine) == []
+    assert readies(machine) == [(asked, False)]
+    machine.handle_timer(SLEPT_S + 2 * GRACE_S)
+    assert Aborted in map(type, drain(machine))
+
+
+def test_over_cells_who_may_have_waited_for_a_slow_council_is_not_held_out() -> None:
+    for held_s, is_out in ((READY_CAP_S - 35.0, False), (READY_CAP_S, True)):
+        machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+        machine._swarm.cells = 2
+        promise(machine, round_, asked, READY_CAP_S, 0.1)
+        machine._fragments[0].asking._asked_at = READY_CAP_S - held_s  # type: ignore[union-attr]
+        machine.handle_timer(READY_CAP_S + 0.1)
+        assert machine._swarm.repute.is_passed_over(asked, READY_CAP_S + 1.0) == is_out
+
+
+def test_the_rounds_that_one_hears_put_off_its_end_once() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    first = begin_without_us(round_, asked, READY_CAP_S)
+    machine.receive(first, asked, 1.0)
+    second = begin_without_us(round_, asked, 3 * READY_CAP_S)
+    second.nonce = bytes(15) + b"2"
+    seal_begin(second, asked)
+    machine.receive(second, asked, 2.0)
+    promise(machine, round_, asked, 3 * READY_CAP_S, 2.1)
+    machine.handle_timer(READY_CAP_S + 2 * GRACE_S)
+    assert Aborted in map(type, drain(machine))
