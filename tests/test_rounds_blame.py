@@ -12,7 +12,7 @@ from p2p_co2.rounds.repute import COSTS, FIRST_S, NOT_BEGUN, SPOILT_IN_A_ROW
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of
+from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of, refusal
 from tests.round_network import RUN, make_identity
 from tests.test_rounds_leaving import FOURTH, ME, NAMES, OTHER, THIRD, TRAINS, readies
 
@@ -56,7 +56,7 @@ def test_the_time_that_this_peer_slept_is_nobodys(woke_at: float, hears_first: b
     machine.handle_timer(max(READY_CAP_S, woke_at + 2 * GRACE_S) + 0.3)
     assert Aborted in map(type, drain(machine))
     assert not machine._swarm.repute.is_passed_over(asked, woke_at + READY_CAP_S)
-    assert spoilt(machine, asked) == NOT_BEGUN
+    assert spoilt(machine, asked) == (NOT_BEGUN if woke_at < READY_CAP_S else 0.0)
 
 
 def test_who_was_asked_last_is_not_blamed_for_the_time_of_the_one_before() -> None:
@@ -127,10 +127,50 @@ def test_a_member_that_slept_asks_before_it_blames() -> None:
     asked = [to for to, message in machine.messages_to_send() if isinstance(message, wire.AskOutcome)]
     assert first in asked
     machine._swarm.spoilt(first, "before", SLEPT_S)
-    machine.handle_timer(SLEPT_S + 100.0)  # it had its time; who comes late again and again moves on, too
+    machine.handle_timer(SLEPT_S + 2 * GRACE_S)  # it had its time, awake
     assert spoilt(machine, first) == SPOILT_IN_A_ROW
     (news,) = [event for event in drain(machine) if isinstance(event, Distrusted)]
     assert news.lasts_s == COSTS * (begin.result_within_s + 2 * GRACE_S)
+
+
+def test_a_member_that_comes_late_again_and_again_moves_on_and_blames_nobody() -> None:
+    machine, begin, first, _ = begun_member()
+    machine.receive(begin, first, 0.1)
+    for now in (100.0, 200.0):
+        machine.handle_timer(now)
+    member = machine._fragments[0].member
+    assert member is not None
+    assert len(member.coordinators) == 2
+    assert spoilt(machine, first) == 0.0
+
+
+def test_whose_answer_may_lie_in_our_socket_is_asked_once_more() -> None:
+    machine, _, asked = asked_first(OTHER, THIRD, FOURTH)
+    for _ in range(2):
+        due_at = machine.get_timer()
+        assert due_at is not None
+        machine.handle_timer(due_at)
+    assert readies(machine) == [(asked, False)] * 2
+    machine.handle_timer(100.0)  # it slept
+    assert readies(machine) == [(asked, False)]
+    assert spoilt(machine, asked) == 0.0
+    due_at = machine.get_timer()
+    assert due_at is not None
+    machine.handle_timer(due_at)
+    assert readies(machine) == [(asked, True), (THIRD, False)]
+    assert spoilt(machine, asked) == 1.0
+
+
+def test_who_sends_us_where_nobody_is_does_not_pass_for_our_sleep() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    held_s = 0.9 * READY_CAP_S
+    promise(machine, round_, asked, READY_CAP_S, 0.1)
+    behind = wire.Behind(fragment=0, round=round_, version=round_ + 900, state_digest=DIGEST, donors=[THIRD])
+    assert refusal(machine, behind, asked, held_s) == "impossible version"
+    machine.handle_timer(held_s)
+    assert (THIRD, False) in readies(machine)
+    assert machine._fragments[0].asking is not None
+    assert machine._fragments[0].asking.held_s(asked, held_s) == pytest.approx(held_s)
 
 
 def begin_without_us(round_: int, coordinator: PeerId, within_s: float) -> wire.Begin:
@@ -172,13 +212,13 @@ def test_who_slept_through_all_patience_asks_once_more_before_it_gives_up() -> N
 
 
 def test_over_cells_who_may_have_waited_for_a_slow_council_is_not_held_out() -> None:
-    for held_s, is_out in ((READY_CAP_S - 35.0, False), (READY_CAP_S, True)):
+    for held_s, counts in ((READY_CAP_S - 35.0, NOT_BEGUN), (READY_CAP_S, 1.0)):
         machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
         machine._swarm.cells = 2
         promise(machine, round_, asked, READY_CAP_S, 0.1)
         machine._fragments[0].asking._asked_at = READY_CAP_S - held_s  # type: ignore[union-attr]
         machine.handle_timer(READY_CAP_S + 0.1)
-        assert machine._swarm.repute.is_passed_over(asked, READY_CAP_S + 1.0) == is_out
+        assert spoilt(machine, asked) == counts
 
 
 def test_the_rounds_that_one_hears_put_off_its_end_once() -> None:

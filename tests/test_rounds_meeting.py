@@ -15,7 +15,7 @@ from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST, offer_of
 from tests.round_network import Network
-from tests.test_rounds_blame import asked_first
+from tests.test_rounds_blame import asked_first, spoilt
 from tests.test_rounds_leaving import FOURTH, ME, NAMES, OTHER, THIRD, TRAINS, groups, machine_among, readies
 from tests.test_rounds_leaving import ready as ready_for
 
@@ -89,6 +89,14 @@ def test_who_is_sent_on_looks_again_in_a_moment_and_asks_one_that_gave_no_answer
     machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=0.0), THIRD, now + 0.1)
     machine.handle_timer(now + 0.1 + GRACE_S)
     assert readies(machine) == [(THIRD, True), (first, False)]
+    spoilt_before = spoilt(machine, first)
+    asked = []
+    while (THIRD, False) not in asked:
+        due_at = machine.get_timer()
+        assert due_at is not None
+        machine.handle_timer(due_at)
+        asked += readies(machine)
+    assert spoilt(machine, first) == spoilt_before == 1.0  # one silence counts once
 
 
 def test_a_majority_is_not_sent_to_one_that_may_be_silent() -> None:
@@ -103,6 +111,30 @@ def test_a_majority_is_not_sent_to_one_that_may_be_silent() -> None:
     assert promises(machine) == []
     machine.handle_timer(GATHER_DEFAULT_S + 0.1)
     assert groups(machine) == [{ME, THIRD, FOURTH}]
+
+
+def test_a_majority_that_comes_as_some_are_about_to_leave_stays() -> None:
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=OTHER)
+    machine.receive(ready_for(round_), THIRD, 0.0)
+    machine.handle_timer(SENT_ON_AFTER_S)
+    machine.receive(ready_for(round_), FOURTH, SENT_ON_AFTER_S + 0.1)
+    promises(machine)
+    machine.receive(ready_for(round_), ME, SENT_ON_AFTER_S + 0.2)
+    promised = promises(machine)  # to others; itself it told as well
+    assert {peer for peer, _ in promised} == {THIRD, FOURTH}
+    assert all(within_s > 5.0 for _, within_s in promised)
+
+
+def test_most_of_the_swarm_is_not_sent_on_though_its_states_differ() -> None:
+    """Whoever has them heals them."""
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=OTHER)
+    for peer, digest in ((ME, DIGEST), (THIRD, bytes(32)), (FOURTH, bytes(31) + b"1")):
+        ready = ready_for(round_)
+        ready.state_digest = digest
+        machine.receive(ready, peer, 0.1)
+    promises(machine)
+    machine.handle_timer(SENT_ON_AFTER_S + 0.1)
+    assert promises(machine) == []
 
 
 def test_nobody_is_sent_to_one_whose_link_is_broken() -> None:

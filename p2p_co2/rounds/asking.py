@@ -76,7 +76,7 @@ class Asking:
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
         self._sent_on = 0 if message.begins_within_s else self._sent_on + 1
         if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
-            if (held_s := self.held_s(sender, now)) > bounds.GATHER_CAP_S + bounds.GRACE_S:
+            if (held_s := self.held_s(sender, now)) > self._honest_s():
                 why = f"it sent us on after {held_s:.0f} s"
                 self._swarm.spoilt(sender, why, now, rounds=NOT_BEGUN, cost_s=held_s)
             self._ask_next(now)
@@ -156,6 +156,7 @@ class Asking:
         return min(self._timer_at, self._give_up_at)
 
     def handle_timer(self, now: float) -> None:
+        has_slept = self._slept_s(now) > 0.0
         self._note_sleep(now)
         if now >= self._give_up_at + bounds.GRACE_S and not self._has_woken:
             self._has_woken, self._give_up_at = True, now + 2 * bounds.GRACE_S
@@ -169,10 +170,12 @@ class Asking:
                     self._asked_twice.add(first)
                 self._blameless |= {self.asked[-1], first}
                 self._ask_next(now)
-            elif self._tries < TRIES:
+            elif self._tries < TRIES or has_slept:  # its answer may lie there
+                self._tries = min(self._tries, TRIES - 1)
                 self._send(now)
             else:
-                self._swarm.spoilt(self.asked[-1], "it gave no answer when it was to coordinate", now)
+                if self.asked[-1] not in self._asked_twice:  # one silence counts once
+                    self._swarm.spoilt(self.asked[-1], "it gave no answer when it was to coordinate", now)
                 self._ask_next(now)
 
     def _note_sleep(self, now: float) -> None:
@@ -181,24 +184,31 @@ class Asking:
         self._awake_at = now
 
     def _slept_s(self, now: float) -> float:
+        if self._timer_at <= self._sent_at:
+            return 0.0  # it is mistrusted: that timer was not waited for
         return max(0.0, now - max(self.get_timer(), self._awake_at) - bounds.GRACE_S)
 
     def _blame_longest(self, now: float) -> None:
-        """At the cap: whoever had the offer longest, if it is still here. A round that began may only be
-        late."""
+        """At the cap: whoever had the offer longest, if it is still here and we were awake. Who began a
+        round, or over cells is in one, may only be late."""
         held_s, peer = max((self.held_s(peer, now), peer) for peer in {*self._held_s, *self.asked[-1:]})
-        if not self._swarm.is_live(peer):
+        if self._has_woken or not self._swarm.is_live(peer):
             return
-        honest_s = bounds.READY_CAP_S / 2 if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
-        rounds = 1.0 if self._hears else SPOILT_IN_A_ROW
-        why = f"it let no round begin for {held_s:.0f} s"
-        self._swarm.spoilt(peer, why, now, rounds=rounds if held_s > honest_s else NOT_BEGUN, cost_s=held_s)
+        rounds = SPOILT_IN_A_ROW if self._swarm.cells == 1 and not self._hears else 1.0
+        rounds = rounds if held_s > self._honest_s() else NOT_BEGUN
+        self._swarm.spoilt(
+            peer, f"it let no round begin for {held_s:.0f} s", now, rounds=rounds, cost_s=held_s
+        )
+
+    def _honest_s(self) -> float:
+        """How long an offer may be held before nothing comes of it."""
+        return bounds.READY_CAP_S / 2 if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
 
     def _comes_first_now(self, now: float) -> PeerId:
         """Who is asked by those who offer now, ``asked[-1]`` if nobody is; not who gave us no answer, unless
         we are sent on: it may answer by now, once."""
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
-        first = order[0] if order else self.asked[-1]
+        first = order[0] if order and not self._swarm.is_missed(order[0]) else self.asked[-1]
         has_room = len(self.asked) < bounds.MAX_ASKED or first in self.asked
         is_sent_on = self._sent_on > 0 and first not in self._asked_twice
         return first if has_room and (is_sent_on or self._may_ask(first)) else self.asked[-1]

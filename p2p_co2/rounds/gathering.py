@@ -34,8 +34,8 @@ from p2p_co2.wire.limits import MAX_MEMBERS
 from p2p_co2.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
 
 SENT_ON_AFTER_S = 2.0
-"""Who does not come first, by what it hears, and has no majority after so long sends on those who are ready:
-two with half of them each would wait for as long as they promised."""
+"""Who does not come first, by what it hears, and does not have most after so long sends on those who are
+ready: two with half of them each would wait for as long as they promised."""
 
 
 class Gathering:
@@ -69,6 +69,7 @@ class Gathering:
         self._is_overdue = self._awaits_most = False
         self._looks_at, self._has_looked = now + SENT_ON_AFTER_S, False
         self._sent_on: set[PeerId] = set()
+        self._had_most = False
         self._least_s = gather_least_s(cap_s, step_s)
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
@@ -84,22 +85,31 @@ class Gathering:
         if now >= self._looks_at and sender not in self._sent_on and self._is_second(now):
             self._send_on(sender)
         else:
-            self._promise(sender, max(bounds.SOON_S, self._next_at() - now))
+            self._promise(sender, now)
+        if not self._had_most and self._has_most():
+            self._had_most = True
+            for peer in sorted(self._sent_on & self.readies.keys()):
+                self._promise(peer, now)  # it would go in a moment
 
-    def _promise(self, peer: PeerId, within_s: float) -> None:
-        """Something will come of it by then; 0: another one should be asked."""
-        self._outlet.send(peer, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
+    def _has_most(self) -> bool:
+        return 2 * len(self.readies) > len(self._live())
 
     def _is_second(self, now: float) -> bool:
-        """Whether a majority is missing and another one comes first, who is heard."""
+        """Whether most are missing and another one comes first, who is heard."""
         order = self._swarm.to_ask(self.fragment, self.round, now)
         is_other = bool(order) and order[0] != self._swarm.me and not self._swarm.is_missed(order[0])
-        return is_other and bool(self.shortage(self.agreeing()[1], now))
+        return is_other and not self._has_most()
+
+    def _promise(self, peer: PeerId, now: float) -> None:
+        self._tell_waiting(peer, max(bounds.SOON_S, self._next_at() - now))
 
     def _send_on(self, peer: PeerId) -> None:
         """Have ``peer`` look who comes first; once: it may not hear what we hear."""
         self._sent_on.add(peer)
-        self._promise(peer, 0.0)
+        self._tell_waiting(peer, 0.0)
+
+    def _tell_waiting(self, peer: PeerId, within_s: float) -> None:
+        self._outlet.send(peer, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
 
     def late(self, message: Ready, sender: PeerId, now: float) -> bool:
         """Take a READY that comes when the group has closed and not yet begun; True if it is news."""
@@ -151,7 +161,8 @@ class Gathering:
             return True
         if now >= self._looks_at:
             self._has_looked = True
-            for peer in sorted(self.readies.keys() - self._sent_on) if self._is_second(now) else ():
+            left = self.readies.keys() - self._sent_on
+            for peer in sorted(left) if left and self._is_second(now) else ():
                 self._send_on(peer)
         return False
 

@@ -266,7 +266,7 @@ class Member:
                 old.give_up()
             self._told = None
             within_s = message.parts_within_s or self.attempt.parts_within_s
-            self._decide_by_at = now + 2 * within_s + 2 * bounds.GRACE_S
+            self._decide_by_at, self._has_woken = now + 2 * within_s + 2 * bounds.GRACE_S, False
             self._follow_reassign(message, now + 2 * within_s, now)
             self._check(now)
 
@@ -397,7 +397,8 @@ class Member:
             self._has_woken, self._decide_by_at = True, now + 2 * bounds.GRACE_S
             self._ask_outcome()  # it is we who slept: the decision may lie there
         elif now >= self._decide_by_at:
-            self._swarm.was_late(self.coordinators[-1], now, cost_s=self.cost_s(now))
+            if now < self._decide_by_at + bounds.GRACE_S:
+                self._swarm.was_late(self.coordinators[-1], now, cost_s=self.cost_s(now))
             self._move_on(now)
         if self.failure:
             return
@@ -406,7 +407,8 @@ class Member:
             self._repeat(now)
 
     def cost_s(self, now: float) -> float:
-        """What an attempt that came to nothing cost, but for what we slept beyond its deadline."""
+        """What an attempt that came to nothing cost: at most as long as its coordinator had, since we may
+        have slept."""
         return min(now - self.begun_at, self.attempt.decided_within_s + 2 * bounds.GRACE_S)
 
     # ---- the outcome
