@@ -122,11 +122,12 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=1.4)
     parser.add_argument("--folder", type=Path, default=Path("wan-loss"))
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder.resolve()  # rehearsals run elsewhere
+    folder.mkdir(parents=True, exist_ok=True)
     for side in options.sides:
-        told = play(side, options.seconds, options.times, options.folder)
-        (options.folder / f"{side}.json").write_text(json.dumps(told, indent=2))
-    kept = [path for side in ("ours", "hivemind") if (path := options.folder / f"{side}.json").exists()]
+        told = play(side, options.seconds, options.times, folder)
+        (folder / f"{side}.json").write_text(json.dumps(told, indent=2))
+    kept = [path for side in ("ours", "hivemind") if (path := folder / f"{side}.json").exists()]
     print(json.dumps(report({path.stem: json.loads(path.read_text()) for path in kept}), indent=2))
 
 
