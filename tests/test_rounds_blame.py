@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from p2p_co2.rounds import Aborted, Distrusted, Rounds
@@ -89,14 +91,55 @@ def test_who_had_an_offer_for_less_than_half_of_the_cap_is_not_held_out_for_it()
     assert [spoilt(machine, peer) for peer in (OTHER, THIRD, FOURTH)] == [0.0, 0.0, NOT_BEGUN]
 
 
-@pytest.mark.parametrize("held_s", [20.0, 140.0])
-def test_who_keeps_an_offer_for_minutes_and_sends_us_on_pays_for_it(held_s: float) -> None:
+def sends_on(machine: Rounds, round_: int, peer: PeerId, now: float) -> None:
+    """``peer`` promises nothing, three times, each as late after our READY as it may be."""
+    for times in range(3):
+        promise(machine, round_, peer, 0.0, now)
+        if times < 2:
+            now += 1.9 * GRACE_S
+            machine.handle_timer(now)
+
+
+@pytest.mark.parametrize(
+    ("cells", "held_s", "cost"),
+    [(1, 30.0, 0.0), (1, 40.0, NOT_BEGUN), (2, 40.0, 0.0), (2, 120.0, 0.0), (2, 140.0, NOT_BEGUN)],
+)
+def test_who_keeps_an_offer_longer_than_it_has_to_and_sends_us_on_pays_for_it(
+    cells: int, held_s: float, cost: float
+) -> None:
     machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    machine._swarm.cells = cells
     promise(machine, round_, asked, held_s, 0.1)
-    for _ in range(3):
-        promise(machine, round_, asked, 0.0, held_s)
+    sends_on(machine, round_, asked, 0.1 + held_s)
     assert (asked, True) in readies(machine)
-    assert spoilt(machine, asked) == (NOT_BEGUN if held_s > 100.0 else 0.0)
+    assert spoilt(machine, asked) == cost
+
+
+@pytest.mark.parametrize("why", ["lost READYs", "our sleep", "two spells", "a round that it is in"])
+def test_who_sends_us_on_does_not_pay_for(why: str) -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    now = 0.1
+    if why == "lost READYs":
+        machine.handle_timer(10.0)
+        now = 20.0
+    promise(machine, round_, asked, 20.0, now)
+    now += 20.0
+    if why == "our sleep":
+        promise(machine, round_, asked, 5.0, now)
+        now += 100.0
+    elif why == "two spells":  # it trains no more for a moment
+        machine.set_peers({**dict.fromkeys(NAMES, TRAINS), asked: replace(TRAINS, training=False)}, now)
+        machine.set_peers({ME: TRAINS, asked: TRAINS}, now + 0.1)
+        promise(machine, round_, asked, 25.0, now + 0.2)
+        now += 25.0
+    elif why == "a round that it is in":
+        machine.receive(begin_without_us(round_, asked, 60.0), asked, now)
+        promise(machine, round_, asked, 60.0, now)
+        now += 60.0
+    readies(machine)
+    sends_on(machine, round_, asked, now)
+    assert (asked, True) in readies(machine)
+    assert spoilt(machine, asked) == 0.0
 
 
 @pytest.mark.parametrize("slept_s", [0.0, SLEPT_S])
@@ -144,13 +187,16 @@ def test_a_member_that_comes_late_again_and_again_moves_on_and_blames_nobody() -
     assert spoilt(machine, first) == 0.0
 
 
-def test_whose_answer_may_lie_in_our_socket_is_asked_once_more() -> None:
+@pytest.mark.parametrize("hears_first", [False, True])
+def test_whose_answer_may_lie_in_our_socket_is_asked_once_more(hears_first: bool) -> None:
     machine, _, asked = asked_first(OTHER, THIRD, FOURTH)
     for _ in range(2):
         due_at = machine.get_timer()
         assert due_at is not None
         machine.handle_timer(due_at)
     assert readies(machine) == [(asked, False)] * 2
+    if hears_first:
+        machine.set_peers(dict.fromkeys(NAMES, TRAINS), 100.0)
     machine.handle_timer(100.0)  # it slept
     assert readies(machine) == [(asked, False)]
     assert spoilt(machine, asked) == 0.0
@@ -159,6 +205,131 @@ def test_whose_answer_may_lie_in_our_socket_is_asked_once_more() -> None:
     machine.handle_timer(due_at)
     assert readies(machine) == [(asked, True), (THIRD, False)]
     assert spoilt(machine, asked) == 1.0
+
+
+@pytest.mark.parametrize("hears_first", [False, True])
+def test_who_always_comes_late_leaves_a_silent_one_and_blames_nobody(hears_first: bool) -> None:
+    machine, _, asked = asked_first(OTHER, THIRD, FOURTH)
+    sent, now = [], 0.0
+    while (THIRD, False) not in sent and now < READY_CAP_S:
+        due_at = machine.get_timer()
+        assert due_at is not None
+        now = due_at + GRACE_S + 0.1
+        if hears_first:
+            machine.set_peers(dict.fromkeys(NAMES, TRAINS), now)
+        machine.handle_timer(now)
+        sent += readies(machine)
+    assert sent == [(asked, False)] * 3 + [(asked, True), (THIRD, False)]
+    assert spoilt(machine, asked) == 0.0
+    while (FOURTH, False) not in readies(machine):  # in time from now on
+        due_at = machine.get_timer()
+        assert due_at is not None
+        machine.handle_timer(due_at)
+    assert (spoilt(machine, asked), spoilt(machine, THIRD)) == (0.0, 1.0)
+
+
+def test_a_sleep_before_the_last_chance_is_not_taken_for_one_through_it() -> None:
+    machine, _, asked = asked_first(OTHER, THIRD, FOURTH)
+    sent = []
+    for late_s in (10.0, 0.0, 10.0, 0.0):
+        due_at = machine.get_timer()
+        assert due_at is not None
+        machine.handle_timer(due_at + late_s)
+        sent += readies(machine)
+    assert sent == [(asked, False)] * 3 + [(asked, True), (THIRD, False)]
+    assert spoilt(machine, asked) == 1.0
+
+
+def test_a_silence_after_an_answer_counts_though_we_slept_before_that() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    for late_s in (0.0, 0.0, 10.0, None, 0.0, 0.0, 0.0, 10.0, 0.0):
+        due_at = machine.get_timer()
+        assert due_at is not None
+        if late_s is None:
+            promise(machine, round_, asked, 1.0, due_at - 0.1)
+            continue
+        assert (THIRD, False) not in readies(machine)
+        machine.handle_timer(due_at + late_s)
+    assert readies(machine)[-2:] == [(asked, True), (THIRD, False)]
+    assert spoilt(machine, asked) == 1.0
+
+
+def nowhere(round_: int) -> wire.Behind:
+    return wire.Behind(
+        fragment=0, round=round_, version=round_ + 900, state_digest=DIGEST, donors=[THIRD]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("then", ["a promise", "a loss", "a sleep"])
+def test_who_sends_us_where_nobody_is_pays_at_once_whatever_follows(then: str) -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    assert refusal(machine, nowhere(round_), asked, 0.1) == "impossible version"
+    if then == "a promise":
+        promise(machine, round_, asked, 100.0, 0.1)
+    elif then == "a loss":
+        machine.set_peers(dict.fromkeys((ME, THIRD, FOURTH), TRAINS), 0.1)
+    machine.handle_timer(SLEPT_S if then == "a sleep" else 0.1)
+    assert readies(machine)[:2] == [(asked, True), (THIRD, False)]
+    assert spoilt(machine, asked) == 1.0
+
+
+@pytest.mark.parametrize("hears_first", [False, True])
+@pytest.mark.parametrize("woke_at", [100.0, SLEPT_S])
+def test_who_sends_us_far_ahead_as_we_wake_may_be_right(woke_at: float, hears_first: bool) -> None:
+    """What most peers told us is from before we slept. A while later it is not."""
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    promise(machine, round_, asked, 10.0, 0.1)
+    if not hears_first:
+        machine.handle_timer(woke_at)
+        readies(machine)
+    assert refusal(machine, nowhere(round_), asked, woke_at) == "impossible version"
+    assert readies(machine) == [(asked, True), (THIRD, False)]
+    asking = machine._fragments[0].asking
+    assert asking is not None
+    assert asking.held_s(asked, woke_at) == pytest.approx(10.1 + 2 * GRACE_S)
+    assert spoilt(machine, asked) == 0.0
+    for now in (woke_at + 0.5, woke_at + 1.0):
+        machine.handle_timer(now)
+    if woke_at == SLEPT_S:
+        return
+    promise(machine, round_, THIRD, 20.0, woke_at + 1.0)
+    assert refusal(machine, nowhere(round_), THIRD, woke_at + 8.0) == "impossible version"
+    assert spoilt(machine, THIRD) == 1.0
+
+
+@pytest.mark.parametrize("hears_first", [False, True])
+def test_who_wakes_about_the_end_of_all_patience_looks_first_too(hears_first: bool) -> None:
+    for woke_at in (READY_CAP_S - 0.1, READY_CAP_S + 0.1):
+        machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+        promise(machine, round_, asked, 10.0, 0.1)
+        if hears_first:
+            machine.receive(begin_without_us(round_, asked, 5.0), asked, woke_at)
+        machine.handle_timer(woke_at)
+        machine.handle_timer(READY_CAP_S + 0.1)
+        assert drain(machine) == []
+        assert (asked, False) in readies(machine)
+        asking = machine._fragments[0].asking
+        assert asking is not None
+        assert asking.held_s(asked, READY_CAP_S + 0.1) < 15.0
+
+
+def test_a_round_that_is_heard_first_after_a_sleep_does_not_hide_the_sleep() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    for now in (0.1, 100.0):
+        promise(machine, round_, asked, 100.0, now)
+    machine.receive(begin_without_us(round_, asked, 60.0), asked, 203.0)
+    asking = machine._fragments[0].asking
+    assert asking is not None
+    assert asking.held_s(asked, 203.0) == READY_CAP_S + GRACE_S
+
+
+def test_a_receipt_that_we_slept_over_is_no_measure() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    due_at = machine.get_timer()
+    promise(machine, round_, asked, 0.0, 100.0)
+    machine.handle_timer(100.0 + GRACE_S)
+    assert due_at is not None
+    assert machine.get_timer() == pytest.approx(100.0 + GRACE_S + due_at)
 
 
 def test_who_sends_us_where_nobody_is_does_not_pass_for_our_sleep() -> None:

@@ -13,11 +13,22 @@ from p2p_co2.rounds.gathering import SENT_ON_AFTER_S
 from p2p_co2.rounds.swarm import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_machine import DIGEST, offer_of
-from tests.round_network import Network
+from tests.round_machine import DIGEST, offer_of, refusal
+from tests.round_network import Network, make_identity
 from tests.test_rounds_blame import asked_first, spoilt
 from tests.test_rounds_leaving import FOURTH, ME, NAMES, OTHER, THIRD, TRAINS, groups, machine_among, readies
 from tests.test_rounds_leaving import ready as ready_for
+
+FIFTH = make_identity(4).peer_id
+
+
+def second_of_five() -> tuple[Rounds, int]:
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=OTHER)
+    five = [*NAMES, FIFTH]
+    at = next(n for n in range(round_, 9999) if coordination_order(five, 0, n)[:2] == [OTHER, ME])
+    machine.set_state(0, at - 1, DIGEST)
+    machine.set_peers(dict.fromkeys(five, TRAINS), 0.0)
+    return machine, at
 
 
 def promises(machine: Rounds) -> list[tuple[PeerId, float]]:
@@ -125,6 +136,49 @@ def test_a_majority_that_comes_as_some_are_about_to_leave_stays() -> None:
     assert all(within_s > 5.0 for _, within_s in promised)
 
 
+def test_a_majority_that_comes_again_stays_again() -> None:
+    """Who was sent on in between went as it was complete."""
+    machine, round_ = second_of_five()
+    machine.receive(ready_for(round_), THIRD, 0.0)
+    machine.handle_timer(SENT_ON_AFTER_S)
+    for peer in (ME, FOURTH):
+        machine.receive(ready_for(round_), peer, SENT_ON_AFTER_S + 0.1)
+    for peer in (ME, FOURTH):
+        machine.receive(ready_for(round_, withdrawn=True), peer, SENT_ON_AFTER_S + 0.2)
+    promises(machine)
+    machine.receive(ready_for(round_), FIFTH, SENT_ON_AFTER_S + 0.3)
+    assert promises(machine) == [(FIFTH, 0.0)]
+    machine.receive(ready_for(round_), FOURTH, SENT_ON_AFTER_S + 0.4)
+    promised = dict(promises(machine))
+    assert set(promised) == {THIRD, FOURTH, FIFTH}
+    assert min(promised.values()) > 5.0
+
+
+def test_a_majority_that_is_there_because_a_link_is_back_stays() -> None:
+    machine, round_ = second_of_five()
+    views = machine._swarm.live
+    for peer in (ME, THIRD, FOURTH):
+        machine.receive(ready_for(round_), peer, 0.0)
+    machine.set_peers({**views, FOURTH: replace(TRAINS, is_missed=True)}, 0.1)
+    promises(machine)
+    machine.handle_timer(SENT_ON_AFTER_S)
+    assert set(promises(machine)) == {(THIRD, 0.0), (FOURTH, 0.0)}
+    machine.set_peers(views, SENT_ON_AFTER_S + 0.1)
+    promised = dict(promises(machine))
+    assert set(promised) == {THIRD, FOURTH}
+    assert min(promised.values()) > 5.0
+
+
+def test_who_is_missed_makes_no_majority_to_stay_with() -> None:
+    machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=OTHER)
+    for peer in (ME, THIRD, FOURTH):
+        machine.receive(ready_for(round_), peer, 0.0)
+    machine.set_peers(dict.fromkeys(NAMES, TRAINS) | {FOURTH: replace(TRAINS, is_missed=True)}, 0.1)
+    promises(machine)
+    machine.handle_timer(SENT_ON_AFTER_S)
+    assert set(promises(machine)) == {(THIRD, 0.0), (FOURTH, 0.0)}
+
+
 def test_most_of_the_swarm_is_not_sent_on_though_its_states_differ() -> None:
     """Whoever has them heals them."""
     machine, round_ = machine_among(OTHER, THIRD, FOURTH, first=OTHER)
@@ -181,3 +235,39 @@ def test_one_silence_of_who_comes_first_by_now_counts_once() -> None:
             break
     assert asked == [FOURTH, FOURTH, FOURTH, OTHER]
     assert not machine._swarm.repute.is_passed_over(FOURTH, 30.0)
+
+
+def test_who_sent_us_on_and_then_gives_no_answer_is_charged_for_that() -> None:
+    machine, round_, first = asked_first(OTHER, THIRD, FOURTH)
+    for at in (0.1, 0.2, 0.3):
+        machine.receive(wire.Waiting(fragment=0, round=round_), first, at)
+    assert readies(machine) == [(first, True), (THIRD, False)]
+    machine.receive(wire.Waiting(fragment=0, round=round_), THIRD, 0.4)
+    asked = []
+    while (first, True) not in asked:
+        due_at = machine.get_timer()
+        assert due_at is not None
+        machine.handle_timer(due_at)
+        asked += readies(machine)
+    assert asked[:2] == [(THIRD, True), (first, False)]
+    assert spoilt(machine, first) == 1.0
+
+
+def test_a_lie_costs_beside_a_silence() -> None:
+    machine, round_, first = asked_first(OTHER, THIRD, FOURTH)
+    sent: list[tuple[PeerId, bool]] = []
+    due_at: float | None = 0.0
+    while (THIRD, True) not in sent:
+        due_at = machine.get_timer()
+        assert due_at is not None
+        machine.handle_timer(due_at)
+        sent += readies(machine)
+        if sent[-1:] == [(THIRD, False)]:
+            machine.receive(wire.Waiting(fragment=0, round=round_), THIRD, due_at + 0.1)
+    assert sent[-1] == (first, False)
+    assert spoilt(machine, first) == 1.0
+    behind = wire.Behind(fragment=0, round=round_, version=round_ + 900, state_digest=DIGEST, donors=[THIRD])
+    assert due_at is not None
+    assert refusal(machine, behind, first, due_at + 0.1) == "impossible version"
+    machine.handle_timer(due_at + 0.1)
+    assert spoilt(machine, first) == 2.0

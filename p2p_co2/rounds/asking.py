@@ -10,7 +10,10 @@ must be decided.
 
 from __future__ import annotations
 
+import math
+
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.rounds import bounds
 from p2p_co2.rounds.attempt import Attempt
 from p2p_co2.rounds.deadline import Durations
@@ -24,8 +27,10 @@ TRIES = 3
 """READYs to one coordinator, each waiting twice as long, before the next is asked."""
 BEGIN_LATE_S = 0.5
 """BEGIN may come here so much later than to others."""
-LONGEST_WITH_COUNCIL_S = bounds.GATHER_CAP_S + bounds.COUNCIL_CAP_S + bounds.GRACE_S
-"""An honest coordinator may hold an offer so long before it begins or gives up, over several cells."""
+LONGEST_S = bounds.GATHER_CAP_S + bounds.GRACE_S
+"""An honest coordinator may hold an offer so long before it begins or gives up, in a swarm of one cell."""
+LONGEST_WITH_COUNCIL_S = LONGEST_S + bounds.COUNCIL_CAP_S
+"""The same over several cells."""
 
 
 class Asking:
@@ -50,9 +55,18 @@ class Asking:
         self._blameless: set[PeerId] = set()
         """Who was asked and went, or trained no more, or let another come first: may be asked again."""
         self._asked_twice: set[PeerId] = set()
-        """Who gave us no answer, and was asked again all the same."""
+        """Who gave us no answer, or sent us on, and was asked again all the same."""
+        self._charged: set[PeerId] = set()
+        """Whose silence is put down to it already."""
+        self._woke_at = -math.inf
+        self._overslept = 0
+        """How often we slept through its last chance to answer."""
         self._sent_on = 0
         """How often in a row the one that is asked has promised nothing."""
+        self._taken_at: float | None = None
+        """Since when the one that is asked has the offer, by its receipts; later by what we slept."""
+        self._kept_s = 0.0
+        """How long it had it when it promised nothing, the first of these times."""
         self._trained: set[PeerId] = set()
         """Who trained when the last one was asked."""
         self._timer_at = now
@@ -69,21 +83,26 @@ class Asking:
         """A receipt: BEGIN or a decision will come within the time it names."""
         if sender != self.asked[-1]:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
-        self._note_sleep(now)
-        if self._tries == 1:
+        slept_s = self._note_sleep(now)
+        if self._tries == 1 and not slept_s:
             self._receipts.add(now - self._sent_at)
-        self._tries = 0
+        self._tries = self._overslept = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
+        self._taken_at = now if self._taken_at is None else self._taken_at
+        if not message.begins_within_s and not self._sent_on:
+            self._kept_s = now - self._taken_at
         self._sent_on = 0 if message.begins_within_s else self._sent_on + 1
         if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
-            if (held_s := self.held_s(sender, now)) > self._honest_s():
-                why = f"it sent us on after {held_s:.0f} s"
-                self._swarm.spoilt(sender, why, now, rounds=NOT_BEGUN, cost_s=held_s)
+            longest_s = LONGEST_S if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
+            if self._kept_s > longest_s and not self._hears:
+                why = f"it sent us on after {self._kept_s:.0f} s"
+                self._swarm.spoilt(sender, why, now, rounds=NOT_BEGUN, cost_s=self._kept_s)
             self._ask_next(now)
 
     def round_began(self, attempt: Attempt, now: float) -> None:
         """We hear ``attempt``. If it is at our round, it is waited for: given up before it is decided, all
         that was heard of it would be fetched. Once, whatever else begins."""
+        self._note_sleep(now)
         if attempt.round == self.offer.round and not self._hears:
             decided_at = now + attempt.decided_within_s + bounds.GRACE_S
             self._hears, self._give_up_at = True, max(self._give_up_at, decided_at)
@@ -111,9 +130,14 @@ class Asking:
             gone.withdrawn = True
             self._outlet.send(self.asked[-1], gone)
 
-    def mistrust(self) -> None:
-        """Who was asked told us what cannot be: ask the next one at once."""
-        self._tries, self._timer_at = TRIES, self._sent_at
+    def _mistrust(self, now: float) -> None:
+        """Who was asked sends us where nobody is: ask the next one. Not its fault as long as we have not
+        heard from most of the others since we slept: they may have gone there."""
+        self._note_sleep(now)
+        if now > self._woke_at + SLOWEST_HEARTBEAT_S + bounds.GRACE_S:
+            self._charged.add(self.asked[-1])
+            self._swarm.spoilt(self.asked[-1], "it sent us where nobody is", now)
+        self._ask_next(now)
 
     def is_taken_in(self, attempt: Attempt, withdrawn: Offer | None) -> bool:
         """Whether a BEGIN for our round is the answer to this offer's READY, or to one before: to that of
@@ -129,13 +153,13 @@ class Asking:
             raise RemoteProtocolError("wrong group", "BEGIN does not repeat our READY")
         return False
 
-    def check_behind(self, message: Behind, most: int, sender: PeerId) -> None:
+    def check_behind(self, message: Behind, most: int, sender: PeerId, now: float) -> None:
         """Mistrust ``sender``, and raise ``RemoteProtocolError``, if it sends us beyond ``most``. Only other
         cells know where they are."""
         far = bool(message.donors) and not any(map(self._swarm.is_near, message.donors))
         if message.version > most and not far and sender != self._swarm.me:
             if sender == self.asked[-1]:
-                self.mistrust()
+                self._mistrust(now)
             farthest = f"{message.version}; as far as we hear most peers are not beyond {most}"
             raise RemoteProtocolError("impossible version", farthest)
 
@@ -156,9 +180,9 @@ class Asking:
         return min(self._timer_at, self._give_up_at)
 
     def handle_timer(self, now: float) -> None:
-        has_slept = self._slept_s(now) > 0.0
         self._note_sleep(now)
-        if now >= self._give_up_at + bounds.GRACE_S and not self._has_woken:
+        awake_s = now - self._woke_at
+        if now >= self._give_up_at and awake_s < 2 * bounds.GRACE_S and not self._has_woken:
             self._has_woken, self._give_up_at = True, now + 2 * bounds.GRACE_S
             self._send(now)  # what came of it may lie there, or is told again
         elif now >= self._give_up_at:
@@ -170,22 +194,30 @@ class Asking:
                     self._asked_twice.add(first)
                 self._blameless |= {self.asked[-1], first}
                 self._ask_next(now)
-            elif self._tries < TRIES or has_slept:  # its answer may lie there
-                self._tries = min(self._tries, TRIES - 1)
+            elif self._tries < TRIES:
                 self._send(now)
             else:
-                if self.asked[-1] not in self._asked_twice:  # one silence counts once
+                if self.asked[-1] not in self._charged and self._overslept < 2:
+                    self._charged.add(self.asked[-1])
                     self._swarm.spoilt(self.asked[-1], "it gave no answer when it was to coordinate", now)
                 self._ask_next(now)
 
-    def _note_sleep(self, now: float) -> None:
-        """Awake, this peer comes back by its timer: time beyond that is nobody's fault."""
-        self._asked_at += self._slept_s(now)
+    def _note_sleep(self, now: float) -> float:
+        """Awake, this peer comes back by its timer: time beyond that, which is returned, is nobody's fault.
+        Whoever is asked gets its last chance to answer twice, if we slept through the first: the answer may
+        lie in our socket."""
+        slept_s = self._slept_s(now)
         self._awake_at = now
+        if slept_s:
+            self._woke_at = now
+            self._asked_at += slept_s
+            self._taken_at = None if self._taken_at is None else self._taken_at + slept_s
+            if self._tries == TRIES:
+                self._overslept += 1
+                self._tries = TRIES - 1 if self._overslept == 1 else TRIES
+        return slept_s
 
     def _slept_s(self, now: float) -> float:
-        if self._timer_at <= self._sent_at:
-            return 0.0  # it is mistrusted: that timer was not waited for
         return max(0.0, now - max(self.get_timer(), self._awake_at) - bounds.GRACE_S)
 
     def _blame_longest(self, now: float) -> None:
@@ -201,7 +233,8 @@ class Asking:
         )
 
     def _honest_s(self) -> float:
-        """How long an offer may be held before nothing comes of it."""
+        """How long an offer that nothing comes of may be held at no more than a small cost: what one of two
+        that held it may have, over cells what an honest one may."""
         return bounds.READY_CAP_S / 2 if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
 
     def _comes_first_now(self, now: float) -> PeerId:
@@ -234,7 +267,8 @@ class Asking:
         self._blameless.discard(left[0])
         self.asked.append(left[0])
         self._trained = set(self._swarm.training())
-        self._tries = self._sent_on = 0
+        self._tries = self._sent_on = self._overslept = 0
+        self._taken_at = None
         self._asked_at = now
         self._send(now)
 

@@ -205,14 +205,14 @@ class FragmentRounds:
             if self.ear.begins(attempt, asked, self.version, self.digest, now) and asking is not None:
                 asking.round_began(attempt, now)
 
-    def on_behind(self, message: wire.Behind, sender: PeerId) -> None:
+    def on_behind(self, message: wire.Behind, sender: PeerId, now: float) -> None:
         check_behind(message)
         asking = self.asking
         if asking is None or asking.offer.round != message.round or sender not in asking.asked:
             return
         if (message.version, message.state_digest) == (self.version, self.digest):
             raise RemoteProtocolError("impossible version", f"{message.version}, which is where we are")
-        asking.check_behind(message, farthest_version(self._swarm, message.fragment), sender)
+        asking.check_behind(message, farthest_version(self._swarm, message.fragment), sender, now)
         donors = tuple(PeerId(donor) for donor in message.donors)
         self._end()
         self._ahead.told(message, sender)

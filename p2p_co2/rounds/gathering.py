@@ -70,6 +70,7 @@ class Gathering:
         self._looks_at, self._has_looked = now + SENT_ON_AFTER_S, False
         self._sent_on: set[PeerId] = set()
         self._had_most = False
+        """Since somebody was sent on."""
         self._least_s = gather_least_s(cap_s, step_s)
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
@@ -86,13 +87,17 @@ class Gathering:
             self._send_on(sender)
         else:
             self._promise(sender, now)
-        if not self._had_most and self._has_most():
+        self._keep_most(now)
+
+    def _keep_most(self, now: float) -> None:
+        """Where most are here by now, those who were sent on stay: they would go in a moment."""
+        if self._sent_on and not self._had_most and self._has_most():
             self._had_most = True
             for peer in sorted(self._sent_on & self.readies.keys()):
-                self._promise(peer, now)  # it would go in a moment
+                self._promise(peer, now)
 
     def _has_most(self) -> bool:
-        return 2 * len(self.readies) > len(self._live())
+        return 2 * len(self._heard()) > len(self._live())
 
     def _is_second(self, now: float) -> bool:
         """Whether most are missing and another one comes first, who is heard."""
@@ -105,6 +110,7 @@ class Gathering:
 
     def _send_on(self, peer: PeerId) -> None:
         """Have ``peer`` look who comes first; once: it may not hear what we hear."""
+        self._had_most = False
         self._sent_on.add(peer)
         self._tell_waiting(peer, 0.0)
 
@@ -164,6 +170,7 @@ class Gathering:
             left = self.readies.keys() - self._sent_on
             for peer in sorted(left) if left and self._is_second(now) else ():
                 self._send_on(peer)
+        self._keep_most(now)
         return False
 
     def _is_over(self, moved: frozenset[PeerId], now: float) -> bool:

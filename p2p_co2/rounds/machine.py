@@ -331,7 +331,7 @@ class Rounds:
             case wire.Waiting():
                 self._place(message).on_waiting(message, sender, now)
             case wire.Behind():
-                self._place(message).on_behind(message, sender)
+                self._place(message).on_behind(message, sender, now)
             case wire.Begin():
                 self._keyed(message).on_begin(message, sender, now)
             case wire.Part() | wire.Mean() | wire.Reassign() | wire.CellPart() | wire.CellMean():
