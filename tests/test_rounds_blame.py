@@ -58,7 +58,7 @@ def test_the_time_that_this_peer_slept_is_nobodys(woke_at: float, hears_first: b
     machine.handle_timer(max(READY_CAP_S, woke_at + 2 * GRACE_S) + 0.3)
     assert Aborted in map(type, drain(machine))
     assert not machine._swarm.repute.is_passed_over(asked, woke_at + READY_CAP_S)
-    assert spoilt(machine, asked) == (NOT_BEGUN if woke_at < READY_CAP_S else 0.0)
+    assert spoilt(machine, asked) == 0.0
 
 
 def test_who_was_asked_last_is_not_blamed_for_the_time_of_the_one_before() -> None:
@@ -115,7 +115,9 @@ def test_who_keeps_an_offer_longer_than_it_has_to_and_sends_us_on_pays_for_it(
     assert spoilt(machine, asked) == cost
 
 
-@pytest.mark.parametrize("why", ["lost READYs", "our sleep", "two spells", "a round that it is in"])
+@pytest.mark.parametrize(
+    "why", ["lost READYs", "a lost answer", "our sleep", "two spells", "a round that it is in"]
+)
 def test_who_sends_us_on_does_not_pay_for(why: str) -> None:
     machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
     now = 0.1
@@ -127,6 +129,11 @@ def test_who_sends_us_on_does_not_pay_for(why: str) -> None:
     if why == "our sleep":
         promise(machine, round_, asked, 5.0, now)
         now += 100.0
+    elif why == "a lost answer":  # that nothing more will come of it: we ask when its time is over
+        promise(machine, round_, asked, 10.0, now)
+        now += 10.0 + GRACE_S
+        machine.handle_timer(now)
+        now += 2.0
     elif why == "two spells":  # it trains no more for a moment
         machine.set_peers({**dict.fromkeys(NAMES, TRAINS), asked: replace(TRAINS, training=False)}, now)
         machine.set_peers({ME: TRAINS, asked: TRAINS}, now + 0.1)
@@ -140,6 +147,25 @@ def test_who_sends_us_on_does_not_pay_for(why: str) -> None:
     sends_on(machine, round_, asked, now)
     assert (asked, True) in readies(machine)
     assert spoilt(machine, asked) == 0.0
+
+
+def test_a_round_that_it_was_in_excuses_no_longer_hold() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    machine.receive(begin_without_us(round_, asked, 20.0), asked, 0.1)
+    promise(machine, round_, asked, 60.0, 0.2)
+    sends_on(machine, round_, asked, 60.2)
+    assert spoilt(machine, asked) == NOT_BEGUN
+
+
+def test_what_most_told_us_is_old_for_the_next_offer_too() -> None:
+    machine, round_, _ = asked_first(OTHER, THIRD, FOURTH)
+    machine.handle_timer(100.0)  # it slept
+    machine.withdraw(0, "for another one", 100.1)
+    at = next(n for n in range(round_ + 1, 9999) if coordination_order(NAMES, 0, n)[0] == FOURTH)
+    machine.set_state(0, at - 1, DIGEST)
+    machine.offer(offer_of(at), 100.2)
+    assert refusal(machine, nowhere(at), FOURTH, 101.0) == "impossible version"
+    assert spoilt(machine, FOURTH) == 0.0
 
 
 @pytest.mark.parametrize("slept_s", [0.0, SLEPT_S])
@@ -260,6 +286,35 @@ def nowhere(round_: int) -> wire.Behind:
     )  # fmt: skip
 
 
+def test_what_most_told_us_is_old_for_an_offer_after_a_sleep() -> None:
+    machine, round_, _ = asked_first(OTHER, THIRD, FOURTH)
+    machine.withdraw(0, "for another one", 0.1)
+    machine.woke(100.0)
+    at = next(n for n in range(round_ + 1, 9999) if coordination_order(NAMES, 0, n)[0] == FOURTH)
+    machine.set_state(0, at - 1, DIGEST)
+    machine.offer(offer_of(at), 100.2)
+    assert refusal(machine, nowhere(at), FOURTH, 101.0) == "impossible version"
+    assert spoilt(machine, FOURTH) == 0.0
+
+
+def test_a_moment_of_sleep_excuses_nobody() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    due_at = machine.get_timer()
+    assert due_at is not None
+    machine.handle_timer(due_at + 2 * GRACE_S)
+    assert refusal(machine, nowhere(round_), asked, due_at + 2 * GRACE_S) == "impossible version"
+    assert spoilt(machine, asked) == 1.0
+
+
+def test_who_held_us_for_most_of_the_cap_pays_though_we_slept_a_little() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    promise(machine, round_, asked, 10.0, 0.1)
+    promise(machine, round_, asked, READY_CAP_S, 20.0)
+    machine.handle_timer(READY_CAP_S + 0.1)
+    assert Aborted in map(type, drain(machine))
+    assert spoilt(machine, asked) == SPOILT_IN_A_ROW
+
+
 @pytest.mark.parametrize("then", ["a promise", "a loss", "a sleep"])
 def test_who_sends_us_where_nobody_is_pays_at_once_whatever_follows(then: str) -> None:
     machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
@@ -323,9 +378,12 @@ def test_a_round_that_is_heard_first_after_a_sleep_does_not_hide_the_sleep() -> 
     assert asking.held_s(asked, 203.0) == READY_CAP_S + GRACE_S
 
 
-def test_a_receipt_that_we_slept_over_is_no_measure() -> None:
+@pytest.mark.parametrize("hears_first", [False, True])
+def test_a_receipt_that_we_slept_over_is_no_measure(hears_first: bool) -> None:
     machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
     due_at = machine.get_timer()
+    if hears_first:
+        machine.set_peers(dict.fromkeys(NAMES, TRAINS), 99.9)
     promise(machine, round_, asked, 0.0, 100.0)
     machine.handle_timer(100.0 + GRACE_S)
     assert due_at is not None

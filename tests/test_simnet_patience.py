@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -176,6 +177,22 @@ def test_a_peer_that_stands_still_at_its_end_goes_so_much_later() -> None:
     assert {one.law for one in result.violations} <= {"end"}  # the others have gone without it
     assert result.virtual_s > swarm.planned_s + stands_s
     assert wrong_at[0] == wrong_at[1]
+
+
+def test_a_peer_that_stood_still_knows_how_old_its_views_are() -> None:
+    swarm, stands_s, woke = swarm_of(3, 8, "fibre"), 20.0, list[float]()
+    swarm.world.call_at(10.0, swarm.stall, 0, 10.0 + stands_s)
+
+    def look() -> None:
+        for index in range(3):
+            node = swarm.processes[index].node
+            assert node is not None
+            woke.append(node.rounds._swarm.slept_until - (node.now() - swarm.world.now))
+
+    swarm.world.call_at(10.0 + stands_s + 2.0, look)
+    assert swarm.run().violations == []
+    assert woke[0] == pytest.approx(10.0 + stands_s, abs=1.0)
+    assert woke[1:] == [-math.inf] * 2
 
 
 def test_a_run_is_given_time_for_who_starts_last_and_for_rounds_that_are_awaited() -> None:

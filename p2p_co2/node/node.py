@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.errors import LocalProtocolError
-from p2p_co2.heartbeat import HEARTBEAT_S, quiet_beat_s
+from p2p_co2.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
 from p2p_co2.membership import Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
@@ -263,6 +263,8 @@ class Node:
             self._sleeps_until = -math.inf  # nobody need wake it: it looks for the next timer as it ends
             now = self.now()
             beat_at = self.membership.get_timer()
+            if beat_at is not None and now > beat_at + SLOWEST_HEARTBEAT_S:
+                self.rounds.woke(now)
             if (now >= self._beat_at and self._has_news()) or (beat_at is not None and now >= beat_at):
                 self.refresh()
                 self.catching.look_around(now)

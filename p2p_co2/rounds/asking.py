@@ -47,6 +47,8 @@ class Asking:
         self._began_at = self._sent_at = self._asked_at = self._awake_at = now
         self._give_up_at = now + bounds.READY_CAP_S
         self._hears = self._has_woken = False
+        self._hears_until = -math.inf
+        """When the round that we hear must be decided."""
         self._held_s: dict[PeerId, float] = {}
         """How long each has had the offer, seconds."""
         self._tries = 0
@@ -65,8 +67,9 @@ class Asking:
         """How often in a row the one that is asked has promised nothing."""
         self._taken_at: float | None = None
         """Since when the one that is asked has the offer, by its receipts; later by what we slept."""
+        self._promised_until = now
         self._kept_s = 0.0
-        """How long it had it when it promised nothing, the first of these times."""
+        """How long it had it, of what it promised, when it promised nothing, the first of these times."""
         self._trained: set[PeerId] = set()
         """Who trained when the last one was asked."""
         self._timer_at = now
@@ -83,18 +86,21 @@ class Asking:
         """A receipt: BEGIN or a decision will come within the time it names."""
         if sender != self.asked[-1]:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
-        slept_s = self._note_sleep(now)
-        if self._tries == 1 and not slept_s:
+        self._note_sleep(now)
+        if self._tries == 1 and self._woke_at < self._sent_at:
             self._receipts.add(now - self._sent_at)
         self._tries = self._overslept = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
         self._taken_at = now if self._taken_at is None else self._taken_at
-        if not message.begins_within_s and not self._sent_on:
-            self._kept_s = now - self._taken_at
+        if message.begins_within_s:
+            self._promised_until = now + message.begins_within_s
+        elif not self._sent_on:
+            until = min(now, self._promised_until)  # of the rest, our own asking may be a part
+            self._kept_s = until - self._taken_at if until > self._hears_until else 0.0
         self._sent_on = 0 if message.begins_within_s else self._sent_on + 1
         if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
             longest_s = LONGEST_S if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
-            if self._kept_s > longest_s and not self._hears:
+            if self._kept_s > longest_s:
                 why = f"it sent us on after {self._kept_s:.0f} s"
                 self._swarm.spoilt(sender, why, now, rounds=NOT_BEGUN, cost_s=self._kept_s)
             self._ask_next(now)
@@ -105,7 +111,8 @@ class Asking:
         self._note_sleep(now)
         if attempt.round == self.offer.round and not self._hears:
             decided_at = now + attempt.decided_within_s + bounds.GRACE_S
-            self._hears, self._give_up_at = True, max(self._give_up_at, decided_at)
+            self._hears, self._hears_until = True, decided_at
+            self._give_up_at = max(self._give_up_at, decided_at)
 
     def held_s(self, peer: PeerId, now: float) -> float:
         """How long ``peer`` has had the offer, but for time that we slept beyond what it promised."""
@@ -134,7 +141,7 @@ class Asking:
         """Who was asked sends us where nobody is: ask the next one. Not its fault as long as we have not
         heard from most of the others since we slept: they may have gone there."""
         self._note_sleep(now)
-        if now > self._woke_at + SLOWEST_HEARTBEAT_S + bounds.GRACE_S:
+        if now > self._swarm.slept_until + SLOWEST_HEARTBEAT_S + bounds.GRACE_S:
             self._charged.add(self.asked[-1])
             self._swarm.spoilt(self.asked[-1], "it sent us where nobody is", now)
         self._ask_next(now)
@@ -202,20 +209,20 @@ class Asking:
                     self._swarm.spoilt(self.asked[-1], "it gave no answer when it was to coordinate", now)
                 self._ask_next(now)
 
-    def _note_sleep(self, now: float) -> float:
-        """Awake, this peer comes back by its timer: time beyond that, which is returned, is nobody's fault.
-        Whoever is asked gets its last chance to answer twice, if we slept through the first: the answer may
-        lie in our socket."""
+    def _note_sleep(self, now: float) -> None:
+        """Awake, this peer comes back by its timer: time beyond that is nobody's fault. Whoever is asked gets
+        its last chance to answer twice, if we slept through the first: the answer may lie in our socket."""
         slept_s = self._slept_s(now)
         self._awake_at = now
         if slept_s:
             self._woke_at = now
+            if slept_s > SLOWEST_HEARTBEAT_S:
+                self._swarm.slept_until = now
             self._asked_at += slept_s
             self._taken_at = None if self._taken_at is None else self._taken_at + slept_s
-            if self._tries == TRIES:
+            if self._tries >= TRIES:
                 self._overslept += 1
                 self._tries = TRIES - 1 if self._overslept == 1 else TRIES
-        return slept_s
 
     def _slept_s(self, now: float) -> float:
         return max(0.0, now - max(self.get_timer(), self._awake_at) - bounds.GRACE_S)
@@ -224,7 +231,8 @@ class Asking:
         """At the cap: whoever had the offer longest, if it is still here and we were awake. Who began a
         round, or over cells is in one, may only be late."""
         held_s, peer = max((self.held_s(peer, now), peer) for peer in {*self._held_s, *self.asked[-1:]})
-        if self._has_woken or not self._swarm.is_live(peer):
+        has_slept = self._woke_at > self._began_at and held_s <= self._honest_s()  # the cap counts that
+        if self._has_woken or has_slept or not self._swarm.is_live(peer):
             return
         rounds = SPOILT_IN_A_ROW if self._swarm.cells == 1 and not self._hears else 1.0
         rounds = rounds if held_s > self._honest_s() else NOT_BEGUN
@@ -269,7 +277,7 @@ class Asking:
         self._trained = set(self._swarm.training())
         self._tries = self._sent_on = self._overslept = 0
         self._taken_at = None
-        self._asked_at = now
+        self._asked_at = self._promised_until = now
         self._send(now)
 
     def _ahead(self, order: list[PeerId]) -> list[PeerId]:

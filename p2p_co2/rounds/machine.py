@@ -79,8 +79,7 @@ class Rounds:
     # ---- what the node tells us
 
     def set_peers(self, live: Mapping[PeerId, PeerView], now: float) -> None:
-        """The live peers. This peer may be among them, for what it says of itself; it is live in any
-        case."""
+        """The live peers. This one may be among them, for what it says of itself; it is live anyway."""
         self._swarm.set_live(live)
         for fragment in self._fragments:
             fragment.peers_changed(now)
@@ -88,6 +87,10 @@ class Rounds:
             makers.peers_changed(now)
         self._coordination.peers_changed(now)
         self._settle(now)
+
+    def woke(self, now: float) -> None:
+        """This peer stood still until now: what it knows of others is as old as that."""
+        self._swarm.slept_until = now
 
     def set_cell(self, cell: int, peers: Sequence[PeerId], now: float) -> None:
         """Peers of another cell, the answer to ``CellWanted``."""
@@ -109,8 +112,7 @@ class Rounds:
         self._changed()
 
     def set_state(self, fragment: int, version: int, digest: bytes) -> None:
-        """The agreed state that we hold now. An open offer that does not start from it ends in
-        ``Aborted``."""
+        """The agreed state that we hold now. An open offer from another one ends in ``Aborted``."""
         self._swarm.my_versions[fragment] = version
         self._changed()
         self._fragments[fragment].set_state(version, digest, self._now)
@@ -199,8 +201,7 @@ class Rounds:
         return is_known and all(one is not None and one >= version for one in known)
 
     def counts_for_others(self, now: float, within_s: float) -> bool:
-        """Whether this peer counts the votes of a round that it is not in, or did of late; other threads may
-        ask."""
+        """Whether we count the votes of a round that we are not in, or did of late; threads may ask."""
         return now - self._counted_at <= within_s
 
     def is_completing(self, fragment: int) -> bool:
@@ -436,9 +437,8 @@ class Rounds:
         """The offer for which we still ask, if others are in an attempt at its round. Over several cells
         that is the council's."""
         asking, is_ours = fragment.asking, self._coordination.counts(key.attempt)
-        if asking is None or asking.offer.round != key.round or is_ours:
-            return None
-        return asking
+        is_beside = asking is not None and asking.offer.round == key.round and not is_ours
+        return asking if is_beside else None
 
     def _answer(
         self, fragment: FragmentRounds, message: wire.Result | wire.AskOutcome, sender: PeerId

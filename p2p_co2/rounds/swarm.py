@@ -9,6 +9,7 @@ training unless it is told otherwise.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -80,6 +81,8 @@ class Swarm:
         self.over_cells = [Durations() for _ in shape.blocks]
         """Per fragment, rounds over several cells from BEGIN to their end."""
         self.repute = Repute()
+        self.slept_until = -math.inf
+        """When this peer last stood still: what it knows of others may be as old as that."""
         self._met: OrderedDict[PeerId, None] = OrderedDict()
         self._pieces_of: tuple[object, object, float, float, int] = (None, None, 0.0, 0.0, 0)
         """What ``piece_bytes`` was asked last (receivers, ``live``, upload, time), and said."""
