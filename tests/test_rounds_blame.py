@@ -149,6 +149,36 @@ def test_who_sends_us_on_does_not_pay_for(why: str) -> None:
     assert spoilt(machine, asked) == 0.0
 
 
+@pytest.mark.parametrize("then", ["its own gathering", "another round"])
+def test_who_was_in_a_round_may_gather_or_be_in_another_after_it(then: str) -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    machine.receive(begin_without_us(round_, asked, 20.0), asked, 0.1)
+    promise(machine, round_, asked, 20.0, 0.2)
+    if then == "another round":
+        second = begin_without_us(round_, asked, 35.0)
+        second.nonce = bytes(15) + b"2"
+        seal_begin(second, asked)
+        machine.receive(second, asked, 20.2)
+    promise(machine, round_, asked, 30.0, 20.2)
+    if then == "another round":
+        promise(machine, round_, asked, 40.0, 50.2)
+    sends_on(machine, round_, asked, 80.0 if then == "another round" else 50.2)
+    assert (asked, True) in readies(machine)
+    assert spoilt(machine, asked) == 0.0
+
+
+def test_a_moment_of_sleep_excuses_no_hold() -> None:
+    machine, round_, _ = asked_first(OTHER, THIRD, FOURTH)
+    promise(machine, round_, OTHER, 43.0, 0.1)
+    machine.set_peers(dict.fromkeys((ME, THIRD, FOURTH), TRAINS), 50.0)  # three seconds late
+    promise(machine, round_, THIRD, 60.0, 50.1)
+    machine.set_peers(dict.fromkeys((ME, FOURTH), TRAINS), 99.0)
+    promise(machine, round_, FOURTH, 60.0, 99.1)
+    machine.handle_timer(READY_CAP_S + 0.1)
+    assert Aborted in map(type, drain(machine))
+    assert spoilt(machine, FOURTH) == NOT_BEGUN
+
+
 def test_a_round_that_it_was_in_excuses_no_longer_hold() -> None:
     machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
     machine.receive(begin_without_us(round_, asked, 20.0), asked, 0.1)

@@ -48,7 +48,7 @@ class Asking:
         self._give_up_at = now + bounds.READY_CAP_S
         self._hears = self._has_woken = False
         self._hears_until = -math.inf
-        """When the round that we hear must be decided."""
+        """When the last of the rounds that we hear must be decided."""
         self._held_s: dict[PeerId, float] = {}
         """How long each has had the offer, seconds."""
         self._tries = 0
@@ -60,7 +60,7 @@ class Asking:
         """Who gave us no answer, or sent us on, and was asked again all the same."""
         self._charged: set[PeerId] = set()
         """Whose silence is put down to it already."""
-        self._woke_at = -math.inf
+        self._woke_at, self._slept_in_all_s = -math.inf, 0.0
         self._overslept = 0
         """How often we slept through its last chance to answer."""
         self._sent_on = 0
@@ -87,7 +87,7 @@ class Asking:
         if sender != self.asked[-1]:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
         self._note_sleep(now)
-        if self._tries == 1 and self._woke_at < self._sent_at:
+        if self._tries == 1 and self._woke_at <= self._sent_at:
             self._receipts.add(now - self._sent_at)
         self._tries = self._overslept = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
@@ -96,7 +96,7 @@ class Asking:
             self._promised_until = now + message.begins_within_s
         elif not self._sent_on:
             until = min(now, self._promised_until)  # of the rest, our own asking may be a part
-            self._kept_s = until - self._taken_at if until > self._hears_until else 0.0
+            self._kept_s = until - max(self._taken_at, self._hears_until)
         self._sent_on = 0 if message.begins_within_s else self._sent_on + 1
         if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
             longest_s = LONGEST_S if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
@@ -109,10 +109,12 @@ class Asking:
         """We hear ``attempt``. If it is at our round, it is waited for: given up before it is decided, all
         that was heard of it would be fetched. Once, whatever else begins."""
         self._note_sleep(now)
-        if attempt.round == self.offer.round and not self._hears:
-            decided_at = now + attempt.decided_within_s + bounds.GRACE_S
-            self._hears, self._hears_until = True, decided_at
-            self._give_up_at = max(self._give_up_at, decided_at)
+        if attempt.round != self.offer.round:
+            return
+        decided_at = now + attempt.decided_within_s + bounds.GRACE_S
+        self._hears_until = max(self._hears_until, decided_at)
+        if not self._hears:
+            self._hears, self._give_up_at = True, max(self._give_up_at, decided_at)
 
     def held_s(self, peer: PeerId, now: float) -> float:
         """How long ``peer`` has had the offer, but for time that we slept beyond what it promised."""
@@ -216,6 +218,7 @@ class Asking:
         self._awake_at = now
         if slept_s:
             self._woke_at = now
+            self._slept_in_all_s += slept_s
             if slept_s > SLOWEST_HEARTBEAT_S:
                 self._swarm.slept_until = now
             self._asked_at += slept_s
@@ -231,7 +234,7 @@ class Asking:
         """At the cap: whoever had the offer longest, if it is still here and we were awake. Who began a
         round, or over cells is in one, may only be late."""
         held_s, peer = max((self.held_s(peer, now), peer) for peer in {*self._held_s, *self.asked[-1:]})
-        has_slept = self._woke_at > self._began_at and held_s <= self._honest_s()  # the cap counts that
+        has_slept = held_s <= self._honest_s() < held_s + self._slept_in_all_s  # the cap counts that
         if self._has_woken or has_slept or not self._swarm.is_live(peer):
             return
         rounds = SPOILT_IN_A_ROW if self._swarm.cells == 1 and not self._hears else 1.0
