@@ -167,6 +167,17 @@ def test_who_was_in_a_round_may_gather_or_be_in_another_after_it(then: str) -> N
     assert spoilt(machine, asked) == 0.0
 
 
+def test_a_sleep_after_a_round_that_it_was_in_is_no_hold() -> None:
+    machine, round_, asked = asked_first(OTHER, THIRD, FOURTH)
+    machine.receive(begin_without_us(round_, asked, 20.0), asked, 0.1)
+    promise(machine, round_, asked, 20.0, 0.2)
+    promise(machine, round_, asked, 25.0, 20.2)
+    promise(machine, round_, asked, 5.0, 100.0)  # it slept, and hears what lies there
+    sends_on(machine, round_, asked, 100.0)
+    assert (asked, True) in readies(machine)
+    assert spoilt(machine, asked) == 0.0
+
+
 def test_a_moment_of_sleep_excuses_no_hold() -> None:
     machine, round_, _ = asked_first(OTHER, THIRD, FOURTH)
     promise(machine, round_, OTHER, 43.0, 0.1)

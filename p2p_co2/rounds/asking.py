@@ -87,7 +87,7 @@ class Asking:
         if sender != self.asked[-1]:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
         self._note_sleep(now)
-        if self._tries == 1 and self._woke_at <= self._sent_at:
+        if self._tries == 1 and self._woke_at < self._sent_at:
             self._receipts.add(now - self._sent_at)
         self._tries = self._overslept = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
@@ -219,6 +219,7 @@ class Asking:
         if slept_s:
             self._woke_at = now
             self._slept_in_all_s += slept_s
+            self._hears_until += slept_s
             if slept_s > SLOWEST_HEARTBEAT_S:
                 self._swarm.slept_until = now
             self._asked_at += slept_s
@@ -234,7 +235,7 @@ class Asking:
         """At the cap: whoever had the offer longest, if it is still here and we were awake. Who began a
         round, or over cells is in one, may only be late."""
         held_s, peer = max((self.held_s(peer, now), peer) for peer in {*self._held_s, *self.asked[-1:]})
-        has_slept = held_s <= self._honest_s() < held_s + self._slept_in_all_s  # the cap counts that
+        has_slept = held_s <= self._honest_s() and self._slept_in_all_s > bounds.READY_CAP_S / 10
         if self._has_woken or has_slept or not self._swarm.is_live(peer):
             return
         rounds = SPOILT_IN_A_ROW if self._swarm.cells == 1 and not self._hears else 1.0
