@@ -15,7 +15,7 @@ from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST, offer_of, refusal
 from tests.round_network import Network, make_identity
-from tests.test_rounds_blame import asked_first, spoilt
+from tests.round_offer import asked_first, spoilt
 from tests.test_rounds_leaving import FOURTH, ME, NAMES, OTHER, THIRD, TRAINS, groups, machine_among, readies
 from tests.test_rounds_leaving import ready as ready_for
 
