@@ -148,19 +148,40 @@ class _Most:
         self._before, self._now = self._now, value
 
 
+class _Kept:
+    """Pages that wait for their next buffer: the first ``here_bytes`` of them may be in memory."""
+
+    def __init__(self, pages: mmap.mmap) -> None:
+        self.pages = pages
+        self.here_bytes = len(pages)
+
+    def shrink(self, excess_bytes: int) -> int:
+        """Return so much or a little more to the system, from the end; how many bytes stay. 0: there is no
+        use in keeping it."""
+        left_bytes = max(0, self.here_bytes - excess_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if not hasattr(mmap, "MADV_DONTNEED") or sys.platform != "linux":  # elsewhere it may free nothing
+            left_bytes = 0
+        if left_bytes:
+            self.pages.madvise(mmap.MADV_DONTNEED, left_bytes, len(self.pages) - left_bytes)
+        self.here_bytes = left_bytes
+        return left_bytes
+
+
 class _Pool:
     """Pages of large buffers that nobody uses any more, for the next ones.
 
     Law: what it holds, used and kept, is never more than was in use at one moment before, and lately: keeping
     raises no peak, and what only a peak needed (a state that was loaded) is returned some rounds later. The
     same holds of it and what is in use ``beside`` it together, so that it keeps less while messages take
-    more. Any thread may ask, and give back at any moment, in a garbage collection inside ``take`` too.
+    more. What is too much is returned and no more: a message's pages in place of a mean's would cost the next
+    mean all of its own. Any thread may ask, and give back at any moment, in a garbage collection inside
+    ``take`` too.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._given_back: deque[tuple[mmap.mmap, bool]] = deque()
-        self._kept: list[mmap.mmap] = []
+        self._kept: list[_Kept] = []
         self._used_bytes = self._asked_bytes = 0
         self._beside_bytes = 0
         self._most_used, self._most_with_beside = _Most(), _Most()
@@ -170,16 +191,18 @@ class _Pool:
     def held_bytes(self) -> int:
         with self._lock:
             self._take_back()
-            return self._used_bytes + sum(map(len, self._kept))
+            return self._used_bytes + self._kept_bytes()
 
     def take(self, size_bytes: int, once: bool = False) -> memoryview:
         """Writable memory that holds anything. ``once``: its pages are not kept when it is given back."""
         with self._lock:
             self._take_back()
-            fitting = [pages for pages in self._kept if size_bytes <= len(pages) <= MOST_WASTE * size_bytes]
+            most_bytes = MOST_WASTE * size_bytes
+            fitting = [kept for kept in self._kept if size_bytes <= len(kept.pages) <= most_bytes]
             if fitting:
-                pages = min(fitting, key=len)
-                self._kept.remove(pages)
+                chosen = min(fitting, key=lambda kept: (len(kept.pages), -kept.here_bytes))
+                self._kept.remove(chosen)
+                pages = chosen.pages
             else:
                 pages = _mapped(size_bytes)
             self._in_use(len(pages))
@@ -204,7 +227,7 @@ class _Pool:
             pages, is_kept = self._given_back.popleft()
             self._used_bytes -= len(pages)
             if is_kept:
-                self._kept.append(pages)
+                self._kept.append(_Kept(pages))
 
     def _in_use(self, size_bytes: int) -> None:
         self._used_bytes += size_bytes
@@ -218,13 +241,16 @@ class _Pool:
             self._asked_bytes = 0
 
     def _let_go(self) -> None:
-        """Of what was kept for longest, as far as the law asks for it."""
+        """Of what was kept for longest, as much as the law asks for."""
         allowed_bytes = (
             min(self._most_used.value, self._most_with_beside.value - self._beside_bytes) - self._used_bytes
         )
-        kept_bytes = sum(map(len, self._kept))
-        while self._kept and kept_bytes > allowed_bytes:
-            kept_bytes -= len(self._kept.pop(0))
+        while self._kept and (excess_bytes := self._kept_bytes() - allowed_bytes) > 0:
+            if not self._kept[0].shrink(excess_bytes):
+                self._kept.pop(0)
+
+    def _kept_bytes(self) -> int:
+        return sum(kept.here_bytes for kept in self._kept)
 
 
 def _class_bytes(size_bytes: int) -> int:

@@ -208,16 +208,18 @@ def test_keeping_pages_raises_no_peak(turns: list[tuple[int, list[int]]]) -> Non
     assert len({place_of(buffer) for buffer in used}) == len(used)
 
 
-def test_what_does_not_fit_goes_back_to_the_system() -> None:
+def test_what_does_not_fit_makes_room_for_what_is_taken() -> None:
     pool = memory._Pool()
     before = resident_kib()
-    buffer = pool.take(64 << 20)
-    ctypes.memset(place_of(buffer), 1, 64 << 20)  # 64 MiB of bytes might stay with malloc
+    taken = [pool.take(64 << 20)]
+    ctypes.memset(place_of(taken[0]), 1, 64 << 20)  # 64 MiB of bytes might stay with malloc
     assert resident_kib() - before > 60 << 10
-    del buffer
-    small = pool.take(8 << 20)
-    assert resident_kib() - before < 16 << 10
-    assert len(small) == 8 << 20
+    taken.clear()
+    for mib in (8, 24, 30):
+        taken.append(pool.take(mib << 20))
+        ctypes.memset(place_of(taken[-1]), 1, mib << 20)
+        assert resident_kib() - before < 68 << 10
+    assert sum(map(len, taken)) == 62 << 20
 
 
 def resident_kib() -> int:
@@ -320,6 +322,41 @@ def test_what_rounds_need_is_not_forgotten() -> None:
         place_of(pool.take(SIZE))
         assert pool.held_bytes == 3 * SIZE
     assert len(places) == 3
+
+
+def test_no_more_is_returned_than_is_too_much() -> None:
+    """A message's pages beside what a mean left would else cost the next mean all of its own."""
+    pool, size = memory._Pool(), memory.HUGE_PAGE_BYTES
+    others, mean = pool.take(8 * size), pool.take(8 * size)
+    mean[::size] = b"\7" * 8
+    place = place_of(mean)
+    del mean
+    message = pool.take(size)
+    assert pool.held_bytes == 16 * size
+    mean = pool.take(8 * size)
+    assert place_of(mean) == place
+    assert bytes(mean[::size]) == b"\7" * 7 + b"\0"
+    del others, message, mean
+    assert pool.held_bytes == 17 * size  # so much was in use at last
+
+
+def test_what_is_shrunk_again_and_again_goes() -> None:
+    pool, size = memory._Pool(), memory.HUGE_PAGE_BYTES
+    pages = pool.take(4 * size)
+    del pages
+    small = [pool.take(size) for _ in range(3)]
+    assert pool.held_bytes == 4 * size
+    small.append(pool.take(size))
+    assert pool.held_bytes == sum(map(len, small)) == 4 * size
+
+
+def test_where_pages_cannot_be_returned_singly_all_of_them_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    pool, size = memory._Pool(), memory.HUGE_PAGE_BYTES
+    pages = pool.take(4 * size)
+    del pages
+    small = pool.take(size)
+    assert pool.held_bytes == len(small)
 
 
 def test_little_more_is_held_than_was_asked_for() -> None:
