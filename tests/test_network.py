@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,110 @@ async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -
         finally:
             await network.discovery.close()
             await stop_p2p(network.p2p)
+
+
+class Searchable:
+    """In the place of the DHT: every search takes two seconds of the clock, and is counted."""
+
+    def __init__(self, clock: Clock, peers: Sequence[str]) -> None:
+        self.clock, self.peers, self.trouble = clock, peers, ""
+        self.searches = 0
+
+    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
+        self.searches += 1
+        self.clock.now += 2.0
+        await asyncio.sleep(0.01)
+        if self.trouble:
+            raise TransportError(self.trouble)
+        expires_at = time.time() + 60.0
+        return [PeerRecord(peer=peer, run=RUN, expires_at=expires_at) for peer in self.peers]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return time.time()
+
+
+def searchable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *peers: str
+) -> tuple[Network, Searchable, Clock]:
+    clock = Clock()
+    monkeypatch.setattr(room, "time", clock)
+    identity = Identity.load_or_create(tmp_path / "identity")
+    network = Network(identity, PeerConfig(), Ticket(RUN, identity.peer_id, (DEAD,)))
+    dht = Searchable(clock, peers)
+    network.discovery = dht  # type: ignore[assignment]  # what is asked of it
+    return network, dht, clock
+
+
+async def test_one_search_serves_all_who_ask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dozen dead peers that the DHT lists, each is dialled over two carriers."""
+    network, dht, clock = searchable(tmp_path, monkeypatch, *"abcdef")
+    await network.find_peers(0)
+    clock.now += 60.0
+    asked = [network.find_record(PeerId(peer), True) for peer in "abcdef" for _ in range(2)]
+    found = await asyncio.gather(*asked)
+    assert [record.peer for record in found if record] == [peer for peer in "abcdef" for _ in range(2)]
+    assert dht.searches == 2
+
+
+async def test_what_was_found_a_moment_ago_is_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, dht, clock = searchable(tmp_path, monkeypatch, "a")
+    await network.find_peers(0)
+    assert await network.find_record(PeerId("a"), True)
+    assert dht.searches == 1
+    clock.now += 0.1  # it began more than two seconds ago
+    dht.peers = ()
+    assert await network.find_record(PeerId("a"))
+    assert dht.searches == 1
+    assert await network.find_record(PeerId("a"), True), "what was used is kept"
+    assert dht.searches == 2
+
+
+async def test_who_is_not_known_is_searched_for_from_now_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have entered its record while the last search was under way."""
+    network, dht, _ = searchable(tmp_path, monkeypatch)
+    first = asyncio.create_task(network.find_record(PeerId("a")))
+    await asyncio.sleep(0)
+    assert dht.searches == 1
+    later = [asyncio.create_task(network.find_record(PeerId("a"))) for _ in range(5)]
+    await first
+    dht.peers = "a"
+    assert all(await asyncio.gather(*later))
+    assert dht.searches == 2
+
+
+async def test_who_asks_while_a_search_fails_waits_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, dht, _ = searchable(tmp_path, monkeypatch)
+    dht.trouble = "the DHT did not answer"
+    asked = [asyncio.create_task(network.find_record(PeerId("a"))) for _ in range(9)]
+    assert await asyncio.gather(*asked) == [None] * 9
+    assert dht.searches == 2  # the others asked while the first was under way
+    with pytest.raises(TransportError):
+        await network.find_peers(0)
+
+
+async def test_a_search_that_is_given_up_serves_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, dht, _ = searchable(tmp_path, monkeypatch, "a")
+    given_up = asyncio.create_task(network.find_record(PeerId("a")))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(network.find_record(PeerId("a")))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    assert await waiting
+    assert dht.searches == 2
 
 
 async def test_relayed_links_are_led_to_where_the_newest_records_say(tmp_path: Path) -> None:

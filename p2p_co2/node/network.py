@@ -8,10 +8,13 @@ The node then starts the carriers and keeps this peer's record alive.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import NamedTuple
 
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
@@ -38,6 +41,9 @@ RECORD_LIFETIME_S = 60.0
 RECORD_RENEWED_S = 20.0
 RECORD_KEPT_S = 300.0
 """A record that was used is kept this long, though the DHT lists it no more."""
+JUST_FOUND_S = 2.0
+"""A record that was found within this time is as fresh as a search of its own would bring: of many peers that
+cannot be reached each would ask the whole DHT, once for each carrier."""
 DAEMON_TIMEOUT_S = 15.0
 MAX_GRPC_ADDRESSES = 4
 MAX_REACHED_AGAIN = 16
@@ -58,6 +64,9 @@ class Network:
         """Who can be dialled, or runs on the seeds' own machine, needs none."""
         self._trouble = self._news = ""
         self._records = KnownRecords()
+        self._searches: dict[int, Searched] = {}
+        """The last search of each cell."""
+        self._searching = defaultdict[int, asyncio.Lock](asyncio.Lock)
         self._published_at = -1e9
 
     @classmethod
@@ -175,23 +184,46 @@ class Network:
     async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
         """Records of the other peers of the run, as the DHT has them now; of one cell only if it is named.
         Raises ``TransportError``."""
-        found = await self.discovery.find_peers(cell)
+        began_at = time.monotonic()
+        try:
+            found = await self.discovery.find_peers(cell)
+        except TransportError as error:
+            self._note_search(cell, Searched(began_at, str(error)))
+            raise
         records = [record for record in found if record.peer != self.identity.peer_id]
         kept = [] if cell is None else self._records.outside(cell, self.run.cells)
         self._records.found([*records, *kept], time.monotonic())
+        self._note_search(cell, Searched(began_at))
         return records
+
+    def _note_search(self, cell: int | None, search: Searched) -> None:
+        for one in range(self.run.cells) if cell is None else (cell,):
+            self._searches[one] = max(search, self._searches.get(one, search))
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """The record of ``peer``; the DHT is asked for one that is not known yet, that has expired, or if a
-        ``fresh`` one is wanted. None or the old one if the DHT does not answer."""
-        record = self._records.use(peer, time.monotonic())
-        if fresh or record is None or record.expires_at < time.time():
+        ``fresh`` one is wanted and the last is not ``JUST_FOUND_S`` old. None or the old one if the DHT does
+        not answer."""
+        now = time.monotonic()
+        record = self._records.use(peer, now)
+        is_known = record is not None and record.expires_at >= time.time()
+        if fresh or not is_known:
             try:
-                await self.find_peers(cell_of(peer, self.run.cells))
+                await self._search(cell_of(peer, self.run.cells), now - JUST_FOUND_S if is_known else now)
             except TransportError:
                 return record
             record = self._records.use(peer, time.monotonic())
         return record
+
+    async def _search(self, cell: int, since: float) -> None:
+        """Have a search of ``cell`` that began no earlier than ``since``: one serves all who ask meanwhile,
+        in what it finds and where it fails. Raises ``TransportError``."""
+        async with self._searching[cell]:
+            last = self._searches.get(cell, Searched(-math.inf))
+            if last.began_at < since:
+                await self.find_peers(cell)
+            elif last.trouble:
+                raise TransportError(last.trouble)
 
     async def daemon_ended(self) -> str:
         """Wait until the libp2p daemon has ended by itself and does not come back, however often it is
@@ -219,6 +251,13 @@ class Network:
     async def close(self) -> None:
         """Give everything back. May be called twice."""
         await self._stack.aclose()
+
+
+class Searched(NamedTuple):
+    """A search of the DHT; ``trouble``: why it failed, or nothing."""
+
+    began_at: float
+    trouble: str = ""
 
 
 class KnownRecords:
