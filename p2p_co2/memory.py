@@ -25,7 +25,8 @@ memory: a third of a copy of 16 million parameters on a busy machine. ``return_h
 and then.
 
 Source: mallopt(3), M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX; malloc_trim(3); madvise(2),
-MADV_HUGEPAGE; the kernel's mm/page_reporting.c. Law: the process only; no effect on what tensors hold.
+MADV_HUGEPAGE and MADV_DONTNEED; the kernel's mm/page_reporting.c. Law: the process only; no effect on what
+tensors hold.
 
 Price: between two rounds a process keeps as much as the largest of its last rounds needed at once
 (``FORGOTTEN_AFTER``), never more. A block of another size costs the kernel's zeroing of its pages at each
@@ -158,11 +159,14 @@ class _Kept:
     def shrink(self, excess_bytes: int) -> int:
         """Return so much or a little more to the system, from the end; how many bytes stay. 0: there is no
         use in keeping it."""
-        left_bytes = max(0, self.here_bytes - excess_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if not hasattr(mmap, "MADV_DONTNEED") or sys.platform != "linux":  # elsewhere it may free nothing
-            left_bytes = 0
+        left_bytes = 0
+        if True:  # else pages are shared, and stay, or ``madvise`` frees nothing
+            left_bytes = max(0, self.here_bytes - excess_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if left_bytes:
-            self.pages.madvise(mmap.MADV_DONTNEED, left_bytes, len(self.pages) - left_bytes)
+            try:
+                self.pages.madvise(mmap.MADV_DONTNEED, left_bytes, len(self.pages) - left_bytes)
+            except OSError:  # locked in memory
+                left_bytes = 0
         self.here_bytes = left_bytes
         return left_bytes
 
@@ -200,7 +204,7 @@ class _Pool:
             most_bytes = MOST_WASTE * size_bytes
             fitting = [kept for kept in self._kept if size_bytes <= len(kept.pages) <= most_bytes]
             if fitting:
-                chosen = min(fitting, key=lambda kept: (len(kept.pages), -kept.here_bytes))
+                chosen = min(fitting, key=lambda kept: (len(kept.pages) - kept.here_bytes, len(kept.pages)))
                 self._kept.remove(chosen)
                 pages = chosen.pages
             else:

@@ -350,13 +350,32 @@ def test_what_is_shrunk_again_and_again_goes() -> None:
     assert pool.held_bytes == sum(map(len, small)) == 4 * size
 
 
-def test_where_pages_cannot_be_returned_singly_all_of_them_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.sys, "platform", "darwin")
+@pytest.mark.parametrize("why", ["no huge pages", "locked"])
+def test_where_pages_cannot_be_returned_singly_all_of_them_go(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool, size = memory._Pool(), memory.HUGE_PAGE_BYTES
+    if why == "locked":
+        monkeypatch.setattr(memory.mmap, "MADV_DONTNEED", -1)  # ``madvise`` refuses
+    else:
+        monkeypatch.delattr(memory.mmap, "MADV_HUGEPAGE")
     pages = pool.take(4 * size)
     del pages
     small = pool.take(size)
     assert pool.held_bytes == len(small)
+    del small
+    assert pool.held_bytes == size
+
+
+def test_of_pages_that_fit_those_are_taken_that_are_here() -> None:
+    pool, size = memory._Pool(), memory.HUGE_PAGE_BYTES
+    smaller, larger = pool.take(8 * size), pool.take(9 * size)
+    place = place_of(larger)
+    del smaller
+    message = pool.take(size)
+    del larger
+    assert place_of(pool.take(8 * size)) == place
+    assert len(message) == size
 
 
 def test_little_more_is_held_than_was_asked_for() -> None:

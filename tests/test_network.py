@@ -4,6 +4,7 @@ dies."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_co2.config import PeerConfig
+from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TransportError
 from p2p_co2.node import network as room
@@ -22,7 +23,7 @@ from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, lead_nowh
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.identity import Identity, PeerId, cell_of
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
@@ -109,20 +110,28 @@ async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -
 
 
 class Searchable:
-    """In the place of the DHT: every search takes two seconds of the clock, and is counted."""
+    """In the place of the DHT: every search takes a second of the clock, and is counted."""
 
     def __init__(self, clock: Clock, peers: Sequence[str]) -> None:
-        self.clock, self.peers, self.trouble = clock, peers, ""
+        self.clock, self.peers, self.trouble, self.takes_s = clock, peers, "", 1.0
+        self.software = ""
+        self.answers: asyncio.Event | None = None
         self.searches = 0
 
     async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
         self.searches += 1
-        self.clock.now += 2.0
+        expires_at = time.time() + 60.0
+        found = [
+            PeerRecord(peer=peer, run=RUN, expires_at=expires_at, software=self.software)
+            for peer in self.peers
+        ]
+        self.clock.now += self.takes_s
+        if self.answers is not None:
+            await self.answers.wait()
         await asyncio.sleep(0.01)
         if self.trouble:
             raise TransportError(self.trouble)
-        expires_at = time.time() + 60.0
-        return [PeerRecord(peer=peer, run=RUN, expires_at=expires_at) for peer in self.peers]
+        return found
 
 
 class Clock:
@@ -164,7 +173,7 @@ async def test_what_was_found_a_moment_ago_is_fresh(tmp_path: Path, monkeypatch:
     await network.find_peers(0)
     assert await network.find_record(PeerId("a"), True)
     assert dht.searches == 1
-    clock.now += 0.1  # it began more than two seconds ago
+    clock.now += 0.1  # it began more than a second ago
     dht.peers = ()
     assert await network.find_record(PeerId("a"))
     assert dht.searches == 1
@@ -180,9 +189,9 @@ async def test_who_is_not_known_is_searched_for_from_now_on(
     first = asyncio.create_task(network.find_record(PeerId("a")))
     await asyncio.sleep(0)
     assert dht.searches == 1
-    later = [asyncio.create_task(network.find_record(PeerId("a"))) for _ in range(5)]
-    await first
     dht.peers = "a"
+    later = [asyncio.create_task(network.find_record(PeerId("a"))) for _ in range(5)]
+    assert await first is None
     assert all(await asyncio.gather(*later))
     assert dht.searches == 2
 
@@ -202,14 +211,60 @@ async def test_who_asks_while_a_search_fails_waits_for_no_other(
 async def test_a_search_that_is_given_up_serves_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network, dht, _ = searchable(tmp_path, monkeypatch, "a")
-    given_up = asyncio.create_task(network.find_record(PeerId("a")))
+    network, dht, clock = searchable(tmp_path, monkeypatch, "a")
+    await network.find_peers(0)
+    clock.now += 60.0
+    dht.takes_s = 0.0
+    given_up = asyncio.create_task(network.find_record(PeerId("a"), True))
     await asyncio.sleep(0)
-    waiting = asyncio.create_task(network.find_record(PeerId("a")))
+    waiting = asyncio.create_task(network.find_record(PeerId("a"), True))
     await asyncio.sleep(0)
     given_up.cancel()
     assert await waiting
+    assert dht.searches == 3
+
+
+@pytest.mark.parametrize("later_fails", [False, True])
+async def test_a_search_that_was_overtaken_takes_nothing_back(
+    later_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer was started again meanwhile, and the later search has found where it is now."""
+    network, dht, _ = searchable(tmp_path, monkeypatch, "a")
+    dht.answers, dht.software = asyncio.Event(), "old"
+    early = asyncio.create_task(network.find_peers(0))
+    await asyncio.sleep(0)
+    early_answers, dht.answers, dht.software = dht.answers, None, "new"
+    dht.trouble = "the DHT did not answer" if later_fails else ""
+    with contextlib.suppress(TransportError):
+        await network.find_peers(0)
+    dht.trouble = ""
+    early_answers.set()
+    assert [record.software for record in await early] == ["old"]
+    known = network._records.use(PeerId("a"), 0.0)
+    assert known is not None
+    assert known.software == ("old" if later_fails else "new")
+    await network.find_record(PeerId("a"), True)
+    assert dht.searches == 2, "the later one began a moment ago"
+
+
+async def test_a_search_of_one_cell_serves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, dht, clock = searchable(tmp_path, monkeypatch, "a", "b", "c", "d")
+    network.run = RunConfig(cells=2)
+    cells = {cell_of(PeerId(peer), 2): PeerId(peer) for peer in "abcd"}
+    assert set(cells) == {0, 1}
+    await network.find_peers(None)
+    clock.now += 60.0
+    dht.takes_s = 0.0
+    await network.find_peers(0)
+    assert await network.find_record(cells[0], True)
     assert dht.searches == 2
+    assert await network.find_record(cells[1], True)
+    assert dht.searches == 3
+    clock.now += 60.0
+    await network.find_peers(None)
+    assert await network.find_record(cells[0], True)
+    assert await network.find_record(cells[1], True)
+    assert dht.searches == 4
 
 
 async def test_relayed_links_are_led_to_where_the_newest_records_say(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ The node then starts the carriers and keeps this peer's record alive.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 import zlib
@@ -41,9 +42,9 @@ RECORD_LIFETIME_S = 60.0
 RECORD_RENEWED_S = 20.0
 RECORD_KEPT_S = 300.0
 """A record that was used is kept this long, though the DHT lists it no more."""
-JUST_FOUND_S = 2.0
-"""A record that was found within this time is as fresh as a search of its own would bring: of many peers that
-cannot be reached each would ask the whole DHT, once for each carrier."""
+JUST_FOUND_S = 1.0
+"""A search that began within this time is as good as another: of many dead peers that the DHT lists still,
+each would ask all of it for a newer record, once for each carrier."""
 DAEMON_TIMEOUT_S = 15.0
 MAX_GRPC_ADDRESSES = 4
 MAX_REACHED_AGAIN = 16
@@ -187,43 +188,48 @@ class Network:
         began_at = time.monotonic()
         try:
             found = await self.discovery.find_peers(cell)
-        except TransportError as error:
-            self._note_search(cell, Searched(began_at, str(error)))
+        except TransportError:
+            self._note_search(cell, Searched(began_at, failed=True))
             raise
         records = [record for record in found if record.peer != self.identity.peer_id]
         kept = [] if cell is None else self._records.outside(cell, self.run.cells)
-        self._records.found([*records, *kept], time.monotonic())
+        if not self._is_overtaken(cell, began_at):
+            self._records.found([*records, *kept], time.monotonic())
         self._note_search(cell, Searched(began_at))
         return records
 
+    def _is_overtaken(self, cell: int | None, began_at: float) -> bool:
+        """Whether a search that began later has ended before, and found what is newer."""
+        later = (self._searches.get(one) for one in self._cells(cell))
+        return any(search.began_at > began_at and not search.failed for search in later if search)
+
     def _note_search(self, cell: int | None, search: Searched) -> None:
-        for one in range(self.run.cells) if cell is None else (cell,):
+        for one in self._cells(cell):
             self._searches[one] = max(search, self._searches.get(one, search))
 
+    def _cells(self, cell: int | None) -> Sequence[int]:
+        return range(self.run.cells) if cell is None else (cell,)
+
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
-        """The record of ``peer``; the DHT is asked for one that is not known yet, that has expired, or if a
-        ``fresh`` one is wanted and the last is not ``JUST_FOUND_S`` old. None or the old one if the DHT does
-        not answer."""
+        """The record of ``peer``. The DHT is asked for one that is not known yet or has expired, and, if a
+        ``fresh`` one is wanted, for one that is known, unless a search began within ``JUST_FOUND_S``. None or
+        the old one if the DHT does not answer."""
         now = time.monotonic()
         record = self._records.use(peer, now)
-        is_known = record is not None and record.expires_at >= time.time()
-        if fresh or not is_known:
-            try:
-                await self._search(cell_of(peer, self.run.cells), now - JUST_FOUND_S if is_known else now)
-            except TransportError:
-                return record
+        if fresh or record is None or record.expires_at < time.time():
+            since = now - JUST_FOUND_S if fresh and record is not None else now
+            await self._search(cell_of(peer, self.run.cells), since)
             record = self._records.use(peer, time.monotonic())
         return record
 
     async def _search(self, cell: int, since: float) -> None:
-        """Have a search of ``cell`` that began no earlier than ``since``: one serves all who ask meanwhile,
-        in what it finds and where it fails. Raises ``TransportError``."""
+        """Return when a search of ``cell`` has ended that began no earlier than ``since``: the next one
+        serves all who wait for it, in what it finds and where it fails. That takes two bounds on a search at
+        most: the one under way may have begun too early."""
         async with self._searching[cell]:
-            last = self._searches.get(cell, Searched(-math.inf))
-            if last.began_at < since:
-                await self.find_peers(cell)
-            elif last.trouble:
-                raise TransportError(last.trouble)
+            if self._searches.get(cell, Searched(-math.inf)).began_at < since:
+                with contextlib.suppress(TransportError):
+                    await self.find_peers(cell)
 
     async def daemon_ended(self) -> str:
         """Wait until the libp2p daemon has ended by itself and does not come back, however often it is
@@ -254,10 +260,10 @@ class Network:
 
 
 class Searched(NamedTuple):
-    """A search of the DHT; ``trouble``: why it failed, or nothing."""
+    """A search of the DHT that has ended."""
 
     began_at: float
-    trouble: str = ""
+    failed: bool = False
 
 
 class KnownRecords:
