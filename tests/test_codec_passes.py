@@ -16,9 +16,10 @@ from p2p_co2.averaging import HostileSlice, mean_of_parts
 from p2p_co2.codec import Codec, get_codec, passes
 from p2p_co2.codec.feedback import error_energy
 from p2p_co2.codec.passes import Passes
-from p2p_co2.config import OuterConfig
+from p2p_co2.config import CodecName, OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
+from tests.test_codec_int4 import int4_rows_of_every_scale
 from tests.test_codec_native import builds_here
 
 WIDTH = 128
@@ -40,7 +41,7 @@ def kernel() -> Passes:
     return passes.kernel
 
 
-@pytest.fixture(params=["fp16", "int8"])
+@pytest.fixture(params=["fp16", "int8", "int4"])
 def codec(request: pytest.FixtureRequest) -> Codec:
     return get_codec(request.param)
 
@@ -166,6 +167,44 @@ def test_what_a_peer_sent_is_decoded_if_it_is_sound(codec: Codec, size: int) -> 
         assert not codec.decode_sound(payload[:-4] + b"\xff\xff\xff\xff", values)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1 - 2.0**-12, 1 + 2.0**-12, 0.93, 1.07, 8.0])
+def test_int4_with_every_scale(factor: float, both_ways: BothWays) -> None:
+    """Where scales are rounded to powers of two, to subnormals of fp16, and where they are the largest."""
+    codec, rows = get_codec("int4"), int4_rows_of_every_scale()
+    values = codec.decode(rows.view(-1)).view(-1, WIDTH)
+    values[:, 0] = values.abs().amax(dim=1) * factor
+    values[0, 0] = factor * 2.0**-25
+    payload, expected = both_ways(lambda: codec.encode(values.view(-1)))
+    assert torch.equal(payload, expected)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_what_is_sound_is_what_passes_the_check(name: CodecName) -> None:
+    codec = get_codec(name)
+    generator = torch.Generator().manual_seed(0)
+    fields = torch.randint(256, (4000, 4), dtype=torch.uint8, generator=generator)
+    if name == "int4":  # by chance hardly one is sound
+        fields[::2] = int4_rows_of_every_scale()[:: 28672 // 2000][:2000, -4:]
+        fields[2::6, 3] ^= 0x80
+        odd = [(-1.0, 8.0), (8192.0, -math.inf), (math.inf, -math.inf), (math.nan, math.nan), (-0.0, 0.0)]
+        fields[1 : 2 * len(odd) : 2] = torch.tensor(odd).half().view(torch.uint8)
+    sound = 0
+    for field in fields:
+        row = torch.cat([torch.arange(codec.block_bytes - 4, dtype=torch.uint8), field])
+        try:
+            codec.check(row)
+        except RemoteProtocolError:
+            is_sound = False
+        else:
+            is_sound = True
+        sound += is_sound
+        values = torch.empty(WIDTH)
+        assert codec.decode_sound(row.numpy().tobytes(), values) == is_sound, field
+        if is_sound:  # a scale of 0 with codes below it among them
+            assert torch.equal(bits(values), bits(codec.decode(row)))
+    assert 500 < sound < 3500
+
+
 OUTERS = [
     OuterConfig(),
     OuterConfig(momentum=0.9, nesterov=False, clip="none"),
@@ -228,6 +267,12 @@ def test_half_precision_with_a_scale(largest: float, both_ways: BothWays) -> Non
 
     mine, expected = both_ways(kept)
     assert torch.equal(bits(mine), bits(expected))
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was built before int4 was there would write int8's rows."""
+    monkeypatch.setattr(passes, "INT4", passes.INT4 + 1)
+    assert passes.load() is None
 
 
 def test_a_library_that_does_not_load_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ multiplied by the scales.
 Law: encoding what was decoded gives the same bytes. For e3m0 this is plain, since its scales divide by a
 power of two.
 
-Price: about ten passes of elementwise work over a chunk that fits the cache to encode. Decoding without the
-kernel takes four, which makes it five times slower. The table is 256 KiB.
+Price: about ten passes of elementwise work over a chunk that fits the cache to encode (int4: one, see
+``passes``). Decoding without the kernel takes four, which makes it five times slower. The table is 256 KiB.
 """
 
 from __future__ import annotations

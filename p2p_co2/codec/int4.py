@@ -1,9 +1,10 @@
 """int4: the integers -7..7 times a scale, absmax / 7 per block, rounded to nearest.
 
 A block is a row of torch's own 4-bit embedding tables: 64 bytes of codes (the integer plus 8, the first one
-in the low nibble), then a scale and a bias of -8 scales, both fp16. So on a CPU without our own kernel
-(``native``) torch's fused ``quantized::embedding_bag_4bit_unpack`` decodes a whole payload in one vectorised
-pass, as fast as memory takes it; other devices look codes up in a table.
+in the low nibble), then a scale and a bias of -8 scales, both fp16. On a CPU kernels of our own encode, decode
+and take means in one pass (``passes``, ``native``). Without them torch's operations encode, and its fused
+``quantized::embedding_bag_4bit_unpack`` decodes a whole payload in one vectorised pass, as fast as memory
+takes it; other devices look codes up in a table.
 
 Laws: with a scale of 11 bits ``code * scale + bias`` is exact in fp32 however it is computed, so every
 kernel and device give the same bits. Encoding what was decoded gives the same bytes: 7 scales divided by 7
@@ -22,6 +23,7 @@ from torch import Tensor
 from p2p_co2.codec import native
 from p2p_co2.codec.base import absmax
 from p2p_co2.codec.fourbit import FourBitCodec
+from p2p_co2.codec.passes import INT4
 
 _ROUNDER = 1.5 * 2.0**23 + 8.0
 """Added to a small fp32 value it leaves the nearest integer (ties to even) plus 8 in the low bits."""
@@ -36,6 +38,7 @@ class Int4(FourBitCodec):
     """Codes 1..15 for -7..7. The code 0 is never written; it decodes as -8."""
 
     name = "int4"
+    in_passes = INT4
     steps_of_codes = tuple(range(-8, 8))
     half_scales = True
     zero = 0.0  # as torch's kernel: no negative zeros, which hostile codes make of a scale of 0

@@ -1,4 +1,5 @@
-/* One pass over values where torch's operations need many: fp16 and int8, the weighted mean, the outer step.
+/* One pass over values where torch's operations need many: fp16, int8 and int4, the weighted mean, the outer
+   step.
 
    passes.py says when it is used and what holds. Built with native.c, by the same rules: plain C11, nothing of
    Python's, every product and sum rounded by itself (no target here has fused operations), so the bits are
@@ -9,7 +10,7 @@
 #include <string.h>
 
 #define BLOCK 128
-enum codec { FP16 = 0, INT8 = 1 };
+enum codec { FP16 = 0, INT8 = 1, INT4 = 2 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
@@ -24,6 +25,10 @@ enum codec { FP16 = 0, INT8 = 1 };
 #define SMALLEST 0x1p-110f /* base.py's */
 #define EIGHTS (BLOCK / 8)
 #define INT8_BYTES (BLOCK + 4)
+#define INT4_BYTES (BLOCK / 2 + 4) /* the last four are a scale and a bias, fp16 */
+#define LARGEST_INT4_SCALE 8188.0f /* this and the next are int4.py's */
+#define INT4_ROUNDER (0x1.8p23f + 8.0f)
+#define SMALLEST_HALF 0x1p-24f
 #define STREAMED_BLOCKS 32768 /* as in native.c */
 
 INLINE __m256i magnitude_bits(__m256 values) {
@@ -75,8 +80,38 @@ INLINE int decode_int8(const uint8_t *row, __m256 *values, int32_t limit_bits) {
     return bits >= 0 && bits <= limit_bits;
 }
 
+INLINE __m256 of_codes(__m128i codes, __m256 scale) {
+    const __m256i steps = _mm256_sub_epi32(_mm256_cvtepu8_epi32(codes), _mm256_set1_epi32(8));
+    return _mm256_add_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(steps), scale), _mm256_setzero_ps());
+}
+
+INLINE int decode_int4(const uint8_t *row, __m256 *values) {
+    uint16_t half, bias;
+    memcpy(&half, row + BLOCK / 2, sizeof half);
+    memcpy(&bias, row + BLOCK / 2 + 2, sizeof bias);
+    const float scale = _cvtsh_ss(half);
+    const __m256 scales = _mm256_set1_ps(scale);
+    const __m128i nibble = _mm_set1_epi8(15);
+    for (int i = 0; i < EIGHTS; i += 2) {
+        const __m128i pairs = _mm_loadl_epi64((const __m128i *)(row + 4 * i));
+        const __m128i firsts = _mm_and_si128(pairs, nibble);
+        const __m128i seconds = _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble);
+        const __m128i both = _mm_unpacklo_epi8(firsts, seconds);
+        values[i] = of_codes(both, scales);
+        values[i + 1] = of_codes(_mm_srli_si128(both, 8), scales);
+    }
+    return half < 0x8000 && scale <= LARGEST_INT4_SCALE &&
+           bias == _cvtss_sh(-8.0f * scale, _MM_FROUND_TO_NEAREST_INT);
+}
+
+INLINE ptrdiff_t width_of(int codec) {
+    return codec == FP16 ? 2 * BLOCK : codec == INT8 ? INT8_BYTES : INT4_BYTES;
+}
+
 INLINE int decode_block(int codec, const uint8_t *row, __m256 *values, int32_t limit_bits) {
-    return codec == FP16 ? decode_half(row, values) : decode_int8(row, values, limit_bits);
+    return codec == FP16   ? decode_half(row, values)
+           : codec == INT8 ? decode_int8(row, values, limit_bits)
+                           : decode_int4(row, values);
 }
 
 INLINE void encode_half(const __m256 *values, uint8_t *row) {
@@ -108,6 +143,52 @@ INLINE void encode_int8(const __m256 *values, uint8_t *row, int32_t most_bits, i
     memcpy(row + BLOCK, &scale, sizeof scale);
 }
 
+INLINE float int4_scale_of(float most) {
+    float scale = most / 7.0f;
+    if (most <= 0.5f * SMALLEST_HALF)
+        return 0.0f;
+    if (scale > LARGEST_INT4_SCALE)
+        return LARGEST_INT4_SCALE;
+    if (scale < 8.0f * SMALLEST_HALF) { /* up to a power of two */
+        int32_t bits;
+        memcpy(&bits, &scale, sizeof bits);
+        scale = float_of((bits + 0x7fffff) & ~0x7fffff);
+        return scale < SMALLEST_HALF ? SMALLEST_HALF : scale;
+    }
+    return scale;
+}
+
+/* The codes of 32 values, a byte each, in order. */
+INLINE __m256i int4_codes_of(const __m256 *values, __m256 scale) {
+    const __m256i low_byte = _mm256_set1_epi32(0xff);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing works in halves of a vector */
+    __m256i codes[4];
+    for (int i = 0; i < 4; i++) {
+        /* The ratio is above 7 by rounding, or where the scale is the largest. */
+        const __m256 steps = clamped(_mm256_div_ps(values[i], scale), -7.0f, 7.0f);
+        const __m256 rounded = _mm256_add_ps(steps, _mm256_set1_ps(INT4_ROUNDER));
+        codes[i] = _mm256_and_si256(_mm256_castps_si256(rounded), low_byte);
+    }
+    const __m256i low = _mm256_packs_epi32(codes[0], codes[1]), high = _mm256_packs_epi32(codes[2], codes[3]);
+    return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+}
+
+INLINE void encode_int4(const __m256 *values, uint8_t *row, int32_t most_bits) {
+    const uint16_t half = (uint16_t)_cvtss_sh(int4_scale_of(float_of(most_bits)), _MM_FROUND_TO_NEAREST_INT);
+    const float scale = _cvtsh_ss(half);
+    const uint16_t bias = (uint16_t)_cvtss_sh(-8.0f * scale, _MM_FROUND_TO_NEAREST_INT);
+    const __m256 scales = _mm256_set1_ps(scale == 0.0f ? 1.0f : scale);
+    const __m256i first_and_16_seconds = _mm256_set1_epi16(0x1001);
+    for (int i = 0; i < EIGHTS; i += 8) {
+        const __m256i low = _mm256_maddubs_epi16(int4_codes_of(values + i, scales), first_and_16_seconds);
+        const __m256i high = _mm256_maddubs_epi16(int4_codes_of(values + i + 4, scales), first_and_16_seconds);
+        const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, high), 0xd8);
+        _mm256_storeu_si256((__m256i *)(row + 4 * i), pairs);
+    }
+    memcpy(row + BLOCK / 2, &half, sizeof half);
+    memcpy(row + BLOCK / 2 + 2, &bias, sizeof bias);
+}
+
 /* Whether the values are finite; if not, nothing is written. */
 INLINE int encode_block(int codec, const __m256 *values, uint8_t *row, int32_t limit_bits) {
     __m256i bits = _mm256_setzero_si256();
@@ -118,8 +199,10 @@ INLINE int encode_block(int codec, const __m256 *values, uint8_t *row, int32_t l
         return 0;
     if (codec == FP16)
         encode_half(values, row);
-    else
+    else if (codec == INT8)
         encode_int8(values, row, most_bits, limit_bits);
+    else
+        encode_int4(values, row, most_bits);
     return 1;
 }
 
@@ -143,7 +226,7 @@ INLINE double total_of(__m256d sum) {
    the number of blocks done: less than `blocks` if the next one is not finite. */
 INLINE ptrdiff_t encode(int codec, const float *base, const float *values, ptrdiff_t blocks, float *wanted,
                         uint8_t *rows, int32_t limit_bits, double *sums) {
-    const ptrdiff_t width = codec == FP16 ? 2 * BLOCK : INT8_BYTES;
+    const ptrdiff_t width = width_of(codec);
     __m256d lost = _mm256_setzero_pd(), energy = _mm256_setzero_pd();
     ptrdiff_t block;
     for (block = 0; block < blocks; block++) {
@@ -177,11 +260,13 @@ VECTORS ptrdiff_t encode_blocks(int codec, const float *base, const float *value
                                 float *wanted, uint8_t *rows, int32_t limit_bits, double *sums) {
     if (codec == FP16)
         return encode(FP16, base, values, blocks, wanted, rows, limit_bits, sums);
-    return encode(INT8, base, values, blocks, wanted, rows, limit_bits, sums);
+    if (codec == INT8)
+        return encode(INT8, base, values, blocks, wanted, rows, limit_bits, sums);
+    return encode(INT4, base, values, blocks, wanted, rows, limit_bits, sums);
 }
 
 INLINE ptrdiff_t decode(int codec, const uint8_t *rows, ptrdiff_t blocks, float *values, int32_t limit_bits) {
-    const ptrdiff_t width = codec == FP16 ? 2 * BLOCK : INT8_BYTES;
+    const ptrdiff_t width = width_of(codec);
     const int streamed = blocks >= STREAMED_BLOCKS && ((uintptr_t)values & 31) == 0;
     ptrdiff_t sound = 0;
     for (ptrdiff_t block = 0; block < blocks; block++) {
@@ -204,12 +289,14 @@ VECTORS ptrdiff_t decode_blocks(int codec, const uint8_t *rows, ptrdiff_t blocks
                                 int32_t limit_bits) {
     if (codec == FP16)
         return decode(FP16, rows, blocks, values, limit_bits);
-    return decode(INT8, rows, blocks, values, limit_bits);
+    if (codec == INT8)
+        return decode(INT8, rows, blocks, values, limit_bits);
+    return decode(INT4, rows, blocks, values, limit_bits);
 }
 
 INLINE ptrdiff_t mean(int codec, const uint8_t *const *slices, const float *shares, ptrdiff_t count,
                       ptrdiff_t blocks, uint8_t *rows, int32_t limit_bits) {
-    const ptrdiff_t width = codec == FP16 ? 2 * BLOCK : INT8_BYTES;
+    const ptrdiff_t width = width_of(codec);
     for (ptrdiff_t block = 0; block < blocks; block++) {
         __m256 sum[EIGHTS] = {_mm256_setzero_ps()}, one[EIGHTS];
         for (ptrdiff_t slice = 0; slice < count; slice++) {
@@ -234,7 +321,9 @@ VECTORS ptrdiff_t mean_of_blocks(int codec, const uint8_t *const *slices, const 
                                  ptrdiff_t blocks, uint8_t *rows, int32_t limit_bits) {
     if (codec == FP16)
         return mean(FP16, slices, shares, count, blocks, rows, limit_bits);
-    return mean(INT8, slices, shares, count, blocks, rows, limit_bits);
+    if (codec == INT8)
+        return mean(INT8, slices, shares, count, blocks, rows, limit_bits);
+    return mean(INT4, slices, shares, count, blocks, rows, limit_bits);
 }
 
 /* ---- fp32 values */
@@ -382,10 +471,12 @@ VECTORS int32_t take_change(float *change, const float *params, ptrdiff_t count,
     return largest_of(largest);
 }
 
-int has_passes(void) {
+/* How many codecs there are here: 0 if this processor can run none. */
+int codecs_in_passes(void) {
     unsigned a, b, c, d; /* older compilers cannot be asked for F16C */
-    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+    const int fits = __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+    return fits ? INT4 + 1 : 0;
 }
 #else
-int has_passes(void) { return 0; }
+int codecs_in_passes(void) { return 0; }
 #endif

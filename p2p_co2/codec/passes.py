@@ -1,5 +1,5 @@
-"""One pass over values where torch's operations need many (``passes.c``): fp16 and int8, the weighted mean,
-the outer step.
+"""One pass over values where torch's operations need many (``passes.c``): fp16, int8 and int4, the weighted
+mean, the outer step.
 
 What a round costs on a CPU is passes over memory: in torch an int8 encode with the report of its error is
 fifteen of them, a mean of four slices eighteen. And each of torch's operations takes the interpreter's lock
@@ -28,7 +28,7 @@ from torch import Tensor
 from p2p_co2.codec.native import libraries
 from p2p_co2.memory import Buffer
 
-FP16, INT8 = 0, 1
+FP16, INT8, INT4 = 0, 1, 2
 MOST_SQUARES = 1 << 26
 """Of that many integers of 18 bits the sum of squares fits 64 bits, whatever the vectors."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
@@ -67,11 +67,11 @@ class Passes:
     """Tensors are contiguous, on the CPU and of the size that is said; nothing is checked here."""
 
     def __init__(self, library: Path) -> None:
-        """Raises ``OSError`` if the library does not load or the processor cannot run it, ``AttributeError``
-        if it is another one."""
+        """Raises ``OSError`` if the library does not load, the processor cannot run it, or it was built of
+        another version's source, ``AttributeError`` if it is another one."""
         native = ctypes.CDLL(str(library))
-        if not native.has_passes():
-            raise OSError("this processor has no AVX2 or no F16C")
+        if native.codecs_in_passes() != INT4 + 1:
+            raise OSError("this processor has no AVX2 or no F16C, or the library is of another version")
         number, whole, bits = ctypes.c_float, ctypes.c_int, ctypes.c_int32
         self._encode = _function(
             native.encode_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits, _POINTER
@@ -88,7 +88,7 @@ class Passes:
         )
         self._take = _function(native.take_change, bits, _POINTER, _POINTER, _SIZE, number, _POINTER)
 
-    # ---- codecs; ``limit_bits``: the largest scale as the bits of an fp32, unused by fp16
+    # ---- codecs; ``limit_bits``: int8's largest scale as the bits of an fp32, unused by the others
 
     def encode(
         self, codec: int, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor,
