@@ -1,10 +1,10 @@
 """int4: the integers -7..7 times a scale, absmax / 7 per block, rounded to nearest.
 
 A block is a row of torch's own 4-bit embedding tables: 64 bytes of codes (the integer plus 8, the first one
-in the low nibble), then a scale and a bias of -8 scales, both fp16. On a CPU kernels of our own encode, decode
-and take means in one pass (``passes``, ``native``). Without them torch's operations encode, and its fused
-``quantized::embedding_bag_4bit_unpack`` decodes a whole payload in one vectorised pass, as fast as memory
-takes it; other devices look codes up in a table.
+in the low nibble), then a scale and a bias of -8 scales, both fp16. On a CPU kernels of our own encode,
+decode and take means in one pass (``passes``, ``native``). Without them torch's operations encode, and its
+fused ``quantized::embedding_bag_4bit_unpack`` decodes a whole payload in one vectorised pass, as fast as
+memory takes it; other devices look codes up in a table.
 
 Laws: with a scale of 11 bits ``code * scale + bias`` is exact in fp32 however it is computed, so every
 kernel and device give the same bits. Encoding what was decoded gives the same bytes: 7 scales divided by 7
