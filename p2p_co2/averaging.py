@@ -11,7 +11,7 @@ below 1e-45 vanishes.
 
 Price: the mean is encoded again, so a second quantisation error is added to the peers' own (ALGORITHMS:
 reduce-scatter with codecs). One chunk of blocks is decoded at a time, so memory beyond the inputs and the
-result is a few MiB; fp16 and int8 need none where there are ``passes``.
+result is a few MiB; fp16, int8 and int4 need none where there are ``passes``.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class _Kept:
         """Return so much or a little more to the system, from the end; how many bytes stay. 0: there is no
         use in keeping it."""
         left_bytes = 0
-        if True:  # else pages are shared, and stay, or ``madvise`` frees nothing
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # else pages are shared, and stay, or ``madvise`` frees nothing
             left_bytes = max(0, self.here_bytes - excess_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if left_bytes:
             try:

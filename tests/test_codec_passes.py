@@ -178,6 +178,21 @@ def test_int4_with_every_scale(factor: float, both_ways: BothWays) -> None:
     assert torch.equal(payload, expected)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("beside", [0.0, 1e6])
+def test_int4_half_way_beyond_its_largest_value(
+    at: int, sign: float, beside: float, both_ways: BothWays
+) -> None:
+    """A tie goes to the even neighbour, which is no code: whatever else is encoded beside it."""
+    codec, values = get_codec("int4"), torch.zeros(2 * WIDTH)
+    values[at], values[WIDTH] = sign * 7.5 * 8188.0, beside
+    payload, expected = both_ways(lambda: codec.encode(values))
+    assert torch.equal(payload, expected)
+    assert codec.decode(payload)[:2].tolist()[at] == sign * 57316.0
+    assert codec.decode(payload)[1 - at] == 0.0
+
+
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_what_is_sound_is_what_passes_the_check(name: CodecName) -> None:
     codec = get_codec(name)

@@ -124,6 +124,7 @@ class Searchable:
         found = [
             PeerRecord(peer=peer, run=RUN, expires_at=expires_at, software=self.software)
             for peer in self.peers
+            if not cell or cell_of(PeerId(peer), 2) == cell
         ]
         self.clock.now += self.takes_s
         if self.answers is not None:
@@ -245,6 +246,44 @@ async def test_a_search_that_was_overtaken_takes_nothing_back(
     assert known.software == ("old" if later_fails else "new")
     await network.find_record(PeerId("a"), True)
     assert dht.searches == 2, "the later one began a moment ago"
+
+
+async def test_of_three_searches_the_last_that_found_anything_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, dht, _ = searchable(tmp_path, monkeypatch, "a")
+    dht.answers, dht.software = asyncio.Event(), "old"
+    early = asyncio.create_task(network.find_peers(0))
+    await asyncio.sleep(0)
+    early_answers, dht.answers, dht.software = dht.answers, None, "new"
+    await network.find_peers(0)
+    dht.trouble = "the DHT did not answer"
+    with pytest.raises(TransportError):
+        await network.find_peers(0)
+    dht.trouble = ""
+    early_answers.set()
+    await early
+    known = network._records.use(PeerId("a"), 0.0)
+    assert known is not None
+    assert known.software == "new"
+
+
+async def test_a_search_of_all_cells_that_one_overtook_counts_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, dht, _ = searchable(tmp_path, monkeypatch, "a", "b", "c", "d")
+    network.run = RunConfig(cells=2)
+    dht.answers, dht.software = asyncio.Event(), "early"
+    early = asyncio.create_task(network.find_peers(None))
+    await asyncio.sleep(0)
+    early_answers, dht.answers, dht.software = dht.answers, None, "late"
+    await network.find_peers(1)
+    early_answers.set()
+    assert len(await early) == 4
+    for peer in map(PeerId, "abcd"):
+        known = network._records.use(peer, 0.0)
+        assert known is not None
+        assert known.software == ("late" if cell_of(peer, 2) == 1 else "early")
 
 
 async def test_a_search_of_one_cell_serves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

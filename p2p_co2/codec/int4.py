@@ -51,7 +51,7 @@ class Int4(FourBitCodec):
         scale = half.float()
         # A block without a scale is divided by 1: its values are so small that they round to 0.
         torch.div(values, scale.masked_fill(scale == 0.0, 1.0), out=scratch)
-        if bool((most > 7.5 * _LARGEST_SCALE).any()):
+        if bool((most >= 7.5 * _LARGEST_SCALE).any()):
             scratch.clamp_(-7.0, 7.0)
         integers = scratch.add_(_ROUNDER).view(torch.int32)
         codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device).copy_(integers)

@@ -2,8 +2,8 @@
 
 torch has no operation that looks codes up in a table that is not linear and scales them in one go, and each
 further pass costs as much as writing the result. So ``native.c`` is compiled when the package is installed;
-where there is no C compiler, installation goes on without it and codecs use torch's operations: slower (e3m0
-by five times, int4 hardly), with the same bits.
+where there is no C compiler, installation goes on without it and codecs use torch's operations: slower (to
+decode, e3m0 by five times, int4 hardly), with the same bits.
 
 Law: a value is ``levels[code] * (scale * unit) + zero`` in fp32, whichever way it is computed. A call holds
 no interpreter lock, so a training thread goes on meanwhile.

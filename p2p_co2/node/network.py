@@ -13,9 +13,8 @@ import math
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
-from typing import NamedTuple
 
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
@@ -65,8 +64,9 @@ class Network:
         """Who can be dialled, or runs on the seeds' own machine, needs none."""
         self._trouble = self._news = ""
         self._records = KnownRecords()
-        self._searches: dict[int, Searched] = {}
-        """The last search of each cell."""
+        self._searched_at: dict[int, float] = {}
+        self._found_at: dict[int, float] = {}
+        """When the last search of each cell began that has ended, and the last that found what is known."""
         self._searching = defaultdict[int, asyncio.Lock](asyncio.Lock)
         self._published_at = -1e9
 
@@ -185,30 +185,24 @@ class Network:
     async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
         """Records of the other peers of the run, as the DHT has them now; of one cell only if it is named.
         Raises ``TransportError``."""
-        began_at = time.monotonic()
+        cells, began_at = range(self.run.cells) if cell is None else (cell,), time.monotonic()
         try:
             found = await self.discovery.find_peers(cell)
         except TransportError:
-            self._note_search(cell, Searched(began_at, failed=True))
+            self._note_search(cells, began_at)
             raise
+        self._note_search(cells, began_at)
         records = [record for record in found if record.peer != self.identity.peer_id]
-        kept = [] if cell is None else self._records.outside(cell, self.run.cells)
-        if not self._is_overtaken(cell, began_at):
-            self._records.found([*records, *kept], time.monotonic())
-        self._note_search(cell, Searched(began_at))
+        # One that began later may have ended before this one, and found what is newer.
+        new = {one for one in cells if self._found_at.get(one, -math.inf) <= began_at}
+        self._found_at.update(dict.fromkeys(new, began_at))
+        listed = [record for record in records if cell_of(PeerId(record.peer), self.run.cells) in new]
+        self._records.found([*listed, *self._records.outside(new, self.run.cells)], time.monotonic())
         return records
 
-    def _is_overtaken(self, cell: int | None, began_at: float) -> bool:
-        """Whether a search that began later has ended before, and found what is newer."""
-        later = (self._searches.get(one) for one in self._cells(cell))
-        return any(search.began_at > began_at and not search.failed for search in later if search)
-
-    def _note_search(self, cell: int | None, search: Searched) -> None:
-        for one in self._cells(cell):
-            self._searches[one] = max(search, self._searches.get(one, search))
-
-    def _cells(self, cell: int | None) -> Sequence[int]:
-        return range(self.run.cells) if cell is None else (cell,)
+    def _note_search(self, cells: Iterable[int], began_at: float) -> None:
+        for cell in cells:
+            self._searched_at[cell] = max(began_at, self._searched_at.get(cell, began_at))
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """The record of ``peer``. The DHT is asked for one that is not known yet or has expired, and, if a
@@ -227,7 +221,7 @@ class Network:
         serves all who wait for it, in what it finds and where it fails. That takes two bounds on a search at
         most: the one under way may have begun too early."""
         async with self._searching[cell]:
-            if self._searches.get(cell, Searched(-math.inf)).began_at < since:
+            if self._searched_at.get(cell, -math.inf) < since:
                 with contextlib.suppress(TransportError):
                     await self.find_peers(cell)
 
@@ -259,13 +253,6 @@ class Network:
         await self._stack.aclose()
 
 
-class Searched(NamedTuple):
-    """A search of the DHT that has ended."""
-
-    began_at: float
-    failed: bool = False
-
-
 class KnownRecords:
     """What the last search found, and those used within ``RECORD_KEPT_S``: at most ``MAX_PEERS``."""
 
@@ -286,9 +273,9 @@ class KnownRecords:
         self._records = listed
         self._used_at = {peer: at for peer, at in used_at.items() if peer in listed}
 
-    def outside(self, cell: int, cells: int) -> list[PeerRecord]:
-        """Those of other cells."""
-        return [record for peer, record in self._records.items() if cell_of(peer, cells) != cell]
+    def outside(self, some: Collection[int], cells: int) -> list[PeerRecord]:
+        """Those of other cells than ``some``."""
+        return [record for peer, record in self._records.items() if cell_of(peer, cells) not in some]
 
     def used(self, most: int) -> list[PeerRecord]:
         """Records that were used of late, the newest first."""
