@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -127,8 +127,8 @@ class Searchable:
             if not cell or cell_of(PeerId(peer), 2) == cell
         ]
         self.clock.now += self.takes_s
-        if self.answers is not None:
-            await self.answers.wait()
+        if (answers := self.answers) is not None:
+            await answers.wait()
         await asyncio.sleep(0.01)
         if self.trouble:
             raise TransportError(self.trouble)
@@ -156,6 +156,24 @@ def searchable(
     dht = Searchable(clock, peers)
     network.discovery = dht  # type: ignore[assignment]  # what is asked of it
     return network, dht, clock
+
+
+async def search_held_up(
+    network: Network, dht: Searchable, cell: int | None, software: str
+) -> tuple[asyncio.Task[list[PeerRecord]], Callable[[], None]]:
+    """A search that has found peers of this software, and what lets it end."""
+    answers = asyncio.Event()
+    dht.answers, dht.software = answers, software
+    search = asyncio.create_task(network.find_peers(cell))
+    await asyncio.sleep(0)
+    dht.answers = None
+    return search, answers.set
+
+
+def software_known(network: Network, peer: PeerId) -> str:
+    known = network._records.use(peer, 0.0)
+    assert known is not None
+    return known.software
 
 
 async def test_one_search_serves_all_who_ask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,19 +249,15 @@ async def test_a_search_that_was_overtaken_takes_nothing_back(
 ) -> None:
     """A peer was started again meanwhile, and the later search has found where it is now."""
     network, dht, _ = searchable(tmp_path, monkeypatch, "a")
-    dht.answers, dht.software = asyncio.Event(), "old"
-    early = asyncio.create_task(network.find_peers(0))
-    await asyncio.sleep(0)
-    early_answers, dht.answers, dht.software = dht.answers, None, "new"
+    early, answer_early = await search_held_up(network, dht, 0, "old")
+    dht.software = "new"
     dht.trouble = "the DHT did not answer" if later_fails else ""
     with contextlib.suppress(TransportError):
         await network.find_peers(0)
     dht.trouble = ""
-    early_answers.set()
+    answer_early()
     assert [record.software for record in await early] == ["old"]
-    known = network._records.use(PeerId("a"), 0.0)
-    assert known is not None
-    assert known.software == ("old" if later_fails else "new")
+    assert software_known(network, PeerId("a")) == ("old" if later_fails else "new")
     await network.find_record(PeerId("a"), True)
     assert dht.searches == 2, "the later one began a moment ago"
 
@@ -252,20 +266,16 @@ async def test_of_three_searches_the_last_that_found_anything_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network, dht, _ = searchable(tmp_path, monkeypatch, "a")
-    dht.answers, dht.software = asyncio.Event(), "old"
-    early = asyncio.create_task(network.find_peers(0))
-    await asyncio.sleep(0)
-    early_answers, dht.answers, dht.software = dht.answers, None, "new"
+    early, answer_early = await search_held_up(network, dht, 0, "old")
+    dht.software = "new"
     await network.find_peers(0)
     dht.trouble = "the DHT did not answer"
     with pytest.raises(TransportError):
         await network.find_peers(0)
     dht.trouble = ""
-    early_answers.set()
+    answer_early()
     await early
-    known = network._records.use(PeerId("a"), 0.0)
-    assert known is not None
-    assert known.software == "new"
+    assert software_known(network, PeerId("a")) == "new"
 
 
 async def test_a_search_of_all_cells_that_one_overtook_counts_for_the_others(
@@ -273,17 +283,13 @@ async def test_a_search_of_all_cells_that_one_overtook_counts_for_the_others(
 ) -> None:
     network, dht, _ = searchable(tmp_path, monkeypatch, "a", "b", "c", "d")
     network.run = RunConfig(cells=2)
-    dht.answers, dht.software = asyncio.Event(), "early"
-    early = asyncio.create_task(network.find_peers(None))
-    await asyncio.sleep(0)
-    early_answers, dht.answers, dht.software = dht.answers, None, "late"
+    early, answer_early = await search_held_up(network, dht, None, "early")
+    dht.software = "late"
     await network.find_peers(1)
-    early_answers.set()
+    answer_early()
     assert len(await early) == 4
     for peer in map(PeerId, "abcd"):
-        known = network._records.use(peer, 0.0)
-        assert known is not None
-        assert known.software == ("late" if cell_of(peer, 2) == 1 else "early")
+        assert software_known(network, peer) == ("late" if cell_of(peer, 2) == 1 else "early")
 
 
 async def test_a_search_of_one_cell_serves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
