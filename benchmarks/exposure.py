@@ -7,13 +7,16 @@ copied out, encoded, sent or merged and only heartbeats flow; "on" calls it afte
 JSON.
 
     python benchmarks/exposure.py [--layouts four two spare] [--phase-s 15] [--pairs 3]
+    python benchmarks/exposure.py --layouts open --device cuda --model layers=12 width=768 heads=12
 
-Three layouts, all held to the same two cores, so that a larger machine does the same experiment:
+Three layouts are held to the same two cores, so that a larger machine does the same experiment:
 
 - ``four``: the demo. Four peers share two cores, so each CPU second of exchange is taken from training.
 - ``two``: a core per peer, but none to spare: the exchange still takes its CPU seconds from training.
 - ``spare``: two peers whose training threads share one core, with all other threads and the libp2p daemons
   on the other: what a volunteer sees, whose machine has a core that training does not use.
+- ``open``, if it is named: two peers, and all cores that there are; for peers that train on a GPU, which they
+  then share.
 
 What is reported, per layout, over the windows that are left of the phases without their first round:
 
@@ -59,7 +62,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -76,9 +79,7 @@ from p2p_co2.trainer import Peer, connect
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, ROUND_S, FRAGMENTS = "byte-gpt", 5.0, 4
-RUN = RunConfig(
-    name="exposure", recipe=RECIPE, fragments=FRAGMENTS, clock=ClockConfig(mode="time", round_s=ROUND_S)
-)
+CLOCK = ClockConfig(mode="time", round_s=ROUND_S)
 """The demo's; codec int4 and rule keep are the defaults."""
 CORES = 2
 LEAD_S = 1.0
@@ -99,12 +100,15 @@ class Layout:
     peers: int
     spare: bool
     words: str
+    held: bool = True
+    """To ``CORES`` cores."""
 
 
 LAYOUTS = {
     "four": Layout(4, False, "4 peers on 2 cores, as in the demo"),
     "two": Layout(2, False, "2 peers on 2 cores: a core each, none to spare"),
     "spare": Layout(2, True, "2 peers whose training shares one core; all other threads have the second"),
+    "open": Layout(2, False, "2 peers on all cores", held=False),
 }
 
 
@@ -127,23 +131,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=["four", "two", "spare"])
+    parser.add_argument("--device", default="cpu", help="all peers train on it")
+    parser.add_argument("--model", nargs="*", default=[], metavar="KEY=NUMBER", help="of byte-gpt: layers=8")
     parser.add_argument("--phase-s", type=float, default=15.0, help="a round is left out of each phase")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    model = {key: int(number) for key, _, number in (word.partition("=") for word in options.model)}
+    run = RunConfig(name="exposure", recipe=RECIPE, recipe_options=model, fragments=FRAGMENTS, clock=CLOCK)
     if options.worker:
         name, index, folder, ticket = options.worker
-        _work(LAYOUTS[name], int(index), Path(folder), ticket)
+        _work(LAYOUTS[name], int(index), Path(folder), Work(ticket, run, options.device))
         return
-    cores = sorted(os.sched_getaffinity(0))[:CORES]
-    if len(cores) < CORES or options.phase_s < 2 * ROUND_S:
+    there = sorted(os.sched_getaffinity(0))
+    if len(there) < CORES or options.phase_s < 2 * ROUND_S:
         parser.error(f"this needs {CORES} cores and phases of at least {2 * ROUND_S} s")
-    os.sched_setaffinity(0, cores)
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "cores_used": cores}
-    job = {"round_s": ROUND_S, "phase_s": options.phase_s, "pairs": options.pairs}
-    measured = {name: _measure(name, cores, options) for name in options.layouts}
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "device": options.device}
+    job = {"round_s": ROUND_S, "phase_s": options.phase_s, "pairs": options.pairs, "model": model}
+    measured = {}
+    for name in options.layouts:
+        cores = there[:CORES] if LAYOUTS[name].held else there
+        os.sched_setaffinity(0, cores)
+        measured[name] = {"cores_used": cores} | _measure(name, cores, run, options)
     result = {"at": time.strftime("%F %R"), **machine, **job, "bars": BARS, **measured, "notes": NOTES}
     print(json.dumps(result, indent=2))
 
@@ -151,14 +162,15 @@ def main() -> None:
 # ---- the parent: starts a swarm, gives the time to begin, sums up
 
 
-def _measure(name: str, cores: Sequence[int], options: argparse.Namespace) -> Figures:
+def _measure(name: str, cores: Sequence[int], run: RunConfig, options: argparse.Namespace) -> Figures:
     layout = LAYOUTS[name]
+    asked = ["--device", options.device, "--model", *options.model, "--worker"]
     with tempfile.TemporaryDirectory() as folder:
-        swarm = Swarm(Path(folder))
+        swarm = Swarm(Path(folder), run)
         try:
             ticket = swarm.start_seed()
             for index in range(layout.peers):
-                swarm.start_peer(name, str(index), str(Path(folder) / f"peer{index}"), ticket)
+                swarm.start_peer(*asked, name, str(index), str(Path(folder) / f"peer{index}"), ticket)
             for process in swarm.peers:
                 answer_of(process)
             timetable = Timetable(time.time() + LEAD_S, options.phase_s, options.pairs)
@@ -177,14 +189,14 @@ def _measure(name: str, cores: Sequence[int], options: argparse.Namespace) -> Fi
 class Swarm:
     """A seed and the peers, each a process, each ended by its own id."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, run: RunConfig) -> None:
+        self._folder, self._run = folder, run
         self.peers: list[subprocess.Popen[str]] = []
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def start_seed(self) -> str:
         """Returns the ticket."""
-        (self._folder / "run.toml").write_text(write_toml(RUN))
+        (self._folder / "run.toml").write_text(write_toml(self._run))
         place = [str(self._folder / "run.toml"), "--folder", str(self._folder / "seed")]
         self._seed = subprocess.Popen(
             [sys.executable, "-m", "bootstrap", "seed", *place],
@@ -198,7 +210,7 @@ class Swarm:
 
     def start_peer(self, *arguments: str) -> None:
         process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", *arguments],
+            [sys.executable, __file__, *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment, cwd=ROOT,
         )  # fmt: skip
         self.peers.append(process)
@@ -247,7 +259,13 @@ def _busy_s(cores: Sequence[int]) -> float:
 # ---- a peer
 
 
-def _work(layout: Layout, index: int, folder: Path, ticket: str) -> None:
+class Work(NamedTuple):
+    ticket: str
+    run: RunConfig
+    device: str
+
+
+def _work(layout: Layout, index: int, folder: Path, work: Work) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if layout.spare:  # threads and processes inherit it; then the training thread moves away
         os.sched_setaffinity(0, {cores[1]})
@@ -259,7 +277,7 @@ def _work(layout: Layout, index: int, folder: Path, ticket: str) -> None:
             journal.write(event)
             seen.append(event)
 
-        training = Training(layout, index, folder, ticket, on_event)
+        training = Training(layout, index, folder, work, on_event)
         if layout.spare:
             os.sched_setaffinity(0, {cores[0]})
         with training.peer:
@@ -283,13 +301,13 @@ def _rounds(events: Sequence[ev.Event]) -> Figures:
 class Training:
     """One peer and its inner steps."""
 
-    def __init__(self, layout: Layout, index: int, folder: Path, ticket: str, on_event: Any) -> None:
-        recipe = load_recipe(RECIPE, {}, RUN.seed)
-        self._recipe, self._model = recipe, recipe.model
+    def __init__(self, layout: Layout, index: int, folder: Path, work: Work, on_event: Any) -> None:
+        recipe = load_recipe(RECIPE, work.run.recipe_options, work.run.seed)
+        self._recipe, self._model = recipe, recipe.model.to(work.device)
         self._optimizer = recipe.optimizer(recipe.model.parameters())
         self._batches = recipe.batches(1 + index, recipe.default_batch)
         config = PeerConfig(folder=folder, min_peers=layout.peers, checkpoint_every_s=1e6)
-        connection = connect(ticket, config, on_event)
+        connection = connect(work.ticket, config, on_event)
         self._network = connection._thread  # the benchmark looks behind the front door for the bytes
         self.peer: Peer = connection.start(self._model, self._optimizer, recipe.learning_rate)
         self._in_step_s = self._longest_s = 0.0

@@ -66,6 +66,7 @@ class DemoOptions:
     rule: str = "keep"
     codec: str = "int4"
     carrier: str = "auto"
+    device: str = "cpu"
     folder: Path | None = None
     text: Path | None = None
     recipe: str = "byte-gpt"
@@ -259,7 +260,7 @@ class RunningDemo:
         folder = self.folder / "peers" / name
         arguments = [
             "--folder", str(folder), "--name", name, "--threads", "1", "--carrier", self.options.carrier,
-            "--host", "127.0.0.1", "--min-peers", str(1 if self.killed else self.options.peers),
+            "--device", self.options.device, "--host", "127.0.0.1", "--min-peers", str(1 if self.killed else self.options.peers),
         ]  # fmt: skip
         arguments += _WITH_US
         if own := self._own_recipe():

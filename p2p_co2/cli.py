@@ -234,6 +234,7 @@ def demo(
     rule: Annotated[str, typer.Option(help="How new parameters arrive: keep, co2, blend or eager.")] = "keep",
     codec: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0.")] = "int4",
     carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
+    device: Annotated[str, typer.Option(help="What all peers train on: cpu, cuda, cuda:1.")] = "cpu",
     folder: Annotated[
         Path | None, typer.Option(help="Where the run is written; runs/demo-<time> if absent.")
     ] = None,
@@ -256,8 +257,8 @@ def demo(
 
     hand_over()
     options = DemoOptions(
-        peers=peers, seconds=seconds, round_s=round_s, rule=rule, codec=codec, carrier=carrier, folder=folder,
-        text=text, recipe=recipe, kill_one=kill_one, seed=seed,
+        peers=peers, seconds=seconds, round_s=round_s, rule=rule, codec=codec, carrier=carrier, device=device,
+        folder=folder, text=text, recipe=recipe, kill_one=kill_one, seed=seed,
     )  # fmt: skip
     raise typer.Exit(run_demo(options, partial(DemoWatch, board=board)))
 
