@@ -71,6 +71,7 @@ from json_workers import answer_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bootstrap.local_swarm import environment
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig, write_toml
 from p2p_co2.recipes import load_recipe
 from p2p_co2.telemetry import events as ev
@@ -192,7 +193,7 @@ class Swarm:
     def __init__(self, folder: Path, run: RunConfig) -> None:
         self._folder, self._run = folder, run
         self.peers: list[subprocess.Popen[str]] = []
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._environment = {**os.environ, **environment()}
 
     def start_seed(self) -> str:
         """Returns the ticket."""
@@ -200,7 +201,7 @@ class Swarm:
         place = [str(self._folder / "run.toml"), "--folder", str(self._folder / "seed")]
         self._seed = subprocess.Popen(
             [sys.executable, "-m", "bootstrap", "seed", *place],
-            stdout=subprocess.PIPE, text=True, env={**self._environment, "PYTHONUNBUFFERED": "1"}, cwd=ROOT,
+            stdout=subprocess.PIPE, text=True, env=self._environment, cwd=ROOT,
         )  # fmt: skip
         assert self._seed.stdout is not None
         for line in self._seed.stdout:
