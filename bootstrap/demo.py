@@ -260,7 +260,8 @@ class RunningDemo:
         folder = self.folder / "peers" / name
         arguments = [
             "--folder", str(folder), "--name", name, "--threads", "1", "--carrier", self.options.carrier,
-            "--device", self.options.device, "--host", "127.0.0.1", "--min-peers", str(1 if self.killed else self.options.peers),
+            "--device", self.options.device, "--host", "127.0.0.1",
+            "--min-peers", str(1 if self.killed else self.options.peers),
         ]  # fmt: skip
         arguments += _WITH_US
         if own := self._own_recipe():

@@ -6,7 +6,7 @@ Skipped where torch sees no CUDA device; everything else of the suite runs on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +33,7 @@ from tests.test_swarm import LEAVE_S, Swarm, assert_agreed, opened, run_of
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 
 NAMES: tuple[CodecName, ...] = get_args(CodecName)
-OF_BITSANDBYTES: tuple[CodecName, ...] = ("int8", "fp4", "nf4")
+OF_BITSANDBYTES: tuple[CodecName, ...] = ("fp4", "nf4")
 """Whose encoder on a GPU is bitsandbytes' kernel: of two codes equally near it may take the other."""
 DEVICES = {"gpu": "cuda", "host": "cpu"}
 PLAIN: tuple[CodecName, ...] = ("fp32", "fp16", "bf16")
@@ -155,6 +155,30 @@ def test_snapshots_and_merges_have_the_bits_of_the_host(keep: float) -> None:
         torch.equal(one, other.cpu())
         for one, other in zip(here.parameters(), there.parameters(), strict=True)
     )
+
+
+def test_the_time_of_queued_steps_is_told_apart_from_the_copy() -> None:
+    model = nn.Linear(4096, 4096, bias=False).cuda()
+    live = LiveParameters(model, plan_fragments(model, 1))
+    merge = Merge(1.0, torch.zeros(4096 * 4096))
+    live.snapshot(0)
+    live.take_computing_s()
+
+    def queue(copies: Callable[[], object]) -> float:
+        """Seconds that it takes, by the device's clock."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        many = torch.randn(8192, 8192, device="cuda")
+        for _ in range(20):
+            many = many @ many * 1e-2
+        ended.record()
+        copies()
+        return began.elapsed_time(ended) / 1e3
+
+    for copies in (lambda: live.snapshot(0), lambda: live.merge_(0, merge)):
+        computed_s = queue(copies)
+        assert live.take_computing_s() >= 0.5 * computed_s
+        assert live.take_computing_s() == 0.0
 
 
 def test_a_snapshot_is_there_when_it_is_returned() -> None:

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.schedule import DISTINCT, FIRST_ROUND_BOUND_S
 from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from tests.trainer_bench import Bench, bench_on_virtual_time
@@ -109,6 +111,25 @@ def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_
     assert len(bench.wire.offers) == 4
     assert [offer.weight for offer in bench.wire.offers[2:]] == pytest.approx([100.0, 120.0], abs=DISTINCT)
     assert bench.wire.seen(ev.FragmentApplied) == []
+
+
+def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, now_s = bench_on_virtual_time(monkeypatch), [0.0]
+    monkeypatch.setattr(synchroniser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    snapshot = bench.sync.live.snapshot
+
+    def queued_for_two_seconds(index: int) -> torch.Tensor:
+        now_s[0] += 2.0
+        bench.sync.live._computing_s += 1.5  # the rest is the copy
+        return snapshot(index)
+
+    monkeypatch.setattr(bench.sync.live, "snapshot", queued_for_two_seconds)
+    bench.step(2)
+    assert len(bench.wire.offers) == 1
+    assert (bench.sync.exposed_s, bench.sync.train_s) == (0.5, 1.5)
+    bench.ledger.close()
 
 
 def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""int8, fp4 and nf4: block-wise codecs whose encoder is bitsandbytes; int8's is ours on a CPU.
+"""int8, fp4 and nf4: the block-wise formats of bitsandbytes, whose kernels encode the last two.
 
 Sources: 8-bit block-wise quantisation (arXiv 2110.02861), the 4-bit formats of QLoRA (arXiv 2305.14314).
 
@@ -10,10 +10,10 @@ For blocks of 128 it has 2.5 times less squared error on Gaussian values (4.2e-5
 -1 so that a negative maximum survives, and it avoids a fault of the CPU kernel: with the dynamic table, zeros
 come out as 2.1e-5 of the block's maximum, a bias in every untouched row of an embedding.
 
-On accelerators bitsandbytes' kernel encodes int8 with that table. On a CPU it is a rounding, in torch or by
-``passes``: the nearest entry of a linear table needs no search, so even in torch it is five to six times as
-fast as the kernel (2300-2600 against 370-500 MB/s of fp32 per thread) with the same error. One code in a
-thousand differs, by one, where a value lies about half-way between two entries.
+The nearest entry of a linear table needs no search, so int8 is a rounding, in torch or by ``passes``, with
+the same bits on CPU and GPU. Even in torch it is five to six times as fast on a CPU as bitsandbytes' kernel
+(2300-2600 against 370-500 MB/s of fp32 per thread) with the same error. One code in a thousand differs from
+the kernel's, by one, where a value lies about half-way between two entries.
 
 Price: on a CPU, fp4 and nf4 encode about twenty times slower than int4. Importing bitsandbytes takes seconds,
 so it is imported at the first encode that needs it; on some processors it then logs that an optional package,
@@ -87,22 +87,14 @@ class Int8(ScaledCodec):
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         scratch = torch.empty_like(values)
-        scale = _flushed(absmax(values, scratch)).div_(127.0).clamp_(max=self.scale_limit)
+        # By a tensor: a GPU divides by a number as it multiplies by its inverse, which rounds otherwise.
+        steps = torch.full((), 127.0, device=values.device)
+        scale = _flushed(absmax(values, scratch)).div_(steps).clamp_(max=self.scale_limit)
         self._write_scales(rows, scale)
-        if values.device.type == "cpu":
-            # The nearest entry of a linear table is a rounding; a zero scale gives the code of zero.
-            inverse = torch.where(scale > 0.0, 1.0 / scale, 0.0)
-            torch.mul(values, inverse, out=scratch).round_().add_(127.0).clamp_(0.0, 254.0)
-            self._codes(rows).copy_(scratch)
-            return
-        from bitsandbytes import functional
-
-        # The kernel wants 256 sorted entries: the last one repeats 1, and it picks the first of the two.
-        table = (torch.arange(256, dtype=torch.float32).clamp_max_(254) - 127.0) / 127.0
-        codes, _ = functional.quantize_blockwise(
-            values.view(-1), code=table.to(values.device), blocksize=self.block_values
-        )
-        self._codes(rows).copy_(codes.view(values.shape))
+        # The nearest entry of a linear table is a rounding; a zero scale gives the code of zero.
+        inverse = torch.where(scale > 0.0, 1.0 / scale, 0.0)
+        torch.mul(values, inverse, out=scratch).round_().add_(127.0).clamp_(0.0, 254.0)
+        self._codes(rows).copy_(scratch)
 
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
         # The table of 256 integers, computed: exact in fp32.

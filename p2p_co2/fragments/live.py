@@ -2,7 +2,8 @@
 
 Laws: a snapshot is a copy, so what crosses to another thread never changes under it; a merge touches only
 its fragment's elements, in place, so the inner optimizer keeps its references and its state; a merge is
-computed in fp32 and rounded once to the parameter's dtype.
+computed in fp32 and rounded once to the parameter's dtype. On an accelerator a copy comes after the steps
+that are queued there, and how long they took is told apart from the copy.
 
 Price: with 16-bit parameters a merge smaller than half a last place is rounded away. Keep fp32 parameters
 and use autocast if that matters. A parameter whose memory is not contiguous is copied as a whole for each
@@ -11,6 +12,7 @@ merge.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -32,6 +34,7 @@ class LiveParameters:
     def __init__(self, module: nn.Module, plan: FragmentPlan) -> None:
         self._plan = plan
         self._parameters = dict(module.named_parameters())
+        self._computing_s = 0.0
         for fragment in plan.fragments:
             for part in fragment.slices:
                 parameter = self._parameters.get(part.name)
@@ -48,7 +51,7 @@ class LiveParameters:
         if out is None:
             out = large_tensor(fragment.numel)
         self._check(index, out)
-        devices = {self._parameters[part.name].device for part in fragment.slices}
+        devices = self._let_compute(index)
         if len(devices) == 1 and next(iter(devices)).type != "cpu":
             views = [
                 self._parameters[part.name].reshape(-1)[part.start : part.stop] for part in fragment.slices
@@ -62,6 +65,7 @@ class LiveParameters:
     def merge_(self, index: int, merge: Merge) -> None:
         """``live = keep * live + addend`` for fragment ``index``, in place; ``addend`` is fp32 [numel]."""
         self._check(index, merge.addend)
+        self._let_compute(index)
         for parameter, part, at, addend in self._with(index, merge.addend):
             flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
             view = flat[part.start : part.stop]
@@ -78,11 +82,28 @@ class LiveParameters:
     def load_(self, index: int, values: Tensor) -> None:
         """Overwrite fragment ``index`` with ``values`` (fp32 [numel]), in place."""
         self._check(index, values)
+        self._let_compute(index)
         for parameter, part, at, source in self._with(index, values):
             flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
             flat[part.start : part.stop].copy_(source[at])
             if not parameter.is_contiguous():
                 parameter.copy_(flat.view(parameter.shape))
+
+    def take_computing_s(self) -> float:
+        """Seconds since this was asked last for which copies waited until accelerators had computed what
+        training had queued there: time that training used, not the exchange."""
+        taken_s, self._computing_s = self._computing_s, 0.0
+        return taken_s
+
+    def _let_compute(self, index: int) -> set[torch.device]:
+        """Wait for the queued work of the devices on which the fragment lies; returns them."""
+        devices = {self._parameters[part.name].device for part in self._plan.fragments[index].slices}
+        if accelerators := [device for device in devices if device.type != "cpu"]:
+            began_at = time.monotonic()
+            for device in accelerators:
+                torch.accelerator.current_stream(device).synchronize()
+            self._computing_s += time.monotonic() - began_at
+        return devices
 
     def _check(self, index: int, values: Tensor) -> None:
         numel = self._plan.fragments[index].numel

@@ -2,9 +2,9 @@
 them.
 
 Law: the training thread never waits for the network, except in the final flush and, if the run file asks for
-it (``outer.blocking_rounds``), in the first rounds of each fragment, both bounded. What ``after_step`` does
-otherwise is copy a fragment out when it is due, and add a merge in when one is ready; all time spent in it is
-counted as ``exposed_s``, so the figure cannot flatter.
+it (``outer.blocking_rounds``), in the first rounds of each fragment, both bounded. All time spent in
+``after_step`` is counted as ``exposed_s``, so the figure cannot flatter, but for that of steps which an
+accelerator has yet to compute before a fragment can be copied: it is training's (``train_s``).
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ class Synchroniser:
         """Called when a fragment's live parameters were replaced because they were not finite."""
         self.on_moment: Callable[[Moment], None] = lambda moment: None
         """Called when the live parameters fit the agreed states that it brings: save them together."""
-        self._saving_s = 0.0
-        """Of the time in ``after_step``, what went into ``on_moment``."""
+        self._saving_s = 0.0  # of the time in ``after_step``, in ``on_moment``
 
     @property
     def versions(self) -> list[int]:
@@ -147,8 +146,9 @@ class Synchroniser:
         last, self.position = self.position, self._advance(entered_at)
         due = [] if is_too_late else self._account.due(last, self.position)
         self._await_first(self._send_due(due, is_encoded, entered_at - self._returned_at))
-        self._returned_at = time.monotonic()
-        self.exposed_s += self._returned_at - entered_at - self._saving_s
+        self._returned_at, computing_s = time.monotonic(), self.live.take_computing_s()
+        self.train_s += computing_s
+        self.exposed_s += self._returned_at - entered_at - self._saving_s - computing_s
         if self._returned_at - self._reported_at >= REPORT_EVERY_S:
             self.report()
 
