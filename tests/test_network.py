@@ -114,17 +114,17 @@ class Searchable:
 
     def __init__(self, clock: Clock, peers: Sequence[str]) -> None:
         self.clock, self.peers, self.trouble, self.takes_s = clock, peers, "", 1.0
-        self.software = ""
+        self.software, self.cells, self.ages_s = "", 1, 0.0
         self.answers: asyncio.Event | None = None
         self.searches = 0
 
     async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
         self.searches += 1
-        expires_at = time.time() + 60.0
+        expires_at = time.time() + 60.0 - self.ages_s
         found = [
             PeerRecord(peer=peer, run=RUN, expires_at=expires_at, software=self.software)
             for peer in self.peers
-            if not cell or cell_of(PeerId(peer), 2) == cell
+            if cell is None or cell_of(PeerId(peer), self.cells) == cell
         ]
         self.clock.now += self.takes_s
         if (answers := self.answers) is not None:
@@ -278,11 +278,60 @@ async def test_of_three_searches_the_last_that_found_anything_counts(
     assert software_known(network, PeerId("a")) == "new"
 
 
+async def test_what_only_an_overtaken_search_found_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one ended first because the nodes that know the peer did not answer it."""
+    network, dht, _ = searchable(tmp_path, monkeypatch, "a", "b")
+    early, answer_early = await search_held_up(network, dht, 0, "early")
+    dht.peers, dht.software = ("b", "c"), "late"
+    await network.find_peers(0)
+    answer_early()
+    await early
+    known = {peer: software_known(network, PeerId(peer)) for peer in "abc"}
+    assert known == {"a": "early", "b": "late", "c": "late"}
+
+
+async def test_an_old_copy_of_a_record_does_not_replace_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, dht, _ = searchable(tmp_path, monkeypatch, "a")
+    for software, ages_s, known in (("new", 0.0, "new"), ("old", 30.0, "new"), ("newest", -1.0, "newest")):
+        dht.software, dht.ages_s = software, ages_s
+        await network.find_peers(0)
+        assert software_known(network, PeerId("a")) == known
+
+
+async def test_a_record_that_has_expired_is_not_searched_for_by_each_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dead peers whose records ran out, asked for one after the other."""
+    network, dht, clock = searchable(tmp_path, monkeypatch, "a", "b")
+    dht.ages_s = 120.0
+    await network.find_peers(0)
+    clock.now, dht.takes_s = clock.now + 60.0, 0.1
+    for peer in "abab":
+        assert await network.find_record(PeerId(peer))
+    assert dht.searches == 2
+
+
+async def test_a_daemon_that_comes_back_is_asked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, dht, _ = searchable(tmp_path, monkeypatch, "a")
+    dht.takes_s = 0.0
+    await network.find_peers(0)
+    monkeypatch.setattr(dht, "rebootstrap", lambda seeds: asyncio.sleep(0), raising=False)
+    await network._revived("killed")
+    assert await network.find_record(PeerId("a"), True)
+    assert dht.searches == 2
+
+
 async def test_a_search_of_all_cells_that_one_overtook_counts_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network, dht, _ = searchable(tmp_path, monkeypatch, "a", "b", "c", "d")
-    network.run = RunConfig(cells=2)
+    network.run, dht.cells = RunConfig(cells=2), 2
     early, answer_early = await search_held_up(network, dht, None, "early")
     dht.software = "late"
     await network.find_peers(1)
@@ -294,7 +343,7 @@ async def test_a_search_of_all_cells_that_one_overtook_counts_for_the_others(
 
 async def test_a_search_of_one_cell_serves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network, dht, clock = searchable(tmp_path, monkeypatch, "a", "b", "c", "d")
-    network.run = RunConfig(cells=2)
+    network.run, dht.cells = RunConfig(cells=2), 2
     cells = {cell_of(PeerId(peer), 2): PeerId(peer) for peer in "abcd"}
     assert set(cells) == {0, 1}
     await network.find_peers(None)

@@ -193,11 +193,10 @@ class Network:
             raise
         self._note_search(cells, began_at)
         records = [record for record in found if record.peer != self.identity.peer_id]
-        # One that began later may have ended before this one, and found what is newer.
+        # One that began later may have ended before this one: what that found stays.
         new = {one for one in cells if self._found_at.get(one, -math.inf) <= began_at}
         self._found_at.update(dict.fromkeys(new, began_at))
-        listed = [record for record in records if cell_of(PeerId(record.peer), self.run.cells) in new]
-        self._records.found([*listed, *self._records.outside(new, self.run.cells)], time.monotonic())
+        self._records.found([*records, *self._records.outside(new, self.run.cells)], time.monotonic())
         return records
 
     def _note_search(self, cells: Iterable[int], began_at: float) -> None:
@@ -205,13 +204,13 @@ class Network:
             self._searched_at[cell] = max(began_at, self._searched_at.get(cell, began_at))
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
-        """The record of ``peer``. The DHT is asked for one that is not known yet or has expired, and, if a
-        ``fresh`` one is wanted, for one that is known, unless a search began within ``JUST_FOUND_S``. None or
-        the old one if the DHT does not answer."""
+        """The record of ``peer``. The DHT is asked for one that is not known yet, and, unless a search began
+        within ``JUST_FOUND_S``, for one that has expired or if a ``fresh`` one is wanted. None or the old one
+        if the DHT does not answer."""
         now = time.monotonic()
         record = self._records.use(peer, now)
         if fresh or record is None or record.expires_at < time.time():
-            since = now - JUST_FOUND_S if fresh and record is not None else now
+            since = now if record is None else now - JUST_FOUND_S
             await self._search(cell_of(peer, self.run.cells), since)
             record = self._records.use(peer, time.monotonic())
         return record
@@ -219,7 +218,7 @@ class Network:
     async def _search(self, cell: int, since: float) -> None:
         """Return when a search of ``cell`` has ended that began no earlier than ``since``: the next one
         serves all who wait for it, in what it finds and where it fails. That takes two bounds on a search at
-        most: the one under way may have begun too early."""
+        most, as the one under way may have begun too early, and one more for each searcher cancelled."""
         async with self._searching[cell]:
             if self._searched_at.get(cell, -math.inf) < since:
                 with contextlib.suppress(TransportError):
@@ -234,6 +233,7 @@ class Network:
         """The daemon is a new one, which knows nobody: be known again."""
         self._news = f"the libp2p daemon had ended ({words}); it was started again"
         self._published_at = -1e9
+        self._searched_at.clear()  # what failed without a daemon may succeed now
         if self._places is not None:
             self._places.forget()
         known = self._records.used(MAX_REACHED_AGAIN)
@@ -264,8 +264,13 @@ class KnownRecords:
         return len(self._records)
 
     def found(self, records: Sequence[PeerRecord], now: float) -> None:
-        """Take what a search found in the place of the last one's."""
-        listed = {PeerId(record.peer): record for record in records[:MAX_PEERS]}
+        """Take what a search found in the place of the last one's. Of two records of a peer the one that
+        lasts longer is the newer: a node of the DHT may answer with an old copy."""
+        listed = dict[PeerId, PeerRecord]()
+        for record in records[:MAX_PEERS]:
+            peer = PeerId(record.peer)
+            held = listed.get(peer) or self._records.get(peer)
+            listed[peer] = record if held is None or record.expires_at >= held.expires_at else held
         used_at = {peer: at for peer, at in self._used_at.items() if now - at < RECORD_KEPT_S}
         for peer in sorted(used_at, key=lambda peer: used_at[peer], reverse=True):
             if len(listed) < MAX_PEERS and peer not in listed:
