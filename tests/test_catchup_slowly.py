@@ -8,13 +8,13 @@ import random
 
 import pytest
 
-from p2p_co2.catchup import ROUND, CatchUpMessage, DonorRefused, Fetched, FetchFailed, Goal, Shape
+from p2p_co2.catchup import ROUND, STATE, CatchUpMessage, DonorRefused, Fetched, FetchFailed, Goal, Shape
 from p2p_co2.catchup.donor import TAKERS_KEPT
 from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
-from tests.catchup_world import D1, D2, LARGE, LATE, MEAN, World
+from tests.catchup_world import D1, D2, D3, D4, LARGE, LATE, MEAN, World
 
 
 def look_around(world: World) -> None:
@@ -46,6 +46,64 @@ def test_a_donor_that_no_longer_keeps_a_state_gives_the_next_one_with_the_others
     assert event.version == 8
     given = [len(set(world.chunks_from(donor))) for donor in (D1, D2)]
     assert min(given) > 10  # of 40, each about its half
+
+
+@pytest.mark.parametrize("others_come_late", [False, True])
+def test_a_slow_donor_is_left_where_all_others_have_moved_on(others_come_late: bool) -> None:
+    """It alone kept the version that had been begun, and 8 MB came at 65 kB/s beside three donors of 2 MB/s
+    each: all of theirs is there sooner than the rest of its."""
+    world = World(donors=4, rate=2e6)
+    others = (D2, D3, D4)
+    world.rates[D1] = 65e3
+
+    def keep_only_the_newest(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if (
+            sender != D1
+            and isinstance(message, Chunk | Manifest)
+            and message.version < world.versions[sender]
+        ):
+            newest = world.versions[sender]
+            return Refusal(request=message.request, reason="no longer kept", newest_version=newest)
+        return message
+
+    world.tamper = keep_only_the_newest
+    if others_come_late:
+        world.machines[LATE].want(Goal(STATE, 1, 7, (D1,)), world.now)
+        for peer in others:
+            world.move(peer, 8)
+    else:
+        world.want(version=7)
+    world.run(10.0 if others_come_late else 0.8)
+    assert len(world.chunks_from(D1)) > 0
+    for peer in others:
+        world.move(peer, 8)
+    world.machines[LATE].add_donors(1, others, world.now)
+    began_at = world.now
+    world.run()
+    assert world.fetched().version == 8
+    assert world.now - began_at < 20.0  # 10.5 MB at 6 MB/s, and the slow one's rest: 160 s
+
+
+def test_a_donor_that_is_nearly_done_is_not_left_for_what_is_newer() -> None:
+    world = World(donors=2, rate=2e6)
+    world.want(version=7)
+    world.run(2.0)
+    for peer in (D1, D2):
+        world.move(peer, 8)
+    world.machines[LATE].add_donors(1, [D3], world.now)
+    world.run()
+    assert world.fetched().version == 7
+
+
+def test_one_donor_that_promises_more_than_anybody_knows_takes_nobody_from_a_slow_one() -> None:
+    world = World(donors=2, rate=2e6)
+    world.rates[D1] = 500e3
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1,)), world.now)
+    world.move(D2, 9)
+    world.run(3.0)
+    world.machines[LATE].add_donors(1, [D2], world.now)
+    world.run()
+    assert world.fetched().version == 7
 
 
 def test_how_far_a_slow_load_is_gets_told_every_ten_seconds() -> None:

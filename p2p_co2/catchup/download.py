@@ -19,6 +19,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable
 
+from p2p_co2.catchup.camps import Camp, camps_of, is_sooner_elsewhere, promise_of, rank, rivals_of
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
@@ -141,7 +142,9 @@ class Download:
             self._fill(now, more=1)
             self.advance(now)
         else:
-            moved_on = self.goal.what == STATE and source.manifest is not None
+            is_further = self._chosen is not None and refusal.newest_version > self._chosen.version
+            had_it = source.manifest is not None or (is_further and not source.moved_on)
+            moved_on = self.goal.what == STATE and had_it
             self._lose(source, reason, now, moved_on=moved_on)
 
     def drop(self, peer: PeerId, reason: str, now: float) -> None:
@@ -326,7 +329,9 @@ class Download:
             self._chosen = None
         if self._chosen is None:
             self._choose(now)
-        if self._chosen is not None:
+        elif self._missing:
+            self._look_elsewhere(now)
+        if self._chosen is not None and self.ended is None:
             if not self._missing:
                 self._finish(now)
                 return
@@ -339,33 +344,27 @@ class Download:
         silent = [s for s in self.sources.values() if s.manifest is None and s.again_at is None]
         if not answered or (silent and self._choose_at is not None and now < self._choose_at):
             return
-        camps: dict[Content, list[tuple[PeerId, Manifest]]] = {}
-        for source in answered:
-            assert source.manifest is not None
-            camps.setdefault(source.content, []).append((source.peer, source.manifest))
-        content, camp = max(camps.items(), key=lambda camp: self._rank(camp[1]))
-        self._chosen = camp[0][1]
+        self._take_up(max(camps_of(answered), key=lambda camp: rank(camp, self.goal, self._vouched)))
+
+    def _take_up(self, camp: Camp) -> None:
+        """Load what these promise."""
+        self._chosen, content = promise_of(camp), camp[0].content
         if content != self._content:
             self._content = content
             self._begin(self._chosen)
-            self._look_for_dispute(camp)
+            if rivals := rivals_of(camp, camps_of(self._answered()), self.goal, self._vouched):
+                taken = tuple(source.peer for source in camp)
+                disputed = Disputed(self.goal.fragment, self._chosen.version, taken, tuple(rivals))
+                self._context.out.emit(disputed)
 
-    def _look_for_dispute(self, camp: list[tuple[PeerId, Manifest]]) -> None:
-        """Say so if what was chosen is one word against another."""
-        promise, (is_known, is_vouched, count, _) = camp[0][1], self._rank(camp)
-        others = [(s.peer, s.manifest) for s in self._answered() if s.content != self._content]
-        rivals = [peer for peer, manifest in others if manifest and manifest.version == promise.version]
-        if promise.what == STATE and rivals and not (is_known or is_vouched) and count <= len(rivals):
-            taken = tuple(peer for peer, _ in camp)
-            self._context.out.emit(Disputed(self.goal.fragment, promise.version, taken, tuple(rivals)))
-
-    def _rank(self, camp: list[tuple[PeerId, Manifest]]) -> tuple[bool, bool, int, int]:
-        """What most peers report goes before what most donors promise; the newest of it, but of what nobody
-        else knows the oldest: it is easy to promise a version that nobody has reached."""
-        promise = camp[0][1]
-        known = (promise.version, promise.digest) == (self.goal.version, self.goal.digest)
-        vouched = any(self._vouched(donor, manifest) for donor, manifest in camp)
-        return known, vouched, len(camp), promise.version if known or vouched else -promise.version
+    def _look_elsewhere(self, now: float) -> None:
+        """Leave donors that are too slow with what was begun where others are further."""
+        chunks = len(self._missing), chunk_count(self.total_bytes, self._context.chunk_bytes)
+        ours = self._useful()
+        if is_sooner_elsewhere(ours, camps_of(self._answered()), chunks, self._vouched, now):
+            for source in ours:
+                self._known[source.peer] = now + OUTRUN_S
+                self.drop(source.peer, "others are further", now)
 
     def _vouched(self, donor: PeerId, manifest: Manifest) -> bool | None:
         """What others say of it: a round carries its decision, so only of a state there is something to

@@ -146,11 +146,13 @@ class Line:
         return min(SLOW_CAP_S, max(SLOW_FLOOR_S, limit_s))
 
 
-def all_there_in_s(lines: Collection[Line], chunks: int, now: float) -> float:
+def all_there_in_s(lines: Collection[Line], chunks: int, now: float, default_gap_s: float = 0.0) -> float:
     """In how long ``chunks`` more should be there at the soonest, each given by whoever has it there first: a
-    donor that is later than this with its next one holds the others up. Reckoned from now and counted in
-    chunks, so that it ends: at unix time a double carries no more than 0.2 us."""
-    free = sorted((line.free_in_s(now), line.gap_s) for line in lines if line.gap_s)
+    donor that is later than this with its next one holds the others up. Who has given nothing yet counts as
+    with ``default_gap_s``, or not. Reckoned from now and counted in chunks, so that it ends: at unix time a
+    double carries no more than 0.2 us."""
+    gaps = [(line, line.gap_s or default_gap_s) for line in lines]
+    free = sorted((line.free_in_s(now), gap_s) for line, gap_s in gaps if gap_s)
     if not free:
         return math.inf  # nothing is known yet
     end_s, rate, given = math.inf, 0.0, 0.0

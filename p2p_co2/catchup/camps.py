@@ -1,0 +1,80 @@
+"""Donors that promise the same bytes, and by which of them a download goes.
+
+Laws: what most peers report goes before what most donors promise. A download leaves what it has begun only
+for a newer state that more donors promise, or others vouch for, and that is all there much sooner than its
+rest would be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from p2p_co2.catchup.goals import STATE, Goal
+from p2p_co2.catchup.line import all_there_in_s
+from p2p_co2.catchup.source import Source
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Manifest
+
+Camp = list[Source]
+Vouched = Callable[[PeerId, Manifest], bool | None]
+"""What others say of a donor's promise; None if they say nothing."""
+LEFT_TIMES, LEFT_FLOOR_S = 2.0, 5.0
+"""What is begun is left if its rest takes so many times as long as all of what is newer, and so long."""
+
+
+def camps_of(sources: Iterable[Source]) -> list[Camp]:
+    """Those that have promised anything, by what it is; in the order in which they did."""
+    camps: dict[bytes, Camp] = {}
+    for source in sources:
+        if source.manifest is not None:
+            camps.setdefault(source.content, []).append(source)
+    return list(camps.values())
+
+
+def promise_of(camp: Camp) -> Manifest:
+    """Of any of them: all but who signed it is the same."""
+    manifest = camp[0].manifest
+    assert manifest is not None
+    return manifest
+
+
+def rank(camp: Camp, goal: Goal, vouched: Vouched) -> tuple[bool, bool, int, int]:
+    """The highest is to be loaded: the newest of what others know, but of what nobody else knows the oldest:
+    it is easy to promise a version that nobody has reached."""
+    promise = promise_of(camp)
+    known = (promise.version, promise.digest) == (goal.version, goal.digest)
+    trusted = is_vouched(camp, vouched)
+    return known, trusted, len(camp), promise.version if known or trusted else -promise.version
+
+
+def is_vouched(camp: Camp, vouched: Vouched) -> bool:
+    """Whether others say of a promise of theirs that it is right."""
+    return any(source.manifest is not None and vouched(source.peer, source.manifest) for source in camp)
+
+
+def rivals_of(camp: Camp, camps: Iterable[Camp], goal: Goal, vouched: Vouched) -> list[PeerId]:
+    """Who promises another state of the same version, where it is one word against another."""
+    promise, (known, trusted, count, _) = promise_of(camp), rank(camp, goal, vouched)
+    others = (other for other in camps if other[0].content != camp[0].content)
+    rivals = [s.peer for other in others if promise_of(other).version == promise.version for s in other]
+    is_dispute = promise.what == STATE and not (known or trusted) and count <= len(rivals)
+    return rivals if is_dispute else []
+
+
+def is_sooner_elsewhere(
+    ours: Camp, camps: Sequence[Camp], chunks: tuple[int, int], vouched: Vouched, now: float
+) -> bool:
+    """Whether what was begun with ``ours`` is to be left for another camp's. ``chunks``: what that lacks, and
+    all of it. Who has given nothing yet counts as no quicker than ours."""
+    missing, all_chunks = chunks
+    begun = promise_of(ours)
+    newer = [camp for camp in camps if begun.what == STATE and promise_of(camp).version > begun.version]
+    newer = [camp for camp in newer if len(camp) > len(ours) or is_vouched(camp, vouched)]
+    if not newer:
+        return False
+    ours_s = all_there_in_s([source.line for source in ours], missing, now)
+    like_ours_s = max(source.line.gap_s for source in ours)
+    lines = [[source.line for source in camp] for camp in newer]
+    theirs_s = min(all_there_in_s(one, all_chunks, now, like_ours_s) for one in lines)
+    return LEFT_FLOOR_S + LEFT_TIMES * theirs_s < ours_s < math.inf
