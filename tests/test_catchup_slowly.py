@@ -98,7 +98,7 @@ def test_a_donor_that_is_nearly_done_is_not_left_for_what_is_newer() -> None:
 def test_one_donor_that_promises_more_than_anybody_knows_takes_nobody_from_a_slow_one() -> None:
     """Though it has given another fragment quickly."""
     world = World(donors=2, rate=2e6)
-    world.rates[D1] = 100e3
+    world.rates[D1] = 200e3
     world.machines[LATE].want(Goal(STATE, 2, 7, (D2,)), world.now)
     world.run()
     world.fetched()
