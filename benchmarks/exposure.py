@@ -27,7 +27,8 @@ What is reported, per layout, over the windows that are left of the phases witho
 - ``ratio_of_cpu_for_training``: the share of a peer's CPU that its training thread got, on / off: what the
   exchange's own CPU costs the training where cores are full, whatever the speed of the host just then.
 - ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting. It holds all
-  that ``exposed_s`` counts (``exposed_s_share``), and the reports to journal and network. A thread that
+  that ``exposed_s`` counts (``exposed_s_share``), and the reports to journal and network; on a GPU also the
+  wait for the steps that are queued there, so that ``exposed_s_share`` is the one to read. A thread that
   loses its core inside ``peer.step`` counts as exposed while it waits for it.
 - ``training_thread``: the kernel's account of it (/proc/self/task/*/schedstat): the share of wall time it
   ran, was ready but waited for a core, and slept (locks, the interpreter's among them), with the CPU time of
@@ -349,6 +350,8 @@ class Training:
             self._longest_s = max(self._longest_s, took_s)
 
     def _reading(self) -> Figures:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a step counts when it is computed
         return {
             "wall_s": time.perf_counter(),
             "steps": self._steps,

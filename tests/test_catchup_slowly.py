@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import random
@@ -14,7 +15,7 @@ from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
-from tests.catchup_world import D1, D2, D3, D4, LARGE, LATE, MEAN, World
+from tests.catchup_world import D1, D2, D3, D4, LARGE, LATE, MEAN, World, state_of
 
 
 def look_around(world: World) -> None:
@@ -67,6 +68,7 @@ def test_a_slow_donor_is_left_where_all_others_have_moved_on(others_come_late: b
         return message
 
     world.tamper = keep_only_the_newest
+    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
     if others_come_late:
         world.machines[LATE].want(Goal(STATE, 1, 7, (D1,)), world.now)
         for peer in others:
@@ -93,6 +95,42 @@ def test_a_donor_that_is_nearly_done_is_not_left_for_what_is_newer() -> None:
     world.machines[LATE].add_donors(1, [D3], world.now)
     world.run()
     assert world.fetched().version == 7
+
+
+def test_many_that_promise_what_nobody_knows_and_give_nothing_end_no_download() -> None:
+    """They cost a honest donor its place, and a newcomer all that it had."""
+    world = World(donors=4, rate=2e6)
+    world.rates[D1] = 200e3
+    liars = {D2, D3, D4}
+    world.tamper = lambda sender, message: None if sender in liars and isinstance(message, Chunk) else message
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1,)), world.now)
+    for peer in liars:
+        world.move(peer, 8)
+    world.run(10.0)
+    world.machines[LATE].add_donors(1, sorted(liars), world.now)
+    world.run(150.0)
+    assert world.fetched().version == 7
+    assert world.chunks_from(D2) == []
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_more_donors_that_have_given_something_are_gone_to_unless_what_was_begun_is_known(
+    is_known: bool,
+) -> None:
+    """Known: most peers report that version with that digest."""
+    world = World(donors=4, rate=2e6)
+    world.rates[D1] = 200e3
+    world.machines[LATE].want(Goal(STATE, 2, 7, (D2, D3, D4)), world.now)
+    world.run()
+    world.events.clear()
+    digest = hashlib.sha256(state_of(1, 7)).digest() if is_known else b""
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1,), digest=digest), world.now)
+    for peer in (D2, D3, D4):
+        world.move(peer, 8)
+    world.run(10.0)
+    world.machines[LATE].add_donors(1, [D2, D3, D4], world.now)
+    world.run()
+    assert world.fetched().version == (7 if is_known else 8)
 
 
 def test_one_donor_that_promises_more_than_anybody_knows_takes_nobody_from_a_slow_one() -> None:

@@ -129,6 +129,11 @@ def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
     bench.step(2)
     assert len(bench.wire.offers) == 1
     assert (bench.sync.exposed_s, bench.sync.train_s) == (0.5, 1.5)
+    bench.sync.live._computing_s += 1.0  # before a checkpoint, whose time is neither's
+    now_s[0] += 3.0
+    bench.sync.pause(3.0)
+    bench.step(1)
+    assert (bench.sync.exposed_s, bench.sync.train_s) == (0.5, 1.5)
     bench.ledger.close()
 
 

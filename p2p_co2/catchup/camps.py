@@ -1,13 +1,12 @@
 """Donors that promise the same bytes, and by which of them a download goes.
 
 Laws: what most peers report goes before what most donors promise. A download leaves what it has begun only
-for a newer state that more donors promise, or others vouch for, and that is all there much sooner than its
-rest would be.
+for a newer state that others vouch for, or, if nobody knows what was begun, that more donors promise which
+have given something; and that is all there much sooner than its rest would be.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from p2p_co2.catchup.goals import STATE, Goal
@@ -62,19 +61,27 @@ def rivals_of(camp: Camp, camps: Iterable[Camp], goal: Goal, vouched: Vouched) -
     return rivals if is_dispute else []
 
 
-def is_sooner_elsewhere(
-    ours: Camp, camps: Sequence[Camp], chunks: tuple[int, int], vouched: Vouched, now: float
-) -> bool:
-    """Whether what was begun with ``ours`` is to be left for another camp's. ``chunks``: what that lacks, and
-    all of it. Who has given nothing yet counts as no quicker than ours."""
+def sooner_elsewhere(
+    ours: Camp, camps: Sequence[Camp], chunks: tuple[int, int], goal: Goal, vouched: Vouched, now: float
+) -> Camp | None:
+    """The camp for which what was begun with ``ours`` is to be left. ``chunks``: what that lacks, and all of
+    it. Who others vouch for and has given nothing yet counts as no quicker than ours; none of whom may be new
+    itself."""
     missing, all_chunks = chunks
-    begun = promise_of(ours)
-    newer = [camp for camp in camps if begun.what == STATE and promise_of(camp).version > begun.version]
-    newer = [camp for camp in newer if len(camp) > len(ours) or is_vouched(camp, vouched)]
-    if not newer:
-        return False
-    ours_s = all_there_in_s([source.line for source in ours], missing, now)
-    like_ours_s = max(source.line.gap_s for source in ours)
-    lines = [[source.line for source in camp] for camp in newer]
-    theirs_s = min(all_there_in_s(one, all_chunks, now, like_ours_s) for one in lines)
-    return LEFT_FLOOR_S + LEFT_TIMES * theirs_s < ours_s < math.inf
+    begun, lines, like_ours_s = promise_of(ours), [source.line for source in ours], 0.0
+    if begun.what == STATE and all(line.gap_s for line in lines):
+        like_ours_s = max(line.gap_s for line in lines)
+    if not like_ours_s:
+        return None
+    known, trusted, *_ = rank(ours, goal, vouched)
+    best, best_s = None, (all_there_in_s(lines, missing, now) - LEFT_FLOOR_S) / LEFT_TIMES
+    for camp in camps:
+        is_sure = is_vouched(camp, vouched)
+        if promise_of(camp).version > begun.version and (
+            is_sure or (len(camp) > len(ours) and not (known or trusted))
+        ):
+            default_s = like_ours_s if is_sure else 0.0
+            camp_s = all_there_in_s([source.line for source in camp], all_chunks, now, default_s)
+            if camp_s < best_s:
+                best, best_s = camp, camp_s
+    return best

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from p2p_co2.catchup.camps import Camp, camps_of, is_sooner_elsewhere, promise_of, rank, rivals_of
+from p2p_co2.catchup import camps
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
@@ -142,10 +142,14 @@ class Download:
             self._fill(now, more=1)
             self.advance(now)
         else:
-            is_further = self._chosen is not None and refusal.newest_version > self._chosen.version
-            had_it = source.manifest is not None or (is_further and not source.moved_on)
-            moved_on = self.goal.what == STATE and had_it
-            self._lose(source, reason, now, moved_on=moved_on)
+            had_it = source.manifest is not None or self._is_further(source, refusal, now)
+            self._lose(source, reason, now, moved_on=had_it and self.goal.what == STATE)
+
+    def _is_further(self, source: Source, refusal: Refusal, now: float) -> bool:
+        """Whether who refuses has passed what was begun, whose rest takes long: it is asked for its own."""
+        if self._chosen is None or source.moved_on or refusal.newest_version <= self._chosen.version:
+            return False
+        return all_there_in_s([s.line for s in self._useful()], len(self._missing), now) > camps.LEFT_FLOOR_S
 
     def drop(self, peer: PeerId, reason: str, now: float) -> None:
         """Go on without ``peer``."""
@@ -331,7 +335,7 @@ class Download:
             self._choose(now)
         elif self._missing:
             self._look_elsewhere(now)
-        if self._chosen is not None and self.ended is None:
+        if self._chosen is not None:
             if not self._missing:
                 self._finish(now)
                 return
@@ -344,15 +348,17 @@ class Download:
         silent = [s for s in self.sources.values() if s.manifest is None and s.again_at is None]
         if not answered or (silent and self._choose_at is not None and now < self._choose_at):
             return
-        self._take_up(max(camps_of(answered), key=lambda camp: rank(camp, self.goal, self._vouched)))
+        self._take_up(
+            max(camps.camps_of(answered), key=lambda camp: camps.rank(camp, self.goal, self._vouched))
+        )
 
-    def _take_up(self, camp: Camp) -> None:
+    def _take_up(self, camp: camps.Camp) -> None:
         """Load what these promise."""
-        self._chosen, content = promise_of(camp), camp[0].content
+        self._chosen, content = camps.promise_of(camp), camp[0].content
         if content != self._content:
             self._content = content
             self._begin(self._chosen)
-            if rivals := rivals_of(camp, camps_of(self._answered()), self.goal, self._vouched):
+            if rivals := camps.rivals_of(camp, camps.camps_of(self._answered()), self.goal, self._vouched):
                 taken = tuple(source.peer for source in camp)
                 disputed = Disputed(self.goal.fragment, self._chosen.version, taken, tuple(rivals))
                 self._context.out.emit(disputed)
@@ -360,11 +366,16 @@ class Download:
     def _look_elsewhere(self, now: float) -> None:
         """Leave donors that are too slow with what was begun where others are further."""
         chunks = len(self._missing), chunk_count(self.total_bytes, self._context.chunk_bytes)
-        ours = self._useful()
-        if is_sooner_elsewhere(ours, camps_of(self._answered()), chunks, self._vouched, now):
-            for source in ours:
-                self._known[source.peer] = now + OUTRUN_S
-                self.drop(source.peer, "others are further", now)
+        ours, all_camps = self._useful(), camps.camps_of(self._answered())
+        camp = camps.sooner_elsewhere(ours, all_camps, chunks, self.goal, self._vouched, now)
+        if camp is None:
+            return
+        for source in ours:
+            self._known[source.peer] = now + OUTRUN_S
+            source.give_up(list(source.asked))
+            del self.sources[source.peer]
+        self._take_up(camp)
+        self._fill(now)
 
     def _vouched(self, donor: PeerId, manifest: Manifest) -> bool | None:
         """What others say of it: a round carries its decision, so only of a state there is something to

@@ -35,6 +35,8 @@ class LiveParameters:
         self._plan = plan
         self._parameters = dict(module.named_parameters())
         self._computing_s = 0.0
+        self._waited_for = set[torch.device]()
+        """Since that was taken: what is queued there now is the copies' own work."""
         for fragment in plan.fragments:
             for part in fragment.slices:
                 parameter = self._parameters.get(part.name)
@@ -93,16 +95,18 @@ class LiveParameters:
         """Seconds since this was asked last for which copies waited until accelerators had computed what
         training had queued there: time that training used, not the exchange."""
         taken_s, self._computing_s = self._computing_s, 0.0
+        self._waited_for.clear()
         return taken_s
 
     def _let_compute(self, index: int) -> set[torch.device]:
         """Wait for the queued work of the devices on which the fragment lies; returns them."""
         devices = {self._parameters[part.name].device for part in self._plan.fragments[index].slices}
-        if accelerators := [device for device in devices if device.type != "cpu"]:
-            began_at = time.monotonic()
-            for device in accelerators:
+        for device in devices:
+            if device.type != "cpu" and device not in self._waited_for:
+                began_at = time.monotonic()
                 torch.accelerator.current_stream(device).synchronize()
-            self._computing_s += time.monotonic() - began_at
+                self._computing_s += time.monotonic() - began_at
+                self._waited_for.add(device)
         return devices
 
     def _check(self, index: int, values: Tensor) -> None:

@@ -67,6 +67,7 @@ class Network:
         self._searched_at: dict[int, float] = {}
         self._found_at: dict[int, float] = {}
         """When the last search of each cell began that has ended, and the last that found what is known."""
+        self._revived_at = -math.inf
         self._searching = defaultdict[int, asyncio.Lock](asyncio.Lock)
         self._published_at = -1e9
 
@@ -200,7 +201,7 @@ class Network:
         return records
 
     def _note_search(self, cells: Iterable[int], began_at: float) -> None:
-        for cell in cells:
+        for cell in cells if began_at >= self._revived_at else ():
             self._searched_at[cell] = max(began_at, self._searched_at.get(cell, began_at))
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
@@ -233,7 +234,8 @@ class Network:
         """The daemon is a new one, which knows nobody: be known again."""
         self._news = f"the libp2p daemon had ended ({words}); it was started again"
         self._published_at = -1e9
-        self._searched_at.clear()  # what failed without a daemon may succeed now
+        self._revived_at = time.monotonic()  # what failed without a daemon may succeed now
+        self._searched_at.clear()
         if self._places is not None:
             self._places.forget()
         known = self._records.used(MAX_REACHED_AGAIN)

@@ -134,8 +134,7 @@ class Synchroniser:
         entered_at = time.monotonic()
         if self._first_step_at is None:
             self._first_step_at = self._returned_at
-        self.train_s += entered_at - self._returned_at
-        self._saving_s = 0.0
+        self.train_s, self._saving_s = self.train_s + entered_at - self._returned_at, 0.0
         self._check()
         is_too_late = self._account.is_over(self.position)  # it joined then: this is the work of no round
         self.inner_steps += 1
@@ -233,8 +232,8 @@ class Synchroniser:
         return came
 
     def _save(self, moment: Moment) -> None:
-        began_at = time.monotonic()
         self.release_held()
+        began_at = time.monotonic()
         self.on_moment(moment)
         self._saving_s += time.monotonic() - began_at
 
@@ -246,6 +245,7 @@ class Synchroniser:
     def pause(self, duration_s: float) -> None:
         """Time between two steps that was neither training nor communication (a checkpoint)."""
         self._returned_at += duration_s
+        self.live.take_computing_s()  # is in it
 
     def rest(self, reason: Callable[[], str], beat_s: float = REST_BEAT_S) -> None:
         """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
