@@ -11,6 +11,7 @@ one process in the usual order.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ LONGEST_FIRST = ("test_campaign", "test_simnet", "test_simulation_watch", "test_
 """Beginnings of the names of files that work longest and go first, so that both workers have done with work
 at the same time."""
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # What a shell starts in the background ignores it, and so would each process that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
