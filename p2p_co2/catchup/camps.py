@@ -64,9 +64,9 @@ def rivals_of(camp: Camp, camps: Iterable[Camp], goal: Goal, vouched: Vouched) -
 def sooner_elsewhere(
     ours: Camp, camps: Sequence[Camp], chunks: tuple[int, int], goal: Goal, vouched: Vouched, now: float
 ) -> Camp | None:
-    """The camp for which what was begun with ``ours`` is to be left. ``chunks``: what that lacks, and all of
-    it. Who others vouch for and has given nothing yet counts as no quicker than ours; none of whom may be new
-    itself."""
+    """The camp for which what was begun with ``ours`` is to be left; None while any of ours has given
+    nothing, for it may be quick. ``chunks``: what that lacks, and all of it. Of others that have given
+    nothing, those for whom somebody vouches count as no quicker than ours, and the rest not at all."""
     missing, all_chunks = chunks
     begun, lines, like_ours_s = promise_of(ours), [source.line for source in ours], 0.0
     if begun.what == STATE and all(line.gap_s for line in lines):
