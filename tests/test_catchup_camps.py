@@ -77,6 +77,12 @@ def test_when_a_slow_donor_is_left(
     assert camp == (newer if is_left else None)
 
 
+def test_who_has_given_nothing_is_none_of_the_many() -> None:
+    """One real donor and an identity beside it were two against one."""
+    ours, newer = donors("a", 7, b"seven", 1.0), [*donors("b", 8, b"eight", 0.1), *donors("c", 8, b"eight")]
+    assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, nobody, 0.0) is None
+
+
 def test_nothing_is_left_that_is_nearly_there_or_may_be_quick_or_is_a_round() -> None:
     newer = donors("bc", 8, b"eight", 0.2)  # all of it in 10 s
     enough_s = LEFT_FLOOR_S + LEFT_TIMES * 10.0

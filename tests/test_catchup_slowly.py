@@ -15,7 +15,7 @@ from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
-from tests.catchup_world import D1, D2, D3, D4, LARGE, LATE, MEAN, World, state_of
+from tests.catchup_world import D1, D2, D3, D4, D5, LARGE, LATE, MEAN, World, state_of
 
 
 def look_around(world: World) -> None:
@@ -97,20 +97,93 @@ def test_a_donor_that_is_nearly_done_is_not_left_for_what_is_newer() -> None:
     assert world.fetched().version == 7
 
 
-def test_many_that_promise_what_nobody_knows_and_give_nothing_end_no_download() -> None:
-    """They cost a honest donor its place, and a newcomer all that it had."""
+@pytest.mark.parametrize("vouch_for_each_other", [False, True])
+def test_many_that_promise_much_and_give_nothing_end_no_download(vouch_for_each_other: bool) -> None:
+    """They cost a honest donor its place, and a newcomer all that it had, time after time."""
     world = World(donors=4, rate=2e6)
     world.rates[D1] = 200e3
     liars = {D2, D3, D4}
     world.tamper = lambda sender, message: None if sender in liars and isinstance(message, Chunk) else message
+    if vouch_for_each_other:
+        world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
     world.machines[LATE].want(Goal(STATE, 1, 7, (D1,)), world.now)
     for peer in liars:
         world.move(peer, 8)
     world.run(10.0)
-    world.machines[LATE].add_donors(1, sorted(liars), world.now)
-    world.run(150.0)
+    for _ in range(20):  # a node names the donors again with each look around
+        world.machines[LATE].add_donors(1, sorted(liars), world.now)
+        world.run(10.0)
     assert world.fetched().version == 7
-    assert world.chunks_from(D2) == []
+    assert turns_of_fragment_1(world) == ([7, 8, 7] if vouch_for_each_other else [7])
+
+
+def turns_of_fragment_1(world: World) -> list[int]:
+    """The versions whose chunks the late peer asked for, one after the other."""
+    asked = [m for sender, m in world.sent if sender == LATE and isinstance(m, Fetch) and m.want_chunk]
+    return [version for version, _ in itertools.groupby(m.version for m in asked if m.fragment == 1)]
+
+
+def test_a_download_leaves_what_it_has_begun_once() -> None:
+    """For the first of two who gave another fragment quickly, vouch for each other, and then give nothing."""
+    world = World(donors=3, rate=2e6)
+    world.rates[D1] = 200e3
+    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
+    world.machines[LATE].want(Goal(STATE, 2, 7, (D2, D3)), world.now)
+    world.run()
+    world.events.clear()
+    world.tamper = lambda sender, message: None if sender != D1 and isinstance(message, Chunk) else message
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1,)), world.now)
+    for liar in (D2, D3):
+        world.run(10.0)
+        world.move(liar, 8)
+        world.machines[LATE].add_donors(1, [liar], world.now)
+        world.run(25.0)
+    world.run()
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 7]
+
+
+def test_what_was_left_is_not_gone_back_to_when_who_is_further_moves_on_once_more() -> None:
+    """Though most peers had reported it when the load began."""
+    world = World(donors=2, rate=2e6)
+    world.rates[D1] = 200e3
+    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version > 7 or None)
+    world.machines[LATE].want(Goal(STATE, 2, 7, (D2,)), world.now)
+    world.run()
+    world.events.clear()
+    digest = hashlib.sha256(state_of(1, 7)).digest()
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1,), digest=digest), world.now)
+    world.move(D2, 8)
+    world.run(10.0)
+    world.machines[LATE].add_donors(1, [D2], world.now)
+    world.run(2.0)
+
+    def keep_only_the_newest(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == D2 and isinstance(message, Chunk | Manifest) and message.version < 9:
+            return Refusal(request=message.request, reason="no longer kept", newest_version=9)
+        return message
+
+    world.tamper = keep_only_the_newest
+    world.move(D2, 9)
+    world.run(60.0)
+    assert world.fetched().version == 9
+    assert turns_of_fragment_1(world) == [7, 8, 9]
+
+
+def test_one_that_is_asked_for_nothing_keeps_no_slow_donor() -> None:
+    """It promises the same, was slow with another fragment, and is therefore left out for a minute."""
+    world = World(donors=5, rate=2e6)
+    world.rates[D1] = 65e3
+    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1, D5)), world.now)
+    lines = world.machines[LATE]._fetcher._lines
+    lines.of(D5, world.now).slow_until = world.now + OUTRUN_S
+    for peer in (D2, D3, D4):
+        world.move(peer, 8)
+    world.run(10.0)
+    world.machines[LATE].add_donors(1, [D2, D3, D4], world.now)
+    world.run(30.0)
+    assert world.fetched().version == 8
 
 
 @pytest.mark.parametrize("is_known", [False, True])

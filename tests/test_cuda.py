@@ -162,6 +162,8 @@ def test_the_time_of_queued_steps_is_told_apart_from_the_copy() -> None:
     live = LiveParameters(model, plan_fragments(model, 1))
     merge = Merge(1.0, torch.zeros(4096 * 4096))
     live.snapshot(0)
+    torch.randn(8192, 8192, device="cuda").square_().mm(torch.ones(8192, 8192, device="cuda"))
+    torch.cuda.synchronize()  # what only the first product costs is over
     live.take_computing_s()
 
     def queue(copies: Callable[[], object]) -> float:

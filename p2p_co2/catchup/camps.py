@@ -78,7 +78,7 @@ def sooner_elsewhere(
     for camp in camps:
         is_sure = is_vouched(camp, vouched)
         if promise_of(camp).version > begun.version and (
-            is_sure or (len(camp) > len(ours) and not (known or trusted))
+            is_sure or (sum(s.line.gap_s > 0 for s in camp) > len(ours) and not (known or trusted))
         ):
             default_s = like_ours_s if is_sure else 0.0
             camp_s = all_there_in_s([source.line for source in camp], all_chunks, now, default_s)

@@ -72,6 +72,7 @@ class Download:
         self._choose_at: float | None = None
         self._chosen: Manifest | None = None
         self._content: Content = b""
+        self._left: Content = b""
         self._data = memoryview(bytearray())
         self._pending: deque[int] = deque()
         self._missing: set[int] = set()
@@ -210,7 +211,7 @@ class Download:
         times = [at for source in self.sources.values() if (at := self._patience_ends_at(source)) is not None]
         times += [source.again_at for source in self.sources.values() if source.again_at is not None]
         times.append(self._fails_at())
-        if self._choose_at is not None and self._chosen is None and self._answered():
+        if self._choose_at is not None and self._chosen is None and self._answers():
             times.append(self._choose_at)
         if self._reserve:
             times.append(self._widen_at())
@@ -296,6 +297,14 @@ class Download:
     def _answered(self) -> list[Source]:
         return [source for source in self.sources.values() if source.manifest is not None]
 
+    def _is_anybody_silent(self) -> bool:
+        return any(s.manifest is None and s.again_at is None for s in self.sources.values())
+
+    def _answers(self) -> list[Source]:
+        """Whose promise may be chosen. What was left is not gone back to while somebody has yet to answer."""
+        others = [source for source in self._answered() if source.content != self._left]
+        return others if others or self._is_anybody_silent() else self._answered()
+
     def _lose(self, source: Source, reason: str, now: float, *, moved_on: bool = False) -> None:
         """An honest donor did not deliver. The last one is asked anew, for a message may be lost, and one
         that ``moved_on`` from what it promised, for whatever it has now."""
@@ -333,7 +342,7 @@ class Download:
             self._chosen = None
         if self._chosen is None:
             self._choose(now)
-        elif self._missing:
+        elif self._missing and not self._left:
             self._look_elsewhere(now)
         if self._chosen is not None:
             if not self._missing:
@@ -344,13 +353,9 @@ class Download:
             self._fail(self._reason)
 
     def _choose(self, now: float) -> None:
-        answered = self._answered()
-        silent = [s for s in self.sources.values() if s.manifest is None and s.again_at is None]
-        if not answered or (silent and self._choose_at is not None and now < self._choose_at):
-            return
-        self._take_up(
-            max(camps.camps_of(answered), key=lambda camp: camps.rank(camp, self.goal, self._vouched))
-        )
+        is_early = self._choose_at is not None and now < self._choose_at and self._is_anybody_silent()
+        if not is_early and (found := camps.camps_of(self._answers())):
+            self._take_up(max(found, key=lambda camp: camps.rank(camp, self.goal, self._vouched)))
 
     def _take_up(self, camp: camps.Camp) -> None:
         """Load what these promise."""
@@ -364,18 +369,16 @@ class Download:
                 self._context.out.emit(disputed)
 
     def _look_elsewhere(self, now: float) -> None:
-        """Leave donors that are too slow with what was begun where others are further."""
+        """Leave donors that are too slow with what was begun where others are further: once, and they stand
+        by, so that who promises much and gives nothing costs what had come and no more."""
         chunks = len(self._missing), chunk_count(self.total_bytes, self._context.chunk_bytes)
-        ours, all_camps = self._useful(), camps.camps_of(self._answered())
-        camp = camps.sooner_elsewhere(ours, all_camps, chunks, self.goal, self._vouched, now)
-        if camp is None:
-            return
-        for source in ours:
-            self._known[source.peer] = now + OUTRUN_S
-            source.give_up(list(source.asked))
-            del self.sources[source.peer]
-        self._take_up(camp)
-        self._fill(now)
+        all_camps = camps.camps_of(self._answered())
+        camp = camps.sooner_elsewhere(self._givers(now), all_camps, chunks, self.goal, self._vouched, now)
+        if camp is not None:
+            self._left = self._content
+            for source in self._useful():
+                source.stand_by(self._context.next_request())
+            self._take_up(camp)
 
     def _vouched(self, donor: PeerId, manifest: Manifest) -> bool | None:
         """What others say of it: a round carries its decision, so only of a state there is something to

@@ -118,6 +118,14 @@ class Source:
         self.again_at = now + min(AGAIN_MOST_S, AGAIN_FIRST_S * 2 ** min(self.agains, DOUBLED_AT_MOST))
         self.agains += 1
 
+    def stand_by(self, request: int) -> None:
+        """It is asked for nothing more of what it promised, and may be once more. ``request``: as for
+        ``ask_again_later``."""
+        self.give_up(list(self.asked))
+        self.request = request
+        self.answered.clear()
+        self.lost.clear()
+
     def patience_ends_at(self, total_bytes: float, lines: Lines, others_gap_s: float) -> float | None:
         """When this donor counts as silent or slow; None while nothing is asked of it. ``others_gap_s``: as
         in ``Line.patience_s``."""

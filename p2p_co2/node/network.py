@@ -234,14 +234,15 @@ class Network:
         """The daemon is a new one, which knows nobody: be known again."""
         self._news = f"the libp2p daemon had ended ({words}); it was started again"
         self._published_at = -1e9
-        self._revived_at = time.monotonic()  # what failed without a daemon may succeed now
-        self._searched_at.clear()
         if self._places is not None:
             self._places.forget()
         known = self._records.used(MAX_REACHED_AGAIN)
         reached = [reach(self.p2p, PeerId(one.peer), one.maddrs, CONNECT_TIMEOUT_S) for one in known]
         again = self.discovery.rebootstrap(self.ticket.seeds)
-        for trouble in await asyncio.gather(again, *reached, return_exceptions=True):
+        troubles = await asyncio.gather(again, *reached, return_exceptions=True)
+        self._revived_at = time.monotonic()  # what failed so far may succeed now
+        self._searched_at.clear()
+        for trouble in troubles:
             if isinstance(trouble, BaseException) and not isinstance(trouble, TransportError):
                 raise trouble
 
