@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from p2p_co2.catchup.camps import LEFT_FLOOR_S, LEFT_TIMES, Camp, camps_of, rank, rivals_of, sooner_elsewhere
+from p2p_co2.catchup.camps import (
+    CHOOSE_CAP_S,
+    LEFT_FLOOR_S,
+    LEFT_TIMES,
+    LOST_MOST,
+    Camp,
+    Course,
+    camps_of,
+    rank,
+    rivals_of,
+    sooner_elsewhere,
+)
 from p2p_co2.catchup.goals import ROUND, STATE, Goal
 from p2p_co2.catchup.line import Line
 from p2p_co2.catchup.source import Source
@@ -23,6 +36,7 @@ def donors(names: str, version: int, digest: bytes, gap_s: float = 0.0, what: in
     for name in names:
         line = Line(0.0)
         line._gaps_s.extend([gap_s] if gap_s else [])
+        line.gave_at = 0.0 if gap_s else -math.inf
         camp.append(Source(PeerId(name), 0, 0.0, line, manifest, bytes([version]) + digest))
     return camp
 
@@ -81,6 +95,123 @@ def test_who_has_given_nothing_is_none_of_the_many() -> None:
     """One real donor and an identity beside it were two against one."""
     ours, newer = donors("a", 7, b"seven", 1.0), [*donors("b", 8, b"eight", 0.1), *donors("c", 8, b"eight")]
     assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, nobody, 0.0) is None
+
+
+def test_a_silence_that_was_waited_out_is_nothing_given() -> None:
+    """It counts as a time between two chunks where its donor is asked again."""
+    ours, newer = donors("a", 7, b"seven", 1.0), donors("bc", 8, b"eight", 0.1)
+    newer[1].line.gave_at = -math.inf
+    assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, nobody, 0.0) is None
+
+
+def test_those_who_are_asked_for_nothing_count_among_ours_and_not_among_the_others() -> None:
+    """They were slow while others gave, and are left out for a minute."""
+    ours, newer = donors("abc", 7, b"seven", 1.0), donors("de", 8, b"eight", 0.1)
+    for source in ours[1:]:
+        source.line.slow_until = 60.0
+    assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, nobody, 0.0) is None
+    assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, newest, 0.0) is newer
+    for source in newer:
+        source.line.slow_until = 60.0
+    few = [*newer, *donors("f", 8, b"eight", 0.1)]
+    assert sooner_elsewhere(ours[:1], [few], (ALL, ALL), NOBODY_KNOWS, nobody, 0.0) is None  # one to one
+    newer.extend(donors("f", 8, b"eight", 2.0))
+    assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, newest, 0.0) is None
+
+
+def test_one_of_ours_that_is_asked_for_nothing_may_be_borne_out_for_all() -> None:
+    def second(donor: PeerId, manifest: Manifest) -> bool | None:
+        return donor == "b" or None
+
+    ours, newer = donors("ab", 7, b"seven", 1.0), donors("cde", 8, b"eight", 0.1)
+    ours[1].line.slow_until = 60.0
+    assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, second, 0.0) is None
+
+
+def test_what_others_contradict_by_now_is_not_gone_by() -> None:
+    """They had nothing to say of it when it was promised."""
+    seven, eight = donors("a", 7, b"seven", 1.0), donors("bc", 8, b"eight", 0.1)
+    contradicted = set[int]()
+
+    def others(donor: PeerId, manifest: Manifest) -> bool | None:
+        return False if manifest.version in contradicted else None
+
+    course = Course(NOBODY_KNOWS, ALL, others)
+    assert course.choice([*seven, *eight], (), 0.0) == eight
+    contradicted.add(8)
+    assert course.choice([*seven, *eight], (), 0.0) == seven
+    course.content = seven[0].content
+    assert course.elsewhere([*seven, *eight], ALL, 0.0) is None
+    contradicted.clear()
+    assert course.elsewhere([*seven, *eight], ALL, 0.0) == eight
+    assert course.choice(eight, (), 0.0) == eight
+    contradicted.add(8)
+    assert course.choice(eight, (), 0.0) is course.decides_at(eight) is None
+
+
+def test_what_something_was_left_for_may_be_lost_once_and_is_waited_for_a_moment() -> None:
+    seven, eight, nine = (
+        donors("a", 7, b"seven", 1.0),
+        donors("b", 8, b"eight", 0.1),
+        donors("b", 9, b"", 0.1),
+    )
+    asked = donors("b", 8, b"eight", 0.1)
+    asked[0].manifest = None
+
+    def left(losses: int) -> Course:
+        course = Course(NOBODY_KNOWS, ALL, lambda donor, manifest: manifest.version > 7 or None)
+        course.content = seven[0].content
+        course.lost(asked, 0.0)  # before anything was left: this counts for nothing
+        assert course.elsewhere([*seven, *eight], ALL, 0.0) == eight
+        course.content = eight[0].content
+        for _ in range(losses):
+            course.lost([*seven, *asked], 10.0)
+        return course
+
+    waited_at = 10.0 + CHOOSE_CAP_S
+    assert left(1).decides_at([*seven, *asked]) == waited_at
+    assert left(1).choice([*seven, *asked], (), waited_at - 0.1) is None
+    assert left(1).choice([*seven, *asked], (), waited_at) == seven
+    assert left(LOST_MOST).choice([*seven, *asked], (), 10.0) == seven
+    assert left(1).choice([*seven, *eight], (), 10.0) == eight
+    assert left(1).choice([*seven, *nine], (), 10.0) == nine
+    assert left(LOST_MOST).choice([*seven, *nine], (), 10.0) == seven
+    asked[0].again_at = 10.5
+    assert left(1).choice([*seven, *asked], ("b",), 10.0) is None  # has given, and is to be asked again
+    assert left(1).choice([*seven, *asked], (), 10.0) == seven
+
+
+def test_where_all_are_lost_the_first_that_promises_anew_is_no_more_than_the_first() -> None:
+    seven, eight = donors("a", 7, b"seven"), donors("b", 8, b"eight")
+    silent = donors("c", 8, b"eight")
+    silent[0].manifest = None
+    course = Course(GOAL, ALL, nobody)
+    course.heard(0.0, 1.0)
+    assert course.choice([*eight, *silent], (), 1.9) is None
+    assert course.choice([*eight, *silent], (), 2.0) == eight
+    course.content = eight[0].content
+    course.lost(silent, 10.0)
+    course.heard(10.0, 10.5)
+    assert course.decides_at(eight) == 11.0
+    assert course.choice([*eight, *silent], (), 10.9) is None
+    assert course.choice([*eight, *seven], (), 10.9) == seven
+
+
+def test_it_is_gone_back_once_to_who_stands_by_when_the_others_have_become_slow() -> None:
+    seven, eight = donors("a", 7, b"seven", 1.0), donors("b", 8, b"eight", 0.1)
+    course = Course(NOBODY_KNOWS, ALL, newest)
+    course.content = seven[0].content
+    assert course.elsewhere([*seven, *eight], ALL, 0.0) == eight
+    assert course.is_standing_by(seven[0])
+    course.content = eight[0].content
+    eight[0].line._gaps_s[0] = LEFT_TIMES + 0.1
+    missing = math.ceil((LEFT_FLOOR_S + LEFT_TIMES * ALL) / (LEFT_TIMES + 0.1))
+    assert course.elsewhere([*seven, *eight], missing - 1, 0.0) is None
+    assert course.elsewhere([*seven, *eight], missing, 0.0) == seven
+    course.content = seven[0].content
+    assert not course.is_standing_by(seven[0])
+    eight[0].line._gaps_s[0] = 0.01
+    assert course.elsewhere([*seven, *eight], ALL, 0.0) is None  # never again
 
 
 def test_nothing_is_left_that_is_nearly_there_or_may_be_quick_or_is_a_round() -> None:

@@ -6,6 +6,8 @@ import hashlib
 import heapq
 import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,7 +17,7 @@ from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
-from tests.catchup_world import D1, D2, D3, D4, D5, LARGE, LATE, MEAN, World, state_of
+from tests.catchup_world import CHUNKS, D1, D2, D3, D4, D5, LARGE, LATE, MEAN, World, state_of
 
 
 def look_around(world: World) -> None:
@@ -168,6 +170,154 @@ def test_what_was_left_is_not_gone_back_to_when_who_is_further_moves_on_once_mor
     world.run(60.0)
     assert world.fetched().version == 9
     assert turns_of_fragment_1(world) == [7, 8, 9]
+
+
+def left_for(donors: int, quick: Sequence[PeerId]) -> World:
+    """A late peer that has begun version 7 with D1, of 200 kB/s, and left it for ``quick``: these gave
+    another fragment quickly, promise 8, and others vouch for what is newer than 7."""
+    world = World(donors, rate=2e6)
+    world.rates[D1] = 200e3
+    late = world.machines[LATE]
+    late.ask_swarm(lambda donor, fragment, version, digest: version > 7 or None)
+    late.want(Goal(STATE, 2, 7, tuple(quick)), world.now)
+    world.run()
+    world.events.clear()
+    late.want(Goal(STATE, 1, 7, (D1,)), world.now)
+    for peer in quick:
+        world.move(peer, 8)
+    world.run(10.0)
+    late.add_donors(1, quick, world.now)
+    return world
+
+
+def test_two_that_say_by_turns_that_they_have_nothing_yet_keep_nobody_from_who_stands_by() -> None:
+    """One of them had always yet to answer, and the load failed with an honest donor at hand."""
+    world = left_for(3, (D2, D3))
+    send, manifests, refusals = world._send, itertools.count(), Counter[PeerId]()
+
+    def after_a_while(sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+        if isinstance(message, Refusal) and message.again:
+            refusals[sender] += 1
+            late_s = 0.5 if refusals[sender] == 1 and sender == D3 else 2.9
+            heapq.heappush(
+                world._under_way, (world.now + late_s, next(world._order), sender, receiver, message)
+            )
+        else:
+            send(sender, receiver, message)
+
+    def refuse(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == D1 or not isinstance(message, Chunk | Manifest):
+            return message
+        if isinstance(message, Manifest) and next(manifests) < 2:
+            return message
+        is_chunk = isinstance(message, Chunk)
+        return Refusal(
+            request=message.request, reason="no longer kept" if is_chunk else "", again=not is_chunk
+        )
+
+    world._send = after_a_while  # type: ignore[method-assign]
+    world.tamper = refuse
+    world.run()
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 7]
+
+
+def test_one_that_promises_another_state_after_each_chunk_is_gone_to_no_more_than_twice() -> None:
+    """Each was begun anew, for ever."""
+    world = left_for(2, (D2,))
+    promised = 8
+
+    def move_on(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        nonlocal promised
+        if (
+            sender == D2
+            and isinstance(message, Chunk)
+            and message.version == promised < 40
+            and message.chunk > 8
+        ):
+            promised += 1
+            world.move(D2, promised)
+        if sender == D2 and isinstance(message, Chunk | Manifest) and message.version < promised:
+            return Refusal(request=message.request, reason="no longer kept", newest_version=promised)
+        return message
+
+    world.tamper = move_on
+    world.run()
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 9, 7]
+
+
+def test_one_that_becomes_a_trickle_once_it_is_gone_to_is_left_for_who_stands_by() -> None:
+    """Each of its chunks came as late as it was waited for: half an hour, beside a donor of a minute."""
+    world, pauses_s = left_for(2, (D2,)), iter([1.5, 5.0, 15.0])
+
+    def trickle(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == D2 and isinstance(message, Chunk):
+            world.rates[D2] = MAX_DATA_BYTES / next(pauses_s, 36.0)
+        return message
+
+    world.tamper = trickle
+    began_at = world.now
+    world.run(3000.0)
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 7]
+    assert world.now - began_at < 260.0  # five chunks, by which it shows, and all of 7
+
+
+def test_one_that_is_busy_for_a_moment_is_waited_for() -> None:
+    """It was left at once, with nearly all of what it had given."""
+    world = left_for(2, (D2,))
+    refused: list[CatchUpMessage] = []
+
+    def refuse(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == D2 and (
+            (isinstance(message, Chunk) and message.chunk == CHUNKS - 4 and not refused)
+            or (isinstance(message, Manifest) and len(refused) == 1)
+        ):
+            refused.append(message)
+            return Refusal(request=message.request, reason="busy", again=isinstance(message, Manifest))
+        return message
+
+    world.tamper = refuse
+    world.run()
+    assert len(refused) == 2
+    assert world.fetched().version == 8
+    assert turns_of_fragment_1(world) == [7, 8]
+    assert len(world.chunks_from(D2)) < 2 * CHUNKS + 10  # of fragment 2, and of this
+
+
+def test_when_all_move_on_at_once_another_is_not_gone_to_before_they_have_answered() -> None:
+    """What a bystander promised, for which nobody vouched, was begun within that moment."""
+    world = World(donors=4, rate=2e6)
+    world.move(D4, 8)
+    world.want()
+    world.run(1.0)
+
+    def keep_only_the_newest(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if isinstance(message, Chunk | Manifest) and message.version < world.versions[sender]:
+            newest = world.versions[sender]
+            return Refusal(request=message.request, reason="no longer kept", newest_version=newest)
+        return message
+
+    world.tamper = keep_only_the_newest
+    for peer in (D1, D2, D3):
+        world.move(peer, 9)
+    world.run()
+    assert world.fetched().version == 9
+    assert turns_of_fragment_1(world) == [7, 9]
+
+
+def test_those_in_reserve_are_asked_for_what_was_left_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stood by had their places."""
+    monkeypatch.setattr("p2p_co2.catchup.download.DONORS_AT_ONCE", 2)
+    world = left_for(4, (D2,))
+    for peer in (D3, D4):
+        world.move(peer, 8)
+    world.machines[LATE].add_donors(1, [D3, D4], world.now)
+    world.run()
+    assert world.fetched().version == 8
+    assert world.chunks_from(D3)
+    assert turns_of_fragment_1(world) == [7, 8]
 
 
 def test_one_that_is_asked_for_nothing_keeps_no_slow_donor() -> None:

@@ -1,16 +1,19 @@
 """Donors that promise the same bytes, and by which of them a download goes.
 
-Laws: what most peers report goes before what most donors promise. A download leaves what it has begun only
-for a newer state that others vouch for, or, if nobody knows what was begun, that more donors promise which
-have given something; and that is all there much sooner than its rest would be.
+Laws: what most peers report goes before what most donors promise, and what others contradict is not gone by.
+A download leaves what it has begun only for a newer state that others vouch for, or, if nobody knows what was
+begun, that more donors promise which have given something; and that is all there much sooner than its rest
+would be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 from p2p_co2.catchup.goals import STATE, Goal
 from p2p_co2.catchup.line import all_there_in_s
+from p2p_co2.catchup.manifest import Content
 from p2p_co2.catchup.source import Source
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Manifest
@@ -18,8 +21,12 @@ from p2p_co2.wire.messages_pb2 import Manifest
 Camp = list[Source]
 Vouched = Callable[[PeerId, Manifest], bool | None]
 """What others say of a donor's promise; None if they say nothing."""
+CHOOSE_FLOOR_S, CHOOSE_CAP_S = 0.2, 2.0
+"""After the first manifest, the others are waited for: as long again as the first took, within these."""
 LEFT_TIMES, LEFT_FLOOR_S = 2.0, 5.0
 """What is begun is left if its rest takes so many times as long as all of what is newer, and so long."""
+LOST_MOST = 2
+"""What something was left for may be lost less often than this."""
 
 
 def camps_of(sources: Iterable[Source]) -> list[Camp]:
@@ -61,27 +68,129 @@ def rivals_of(camp: Camp, camps: Iterable[Camp], goal: Goal, vouched: Vouched) -
     return rivals if is_dispute else []
 
 
+def all_there(camp: Camp, chunks: int, now: float, default_gap_s: float = 0.0) -> float:
+    """As ``all_there_in_s``, from those of them that are asked for anything."""
+    return all_there_in_s([source.line for source in able(camp, now)], chunks, now, default_gap_s)
+
+
+def able(camp: Camp, now: float) -> Camp:
+    """Without those that were slow while others gave."""
+    return [source for source in camp if source.line.slow_until <= now]
+
+
 def sooner_elsewhere(
     ours: Camp, camps: Sequence[Camp], chunks: tuple[int, int], goal: Goal, vouched: Vouched, now: float
 ) -> Camp | None:
-    """The camp for which what was begun with ``ours`` is to be left; None while any of ours has given
-    nothing, for it may be quick. ``chunks``: what that lacks, and all of it. Of others that have given
+    """The camp for which what was begun with ``ours`` is to be left; None while any of ours that is asked has
+    given nothing, for it may be quick. ``chunks``: what that lacks, and all of it. Of others that have given
     nothing, those for whom somebody vouches count as no quicker than ours, and the rest not at all."""
     missing, all_chunks = chunks
-    begun, lines, like_ours_s = promise_of(ours), [source.line for source in ours], 0.0
-    if begun.what == STATE and all(line.gap_s for line in lines):
-        like_ours_s = max(line.gap_s for line in lines)
-    if not like_ours_s:
+    begun, asked = promise_of(ours), [source.line for source in able(ours, now) or ours]
+    if begun.what != STATE or not all(line.gap_s for line in asked):
         return None
     known, trusted, *_ = rank(ours, goal, vouched)
-    best, best_s = None, (all_there_in_s(lines, missing, now) - LEFT_FLOOR_S) / LEFT_TIMES
+    best, best_s = None, (all_there_in_s(asked, missing, now) - LEFT_FLOOR_S) / LEFT_TIMES
     for camp in camps:
         is_sure = is_vouched(camp, vouched)
         if promise_of(camp).version > begun.version and (
-            is_sure or (sum(s.line.gap_s > 0 for s in camp) > len(ours) and not (known or trusted))
+            is_sure or (_gave(able(camp, now)) > len(ours) and not (known or trusted))
         ):
-            default_s = like_ours_s if is_sure else 0.0
-            camp_s = all_there_in_s([source.line for source in camp], all_chunks, now, default_s)
+            like_ours_s = max(line.gap_s for line in asked) if is_sure else 0.0
+            camp_s = all_there(camp, all_chunks, now, like_ours_s)
             if camp_s < best_s:
                 best, best_s = camp, camp_s
     return best
+
+
+def _gave(camp: Camp) -> int:
+    """How many have given anything, of whatever; a silence that was waited out is nothing."""
+    return sum(source.line.gap_s > 0 and source.line.gave_at > -math.inf for source in camp)
+
+
+class Course:
+    """By which promise a download goes, and when it goes by another.
+
+    What was begun is left once, and who gave it stands by. It is gone back to, once: where the rest of what
+    it was left for takes much longer by now than all of it would, or that is lost ``LOST_MOST`` times, or
+    once and not promised anew in ``CHOOSE_CAP_S``. So who promises much costs a download what
+    had come, and the time of some of its own chunks.
+    """
+
+    def __init__(self, goal: Goal, all_chunks: int, vouched: Vouched) -> None:
+        self.content: Content = b""
+        self._goal, self._all_chunks, self._vouched = goal, all_chunks, vouched
+        self._left: Content = b""
+        self._is_back = False
+        self._losses = 0
+        self._decides_at: float | None = None
+
+    def heard(self, asked_at: float, now: float) -> None:
+        """The first promise has come: the others are waited for."""
+        if self._decides_at is None:
+            self._decides_at = now + min(CHOOSE_CAP_S, max(CHOOSE_FLOOR_S, now - asked_at))
+
+    def lost(self, sources: Collection[Source], now: float) -> None:
+        """Nobody promises any more what was gone by."""
+        self._losses += 1
+        self._decides_at = now + CHOOSE_CAP_S if self._believed(sources) else None
+
+    def decides_at(self, sources: Collection[Source]) -> float | None:
+        """When ``choice`` waits for nobody any more; None while it has nothing to choose from."""
+        return self._decides_at if self._believed(sources) else None
+
+    def choice(self, sources: Collection[Source], gave: Container[PeerId], now: float) -> Camp | None:
+        """What is to be loaded where nothing is; None while others are waited for. ``gave``: who has given
+        something of what was."""
+        camps = camps_of(self._believed(sources))
+        yet_to_answer = (s for s in sources if s.manifest is None and (s.again_at is None or s.peer in gave))
+        waits = self._decides_at is not None and now < self._decides_at and any(yet_to_answer)
+        back = self._standing_by(camps)
+        has_credit = back is not None and self._losses < LOST_MOST
+        if (has_credit or self._is_back) and (same := [c for c in camps if c[0].content == self.content]):
+            return same[0]
+        if not camps or (waits and (has_credit or back is None)):
+            return None
+        if back is None:
+            return max(camps, key=lambda camp: rank(camp, self._goal, self._vouched))
+        chunks = self._all_chunks, self._all_chunks
+        if has_credit and (camp := sooner_elsewhere(back, camps, chunks, self._goal, self._vouched, now)):
+            return camp
+        self._is_back = True
+        return back
+
+    def elsewhere(self, sources: Collection[Source], missing: int, now: float) -> Camp | None:
+        """What is to be loaded instead of what is, of which ``missing`` chunks are."""
+        promises = [source for source in sources if source.manifest is not None]
+        ours = [source for source in promises if source.content == self.content]
+        if len(ours) == len(promises):
+            return None
+        camps = camps_of(self._believed(promises))
+        if not self._left:
+            chunks = missing, self._all_chunks
+            camp = sooner_elsewhere(ours, camps, chunks, self._goal, self._vouched, now)
+            if camp is not None:
+                self._left, self._losses = self.content, 0
+            return camp
+        back = self._standing_by(camps)
+        if back is None or not _gave(ours):
+            return None
+        rest_s = all_there_in_s([source.line for source in able(ours, now) or ours], missing, now)
+        if rest_s <= LEFT_FLOOR_S + LEFT_TIMES * all_there(back, self._all_chunks, now):
+            return None
+        self._is_back = True
+        return back
+
+    def is_standing_by(self, source: Source) -> bool:
+        """Whether it promises what was left, and is asked for none of it."""
+        is_left = bool(self._left) and not self._is_back
+        return is_left and source.manifest is not None and source.content == self._left
+
+    def _standing_by(self, camps: Iterable[Camp]) -> Camp | None:
+        """Who gave what was left, and promises it still."""
+        return next((camp for camp in camps if self.is_standing_by(camp[0])), None)
+
+    def _believed(self, sources: Collection[Source]) -> list[Source]:
+        """Who promises what others have not contradicted since."""
+        return [
+            s for s in sources if s.manifest is not None and self._vouched(s.peer, s.manifest) is not False
+        ]

@@ -24,7 +24,6 @@ from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, 
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
 from p2p_co2.catchup.manifest import (
-    Content,
     check_chunk,
     check_manifest,
     chunk_at,
@@ -38,8 +37,6 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
 DONORS_AT_ONCE = 8
-CHOOSE_FLOOR_S, CHOOSE_CAP_S = 0.2, 2.0
-"""After the first manifest, the others are waited for: as long again as the first took, within these."""
 WIDEN_S = 1.0
 """When nothing came for so long, one more donor is asked."""
 OUTRUN_TIMES = 8.0
@@ -66,13 +63,12 @@ class Download:
         self._reserve = deque(goal.donors)
         self._known = dict.fromkeys(goal.donors, math.inf)
         """Who was asked, or is to be, and until when not again."""
-        self._width = min(DONORS_AT_ONCE, chunk_count(total_bytes, context.chunk_bytes))
+        all_chunks = chunk_count(total_bytes, context.chunk_bytes)
+        self._width = min(DONORS_AT_ONCE, all_chunks)
+        self._course = camps.Course(goal, all_chunks, self._vouched)
         self._started_at = self._moved_at = self._looked_at = now
         self.asked_at = -math.inf
-        self._choose_at: float | None = None
         self._chosen: Manifest | None = None
-        self._content: Content = b""
-        self._left: Content = b""
         self._data = memoryview(bytearray())
         self._pending: deque[int] = deque()
         self._missing: set[int] = set()
@@ -97,8 +93,7 @@ class Download:
         source.manifest, source.content, source.again_at = manifest, content_of(manifest), None
         source.moved_on = False
         self._moved_at = now
-        if self._choose_at is None:
-            self._choose_at = now + min(CHOOSE_CAP_S, max(CHOOSE_FLOOR_S, now - source.asked_at))
+        self._course.heard(source.asked_at, now)
         self.advance(now)
 
     def take_chunk(self, source: Source, chunk: Chunk, now: float) -> None:
@@ -211,8 +206,8 @@ class Download:
         times = [at for source in self.sources.values() if (at := self._patience_ends_at(source)) is not None]
         times += [source.again_at for source in self.sources.values() if source.again_at is not None]
         times.append(self._fails_at())
-        if self._choose_at is not None and self._chosen is None and self._answers():
-            times.append(self._choose_at)
+        if self._chosen is None and (at := self._course.decides_at(self.sources.values())) is not None:
+            times.append(at)
         if self._reserve:
             times.append(self._widen_at())
         if (look_at := self._look_at()) is not None:
@@ -267,7 +262,7 @@ class Download:
 
     def _fill(self, now: float, more: int = 0) -> None:
         """Ask donors from the reserve until as many as are wanted are at it."""
-        at_it = sum(source.again_at is None for source in self.sources.values())
+        at_it = sum(s.again_at is None and not self._course.is_standing_by(s) for s in self.sources.values())
         wanted = max(self._width, at_it + more) - at_it
         while wanted > 0 and self._reserve:
             peer = self._reserve.popleft()
@@ -287,23 +282,14 @@ class Download:
 
     def _useful(self) -> list[Source]:
         """The donors that promise what was chosen."""
-        return [s for s in self.sources.values() if s.manifest is not None and s.content == self._content]
+        return [
+            s for s in self.sources.values() if s.manifest is not None and s.content == self._course.content
+        ]
 
     def _givers(self, now: float) -> list[Source]:
         """Those of them that are asked for chunks."""
         useful = self._useful()
         return [source for source in useful if source.line.slow_until <= now] or useful
-
-    def _answered(self) -> list[Source]:
-        return [source for source in self.sources.values() if source.manifest is not None]
-
-    def _is_anybody_silent(self) -> bool:
-        return any(s.manifest is None and s.again_at is None for s in self.sources.values())
-
-    def _answers(self) -> list[Source]:
-        """Whose promise may be chosen. What was left is not gone back to while somebody has yet to answer."""
-        others = [source for source in self._answered() if source.content != self._left]
-        return others if others or self._is_anybody_silent() else self._answered()
 
     def _lose(self, source: Source, reason: str, now: float, *, moved_on: bool = False) -> None:
         """An honest donor did not deliver. The last one is asked anew, for a message may be lost, and one
@@ -316,8 +302,8 @@ class Download:
         self._give_back(source, source.asked)
         source.repeats += 1
         source.moved_on, source.manifest = moved_on, None
-        if is_last:
-            self._chosen = None
+        if is_last and self._chosen is not None:
+            self._lose_chosen(now)
         if not moved_on:
             source.line.window = 1
         source.answered.clear()
@@ -339,11 +325,14 @@ class Download:
         if self.ended is not None:
             return
         if self._chosen is not None and not self._useful():
-            self._chosen = None
+            self._lose_chosen(now)
+        sources = self.sources.values()
         if self._chosen is None:
-            self._choose(now)
-        elif self._missing and not self._left:
-            self._look_elsewhere(now)
+            camp = self._course.choice(sources, self._gave, now)
+        else:
+            camp = self._course.elsewhere(sources, len(self._missing), now) if self._missing else None
+        if camp is not None:
+            self._take_up(camp, now)
         if self._chosen is not None:
             if not self._missing:
                 self._finish(now)
@@ -352,33 +341,24 @@ class Download:
         if not self.sources and not self._reserve:
             self._fail(self._reason)
 
-    def _choose(self, now: float) -> None:
-        is_early = self._choose_at is not None and now < self._choose_at and self._is_anybody_silent()
-        if not is_early and (found := camps.camps_of(self._answers())):
-            self._take_up(max(found, key=lambda camp: camps.rank(camp, self.goal, self._vouched)))
+    def _lose_chosen(self, now: float) -> None:
+        self._chosen = None
+        self._course.lost(self.sources.values(), now)
 
-    def _take_up(self, camp: camps.Camp) -> None:
-        """Load what these promise."""
-        self._chosen, content = camps.promise_of(camp), camp[0].content
-        if content != self._content:
-            self._content = content
-            self._begin(self._chosen)
-            if rivals := camps.rivals_of(camp, camps.camps_of(self._answered()), self.goal, self._vouched):
-                taken = tuple(source.peer for source in camp)
-                disputed = Disputed(self.goal.fragment, self._chosen.version, taken, tuple(rivals))
-                self._context.out.emit(disputed)
-
-    def _look_elsewhere(self, now: float) -> None:
-        """Leave donors that are too slow with what was begun where others are further: once, and they stand
-        by, so that who promises much and gives nothing costs what had come and no more."""
-        chunks = len(self._missing), chunk_count(self.total_bytes, self._context.chunk_bytes)
-        all_camps = camps.camps_of(self._answered())
-        camp = camps.sooner_elsewhere(self._givers(now), all_camps, chunks, self.goal, self._vouched, now)
-        if camp is not None:
-            self._left = self._content
-            for source in self._useful():
-                source.stand_by(self._context.next_request())
-            self._take_up(camp)
+    def _take_up(self, camp: camps.Camp, now: float) -> None:
+        """Load what these promise. Who promises what was loaded until now stands by."""
+        is_another = camp[0].content != self._course.content
+        for source in self._useful() if is_another else ():
+            source.stand_by(self._context.next_request())
+        self._chosen, self._course.content = camps.promise_of(camp), camp[0].content
+        if not is_another:
+            return
+        self._begin(self._chosen)
+        all_camps = camps.camps_of(self.sources.values())
+        if rivals := camps.rivals_of(camp, all_camps, self.goal, self._vouched):
+            taken = tuple(source.peer for source in camp)
+            self._context.out.emit(Disputed(self.goal.fragment, self._chosen.version, taken, tuple(rivals)))
+        self._fill(now)
 
     def _vouched(self, donor: PeerId, manifest: Manifest) -> bool | None:
         """What others say of it: a round carries its decision, so only of a state there is something to
