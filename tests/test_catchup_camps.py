@@ -87,8 +87,8 @@ def test_when_a_slow_donor_is_left(
     goal: Goal, vouched: object, count: int, gap_s: float, is_left: bool
 ) -> None:
     ours, newer = donors("a", 7, b"seven", 1.0), donors("bcdef"[:count], 8, b"eight", gap_s)
-    camp = sooner_elsewhere(ours, [ours, newer], (ALL, ALL), goal, vouched, 0.0)  # type: ignore[arg-type]
-    assert camp == (newer if is_left else None)
+    found = sooner_elsewhere(ours, [ours, newer], (ALL, ALL), goal, vouched, 0.0)  # type: ignore[arg-type]
+    assert (found and found[0]) == (newer if is_left else None)
 
 
 def test_who_has_given_nothing_is_none_of_the_many() -> None:
@@ -110,7 +110,10 @@ def test_those_who_are_asked_for_nothing_count_among_ours_and_not_among_the_othe
     for source in ours[1:]:
         source.line.slow_until = 60.0
     assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, nobody, 0.0) is None
-    assert sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, newest, 0.0) is newer
+    found = sooner_elsewhere(ours, [ours, newer], (ALL, ALL), NOBODY_KNOWS, newest, 0.0)
+    assert found is not None
+    assert found[0] is newer
+    assert found[1] == pytest.approx(ALL * 0.1 / 2)
     for source in newer:
         source.line.slow_until = 60.0
     few = [*newer, *donors("f", 8, b"eight", 0.1)]
@@ -197,21 +200,42 @@ def test_where_all_are_lost_the_first_that_promises_anew_is_no_more_than_the_fir
     assert course.choice([*eight, *seven], (), 10.9) == seven
 
 
-def test_it_is_gone_back_once_to_who_stands_by_when_the_others_have_become_slow() -> None:
-    seven, eight = donors("a", 7, b"seven", 1.0), donors("b", 8, b"eight", 0.1)
-    course = Course(NOBODY_KNOWS, ALL, newest)
+def test_it_is_gone_back_once_when_the_half_of_what_is_missing_does_not_come_in_time() -> None:
+    seven, eight = donors("a", 7, b"seven", 1.0), donors("b", 8, b"eight", 0.125)
+    promises = [*seven, *eight]
+    look_s = LEFT_FLOOR_S + LEFT_TIMES * ALL * 0.125
+
+    def gone_to_eight() -> Course:
+        course = Course(NOBODY_KNOWS, ALL, newest)
+        course.content = seven[0].content
+        assert course.looks_at() is None
+        assert course.elsewhere(promises, ALL, 0.0) == eight
+        course.content = eight[0].content
+        assert course.is_standing_by(seven[0])
+        assert not course.is_standing_by(eight[0])
+        return course
+
+    course = gone_to_eight()
+    assert course.looks_at() == pytest.approx(look_s, rel=1e-4)
+    look_s = course.looks_at() or 0.0
+    assert course.elsewhere(promises, ALL, look_s - 0.1) is None
+    assert course.elsewhere(promises, ALL // 2, look_s) is None
+    assert course.looks_at() == 2 * look_s
+    assert course.elsewhere(promises, ALL // 4 + 1, 2 * look_s - 0.1) is None
+    assert course.elsewhere(promises, ALL // 4 + 1, 2 * look_s) == seven
     course.content = seven[0].content
-    assert course.elsewhere([*seven, *eight], ALL, 0.0) == eight
-    assert course.is_standing_by(seven[0])
-    course.content = eight[0].content
-    eight[0].line._gaps_s[0] = LEFT_TIMES + 0.1
-    missing = math.ceil((LEFT_FLOOR_S + LEFT_TIMES * ALL) / (LEFT_TIMES + 0.1))
-    assert course.elsewhere([*seven, *eight], missing - 1, 0.0) is None
-    assert course.elsewhere([*seven, *eight], missing, 0.0) == seven
-    course.content = seven[0].content
+    assert course.looks_at() is None
     assert not course.is_standing_by(seven[0])
-    eight[0].line._gaps_s[0] = 0.01
-    assert course.elsewhere([*seven, *eight], ALL, 0.0) is None  # never again
+    assert course.elsewhere(promises, ALL, 9 * look_s) is None  # never again
+    course.lost(promises, 9 * look_s)
+    assert course.choice(promises, (), 9 * look_s) == seven  # and kept
+    course = gone_to_eight()
+    assert course.elsewhere(eight, ALL, look_s) is None  # nobody else is there
+    assert course.looks_at() == 2 * look_s
+    nine = donors("cd", 9, b"nine")
+    assert course.elsewhere([*eight, *nine], ALL, 2 * look_s) == nine  # nobody stands by any more
+    course.content = nine[0].content
+    assert course.elsewhere([*eight, *nine], ALL, 9 * look_s) is None
 
 
 def test_nothing_is_left_that_is_nearly_there_or_may_be_quick_or_is_a_round() -> None:
@@ -221,7 +245,7 @@ def test_nothing_is_left_that_is_nearly_there_or_may_be_quick_or_is_a_round() ->
 
     def is_left(ours: Camp, missing: int) -> bool:
         camps = [ours, newer, donors("d", 6, b"six", 0.01)]
-        return sooner_elsewhere(ours, camps, (missing, ALL), NOBODY_KNOWS, newest, 0.0) is newer
+        return sooner_elsewhere(ours, camps, (missing, ALL), NOBODY_KNOWS, newest, 0.0) is not None
 
     assert is_left(ours, int(enough_s) + 1)
     assert not is_left(ours, int(enough_s) - 1)

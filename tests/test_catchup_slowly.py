@@ -14,6 +14,7 @@ import pytest
 from p2p_co2.catchup import ROUND, STATE, CatchUpMessage, DonorRefused, Fetched, FetchFailed, Goal, Shape
 from p2p_co2.catchup.donor import TAKERS_KEPT
 from p2p_co2.catchup.line import OUTRUN_S
+from p2p_co2.catchup.source import MOVES_MOST
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
@@ -172,11 +173,11 @@ def test_what_was_left_is_not_gone_back_to_when_who_is_further_moves_on_once_mor
     assert turns_of_fragment_1(world) == [7, 8, 9]
 
 
-def left_for(donors: int, quick: Sequence[PeerId]) -> World:
-    """A late peer that has begun version 7 with D1, of 200 kB/s, and left it for ``quick``: these gave
+def left_for(donors: int, quick: Sequence[PeerId], slow_bytes_per_s: float = 200e3) -> World:
+    """A late peer that has begun version 7 with D1, the slow one, and left it for ``quick``: these gave
     another fragment quickly, promise 8, and others vouch for what is newer than 7."""
     world = World(donors, rate=2e6)
-    world.rates[D1] = 200e3
+    world.rates[D1] = slow_bytes_per_s
     late = world.machines[LATE]
     late.ask_swarm(lambda donor, fragment, version, digest: version > 7 or None)
     late.want(Goal(STATE, 2, 7, tuple(quick)), world.now)
@@ -261,7 +262,93 @@ def test_one_that_becomes_a_trickle_once_it_is_gone_to_is_left_for_who_stands_by
     world.run(3000.0)
     assert world.fetched().version == 7
     assert turns_of_fragment_1(world) == [7, 8, 7]
-    assert world.now - began_at < 260.0  # five chunks, by which it shows, and all of 7
+    assert world.now - began_at < 26.0 + 1.05 * LARGE / 200e3  # after 26 s half of 8 is not there
+
+
+def test_those_that_promise_anew_by_turns_and_give_nothing_are_left_for_who_stands_by() -> None:
+    """Each refuses before it counts as silent, three times, and is back after a minute."""
+    world = left_for(5, (D2,))
+    liars, send = (D2, D3, D4, D5), world._send
+
+    def late(sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+        if isinstance(message, Refusal) and not message.newest_version:
+            heapq.heappush(world._under_way, (world.now + 9.0, next(world._order), sender, receiver, message))
+        else:
+            send(sender, receiver, message)
+
+    world._send = late  # type: ignore[method-assign]
+    world.tamper = lambda sender, message: (
+        Refusal(request=message.request, reason="no longer kept")
+        if sender in liars and isinstance(message, Chunk)
+        else message
+    )
+    began_at = world.now
+    for liar in liars:
+        world.move(liar, 8)
+    for second in range(600):
+        world.run(1.0)
+        come = liars[: 2 + (second > 4) + (second > 20)]
+        world.machines[LATE].add_donors(1, come, world.now)
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 7]
+    assert world.now - began_at < 650.0
+
+
+def test_who_stands_by_keeps_what_it_promised_for_longer_than_what_nobody_asks_for() -> None:
+    """It had dropped it when it was gone back to, and that cost what the others had given."""
+    world = left_for(2, (D2,), 500e3)
+    began_at = world.now
+
+    def slower_and_slower(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == D2 and isinstance(message, Chunk):
+            world.rates[D2] = MAX_DATA_BYTES / (
+                1.2 if message.chunk < 21 else 2.4 if message.chunk < 31 else 9.0
+            )
+        return message
+
+    world.tamper = slower_and_slower
+    world.run(600.0)
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 7]
+    assert world.now - began_at > 3 * 26.0 + LARGE / 500e3
+    assert not [m for sender, m in world.sent if sender == D1 and isinstance(m, Refusal)]
+
+
+def test_one_that_promises_another_state_after_each_chunk_is_asked_for_that_a_few_times() -> None:
+    """Beside one that answers all the time: each was of the version that most are said to have, and begun
+    anew for ever."""
+    world = World(donors=2, rate=2e6)
+    promised = itertools.count(9)
+    world.move(D2, 8)
+
+    def others(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
+        if sender == D2 and isinstance(message, Chunk) and message.chunk > 8:
+            world.move(D2, next(promised))
+            return Refusal(request=message.request, reason="no longer kept")
+        return message
+
+    world.tamper = others
+    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: donor == D2 or None)
+    world.want()
+    world.run()
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world)[-1] == 7
+    assert len(turns_of_fragment_1(world)) <= 2 + MOVES_MOST
+
+
+def test_a_slow_giver_is_not_measured_by_those_who_promise_something_else() -> None:
+    """What they had given of another fragment came 16 times as fast."""
+    world = World(donors=2, rate=8e6)
+    world.machines[LATE].want(Goal(STATE, 2, 7, (D2,)), world.now)
+    world.run()
+    world.events.clear()
+    world.rates[D1] = 125e3
+    world.move(D2, 6)
+    digest = hashlib.sha256(state_of(1, 7)).digest()
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1, D2), digest=digest, oldest=6), world.now)
+    world.run()
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7]
 
 
 def test_one_that_is_busy_for_a_moment_is_waited_for() -> None:

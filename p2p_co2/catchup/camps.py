@@ -1,9 +1,9 @@
 """Donors that promise the same bytes, and by which of them a download goes.
 
 Laws: what most peers report goes before what most donors promise, and what others contradict is not gone by.
-A download leaves what it has begun only for a newer state that others vouch for, or, if nobody knows what was
-begun, that more donors promise which have given something; and that is all there much sooner than its rest
-would be.
+A download leaves what it began with only for a newer state that others vouch for, or, if nobody knows what
+was begun, that more donors promise which have given something; and that should be all there much sooner than
+its rest. It stays there only while that keeps coming.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ LEFT_TIMES, LEFT_FLOOR_S = 2.0, 5.0
 """What is begun is left if its rest takes so many times as long as all of what is newer, and so long."""
 LOST_MOST = 2
 """What something was left for may be lost less often than this."""
+KEEP_EVERY_S = 10.0
+"""Who stands by is asked so often for what it promised: it drops what nobody asks for."""
 
 
 def camps_of(sources: Iterable[Source]) -> list[Camp]:
@@ -68,11 +70,6 @@ def rivals_of(camp: Camp, camps: Iterable[Camp], goal: Goal, vouched: Vouched) -
     return rivals if is_dispute else []
 
 
-def all_there(camp: Camp, chunks: int, now: float, default_gap_s: float = 0.0) -> float:
-    """As ``all_there_in_s``, from those of them that are asked for anything."""
-    return all_there_in_s([source.line for source in able(camp, now)], chunks, now, default_gap_s)
-
-
 def able(camp: Camp, now: float) -> Camp:
     """Without those that were slow while others gave."""
     return [source for source in camp if source.line.slow_until <= now]
@@ -80,10 +77,11 @@ def able(camp: Camp, now: float) -> Camp:
 
 def sooner_elsewhere(
     ours: Camp, camps: Sequence[Camp], chunks: tuple[int, int], goal: Goal, vouched: Vouched, now: float
-) -> Camp | None:
-    """The camp for which what was begun with ``ours`` is to be left; None while any of ours that is asked has
-    given nothing, for it may be quick. ``chunks``: what that lacks, and all of it. Of others that have given
-    nothing, those for whom somebody vouches count as no quicker than ours, and the rest not at all."""
+) -> tuple[Camp, float] | None:
+    """The camp for which what was begun with ``ours`` is to be left, and in how long all of its should be
+    there; None while any of ours that is asked has given nothing, for it may be quick. ``chunks``: what that
+    lacks, and all of it. Of others that have given nothing, those for whom somebody vouches count as no
+    quicker than ours, and the rest not at all."""
     missing, all_chunks = chunks
     begun, asked = promise_of(ours), [source.line for source in able(ours, now) or ours]
     if begun.what != STATE or not all(line.gap_s for line in asked):
@@ -96,10 +94,11 @@ def sooner_elsewhere(
             is_sure or (_gave(able(camp, now)) > len(ours) and not (known or trusted))
         ):
             like_ours_s = max(line.gap_s for line in asked) if is_sure else 0.0
-            camp_s = all_there(camp, all_chunks, now, like_ours_s)
+            lines = [source.line for source in able(camp, now)]
+            camp_s = all_there_in_s(lines, all_chunks, now, like_ours_s)
             if camp_s < best_s:
                 best, best_s = camp, camp_s
-    return best
+    return None if best is None else (best, best_s)
 
 
 def _gave(camp: Camp) -> int:
@@ -110,10 +109,11 @@ def _gave(camp: Camp) -> int:
 class Course:
     """By which promise a download goes, and when it goes by another.
 
-    What was begun is left once, and who gave it stands by. It is gone back to, once: where the rest of what
-    it was left for takes much longer by now than all of it would, or that is lost ``LOST_MOST`` times, or
-    once and not promised anew in ``CHOOSE_CAP_S``. So who promises much costs a download what
-    had come, and the time of some of its own chunks.
+    What was begun is left once, and who gave it stands by. What it is left for must keep coming: half of what
+    is missing in ``LEFT_FLOOR_S`` and ``LEFT_TIMES`` the time in which all of it should be there, and half of
+    the rest in as long again; and where it is lost it must be promised anew within ``CHOOSE_CAP_S``, or
+    something as good, and that less than ``LOST_MOST`` times. If not, the download goes back, once, or where
+    nobody stands by any more by what others promise; and stays as long as anybody promises that.
     """
 
     def __init__(self, goal: Goal, all_chunks: int, vouched: Vouched) -> None:
@@ -123,6 +123,9 @@ class Course:
         self._is_back = False
         self._losses = 0
         self._decides_at: float | None = None
+        self._looks_at, self._look_s = math.inf, 0.0
+        self._missing = all_chunks
+        """When it was looked last whether it keeps coming."""
 
     def heard(self, asked_at: float, now: float) -> None:
         """The first promise has come: the others are waited for."""
@@ -151,34 +154,50 @@ class Course:
         if not camps or (waits and (has_credit or back is None)):
             return None
         if back is None:
-            return max(camps, key=lambda camp: rank(camp, self._goal, self._vouched))
+            return self._best(camps)
         chunks = self._all_chunks, self._all_chunks
-        if has_credit and (camp := sooner_elsewhere(back, camps, chunks, self._goal, self._vouched, now)):
-            return camp
+        if has_credit and (found := sooner_elsewhere(back, camps, chunks, self._goal, self._vouched, now)):
+            return self._goes(*found, now)
         self._is_back = True
         return back
 
     def elsewhere(self, sources: Collection[Source], missing: int, now: float) -> Camp | None:
         """What is to be loaded instead of what is, of which ``missing`` chunks are."""
+        if self._left:
+            return self._looks_back(sources, missing, now)
         promises = [source for source in sources if source.manifest is not None]
         ours = [source for source in promises if source.content == self.content]
         if len(ours) == len(promises):
             return None
-        camps = camps_of(self._believed(promises))
-        if not self._left:
-            chunks = missing, self._all_chunks
-            camp = sooner_elsewhere(ours, camps, chunks, self._goal, self._vouched, now)
-            if camp is not None:
-                self._left, self._losses = self.content, 0
-            return camp
-        back = self._standing_by(camps)
-        if back is None or not _gave(ours):
+        camps, chunks = camps_of(self._believed(promises)), (missing, self._all_chunks)
+        found = sooner_elsewhere(ours, camps, chunks, self._goal, self._vouched, now)
+        if found is None:
             return None
-        rest_s = all_there_in_s([source.line for source in able(ours, now) or ours], missing, now)
-        if rest_s <= LEFT_FLOOR_S + LEFT_TIMES * all_there(back, self._all_chunks, now):
+        self._left, self._losses = self.content, 0
+        return self._goes(*found, now)
+
+    def looks_at(self) -> float | None:
+        """When it is seen whether what something was left for keeps coming."""
+        return self._looks_at if self._left and not self._is_back else None
+
+    def _goes(self, camp: Camp, all_s: float, now: float) -> Camp:
+        self._look_s, self._missing = LEFT_FLOOR_S + LEFT_TIMES * all_s, self._all_chunks
+        self._looks_at = now + self._look_s
+        return camp
+
+    def _looks_back(self, sources: Collection[Source], missing: int, now: float) -> Camp | None:
+        if self._is_back or now < self._looks_at:
             return None
+        camps = [camp for camp in camps_of(self._believed(sources)) if camp[0].content != self.content]
+        if not camps or missing <= self._missing / 2:
+            self._looks_at, self._missing = now + self._look_s, missing
+            return None
+        back = self._standing_by(camps) or self._best(camps)
         self._is_back = True
         return back
+
+    def _best(self, camps: Iterable[Camp]) -> Camp:
+        return max(camps, key=lambda camp: rank(camp, self._goal, self._vouched))
 
     def is_standing_by(self, source: Source) -> bool:
         """Whether it promises what was left, and is asked for none of it."""

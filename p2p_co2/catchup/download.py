@@ -31,7 +31,7 @@ from p2p_co2.catchup.manifest import (
     chunk_digest,
     content_of,
 )
-from p2p_co2.catchup.source import REPEATS_MOST, Context, Source, overdue
+from p2p_co2.catchup.source import MOVES_MOST, REPEATS_MOST, Context, Source, overdue
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -65,6 +65,7 @@ class Download:
         """Who was asked, or is to be, and until when not again."""
         all_chunks = chunk_count(total_bytes, context.chunk_bytes)
         self._width = min(DONORS_AT_ONCE, all_chunks)
+        self._keep_at = math.inf
         self._course = camps.Course(goal, all_chunks, self._vouched)
         self._started_at = self._moved_at = self._looked_at = now
         self.asked_at = -math.inf
@@ -181,7 +182,7 @@ class Download:
     def still_loads(self) -> None:
         """Tell the donors, by asking once more for what they promised."""
         for source in self._useful() if self._chosen is not None else ():
-            self._context.out.send(source.peer, self._manifest_wanted(source))
+            self._context.out.send(source.peer, self._wanted_of(source))
 
     @property
     def pending(self) -> int:
@@ -208,6 +209,8 @@ class Download:
         times.append(self._fails_at())
         if self._chosen is None and (at := self._course.decides_at(self.sources.values())) is not None:
             times.append(at)
+        if self._chosen is not None and (at := self._course.looks_at()) is not None:
+            times += [at, self._keep_at]
         if self._reserve:
             times.append(self._widen_at())
         if (look_at := self._look_at()) is not None:
@@ -231,6 +234,10 @@ class Download:
                 self._lose(source, f"silent for {now - since:.1f} s", now)
             elif source.again_at is not None and now >= source.again_at:
                 self._ask_manifest(source, now)
+        if now >= self._keep_at:
+            self._keep_at = now + camps.KEEP_EVERY_S
+            for source in filter(self._course.is_standing_by, self.sources.values()):
+                self._context.out.send(source.peer, self._wanted_of(source))
         if self.ended is None and now >= self._fails_at():
             self._fail(f"{self._reason} (for {BUSY_CAP_S:.0f} s)")
         if self._reserve and now >= self._widen_at():
@@ -248,10 +255,10 @@ class Download:
         return source.patience_ends_at(real_bytes, context.lines, self._others_gap_s(source))
 
     def _others_gap_s(self, source: Source) -> float:
-        """The usual time between two chunks of the other donors, 0 if not known."""
-        others = sorted(
-            gap for other in self.sources.values() if other is not source and (gap := other.line.gap_s)
-        )
+        """The usual time between two chunks of the other donors, 0 if not known; where it is chosen what is
+        loaded, of those that promise it: others are none that could give this."""
+        beside = self.sources.values() if self._chosen is None else self._useful()
+        others = sorted(gap for other in beside if other is not source and (gap := other.line.gap_s))
         return others[len(others) // 2] if others else 0.0
 
     def _widen_at(self) -> float:
@@ -280,6 +287,11 @@ class Download:
         only = self._chosen.version if self._chosen is not None else self._held
         return self.goal.wanted(source.request, 0 if source.moved_on else only)
 
+    def _wanted_of(self, source: Source) -> Fetch:
+        """What it promised, once more: else it drops what nobody asks for."""
+        assert source.manifest is not None
+        return self.goal.wanted(source.request, source.manifest.version)
+
     def _useful(self) -> list[Source]:
         """The donors that promise what was chosen."""
         return [
@@ -295,7 +307,9 @@ class Download:
         """An honest donor did not deliver. The last one is asked anew, for a message may be lost, and one
         that ``moved_on`` from what it promised, for whatever it has now."""
         is_last = len(self.sources) == 1 and not self._reserve
-        if source.repeats >= REPEATS_MOST or not (is_last or moved_on):
+        source.moves += moved_on
+        is_tried = source.repeats >= REPEATS_MOST or source.moves > MOVES_MOST
+        if is_tried or not (is_last or moved_on):
             self._known[source.peer] = now + OUTRUN_S
             self.drop(source.peer, reason, now)
             return
@@ -350,6 +364,7 @@ class Download:
         is_another = camp[0].content != self._course.content
         for source in self._useful() if is_another else ():
             source.stand_by(self._context.next_request())
+            self._keep_at = now + camps.KEEP_EVERY_S
         self._chosen, self._course.content = camps.promise_of(camp), camp[0].content
         if not is_another:
             return

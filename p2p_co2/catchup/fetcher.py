@@ -136,7 +136,8 @@ class Fetcher:
                 self.got_at = self.got_at if is_double else now
             else:
                 self._go_with(message, download, now)
-                download.take_refusal(source, message, now)
+                if self._downloads.get(download.goal.fragment) is download:
+                    download.take_refusal(source, message, now)
         except RemoteProtocolError as error:
             self._out.emit(DonorRefused(sender, error.reason, error.detail))
             self.quarantine(sender, now, str(error))

@@ -24,6 +24,9 @@ the free one needs."""
 REPEATS_MOST = 2
 """The last donor left is asked anew so often, and any for one chunk that it does not give (counted anew where
 it is asked anew, as the last or for another version)."""
+MOVES_MOST = 4
+"""A donor that says after each chunk that it has something else by now is asked for that so often: else a
+download of which it promises ever more would begin anew for ever."""
 DOUBLED_AT_MOST = 10
 """It may say so a thousand times at once, and no double is two to that power."""
 
@@ -68,6 +71,8 @@ class Source:
     """Whether it no longer has what was chosen, and is asked for whatever it has."""
     repeats: int = 0
     """How often it was asked anew after it had failed to answer."""
+    moves: int = 0
+    """How often it no longer had what it had promised, or what was chosen."""
     lost: Counter[int] = field(default_factory=Counter)
     """How often each chunk did not come though later ones did."""
 
