@@ -236,6 +236,11 @@ def test_it_is_gone_back_once_when_the_half_of_what_is_missing_does_not_come_in_
     assert course.elsewhere([*eight, *nine], ALL, 2 * look_s) == nine  # nobody stands by any more
     course.content = nine[0].content
     assert course.elsewhere([*eight, *nine], ALL, 9 * look_s) is None
+    course = gone_to_eight()
+    course.lost(nine, 1.0)  # nor here
+    assert course.choice(nine, (), 1.0) == nine
+    course.content = nine[0].content
+    assert course.looks_at() is None
 
 
 def test_nothing_is_left_that_is_nearly_there_or_may_be_quick_or_is_a_round() -> None:

@@ -314,6 +314,44 @@ def test_who_stands_by_keeps_what_it_promised_for_longer_than_what_nobody_asks_f
     assert not [m for sender, m in world.sent if sender == D1 and isinstance(m, Refusal)]
 
 
+def test_who_stands_by_and_is_busy_for_a_moment_stands_by_still() -> None:
+    """It was asked for what it was left for, which it does not have, and dropped."""
+    world, busy = left_for(2, (D2,)), [True]
+
+    def refuse(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage | None:
+        if sender == D2 and isinstance(message, Chunk):
+            world.rates[D2] = MAX_DATA_BYTES / 1.2
+            return None if message.chunk > 20 else message
+        if sender == D1 and isinstance(message, Manifest) and busy:
+            busy.clear()
+            return Refusal(request=message.request, reason="busy with another newcomer", again=True)
+        return message
+
+    world.tamper = refuse
+    world.run()
+    assert not busy
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 7]
+
+
+def test_the_first_chunk_is_waited_for_where_others_show_that_our_own_line_is_slow() -> None:
+    """They promise something else, and give a round's chunks, one each 4 s; this takes 12 s."""
+    shape = Shape((10, 12 * MAX_DATA_BYTES), (2 * MAX_DATA_BYTES, 10))
+    world = World(donors=2, rate=MAX_DATA_BYTES / 4.0, shape=shape)
+    world.move(D2, 6)
+    mean = random.Random(1).randbytes(shape.mean_bytes[1])
+    world.machines[D2].remember(1, 6, Decision(outcome=b"x"), mean)
+    world.machines[LATE].want(Goal(ROUND, 1, 6, (D2,)), world.now)
+    world.run(20.0)
+    world.rates[D1] = MAX_DATA_BYTES / 12.0
+    digest = hashlib.sha256(state_of(0, 7)[-shape.state_bytes[0] :]).digest()
+    world.machines[LATE].want(Goal(STATE, 0, 7, (D1, D2), digest=digest, oldest=6), world.now)
+    world.run(100.0, enough=2)
+    assert {(event.goal.what, event.version) for event in world.events if isinstance(event, Fetched)} == {
+        (ROUND, 6), (STATE, 7),
+    }  # fmt: skip
+
+
 def test_one_that_promises_another_state_after_each_chunk_is_asked_for_that_a_few_times() -> None:
     """Beside one that answers all the time: each was of the version that most are said to have, and begun
     anew for ever."""

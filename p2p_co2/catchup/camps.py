@@ -154,6 +154,7 @@ class Course:
         if not camps or (waits and (has_credit or back is None)):
             return None
         if back is None:
+            self._is_back = bool(self._left)
             return self._best(camps)
         chunks = self._all_chunks, self._all_chunks
         if has_credit and (found := sooner_elsewhere(back, camps, chunks, self._goal, self._vouched, now)):

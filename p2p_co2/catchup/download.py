@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 from p2p_co2.catchup import camps
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
-from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
+from p2p_co2.catchup.line import FIRST_CHUNK_S, OUTRUN_S, SLOWER_THAN_ITSELF, all_there_in_s
 from p2p_co2.catchup.manifest import (
     check_chunk,
     check_manifest,
@@ -31,7 +31,7 @@ from p2p_co2.catchup.manifest import (
     chunk_digest,
     content_of,
 )
-from p2p_co2.catchup.source import MOVES_MOST, REPEATS_MOST, Context, Source, overdue
+from p2p_co2.catchup.source import MOVES_MOST, REPEATS_MOST, Context, Source, overdue, usual_gap_s
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -129,6 +129,8 @@ class Download:
             self._held = 0  # that version is gone: whatever there is, then, from everybody
             self._ask_manifest(source, now)
             return
+        if refusal.again and self._course.is_standing_by(source):
+            return  # its promise stands, and nothing is asked of it by now
         self._newest = max(self._newest, refusal.newest_version)
         reason = refusal.reason[:200] or "refused without a reason"
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
@@ -255,11 +257,14 @@ class Download:
         return source.patience_ends_at(real_bytes, context.lines, self._others_gap_s(source))
 
     def _others_gap_s(self, source: Source) -> float:
-        """The usual time between two chunks of the other donors, 0 if not known; where it is chosen what is
-        loaded, of those that promise it: others are none that could give this."""
-        beside = self.sources.values() if self._chosen is None else self._useful()
-        others = sorted(gap for other in beside if other is not source and (gap := other.line.gap_s))
-        return others[len(others) // 2] if others else 0.0
+        """The usual time between two chunks of the other donors, 0 if not known. Where it is chosen what is
+        loaded, those that promise something else are no measure unless they are slow, too: by them one sees
+        what our own line carries."""
+        beside_s = usual_gap_s(self.sources.values(), source)
+        if self._chosen is None:
+            return beside_s
+        patient_s = beside_s if SLOWER_THAN_ITSELF * beside_s > FIRST_CHUNK_S else 0.0
+        return usual_gap_s(self._useful(), source) or patient_s
 
     def _widen_at(self) -> float:
         newest_asked_at = max((source.asked_at for source in self.sources.values()), default=self._moved_at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import Outbox, Vouch
@@ -140,6 +140,12 @@ class Source:
             return self.asked_at + MANIFEST_FLOOR_S + total_bytes / EXPORT_BYTES_PER_S
         lost_at = [self.line.lost_at((self.request, chunk)) for chunk in self.asked]
         return min(lines.silent_at(self.line, others_gap_s), *lost_at) if self.asked else None
+
+
+def usual_gap_s(sources: Iterable[Source], but: Source) -> float:
+    """The usual time between two chunks of those that have given any, 0 if none has ``but`` that one."""
+    gaps = sorted(gap_s for source in sources if source is not but and (gap_s := source.line.gap_s))
+    return gaps[len(gaps) // 2] if gaps else 0.0
 
 
 def overdue(sources: Sequence[Source], missing: Collection[int], free: Line, now: float) -> int | None:
