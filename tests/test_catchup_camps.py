@@ -237,10 +237,20 @@ def test_it_is_gone_back_once_when_the_half_of_what_is_missing_does_not_come_in_
     course.content = nine[0].content
     assert course.elsewhere([*eight, *nine], ALL, 9 * look_s) is None
     course = gone_to_eight()
+    assert course.elsewhere(promises, ALL // 2, look_s) is None
+    course.lost(promises, look_s + 1.0)
+    ten = donors("ab", 10, b"ten", 0.125)
+    course._vouched = lambda donor, manifest: manifest.version == 10 or None
+    assert course.choice([*seven, *ten], (), look_s + 1.0) == ten  # of which all is missing
+    course.content, look_at = ten[0].content, course.looks_at() or 0.0
+    assert course.elsewhere([*seven, *ten], ALL // 2, look_at) is None
+    course = gone_to_eight()
     course.lost(nine, 1.0)  # nor here
     assert course.choice(nine, (), 1.0) == nine
     course.content = nine[0].content
-    assert course.looks_at() is None
+    assert course.looks_at() == 1.0 + look_s  # it has to keep coming, too
+    assert course.elsewhere(nine, ALL, 1.0 + look_s) is None
+    assert course.elsewhere([*nine, *eight], ALL, 1.0 + 2 * look_s) == eight
 
 
 def test_nothing_is_left_that_is_nearly_there_or_may_be_quick_or_is_a_round() -> None:

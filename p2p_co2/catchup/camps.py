@@ -154,8 +154,10 @@ class Course:
         if not camps or (waits and (has_credit or back is None)):
             return None
         if back is None:
-            self._is_back = bool(self._left)
-            return self._best(camps)
+            best = self._best(camps)
+            if best[0].content != self.content:
+                self._looks_at, self._missing = now + self._look_s, self._all_chunks
+            return best
         chunks = self._all_chunks, self._all_chunks
         if has_credit and (found := sooner_elsewhere(back, camps, chunks, self._goal, self._vouched, now)):
             return self._goes(*found, now)

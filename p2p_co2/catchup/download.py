@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 from p2p_co2.catchup import camps
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
-from p2p_co2.catchup.line import FIRST_CHUNK_S, OUTRUN_S, SLOWER_THAN_ITSELF, all_there_in_s
+from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
 from p2p_co2.catchup.manifest import (
     check_chunk,
     check_manifest,
@@ -31,7 +31,7 @@ from p2p_co2.catchup.manifest import (
     chunk_digest,
     content_of,
 )
-from p2p_co2.catchup.source import MOVES_MOST, REPEATS_MOST, Context, Source, overdue, usual_gap_s
+from p2p_co2.catchup.source import MOVES_MOST, REPEATS_MOST, Context, Source, others_gap_s, overdue
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -130,7 +130,7 @@ class Download:
             self._ask_manifest(source, now)
             return
         if refusal.again and self._course.is_standing_by(source):
-            return  # its promise stands, and nothing is asked of it by now
+            return  # its promise may stand, and nothing is asked of it by now
         self._newest = max(self._newest, refusal.newest_version)
         reason = refusal.reason[:200] or "refused without a reason"
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
@@ -257,14 +257,9 @@ class Download:
         return source.patience_ends_at(real_bytes, context.lines, self._others_gap_s(source))
 
     def _others_gap_s(self, source: Source) -> float:
-        """The usual time between two chunks of the other donors, 0 if not known. Where it is chosen what is
-        loaded, those that promise something else are no measure unless they are slow, too: by them one sees
-        what our own line carries."""
-        beside_s = usual_gap_s(self.sources.values(), source)
-        if self._chosen is None:
-            return beside_s
-        patient_s = beside_s if SLOWER_THAN_ITSELF * beside_s > FIRST_CHUNK_S else 0.0
-        return usual_gap_s(self._useful(), source) or patient_s
+        return others_gap_s(
+            source, self.sources.values(), self._useful() if self._chosen is not None else None
+        )
 
     def _widen_at(self) -> float:
         newest_asked_at = max((source.asked_at for source in self.sources.values()), default=self._moved_at)
@@ -321,6 +316,7 @@ class Download:
         self._give_back(source, source.asked)
         source.repeats += 1
         source.moved_on, source.manifest = moved_on, None
+        self._moved_at = now if moved_on else self._moved_at
         if is_last and self._chosen is not None:
             self._lose_chosen(now)
         if not moved_on:

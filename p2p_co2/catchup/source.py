@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import Outbox, Vouch
-from p2p_co2.catchup.line import Line, Lines
+from p2p_co2.catchup.line import FIRST_CHUNK_S, SLOWER_THAN_ITSELF, Line, Lines
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Manifest
 
@@ -142,8 +142,18 @@ class Source:
         return min(lines.silent_at(self.line, others_gap_s), *lost_at) if self.asked else None
 
 
-def usual_gap_s(sources: Iterable[Source], but: Source) -> float:
-    """The usual time between two chunks of those that have given any, 0 if none has ``but`` that one."""
+def others_gap_s(source: Source, known: Iterable[Source], useful: Iterable[Source] | None) -> float:
+    """The usual time between two chunks of the other donors, 0 if not known. Where it is chosen what is
+    loaded (``useful``: from whom), those that promise something else are no measure unless they are slow:
+    by them one sees what our own line carries."""
+    beside_s = _usual_gap_s(known, source)
+    if useful is None:
+        return beside_s
+    patient_s = beside_s if SLOWER_THAN_ITSELF * beside_s > FIRST_CHUNK_S else 0.0
+    return _usual_gap_s(useful, source) or patient_s
+
+
+def _usual_gap_s(sources: Iterable[Source], but: Source) -> float:
     gaps = sorted(gap_s for source in sources if source is not but and (gap_s := source.line.gap_s))
     return gaps[len(gaps) // 2] if gaps else 0.0
 
