@@ -200,57 +200,71 @@ def test_where_all_are_lost_the_first_that_promises_anew_is_no_more_than_the_fir
     assert course.choice([*eight, *seven], (), 10.9) == seven
 
 
-def test_it_is_gone_back_once_when_the_half_of_what_is_missing_does_not_come_in_time() -> None:
-    seven, eight = donors("a", 7, b"seven", 1.0), donors("b", 8, b"eight", 0.125)
-    promises = [*seven, *eight]
-    look_s = LEFT_FLOOR_S + LEFT_TIMES * ALL * 0.125
+SEVEN, EIGHT = donors("a", 7, b"seven", 1.0), donors("b", 8, b"eight", 0.125)
+BOTH = [*SEVEN, *EIGHT]
+LOOK_S = LEFT_FLOOR_S + LEFT_TIMES * ALL * 0.125
 
-    def gone_to_eight() -> Course:
-        course = Course(NOBODY_KNOWS, ALL, newest)
-        course.content = seven[0].content
-        assert course.looks_at() is None
-        assert course.elsewhere(promises, ALL, 0.0) == eight
-        course.content = eight[0].content
-        assert course.is_standing_by(seven[0])
-        assert not course.is_standing_by(eight[0])
-        return course
 
-    course = gone_to_eight()
-    assert course.looks_at() == pytest.approx(look_s, rel=1e-4)
-    look_s = course.looks_at() or 0.0
-    assert course.elsewhere(promises, ALL, look_s - 0.1) is None
-    assert course.elsewhere(promises, ALL // 2, look_s) is None
-    assert course.looks_at() == 2 * look_s
-    assert course.elsewhere(promises, ALL // 4 + 1, 2 * look_s - 0.1) is None
-    assert course.elsewhere(promises, ALL // 4 + 1, 2 * look_s) == seven
-    course.content = seven[0].content
+def gone_to_eight(vouched: object = newest) -> Course:
+    course = Course(NOBODY_KNOWS, ALL, newest)
+    course.content = SEVEN[0].content
     assert course.looks_at() is None
-    assert not course.is_standing_by(seven[0])
-    assert course.elsewhere(promises, ALL, 9 * look_s) is None  # never again
-    course.lost(promises, 9 * look_s)
-    assert course.choice(promises, (), 9 * look_s) == seven  # and kept
+    assert course.elsewhere(BOTH, ALL, 0.0) == EIGHT
+    course.content = EIGHT[0].content
+    course._vouched = vouched  # type: ignore[assignment]
+    return course
+
+
+def test_it_is_gone_back_once_when_the_half_of_what_is_missing_does_not_come_in_time() -> None:
     course = gone_to_eight()
-    assert course.elsewhere(eight, ALL, look_s) is None  # nobody else is there
+    assert course.is_standing_by(SEVEN[0])
+    assert not course.is_standing_by(EIGHT[0])
+    assert course.looks_at() == pytest.approx(LOOK_S, rel=1e-4)
+    look_s = course.looks_at() or 0.0
+    assert course.elsewhere(BOTH, ALL, look_s - 0.1) is None
+    assert course.elsewhere(BOTH, ALL // 2, look_s) is None
     assert course.looks_at() == 2 * look_s
-    nine = donors("cd", 9, b"nine")
-    assert course.elsewhere([*eight, *nine], ALL, 2 * look_s) == nine  # nobody stands by any more
+    assert course.elsewhere(BOTH, ALL // 4 + 1, 2 * look_s - 0.1) is None
+    assert course.elsewhere(BOTH, ALL // 4 + 1, 2 * look_s) == SEVEN
+    course.content = SEVEN[0].content
+    assert course.looks_at() is None
+    assert not course.is_standing_by(SEVEN[0])
+    assert course.elsewhere(BOTH, ALL, 9 * look_s) is None  # never again
+    course.lost(BOTH, 9 * look_s)
+    assert course.choice(BOTH, (), 9 * look_s) == SEVEN  # and kept
+
+
+def test_where_nobody_stands_by_any_more_others_are_gone_to_that_are_no_less_sure() -> None:
+    nine, ten = donors("cd", 9, b"nine"), donors("ab", 10, b"ten", 0.125)
+    course = gone_to_eight(nobody)
+    look_s = course.looks_at() or 0.0
+    assert course.elsewhere(EIGHT, ALL, look_s) is None  # nobody else is there
+    assert course.looks_at() == 2 * look_s
+    assert course.elsewhere([*EIGHT, *nine], ALL, 2 * look_s) == nine
     course.content = nine[0].content
-    assert course.elsewhere([*eight, *nine], ALL, 9 * look_s) is None
-    course = gone_to_eight()
-    assert course.elsewhere(promises, ALL // 2, look_s) is None
-    course.lost(promises, look_s + 1.0)
-    ten = donors("ab", 10, b"ten", 0.125)
-    course._vouched = lambda donor, manifest: manifest.version == 10 or None
-    assert course.choice([*seven, *ten], (), look_s + 1.0) == ten  # of which all is missing
+    assert course.elsewhere([*EIGHT, *nine], ALL, 9 * look_s) is None
+    course = gone_to_eight()  # for which somebody vouches, and for nine nobody
+    assert course.elsewhere([*EIGHT, *nine], ALL, look_s) is None
+    assert course.looks_at() == 2 * look_s
+    assert course.elsewhere([*BOTH, *ten], ALL, 2 * look_s) == SEVEN  # it stands by
+
+
+def test_what_is_chosen_for_want_of_more_has_to_keep_coming_too() -> None:
+    nine, ten = donors("cd", 9, b"nine"), donors("ab", 10, b"ten", 0.125)
+    course = gone_to_eight(lambda donor, manifest: manifest.version == 10 or None)
+    look_s = course.looks_at() or 0.0
+    assert course.elsewhere(BOTH, ALL // 2, look_s) is None
+    course.lost(BOTH, look_s + 1.0)
+    assert course.choice([*SEVEN, *ten], (), look_s + 1.0) == ten  # of which all is missing
     course.content, look_at = ten[0].content, course.looks_at() or 0.0
-    assert course.elsewhere([*seven, *ten], ALL // 2, look_at) is None
+    assert course.elsewhere([*SEVEN, *ten], ALL // 2, look_at) is None
     course = gone_to_eight()
-    course.lost(nine, 1.0)  # nor here
+    course.lost(nine, 1.0)
     assert course.choice(nine, (), 1.0) == nine
     course.content = nine[0].content
-    assert course.looks_at() == 1.0 + look_s  # it has to keep coming, too
+    assert course.looks_at() == 1.0 + look_s
     assert course.elsewhere(nine, ALL, 1.0 + look_s) is None
-    assert course.elsewhere([*nine, *eight], ALL, 1.0 + 2 * look_s) == eight
+    assert course.elsewhere([*nine, *EIGHT], ALL, 1.0 + 2 * look_s) == EIGHT
 
 
 def test_nothing_is_left_that_is_nearly_there_or_may_be_quick_or_is_a_round() -> None:

@@ -113,7 +113,8 @@ class Course:
     is missing in ``LEFT_FLOOR_S`` and ``LEFT_TIMES`` the time in which all of it should be there, and half of
     the rest in as long again; and where it is lost it must be promised anew within ``CHOOSE_CAP_S``, or
     something as good, and that less than ``LOST_MOST`` times. If not, the download goes back, once, or where
-    nobody stands by any more by what others promise; and stays as long as anybody promises that.
+    nobody stands by any more to what others promise and is no less sure; and stays as long as anybody
+    promises that. What is chosen because all else is gone has to keep coming, too.
     """
 
     def __init__(self, goal: Goal, all_chunks: int, vouched: Vouched) -> None:
@@ -191,13 +192,21 @@ class Course:
     def _looks_back(self, sources: Collection[Source], missing: int, now: float) -> Camp | None:
         if self._is_back or now < self._looks_at:
             return None
-        camps = [camp for camp in camps_of(self._believed(sources)) if camp[0].content != self.content]
-        if not camps or missing <= self._missing / 2:
+        camps = camps_of(self._believed(sources))
+        ours = [camp for camp in camps if camp[0].content == self.content]
+        others = [camp for camp in camps if camp[0].content != self.content]
+        back = self._standing_by(others)
+        if back is None and others and not (ours and self._is_surer(ours[0], self._best(others))):
+            back = self._best(others)
+        if back is None or missing <= self._missing / 2:
             self._looks_at, self._missing = now + self._look_s, missing
             return None
-        back = self._standing_by(camps) or self._best(camps)
         self._is_back = True
         return back
+
+    def _is_surer(self, camp: Camp, other: Camp) -> bool:
+        """Whether others know, or vouch for, what ``camp`` promises, and not what ``other`` does."""
+        return rank(camp, self._goal, self._vouched)[:2] > rank(other, self._goal, self._vouched)[:2]
 
     def _best(self, camps: Iterable[Camp]) -> Camp:
         return max(camps, key=lambda camp: rank(camp, self._goal, self._vouched))
