@@ -211,21 +211,23 @@ def gone_to_eight(vouched: object = newest) -> Course:
     assert course.looks_at() is None
     assert course.elsewhere(BOTH, ALL, 0.0) == EIGHT
     course.content = EIGHT[0].content
+    course.begun(ALL)
     course._vouched = vouched  # type: ignore[assignment]
     return course
 
 
-def test_it_is_gone_back_once_when_the_half_of_what_is_missing_does_not_come_in_time() -> None:
+def test_it_is_gone_back_once_when_what_it_was_left_for_does_not_come_in_time() -> None:
     course = gone_to_eight()
     assert course.is_standing_by(SEVEN[0])
     assert not course.is_standing_by(EIGHT[0])
     assert course.looks_at() == pytest.approx(LOOK_S, rel=1e-4)
     look_s = course.looks_at() or 0.0
     assert course.elsewhere(BOTH, ALL, look_s - 0.1) is None
-    assert course.elsewhere(BOTH, ALL // 2, look_s) is None
+    assert course.elsewhere(BOTH, ALL // 2, look_s) is None  # the half
     assert course.looks_at() == 2 * look_s
-    assert course.elsewhere(BOTH, ALL // 4 + 1, 2 * look_s - 0.1) is None
-    assert course.elsewhere(BOTH, ALL // 4 + 1, 2 * look_s) == SEVEN
+    assert course.elsewhere(BOTH, 31, 2 * look_s) is None  # less, but the rest in 49 s, half as long as SEVEN
+    assert course.elsewhere(BOTH, 20, 3 * look_s - 0.1) is None
+    assert course.elsewhere(BOTH, 20, 3 * look_s) == SEVEN  # in 54 s
     course.content = SEVEN[0].content
     assert course.looks_at() is None
     assert not course.is_standing_by(SEVEN[0])
@@ -234,7 +236,20 @@ def test_it_is_gone_back_once_when_the_half_of_what_is_missing_does_not_come_in_
     assert course.choice(BOTH, (), 9 * look_s) == SEVEN  # and kept
 
 
-def test_where_nobody_stands_by_any_more_others_are_gone_to_that_are_no_less_sure() -> None:
+def test_it_is_gone_back_to_one_that_promises_what_was_left_and_has_given_nothing_yet() -> None:
+    """Who gave it is gone: how long it takes is not known, but what it was left for does not come."""
+    course, again = gone_to_eight(), donors("e", 7, b"seven")
+    look_s = course.looks_at() or 0.0
+    assert course.elsewhere([*EIGHT, *again], ALL // 2, look_s) is None
+    assert course.elsewhere([*EIGHT, *again], ALL // 2 - 24, 2 * look_s) == again
+
+
+def test_what_others_contradict_once_it_is_gone_to_is_left_though_it_comes() -> None:
+    course = gone_to_eight(lambda donor, manifest: False if manifest.version == 8 else None)
+    assert course.elsewhere(BOTH, 1, course.looks_at() or 0.0) == SEVEN
+
+
+def test_where_nobody_stands_by_any_more_others_are_gone_to_and_given_ever_more_time() -> None:
     nine, ten = donors("cd", 9, b"nine"), donors("ab", 10, b"ten", 0.125)
     course = gone_to_eight(nobody)
     look_s = course.looks_at() or 0.0
@@ -242,11 +257,24 @@ def test_where_nobody_stands_by_any_more_others_are_gone_to_that_are_no_less_sur
     assert course.looks_at() == 2 * look_s
     assert course.elsewhere([*EIGHT, *nine], ALL, 2 * look_s) == nine
     course.content = nine[0].content
-    assert course.elsewhere([*EIGHT, *nine], ALL, 9 * look_s) is None
+    course.begun(ALL)
+    assert course.looks_at() == 4 * look_s
+    assert course.elsewhere([*EIGHT, *nine], ALL - 1, 4 * look_s) == EIGHT  # sooner by what it has given
+    course.content = EIGHT[0].content
+    course.begun(ALL)
+    assert course.looks_at() == 8 * look_s
+    assert course.elsewhere([*BOTH, *ten], ALL, 8 * look_s) == SEVEN  # it stands by
+
+
+def test_what_comes_is_not_left_for_what_is_less_sure_or_has_given_nothing() -> None:
+    nine, ten = donors("cd", 9, b"nine", 0.1), donors("e", 10, b"ten")
     course = gone_to_eight()  # for which somebody vouches, and for nine nobody
-    assert course.elsewhere([*EIGHT, *nine], ALL, look_s) is None
-    assert course.looks_at() == 2 * look_s
-    assert course.elsewhere([*BOTH, *ten], ALL, 2 * look_s) == SEVEN  # it stands by
+    look_s = course.looks_at() or 0.0
+    assert course.elsewhere([*EIGHT, *nine], ALL - 1, look_s) is None
+    assert course.elsewhere([*EIGHT, *nine], ALL - 1, 2 * look_s) == nine  # of eight nothing came
+    course = gone_to_eight(nobody)
+    assert course.elsewhere([*EIGHT, *ten], ALL - 1, look_s) is None
+    assert course.elsewhere([*EIGHT, *nine], ALL - 2, 2 * look_s) == nine
 
 
 def test_what_is_chosen_for_want_of_more_has_to_keep_coming_too() -> None:
@@ -255,13 +283,15 @@ def test_what_is_chosen_for_want_of_more_has_to_keep_coming_too() -> None:
     look_s = course.looks_at() or 0.0
     assert course.elsewhere(BOTH, ALL // 2, look_s) is None
     course.lost(BOTH, look_s + 1.0)
-    assert course.choice([*SEVEN, *ten], (), look_s + 1.0) == ten  # of which all is missing
+    assert course.choice([*SEVEN, *ten], (), look_s + 1.0) == ten
     course.content, look_at = ten[0].content, course.looks_at() or 0.0
+    course.begun(ALL)
     assert course.elsewhere([*SEVEN, *ten], ALL // 2, look_at) is None
     course = gone_to_eight()
     course.lost(nine, 1.0)
     assert course.choice(nine, (), 1.0) == nine
     course.content = nine[0].content
+    course.begun(ALL)
     assert course.looks_at() == 1.0 + look_s
     assert course.elsewhere(nine, ALL, 1.0 + look_s) is None
     assert course.elsewhere([*nine, *EIGHT], ALL, 1.0 + 2 * look_s) == EIGHT

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from p2p_co2.catchup import STATE, CatchUpMessage, Goal
+from p2p_co2.catchup import STATE, CatchUpMessage, Goal, Shape
 from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.catchup.source import MOVES_MOST
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
-from tests.catchup_world import CHUNKS, D1, D2, D3, D4, D5, LARGE, LATE, World, state_of
+from tests.catchup_world import CHUNKS, D1, D2, D3, D4, D5, LARGE, LATE, SMALL, World, state_of
 
 
 @pytest.mark.parametrize("others_come_late", [False, True])
@@ -429,3 +429,22 @@ def test_one_donor_that_promises_more_than_anybody_knows_takes_nobody_from_a_slo
     world.machines[LATE].add_donors(1, [D2], world.now)
     world.run(400.0)
     assert world.fetched().version == 7
+
+
+def test_who_is_gone_back_to_has_all_the_time_that_a_donor_has() -> None:
+    """Those it was left for had said nothing for nearly as long as a load waits for anything: it failed as it
+    went back, and began anew, for ever."""
+    size = 30 * MAX_DATA_BYTES  # a donor keeps it for those who take long over it
+    world = World(donors=4, rate=2e6, shape=Shape((10, 10), (SMALL, size)))
+    world.rates[D1] = 40e3
+    liars = (D2, D3, D4)
+    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
+    world.tamper = lambda sender, message: None if sender in liars and isinstance(message, Chunk) else message
+    world.machines[LATE].want(Goal(STATE, 1, 7, (D1,)), world.now)
+    world.run(80.0)
+    for peer in liars:
+        world.move(peer, 8)
+    world.machines[LATE].add_donors(1, liars, world.now)
+    world.run(1500.0)
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 7]

@@ -109,12 +109,13 @@ def _gave(camp: Camp) -> int:
 class Course:
     """By which promise a download goes, and when it goes by another.
 
-    What was begun is left once, and who gave it stands by. What it is left for must keep coming: half of what
-    is missing in ``LEFT_FLOOR_S`` and ``LEFT_TIMES`` the time in which all of it should be there, and half of
-    the rest in as long again; and where it is lost it must be promised anew within ``CHOOSE_CAP_S``, or
-    something as good, and that less than ``LOST_MOST`` times. If not, the download goes back, once, or where
-    nobody stands by any more to what others promise and is no less sure; and stays as long as anybody
-    promises that. What is chosen because all else is gone has to keep coming, too.
+    What was begun is left once, and who gave it stands by. What it is left for must keep coming: after
+    ``LEFT_FLOOR_S`` and ``LEFT_TIMES`` the time in which all of it should be there, and again after as long,
+    half of what was missing is there, or its rest takes at this pace half as long as all of what was left.
+    And where it is lost it must be promised anew within ``CHOOSE_CAP_S``, or something as good, and that less
+    than ``LOST_MOST`` times. If not, the download goes back, once, and stays as long as anybody promises
+    that. Where nobody stands by any more it goes on, in the same way, to what others promise and bring
+    sooner, and looks half as often from then on; from what is surer only where nothing of that came.
     """
 
     def __init__(self, goal: Goal, all_chunks: int, vouched: Vouched) -> None:
@@ -157,7 +158,7 @@ class Course:
         if back is None:
             best = self._best(camps)
             if best[0].content != self.content:
-                self._looks_at, self._missing = now + self._look_s, self._all_chunks
+                self._looks_at = now + self._look_s
             return best
         chunks = self._all_chunks, self._all_chunks
         if has_credit and (found := sooner_elsewhere(back, camps, chunks, self._goal, self._vouched, now)):
@@ -180,12 +181,16 @@ class Course:
         self._left, self._losses = self.content, 0
         return self._goes(*found, now)
 
+    def begun(self, missing: int) -> None:
+        """What was chosen or gone to is begun: of it so many chunks are missing."""
+        self._missing = missing
+
     def looks_at(self) -> float | None:
         """When it is seen whether what something was left for keeps coming."""
         return self._looks_at if self._left and not self._is_back else None
 
     def _goes(self, camp: Camp, all_s: float, now: float) -> Camp:
-        self._look_s, self._missing = LEFT_FLOOR_S + LEFT_TIMES * all_s, self._all_chunks
+        self._look_s = LEFT_FLOOR_S + LEFT_TIMES * all_s
         self._looks_at = now + self._look_s
         return camp
 
@@ -195,14 +200,31 @@ class Course:
         camps = camps_of(self._believed(sources))
         ours = [camp for camp in camps if camp[0].content == self.content]
         others = [camp for camp in camps if camp[0].content != self.content]
+        came, half = self._missing - missing if ours else 0, self._missing / 2
+        self._looks_at, self._missing = now + self._look_s, missing
         back = self._standing_by(others)
-        if back is None and others and not (ours and self._is_surer(ours[0], self._best(others))):
-            back = self._best(others)
-        if back is None or missing <= self._missing / 2:
-            self._looks_at, self._missing = now + self._look_s, missing
+        best = back or (self._best(others) if others else None)
+        if best is None:
             return None
-        self._is_back = True
-        return back
+        if came and (missing <= half or missing * self._look_s / came <= self._enough_s(best, back, now)):
+            return None
+        if back is not None:
+            self._is_back = True
+        elif came and self._is_surer(ours[0], best):
+            return None
+        else:
+            self._look_s *= 2
+            self._looks_at = now + self._look_s
+        return best
+
+    def _enough_s(self, best: Camp, back: Camp | None, now: float) -> float:
+        """For ``best`` what is gone by is not left while its rest takes no longer than this, at the pace of
+        late: for who stands by, as much sooner as it was left for; for others, of whom it may be unknown, no
+        later."""
+        all_s = all_there_in_s([s.line for s in able(best, now) or best], self._all_chunks, now)
+        if back is None:
+            return all_s
+        return all_s / LEFT_TIMES if all_s < math.inf else 0.0
 
     def _is_surer(self, camp: Camp, other: Camp) -> bool:
         """Whether others know, or vouch for, what ``camp`` promises, and not what ``other`` does."""

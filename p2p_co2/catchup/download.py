@@ -369,7 +369,9 @@ class Download:
         self._chosen, self._course.content = camps.promise_of(camp), camp[0].content
         if not is_another:
             return
+        self._moved_at = now
         self._begin(self._chosen)
+        self._course.begun(len(self._missing))
         all_camps = camps.camps_of(self.sources.values())
         if rivals := camps.rivals_of(camp, all_camps, self.goal, self._vouched):
             taken = tuple(source.peer for source in camp)
