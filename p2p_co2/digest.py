@@ -4,13 +4,19 @@ BLAKE3 (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020), 32 bytes: as hard to fo
 three times as fast on one thread, which counts because every peer digests every mean and every new state of
 every round. Small things (records, configurations, file contents) stay with sha256, which everybody can check
 with standard tools.
+
+What travels in chunks, a state, is named by the digest of its chunks' digests (a hash tree of one level,
+Merkle 1987): who knows that name can tell a right list of chunk digests from an invented one before a byte is
+loaded, and a right chunk from a wrong one by that list.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from blake3 import blake3
 
-from p2p_co2.memory import Buffer
+from p2p_co2.memory import Buffer, Joined
 
 DIGEST_BYTES = 32
 
@@ -21,3 +27,15 @@ def digest(*pieces: Buffer) -> bytes:
     for piece in pieces:
         hasher.update(piece)
     return hasher.digest()
+
+
+def chunk_digests(data: Buffer | Joined, chunk_bytes: int) -> Iterator[bytes]:
+    """32 bytes for each ``chunk_bytes`` of ``data`` (the last may have fewer), in order, without a copy."""
+    joined = data if isinstance(data, Joined) else Joined(data)
+    for start in range(0, len(joined), chunk_bytes):
+        yield digest(*joined.views(slice(start, start + chunk_bytes)))
+
+
+def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
+    """32 bytes that name what has these chunk digests."""
+    return digest(*digests)

@@ -61,13 +61,17 @@ class Joined:
         return sum(map(len, self._pieces))
 
     def __getitem__(self, at: slice) -> bytes:
+        return b"".join(self.views(at))
+
+    def views(self, at: slice) -> list[memoryview]:
+        """What lies at ``at``, of each piece."""
         start, stop, step = at.indices(len(self))
         assert step == 1
         taken, begins = [], 0
         for piece in self._pieces:
             taken.append(piece[max(0, start - begins) : max(0, stop - begins)])
             begins += len(piece)
-        return b"".join(taken)
+        return taken
 
     def __bytes__(self) -> bytes:
         return b"".join(self._pieces)

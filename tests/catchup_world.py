@@ -6,7 +6,6 @@ message under way. What is counted are chunks that travelled and virtual seconds
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 import random
@@ -27,10 +26,8 @@ from p2p_co2.catchup import (
     Goal,
     Loading,
     Shape,
-    chunk_at,
-    chunk_count,
-    chunk_digest,
 )
+from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk
@@ -54,6 +51,17 @@ MEAN = random.Random(9).randbytes(SHAPE.mean_bytes[0])
 def state_of(fragment: int, version: int) -> bytes:
     """Each version has other bytes everywhere."""
     return bytes([version]) + CONTENT[min(fragment, len(CONTENT) - 1)][1:-1] + bytes([version])
+
+
+def named(data: bytes, chunk_bytes: int = MAX_DATA_BYTES) -> bytes:
+    """The digest of a state that has these bytes."""
+    return digest_of_chunks(chunk_digests(data, chunk_bytes))
+
+
+def export(machine: CatchUp, fragment: int, version: int, data: bytes, now: float) -> None:
+    """Answer its ``ExportWanted``."""
+    digests = list(chunk_digests(data, machine.shape.chunk_bytes))
+    machine.exported(fragment, version, data, digest_of_chunks(digests), digests, now)
 
 
 class World:
@@ -128,10 +136,7 @@ class World:
 
     def _export(self, machine: CatchUp, fragment: int, version: int) -> None:
         data = state_of(fragment, version)[-self.shape.state_bytes[fragment] :]
-        size, chunk_bytes = len(data), self.shape.chunk_bytes
-        chunks = range(chunk_count(size, chunk_bytes))
-        digests = [chunk_digest(data[chunk_at(i, size, chunk_bytes)]) for i in chunks]
-        machine.exported(fragment, version, data, hashlib.sha256(data).digest(), digests, self.now)
+        export(machine, fragment, version, data, self.now)
 
     def _send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
         arrives_at = self.now + self.latency_s

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from google.protobuf.message import Message
 
+from p2p_co2.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.checkpoint import state_digest, state_from_bytes, state_view
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.wire.limits import PROTOCOL_VERSION
@@ -21,7 +22,7 @@ async def go_astray(liar: Trainer, ahead: int) -> AgreedVersion:
     agreed, data = await liar.ledger.export(0)
     state = state_from_bytes(data[0 : len(data)], liar.ledger._fragments[0].state.params.numel())
     wrong = state._replace(version=agreed.version + ahead, params=state.params + 1000.0)
-    held = AgreedVersion(wrong.version, state_digest(wrong))
+    held = AgreedVersion(wrong.version, state_digest(wrong, LEAST_CHUNK_BYTES))
     await liar.node.deciding.adopt(0, state_view(wrong)[0 : len(data)], held)
     return held
 

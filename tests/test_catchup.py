@@ -5,7 +5,6 @@ Lying donors are in test_catchup_liars, slow and lost ones in test_catchup_donor
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import Counter
 
@@ -54,6 +53,7 @@ from tests.catchup_world import (
     RUN,
     SMALL,
     World,
+    named,
     state_of,
 )
 
@@ -193,7 +193,7 @@ def test_what_most_peers_report_goes_before_what_most_donors_promise() -> None:
     world = World(donors=3)
     for donor in (D1, D2):
         world.move(donor, 8)
-    world.want(digest=hashlib.sha256(state_of(1, 7)).digest())
+    world.want(digest=named(state_of(1, 7)))
     world.run()
     assert world.fetched().donors == (D3,)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import itertools
 from collections import Counter
@@ -16,7 +15,7 @@ from p2p_co2.catchup.source import MOVES_MOST
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
-from tests.catchup_world import CHUNKS, D1, D2, D3, D4, D5, LARGE, LATE, SMALL, World, state_of
+from tests.catchup_world import CHUNKS, D1, D2, D3, D4, D5, LARGE, LATE, SMALL, World, named, state_of
 
 
 @pytest.mark.parametrize("others_come_late", [False, True])
@@ -121,7 +120,7 @@ def test_what_was_left_is_not_gone_back_to_when_who_is_further_moves_on_once_mor
     world.machines[LATE].want(Goal(STATE, 2, 7, (D2,)), world.now)
     world.run()
     world.events.clear()
-    digest = hashlib.sha256(state_of(1, 7)).digest()
+    digest = named(state_of(1, 7))
     world.machines[LATE].want(Goal(STATE, 1, 7, (D1,), digest=digest), world.now)
     world.move(D2, 8)
     world.run(10.0)
@@ -405,7 +404,7 @@ def test_more_donors_that_have_given_something_are_gone_to_unless_what_was_begun
     world.machines[LATE].want(Goal(STATE, 2, 7, (D2, D3, D4)), world.now)
     world.run()
     world.events.clear()
-    digest = hashlib.sha256(state_of(1, 7)).digest() if is_known else b""
+    digest = named(state_of(1, 7)) if is_known else b""
     world.machines[LATE].want(Goal(STATE, 1, 7, (D1,), digest=digest), world.now)
     for peer in (D2, D3, D4):
         world.move(peer, 8)

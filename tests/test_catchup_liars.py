@@ -3,7 +3,6 @@ a bound, and never the state."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from itertools import count
 
@@ -19,11 +18,10 @@ from p2p_co2.catchup import (
     Fetched,
     FetchFailed,
     Goal,
-    chunk_at,
-    chunk_count,
-    chunk_digest,
 )
+from p2p_co2.digest import chunk_digests
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from tests.catchup_world import (
     CHUNKS,
@@ -37,7 +35,9 @@ from tests.catchup_world import (
     RUN,
     SHAPE,
     World,
+    export,
     lying,
+    named,
     state_of,
     zero,
 )
@@ -118,8 +118,7 @@ def test_a_lone_false_promise_is_outvoted_and_costs_nothing() -> None:
     world = World(donors=3)
     liar = world.machines[D1]
     data = bytes(LARGE)
-    digests = [chunk_digest(data[chunk_at(i, LARGE)]) for i in range(CHUNKS)]
-    liar.exported(1, 7, data, hashlib.sha256(data).digest(), digests, world.now)
+    export(liar, 1, 7, data, world.now)
     world.want()
     world.run()
     event = world.fetched()
@@ -128,12 +127,26 @@ def test_a_lone_false_promise_is_outvoted_and_costs_nothing() -> None:
     assert event.chunks_wasted <= 1
 
 
+def test_invented_chunk_digests_are_refused_before_a_chunk_is_asked_for() -> None:
+    """Well signed, beside the right name of the state, which everybody knows: it cost a whole load."""
+    world, data = World(donors=1), bytes(LARGE)
+    digests = list(chunk_digests(data, MAX_DATA_BYTES))
+    world.machines[D1].exported(1, 7, data, named(state_of(1, 7)), digests, world.now)
+    world.want()
+    world.run()
+    refused, failed = world.events
+    assert isinstance(refused, DonorRefused)
+    assert isinstance(failed, FetchFailed)
+    assert refused.peer == D1
+    assert "chunk digests" in refused.detail
+    assert not world.chunks_sent()
+
+
 def promise(world: World, liar: PeerId, version: int) -> None:
     """Have ``liar`` give bytes of its own as the state of ``version``, whole and well signed."""
     data = bytes(LARGE)
-    digests = [chunk_digest(data[chunk_at(i, LARGE)]) for i in range(CHUNKS)]
     world.move(liar, version)
-    world.machines[liar].exported(1, version, data, hashlib.sha256(data).digest(), digests, world.now)
+    export(world.machines[liar], 1, version, data, world.now)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
@@ -143,7 +156,7 @@ def test_a_state_that_others_do_not_know_is_not_loaded(ahead: int, says: bool | 
     one (False), or nothing."""
     world = World(donors=2)
     promise(world, D1, 7 + ahead)
-    honest = hashlib.sha256(state_of(1, 7)).digest()
+    honest = named(state_of(1, 7))
 
     def vouch(donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
         assert fragment == 1
@@ -216,7 +229,6 @@ def test_asking_for_one_state_after_the_other_does_not_keep_the_tensor_side_busy
     for fragment in range(3):
         donor.moved(fragment, 7)
     data = state_of(1, 7)
-    digests = [chunk_digest(data[chunk_at(i, len(data))]) for i in range(chunk_count(len(data)))]
     busy_s, done_at, exporting = 0.0, 0.0, -1
     for tick in range(2000):  # ten questions a second; an export takes half of one
         now = 10.0 + tick / 10
@@ -226,7 +238,7 @@ def test_asking_for_one_state_after_the_other_does_not_keep_the_tensor_side_busy
         if exporting < 0 and isinstance(event := donor.next_event(), ExportWanted):
             exporting, done_at = event.fragment, now + 0.5
         if exporting >= 0 and now >= done_at:
-            donor.exported(exporting, 7, data, bytes(32), digests, now)
+            export(donor, exporting, 7, data, now)
             busy_s, exporting = busy_s + 0.5, -1
     assert 10.0 < busy_s <= 200.0 / 4 + 1.0
 

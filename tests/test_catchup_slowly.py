@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import itertools
 import random
@@ -15,7 +14,7 @@ from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
-from tests.catchup_world import D1, D2, D3, LARGE, LATE, MEAN, World, state_of
+from tests.catchup_world import D1, D2, D3, LARGE, LATE, MEAN, World, named, state_of
 
 
 def look_around(world: World) -> None:
@@ -66,7 +65,7 @@ def test_the_first_chunk_is_waited_for_where_others_show_that_our_own_line_is_sl
     world.tamper = lambda sender, message: (
         None if sender == D3 or (sender == D1 and isinstance(message, Chunk) and not gives) else message
     )
-    digest = hashlib.sha256(state_of(0, 7)[-shape.state_bytes[0] :]).digest()
+    digest = named(state_of(0, 7)[-shape.state_bytes[0] :])
     world.machines[LATE].want(Goal(STATE, 0, 7, (D1, D2, D3), digest=digest, oldest=6), world.now)
     world.run(400.0, enough=2)
     assert {(event.goal.what, event.version) for event in world.events if isinstance(event, Fetched)} == {
@@ -82,7 +81,7 @@ def test_a_slow_giver_is_not_measured_by_those_who_promise_something_else() -> N
     world.events.clear()
     world.rates[D1] = 125e3
     world.move(D2, 6)
-    digest = hashlib.sha256(state_of(1, 7)).digest()
+    digest = named(state_of(1, 7))
     world.machines[LATE].want(Goal(STATE, 1, 7, (D1, D2), digest=digest, oldest=6), world.now)
     world.run()
     assert world.fetched().version == 7

@@ -18,8 +18,8 @@ from p2p_co2.schedule import STILL_LOADS
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
-from p2p_co2.simnet.laws import Books
-from p2p_co2.simnet.ledger import CountingLedger, Saved, State
+from p2p_co2.simnet.laws import Auditor, Books
+from p2p_co2.simnet.ledger import CountingLedger, Saved, State, starts
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
@@ -285,10 +285,11 @@ def test_a_state_has_no_part_that_nobody_needs_to_load() -> None:
     """It was filled up with zeros, which is what a newcomer's memory holds."""
     world = VirtualTime()
     loop = world.loop()
-    ledger = CountingLedger(
-        "a", [4], [960], 1.0, work=Work("a"), audit=Books([4], lambda: world.now), loop=loop
-    )
-    ledger.restore([Saved(State.of(0, 3, range(1, 9)), (0,) * 4)])
+    begin = starts([4], [960], 100)
+    books = Books(begin, lambda: world.now)
+    work = books.works["a"] = Work("a")
+    ledger = CountingLedger("a", begin, 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
+    ledger.restore([Saved(State.of(begin[0].form, 3, range(1, 9)), (0,) * 4)])
     task = loop.create_task(ledger.export(0))
     world.run(1.0)
     agreed, data = task.result()

@@ -24,7 +24,7 @@ from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
 from p2p_co2.simnet.campaign import STORM_OFFER_S, storm_settings
 from p2p_co2.simnet.forks import Forks
 from p2p_co2.simnet.laws import Auditor, Books, History
-from p2p_co2.simnet.ledger import CountingLedger, State
+from p2p_co2.simnet.ledger import CountingLedger, State, starts
 from p2p_co2.simnet.oversight import OVERDUE_S
 from p2p_co2.simnet.training import Training
 from p2p_co2.simnet.virtual_time import VirtualTime
@@ -36,6 +36,8 @@ from p2p_co2.wire.messages_pb2 import CellLook, CellSight, Decision, Outcome
 
 ROUND_S = 4.0
 CLOCK = ClockConfig(mode="time", round_s=ROUND_S, rounds=5)
+ONE_BLOCK = starts([1], [64], 64)
+FORM = ONE_BLOCK[0].form
 SEEDS = range(1, 9)
 """Storms in which some offers come to nothing: only there can work be lost."""
 
@@ -71,7 +73,7 @@ class AppliesWhatItHolds(CountingLedger):
         if mine.state.version == 1 and self.work.name.endswith("/2"):
             own = mean_of([(weight, offer.payload)])
             mean = AgreedMean(fragment, offer.round, mine.state.version, mine.state.digest, own, ())
-            after = State.of(fragment, offer.round, add(mine.state.sums, unpack(mean.mean)))
+            after = State.of(mine.state.form, offer.round, add(mine.state.sums, unpack(mean.mean)))
             self.audit.committed(mean, mine.state, after)
             mine.state = after
         return offer
@@ -106,7 +108,7 @@ class TakesAnyState(CountingLedger):
     def _adopt(self, fragment: int, data: bytes, agreed: AgreedVersion, *more: Any) -> AgreedVersion:
         super()._adopt(fragment, data, agreed, *more)
         mine, wrong = self.fragments[fragment], next(self.taken)
-        mine.state = State.of(fragment, mine.state.version, [lane + wrong for lane in mine.state.sums])
+        mine.state = State.of(mine.state.form, mine.state.version, [lane + wrong for lane in mine.state.sums])
         return AgreedVersion(mine.state.version, mine.state.digest)
 
 
@@ -325,10 +327,10 @@ def test_lost_work_is_caught(bug: type[CountingLedger]) -> None:
 
 @pytest.mark.parametrize("views_differed", [False, True])
 def test_a_fork_is_seen_as_it_comes_however_soon_it_goes(views_differed: bool) -> None:
-    books = Books([1], lambda: 0.0)
+    books = Books(ONE_BLOCK, lambda: 0.0)
     books.views_differed = views_differed
     for sums in ([1, 1], [1, 1], [2, 1]):
-        books.reached("a", 0, History(State.of(0, 1, sums), b"", {}))
+        books.reached("a", 0, History(State.of(FORM, 1, sums), b"", {}))
         assert bool(books.violations) == (sums == [2, 1] and not views_differed)
     assert laws(books.violations) <= {"forks"}
     assert len(books.histories[0]) == 3
@@ -339,17 +341,17 @@ class ForkedHistories:
 
     def __init__(self) -> None:
         self.world = VirtualTime()
-        self.books = Books([1], lambda: self.world.now)
+        self.books = Books(ONE_BLOCK, lambda: self.world.now)
         self.wrong_at: float | None = 5.0
         self.forks = Forks(self.world, self.books, 20.0, lambda: self.wrong_at)
-        self.held = {peer: State.of(0, 0, [0, 0]) for peer in "ab"}
+        self.held = {peer: State.of(FORM, 0, [0, 0]) for peer in "ab"}
 
     def make(self, at: float, peer: str, lane: int) -> None:
         """``peer`` makes the round that follows its state."""
 
         def make() -> None:
             before = self.held[peer]
-            after = State.of(0, before.version + 1, [lane, before.version + 1])
+            after = State.of(FORM, before.version + 1, [lane, before.version + 1])
             self.books.reached(peer, 0, History(after, before.digest, {}))
             self._hold(peer, after)
 
@@ -406,10 +408,10 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
 ) -> None:
     """Seed 150 of the storms: told that its offer was counted, a peer took over the state that the other half
     had made of the same round."""
-    books = Books([1], lambda: 0.0)
+    books = Books(ONE_BLOCK, lambda: 0.0)
     work = books.works["a"] = Work("a", 6)
     loop = VirtualTime().loop()
-    ledger = CountingLedger("a", [1], [64], 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
+    ledger = CountingLedger("a", ONE_BLOCK, 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
     ledger.fragments[0].counted = [0]
     start = ledger.fragments[0].state
     offer = ledger._offer(0, work.units, 2.0)
@@ -421,7 +423,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
         outcome.state_digest = bytes(32)
     if signed_upon != "nothing":
         books.sign(DECISION_CONTEXT, outcome.SerializeToString())
-    other = State.of(0, 1, [7, 1])
+    other = State.of(FORM, 1, [7, 1])
     books.histories[0][other.digest] = History(other, start.digest, {"b": (1,)})
     told = (PartWeights(0, 1, {"a": 2.0}),)
     ledger._adopt(0, pack((1, *other.sums)), AgreedVersion(1, other.digest), told)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from p2p_co2.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.checkpoint import state_digest, state_view
 from p2p_co2.node.ledger import AgreedVersion
 from tests.test_trainer import Bench
@@ -27,7 +28,7 @@ def test_what_is_held_back_is_met_before_a_state_that_is_loaded(
         asyncio.run(made.ledger.doubt(1))
     state = made.ledger.states()[1]
     newer = state._replace(version=state.version + 1, params=state.params + 100.0)
-    agreed = AgreedVersion(newer.version, state_digest(newer))
+    agreed = AgreedVersion(newer.version, state_digest(newer, LEAST_CHUNK_BYTES))
     asyncio.run(made.ledger.adopt(1, bytes(state_view(newer)), agreed))
     if while_waiting:  # for another fragment's first round
         made.sync._wait(made.ledger.outcomes.empty, 5.0)

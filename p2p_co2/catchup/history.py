@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2p_co2.catchup.goals import Shape
-from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
+from p2p_co2.digest import chunk_digests
 from p2p_co2.memory import Buffer
 from p2p_co2.wire.messages_pb2 import Decision, Manifest
 
@@ -39,10 +39,7 @@ class KeptRound:
     def chunk_digests(self, chunk_bytes: int) -> list[bytes]:
         """Computed when somebody asks: most rounds are never replayed."""
         if not self._digests:
-            size = len(self.mean)
-            view = memoryview(self.mean)
-            count = chunk_count(size, chunk_bytes)
-            self._digests = [chunk_digest(view[chunk_at(i, size, chunk_bytes)]) for i in range(count)]
+            self._digests = list(chunk_digests(self.mean, chunk_bytes))
         return self._digests
 
 

@@ -1,8 +1,8 @@
 """What a donor promises: a signed list of chunk digests, and what a chunk must be to be one of them.
 
 Laws: a manifest is checked against sizes that this peer computed from its own model before anything is
-allocated; two manifests promise the same bytes exactly if their ``content_of`` are equal; a donor cannot deny
-its promise, since it signed it.
+allocated; two manifests promise the same bytes exactly if their ``content_of`` are equal; one that names a
+state has the chunk digests of that state and no others; a donor cannot deny its promise, since it signed it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import struct
 
 from p2p_co2.catchup.goals import ROUND, Goal
 from p2p_co2.digest import digest as digest_of
+from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import Identity, PeerId, verify
 from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_VERSION
@@ -83,8 +84,8 @@ def check_manifest(
         len(digest) != DIGEST_BYTES for digest in manifest.chunk_digests
     ):
         problem = "wrong number or size of chunk digests"
-    elif len(manifest.digest) != (0 if goal.what == ROUND else DIGEST_BYTES):
-        problem = "no digest of a state"
+    elif manifest.digest != (b"" if goal.what == ROUND else digest_of_chunks(manifest.chunk_digests)):
+        problem = "the chunk digests are not those of the state that it names"
     elif not oldest <= manifest.version <= MAX_VERSION or (
         goal.what == ROUND and manifest.version != goal.version
     ):

@@ -2,8 +2,8 @@
 newcomers.
 
 Law: canonical. Equal states have equal bytes on every machine, and bytes that are read give back the bytes
-that were written. So the digest of a state is the digest of its bytes, and a newcomer checks a download
-before it looks inside.
+that were written. So the digest of a state is that of its bytes, chunk by chunk, and a newcomer checks a
+download before it looks inside.
 
 Layout, little-endian: magic and format (8 bytes), version, numel (u64), mean_square (f64), count of moved
 norms (u64), 4 moved norms (f64, unused ones 0), params, momentum (f32 [numel] each).
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2p_co2.digest import digest
+from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer, Joined
 from p2p_co2.outer import MOVED_NORMS_KEPT, OuterState
@@ -49,9 +49,10 @@ def state_view(state: OuterState) -> Joined:
     return Joined(header_bytes(state), _little_endian(state.params), _little_endian(state.momentum))
 
 
-def state_digest(state: OuterState) -> bytes:
-    """The digest of ``state_bytes(state)``, 32 bytes, without making a second copy of the state."""
-    return digest(header_bytes(state), _little_endian(state.params), _little_endian(state.momentum))
+def state_digest(state: OuterState, chunk_bytes: int) -> bytes:
+    """The digest of the digests of ``state_bytes(state)``'s chunks, 32 bytes, without making a second copy of
+    the state. ``chunk_bytes``: as the run's donors give it (``catchup.chunk_bytes_of``)."""
+    return digest_of_chunks(chunk_digests(state_view(state), chunk_bytes))
 
 
 def swarm_digest(digests: Sequence[bytes]) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from p2p_co2.catchup import chunk_at, chunk_count, chunk_digest
+from p2p_co2.digest import chunk_digests
 from p2p_co2.errors import TransportError
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean, weights_of
@@ -222,10 +222,9 @@ class Deciding:
 
     async def export(self, fragment: int) -> None:
         version, data = await self._ledger.export(fragment)
-        size, digests = len(data), []
-        chunk_bytes = self._node.catchup.shape.chunk_bytes
-        for chunk in range(chunk_count(size, chunk_bytes)):
-            digests.append(chunk_digest(data[chunk_at(chunk, size, chunk_bytes)]))
+        digests = []
+        for chunk in chunk_digests(data, self._node.catchup.shape.chunk_bytes):
+            digests.append(chunk)
             await asyncio.sleep(0)  # a large state takes long, and the rounds go on
         self._node.catchup.exported(
             fragment, version.version, data, version.digest, digests, self._node.now()

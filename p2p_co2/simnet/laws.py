@@ -69,9 +69,10 @@ class History:
 
 
 class Books:
-    """What the audits of all peers share. ``now`` gives virtual seconds."""
+    """What the audits of all peers share. ``starts``: the states from which all begin, by fragment; ``now``
+    gives virtual seconds."""
 
-    def __init__(self, blocks: Sequence[int], now: Callable[[], float]) -> None:
+    def __init__(self, starts: Sequence[State], now: Callable[[], float]) -> None:
         self.now = now
         self.works: dict[str, Work] = {}
         self.violations: list[Violation] = []
@@ -83,7 +84,7 @@ class Books:
         self.written_off: Counter[str] = Counter()
         """Units of work that came to nothing, summed over blocks, by cause."""
         self.histories: list[dict[bytes, History]] = []
-        self.offers: list[dict[int, dict[tuple[str, float], list[Offered]]]] = [{} for _ in blocks]
+        self.offers: list[dict[int, dict[tuple[str, float], list[Offered]]]] = [{} for _ in starts]
         self.excused: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
         self.checked: set[tuple[bytes, bytes]] = set()
         self._signed: dict[tuple[int, int], list[Outcome]] = {}
@@ -92,9 +93,7 @@ class Books:
         self._named: dict[int, tuple[tuple[PartWeights, ...], bytes]] = {}
         """The digest of who is in a mean, by the identity of what names them: all members share that."""
         self._rosters: dict[bytes, Outcome] = {}
-        self._blocks = tuple(blocks)
-        for fragment, count in enumerate(blocks):
-            start = State.of(fragment, 0, [0] * (2 * count))
+        for start in starts:
             self.histories.append({start.digest: History(start, b"", {})})
 
     def broken(self, peer: str, law: str, text: str) -> None:

@@ -12,9 +12,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from p2p_co2.digest import digest
+from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
@@ -28,18 +28,42 @@ WORKER_FLOOR_S = 0.001
 _T = TypeVar("_T")
 
 
+class Form(NamedTuple):
+    """How a state is given to a newcomer."""
+
+    size_bytes: int
+    chunk_bytes: int
+
+
 @dataclass(frozen=True)
 class State:
     """A fragment's agreed state. ``sums``: two lanes per block."""
 
     version: int
     sums: tuple[int, ...]
-    digest: bytes = b""
+    form: Form
+    digest: bytes
 
     @classmethod
-    def of(cls, fragment: int, version: int, sums: Sequence[int]) -> State:
-        content = f"{fragment}/{version}/".encode() + pack(sums)
-        return cls(version, tuple(sums), digest(content))
+    def of(cls, form: Form, version: int, sums: Sequence[int]) -> State:
+        data = _serialised(form, version, sums)
+        return cls(version, tuple(sums), form, digest_of_chunks(chunk_digests(data, form.chunk_bytes)))
+
+    def serialised(self) -> bytes:
+        """What a donor gives."""
+        return _serialised(self.form, self.version, self.sums)
+
+
+def _serialised(form: Form, version: int, sums: Sequence[int]) -> bytes:
+    data = pack((version, *sums))
+    times = -(-form.size_bytes // len(data))  # no zeros: nobody would have to load them
+    return (times * data)[: form.size_bytes]
+
+
+def starts(blocks: Sequence[int], state_bytes: Sequence[int], chunk_bytes: int) -> list[State]:
+    """The states from which all begin, by fragment; ``blocks`` and ``state_bytes`` of each."""
+    sizes = zip(blocks, state_bytes, strict=True)
+    return [State.of(Form(size, chunk_bytes), 0, [0] * (2 * count)) for count, size in sizes]
 
 
 @dataclass(frozen=True)
@@ -101,22 +125,18 @@ class Saved:
 
 
 class CountingLedger:
-    """Implements ``node.ledger.Ledger``. ``blocks`` per fragment; ``state_bytes``: size of a serialised
-    state; ``scale``: real bytes for each of ours."""
+    """Implements ``node.ledger.Ledger``. ``starts`` by fragment; ``scale``: real bytes for each of ours."""
 
     def __init__(
-        self, peer: str, blocks: Sequence[int], state_bytes: Sequence[int], scale: float,
+        self, peer: str, starts: Sequence[State], scale: float,
         *, work: Work, audit: Audit, loop: ProcessLoop, sum_factor: int = 8,
     ) -> None:  # fmt: skip
         self.peer, self.work, self.audit = peer, work, audit
         self.outcomes: deque[Outcome] = deque()
         self.on_outcome: Callable[[], None] = lambda: None
-        self.fragments = [
-            _Fragment(State.of(f, 0, [0] * (2 * count)), [work.units] * count)
-            for f, count in enumerate(blocks)
-        ]
-        self._told = [0] * len(blocks)
-        self._state_bytes, self._scale, self._loop = state_bytes, scale, loop
+        self.fragments = [_Fragment(start, [work.units] * (len(start.sums) // 2)) for start in starts]
+        self._told = [0] * len(starts)
+        self._scale, self._loop = scale, loop
         self._sum_factor = sum_factor
         self._free_at = 0.0
 
@@ -201,11 +221,9 @@ class CountingLedger:
     async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
         def work() -> tuple[AgreedVersion, bytes]:
             state = self.fragments[fragment].state
-            data = pack((state.version, *state.sums))
-            times = -(-self._state_bytes[fragment] // len(data))  # no zeros: nobody would have to load them
-            return AgreedVersion(state.version, state.digest), (times * data)[: self._state_bytes[fragment]]
+            return AgreedVersion(state.version, state.digest), state.serialised()
 
-        return await self._ask(self._state_bytes[fragment], work)
+        return await self._ask(self.fragments[fragment].state.form.size_bytes, work)
 
     async def adopt(
         self,
@@ -229,7 +247,7 @@ class CountingLedger:
             is_mine = not mean.is_alone and any(self.peer in part.weights for part in mean.parts)
             mine.in_doubt = mine.in_doubt or (is_mine and mean.state_digest == mine.exchanged)
             return AgreedVersion(before.version, before.digest)
-        after = State.of(mean.fragment, mean.round, add(before.sums, unpack(mean.mean)))
+        after = State.of(before.form, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
         is_sure = mine.withdrawn is None and not mine.in_doubt and min(mine.counted) >= mine.doubtful_units
         is_alone = (
@@ -289,7 +307,7 @@ class CountingLedger:
         if agreed == AgreedVersion(before.version, before.digest):
             return agreed
         lanes = unpack(bytes(data[: 8 * (1 + len(before.sums))]))
-        after = State.of(fragment, lanes[0], lanes[1:])
+        after = State.of(before.form, lanes[0], lanes[1:])
         if after.version != agreed.version or (after.version < before.version and not goes_back):
             raise RemoteProtocolError("bad state", f"version {after.version}, not {agreed.version}")
         if after.digest != agreed.digest:

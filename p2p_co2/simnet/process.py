@@ -113,7 +113,7 @@ class Process:
     def _new_ledger(self) -> CountingLedger:
         swarm = self.swarm
         return swarm.make_ledger(
-            self.peer, swarm.shape.blocks, swarm.state_bytes, swarm.internet.scale,
+            self.peer, swarm.starts, swarm.internet.scale,
             work=self.volunteer.work, audit=Auditor(swarm.books, self.peer), loop=self.loop,
             sum_factor=swarm.settings.sum_factor,
         )  # fmt: skip

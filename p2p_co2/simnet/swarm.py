@@ -31,7 +31,7 @@ from p2p_co2.simnet.faults import Churn, Storm
 from p2p_co2.simnet.inspection import Inspector
 from p2p_co2.simnet.internet import Internet, Noise
 from p2p_co2.simnet.laws import Books, Violation
-from p2p_co2.simnet.ledger import CountingLedger
+from p2p_co2.simnet.ledger import CountingLedger, starts
 from p2p_co2.simnet.parcel import open_parcel
 from p2p_co2.simnet.patience import run_bound_s
 from p2p_co2.simnet.process import Process, Volunteer
@@ -159,7 +159,8 @@ class Swarm:
             self._chunk_bytes(),
             self.internet.scale,
         )
-        self.books = Books(settings.blocks, lambda: self.world.now)
+        self.starts = starts(settings.blocks, self.state_bytes, self.shape.chunk_bytes)
+        self.books = Books(self.starts, lambda: self.world.now)
         self.volunteers = [self._volunteer(index) for index in range(settings.peers)]
         self._index = {v.identity.peer_id: v.index for v in self.volunteers}
         self.processes: dict[int, Process] = {}

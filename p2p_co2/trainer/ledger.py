@@ -21,7 +21,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from p2p_co2.averaging import HostileSlice, admit, mean_of_parts
-from p2p_co2.checkpoint import Values, state_digest, state_from_bytes, state_view
+from p2p_co2.catchup import chunk_bytes_of
+from p2p_co2.checkpoint import Values, state_digest, state_from_bytes, state_size_bytes, state_view
 from p2p_co2.codec import Codec, get_codec
 from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
@@ -83,7 +84,9 @@ class TensorLedger:
         """Outcomes of each fragment so far."""
         self.failure: BaseException | None = None
         """A bug in work that nobody awaits; the training thread raises it."""
-        self._digests = [state_digest(fragment.state) for fragment in self._fragments]
+        sizes = [state_size_bytes(fragment.state.params.numel()) for fragment in self._fragments]
+        self._chunk_bytes = chunk_bytes_of(sizes)
+        self._digests = [state_digest(fragment.state, self._chunk_bytes) for fragment in self._fragments]
         self._exchanged: dict[int, bytes] = {}
         """By fragment, the digest of the state that was given up for a donor's last."""
         self._moment: Moment | None = None
@@ -290,7 +293,7 @@ class TensorLedger:
             is_older = state.version < ledger.state.version and not goes_back
             if state.version != agreed.version or is_older:
                 raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
-            if state_digest(state) != agreed.digest:
+            if state_digest(state, self._chunk_bytes) != agreed.digest:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
@@ -308,7 +311,7 @@ class TensorLedger:
         ledger = self._fragments[fragment]
         with ledger.wholeness.changing(f"telling of version {ledger.state.version}"):
             self._tell(outcome())
-            self._digests[fragment] = state_digest(ledger.state)
+            self._digests[fragment] = state_digest(ledger.state, self._chunk_bytes)
         return AgreedVersion(ledger.state.version, self._digests[fragment])
 
     def _admitted(self, data: Buffer, blocks: int) -> Iterator[Tensor]:

@@ -28,8 +28,10 @@ from p2p_co2.catchup import (
     Shape,
     chunk_digest,
 )
+from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.membership import Membership
+from p2p_co2.memory import Buffer
 from p2p_co2.node.links import MAX_SERVED_BYTES
 from p2p_co2.node.receiving import Receiving
 from p2p_co2.outlook import Outlook
@@ -59,11 +61,16 @@ ROUNDS_PER_S = 0.25
 STATE_BYTES = (1000, 200_000)
 UPLOAD_BYTES_PER_S = 50_000.0
 LATENCY_S = 0.01
-START = hashlib.sha256(b"start").digest()
 _FIELDS = {
     type(getattr(Envelope(), field.name)): field.name
     for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields
 }
+
+
+def made_of(fragment: int, mean: Buffer) -> bytes:
+    """The state that a round with this mean makes."""
+    size = STATE_BYTES[fragment]
+    return (-(-size // 32) * hashlib.sha256(mean).digest())[:size]
 
 
 class Bench:
@@ -84,7 +91,8 @@ class Bench:
         self.progress = self.far = self
         self.outlook = Outlook(self.me, cells)
         self.receiving = Receiving(self, 0.0)  # type: ignore[arg-type]
-        self.versions, self.digests = [0] * len(means), [START] * len(means)
+        self.versions, self.states = [0] * len(means), [bytes(size) for size in STATE_BYTES]
+        self.digests = [digest_of_chunks([chunk_digest(state)]) for state in self.states]
         self.sent: list[tuple[PeerId, bytes]] = []
         self.shut: set[str] = set()
         self.reported: Counter[str] = Counter()
@@ -261,7 +269,7 @@ class Bench:
             self._look_up(event.cell)
         elif isinstance(event, Committed | Overheard):
             decision = Decision.FromString(event.decision)
-            self._moved(event.fragment, event.round, hashlib.sha256(bytes(event.mean)).digest())
+            self._moved(event.fragment, event.round, made_of(event.fragment, event.mean))
             self.catchup.remember(event.fragment, event.round, decision, event.mean)
         elif isinstance(event, OutcomeWithoutBytes):
             self.catchup.want(Goal(ROUND, event.fragment, event.round, event.donors), self.at)
@@ -273,22 +281,22 @@ class Bench:
 
     def _on_catch_up(self, event: Any) -> None:
         if isinstance(event, ExportWanted):
-            data = bytes(STATE_BYTES[event.fragment])
-            version = self.versions[event.fragment]
-            digests = [chunk_digest(memoryview(data))]
+            data, version = self.states[event.fragment], self.versions[event.fragment]
             self.catchup.exported(
-                event.fragment, version, data, self.digests[event.fragment], digests, self.at
+                event.fragment, version, data, self.digests[event.fragment], [chunk_digest(data)], self.at
             )
         elif isinstance(event, Fetched) and event.version > self.versions[event.goal.fragment]:
-            digest = event.digest or hashlib.sha256(bytes(event.data)).digest()
-            self._moved(event.goal.fragment, event.version, digest)
+            fragment, data = event.goal.fragment, bytes(event.data)
+            state = data if event.goal.what == STATE else made_of(fragment, data)
+            self._moved(fragment, event.version, state)
         elif isinstance(event, DonorRefused):
             self.receiving.refuse(event.peer, event.reason, event.detail)
         elif isinstance(event, FetchFailed):
             self.rounds.forget_outcome(event.goal.fragment, event.goal.version)
 
-    def _moved(self, fragment: int, version: int, digest: bytes) -> None:
-        self.versions[fragment], self.digests[fragment] = version, digest
+    def _moved(self, fragment: int, version: int, state: bytes) -> None:
+        digest = digest_of_chunks([chunk_digest(state)])
+        self.versions[fragment], self.states[fragment], self.digests[fragment] = version, state, digest
         self.catchup.moved(fragment, version)
         self.rounds.set_state(fragment, version, digest)
         self._see()
