@@ -266,15 +266,38 @@ def test_where_nobody_stands_by_any_more_others_are_gone_to_and_given_ever_more_
     assert course.elsewhere([*BOTH, *ten], ALL, 8 * look_s) == SEVEN  # it stands by
 
 
-def test_what_comes_is_not_left_for_what_is_less_sure_or_has_given_nothing() -> None:
-    nine, ten = donors("cd", 9, b"nine", 0.1), donors("e", 10, b"ten")
+def test_what_comes_is_not_left_for_what_is_less_sure() -> None:
+    nine = donors("cd", 9, b"nine", 0.1)
     course = gone_to_eight()  # for which somebody vouches, and for nine nobody
     look_s = course.looks_at() or 0.0
     assert course.elsewhere([*EIGHT, *nine], ALL - 1, look_s) is None
     assert course.elsewhere([*EIGHT, *nine], ALL - 1, 2 * look_s) == nine  # of eight nothing came
-    course = gone_to_eight(nobody)
-    assert course.elsewhere([*EIGHT, *ten], ALL - 1, look_s) is None
-    assert course.elsewhere([*EIGHT, *nine], ALL - 2, 2 * look_s) == nine
+
+
+def test_a_trickle_is_left_for_who_has_given_nothing_yet_and_for_the_soonest_of_many() -> None:
+    quick, many = donors("c", 9, b"nine", 0.1), donors("def", 10, b"ten", 3.0)
+    unknown = donors("c", 9, b"nine")
+    look_s = gone_to_eight(nobody).looks_at() or 0.0
+    is_left = {
+        came: gone_to_eight(nobody).elsewhere([*EIGHT, *unknown], ALL - came, look_s) for came in (40, 30)
+    }
+    assert is_left == {40: None, 30: unknown}  # its rest in 45 s and in 70 s, where 60 s is twice the look
+    assert gone_to_eight(nobody).elsewhere([*EIGHT, *quick, *many], ALL - 1, look_s) == quick
+    assert gone_to_eight(nobody).choice([*quick, *many], (), look_s) == many  # more promise it
+
+
+def test_what_is_chosen_when_what_was_gone_back_to_is_lost_has_to_keep_coming_too() -> None:
+    course, nine = gone_to_eight(nobody), donors("cd", 9, b"nine", 0.1)
+    look_s = course.looks_at() or 0.0
+    assert course.elsewhere(BOTH, ALL - 1, look_s) == SEVEN
+    course.content = SEVEN[0].content
+    course.begun(ALL)
+    course.lost(EIGHT, 2 * look_s)
+    assert course.choice(EIGHT, (), 2 * look_s) == EIGHT
+    course.content = EIGHT[0].content
+    course.begun(ALL)
+    assert course.looks_at() == 4 * look_s  # twice as long
+    assert course.elsewhere([*EIGHT, *nine], ALL - 1, 4 * look_s) == nine
 
 
 def test_what_is_chosen_for_want_of_more_has_to_keep_coming_too() -> None:

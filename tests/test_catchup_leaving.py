@@ -447,3 +447,38 @@ def test_who_is_gone_back_to_has_all_the_time_that_a_donor_has() -> None:
     world.run(1500.0)
     assert world.fetched().version == 7
     assert turns_of_fragment_1(world) == [7, 8, 7]
+
+
+def test_who_stands_by_is_gone_back_to_though_another_has_yet_to_answer() -> None:
+    """It says by turns that it has nothing yet, and is waited for in the very moment in which the load would
+    have failed."""
+    size = 120 * MAX_DATA_BYTES // 8  # small chunks: the one that is gone to is looked at late
+    world = World(donors=3, rate=2e6, shape=Shape((10, 10, 10), (SMALL, size, SMALL), MAX_DATA_BYTES // 8))
+    world.rates[D1] = 50e3
+    late, send = world.machines[LATE], world._send
+    late.ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
+
+    def slowly(sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+        if isinstance(message, Refusal) and message.again:
+            heapq.heappush(world._under_way, (world.now + 2.9, next(world._order), sender, receiver, message))
+        else:
+            send(sender, receiver, message)
+
+    def lie(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage | None:
+        if sender == D3 and isinstance(message, Manifest | Refusal):
+            return Refusal(request=message.request, again=True)
+        return None if sender == D2 and isinstance(message, Chunk) else message
+
+    world._send = slowly  # type: ignore[method-assign]
+    late.want(Goal(STATE, 1, 7, (D1,)), world.now)
+    world.run(20.0)
+    assert world.chunks_from(D1)
+    line = late._fetcher._lines.of(D2, world.now)
+    line._gaps_s.extend([0.24, 0.24, 0.24, 15.0])  # quick, but for once
+    line.gave_at = world.now
+    world.tamper = lie
+    world.move(D2, 8)
+    late.add_donors(1, [D2, D3], world.now)
+    world.run(600.0)
+    assert world.fetched().version == 7
+    assert turns_of_fragment_1(world) == [7, 8, 7]

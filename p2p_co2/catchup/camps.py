@@ -158,6 +158,7 @@ class Course:
         if back is None:
             best = self._best(camps)
             if best[0].content != self.content:
+                self._is_back, self._look_s = False, (1 + self._is_back) * self._look_s
                 self._looks_at = now + self._look_s
             return best
         chunks = self._all_chunks, self._all_chunks
@@ -203,14 +204,14 @@ class Course:
         came, half = self._missing - missing if ours else 0, self._missing / 2
         self._looks_at, self._missing = now + self._look_s, missing
         back = self._standing_by(others)
-        best = back or (self._best(others) if others else None)
-        if best is None:
+        if not others:
             return None
+        best = back or max(others, key=lambda camp: (self._sureness(camp), -self._enough_s(camp, None, now)))
         if came and (missing <= half or missing * self._look_s / came <= self._enough_s(best, back, now)):
             return None
         if back is not None:
             self._is_back = True
-        elif came and self._is_surer(ours[0], best):
+        elif came and self._sureness(ours[0]) > self._sureness(best):
             return None
         else:
             self._look_s *= 2
@@ -219,16 +220,16 @@ class Course:
 
     def _enough_s(self, best: Camp, back: Camp | None, now: float) -> float:
         """For ``best`` what is gone by is not left while its rest takes no longer than this, at the pace of
-        late: for who stands by, as much sooner as it was left for; for others, of whom it may be unknown, no
-        later."""
+        late: for who stands by, as much sooner as it was left for; for others no later, and for those that
+        have given nothing yet twice as long as it is looked for."""
         all_s = all_there_in_s([s.line for s in able(best, now) or best], self._all_chunks, now)
         if back is None:
-            return all_s
+            return all_s if all_s < math.inf else LEFT_TIMES * self._look_s
         return all_s / LEFT_TIMES if all_s < math.inf else 0.0
 
-    def _is_surer(self, camp: Camp, other: Camp) -> bool:
-        """Whether others know, or vouch for, what ``camp`` promises, and not what ``other`` does."""
-        return rank(camp, self._goal, self._vouched)[:2] > rank(other, self._goal, self._vouched)[:2]
+    def _sureness(self, camp: Camp) -> tuple[bool, bool]:
+        """Whether others know what it promises, and whether they vouch for it."""
+        return rank(camp, self._goal, self._vouched)[:2]
 
     def _best(self, camps: Iterable[Camp]) -> Camp:
         return max(camps, key=lambda camp: rank(camp, self._goal, self._vouched))

@@ -238,13 +238,22 @@ class Download:
                 self._ask_manifest(source, now)
         if now >= self._keep_at:
             self._keep_at = now + camps.KEEP_EVERY_S
-            for source in filter(self._course.is_standing_by, self.sources.values()):
+            for source in self._others():
                 self._context.out.send(source.peer, self._wanted_of(source))
         if self.ended is None and now >= self._fails_at():
-            self._fail(f"{self._reason} (for {BUSY_CAP_S:.0f} s)")
+            self._give_up(now)
         if self._reserve and now >= self._widen_at():
             self._fill(now, more=1)
         self.advance(now)
+
+    def _give_up(self, now: float) -> None:
+        """Nothing came for too long: without those that were to give it, where others promise anything."""
+        useful = self._useful() if self._chosen is not None else []
+        if useful and self._others():
+            for source in useful:
+                self._lose(source, f"gave nothing for {BUSY_CAP_S:.0f} s", now)
+        else:
+            self._fail(f"{self._reason} (for {BUSY_CAP_S:.0f} s)")
 
     def _fails_at(self) -> float:
         """While those that promise it give to our other downloads, this one waits for its turn; what it has
@@ -296,6 +305,12 @@ class Download:
         """The donors that promise what was chosen."""
         return [
             s for s in self.sources.values() if s.manifest is not None and s.content == self._course.content
+        ]
+
+    def _others(self) -> list[Source]:
+        """The donors that promise anything else."""
+        return [
+            s for s in self.sources.values() if s.manifest is not None and s.content != self._course.content
         ]
 
     def _givers(self, now: float) -> list[Source]:
@@ -357,7 +372,7 @@ class Download:
             self._fail(self._reason)
 
     def _lose_chosen(self, now: float) -> None:
-        self._chosen = None
+        self._chosen, self._moved_at = None, now
         self._course.lost(self.sources.values(), now)
 
     def _take_up(self, camp: camps.Camp, now: float) -> None:
