@@ -20,15 +20,14 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from p2p_co2.catchup import camps
+from p2p_co2.catchup.chunks import Chunks
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
 from p2p_co2.catchup.manifest import (
     check_chunk,
     check_manifest,
-    chunk_at,
     chunk_count,
-    chunk_digest,
     content_of,
 )
 from p2p_co2.catchup.source import MOVES_MOST, REPEATS_MOST, Context, Source, others_gap_s, overdue
@@ -53,7 +52,6 @@ class Download:
 
     def __init__(self, goal: Goal, total_bytes: int, context: Context, store: Store, now: float) -> None:
         self.goal, self.total_bytes = goal, total_bytes
-        self._store = store
         held = store.held_version(goal.fragment, total_bytes)
         self._held = held if (goal.oldest or goal.version) <= held <= goal.version else 0
         """The version that an interrupted process had begun to load: asked for first."""
@@ -70,11 +68,8 @@ class Download:
         self._started_at = self._moved_at = self._looked_at = now
         self.asked_at = -math.inf
         self._chosen: Manifest | None = None
-        self._data = memoryview(bytearray())
-        self._pending: deque[int] = deque()
-        self._missing: set[int] = set()
-        self._gave: dict[PeerId, int] = {}
-        self._wasted = self._newest = self._kept = 0
+        self._chunks = Chunks(store)
+        self._wasted = self._newest = 0
         self._reason = "no donor is known"
         self._fill(now)
 
@@ -111,15 +106,11 @@ class Download:
             raise
         source.gave(chunk.chunk, now, self._context.lines)
         self._moved_at = now
-        if chunk.chunk in self._missing:
-            self._missing.discard(chunk.chunk)
-            if source.lost[chunk.chunk] and chunk.chunk in self._pending:
-                self._pending.remove(chunk.chunk)  # it was late, not lost
+        if chunk.chunk in self._chunks.missing:
+            self._chunks.take(chunk, self._chosen, source.peer)
+            if source.lost[chunk.chunk]:
+                self._chunks.was_late(chunk.chunk)
             source.repeats = 0
-            place = chunk_at(chunk.chunk, self.total_bytes, self._chosen.chunk_bytes)
-            self._data[place] = chunk.data
-            self._store.keep(self._chosen, place.start, chunk.data)
-            self._gave[source.peer] = self._gave.get(source.peer, 0) + 1
         else:
             self._wasted += 1
 
@@ -148,7 +139,8 @@ class Download:
         """Whether who refuses has passed what was begun, whose rest takes long: it is asked for its own."""
         if self._chosen is None or source.moved_on or refusal.newest_version <= self._chosen.version:
             return False
-        return all_there_in_s([s.line for s in self._useful()], len(self._missing), now) > camps.LEFT_FLOOR_S
+        lines, missing = [source.line for source in self._useful()], len(self._chunks.missing)
+        return all_there_in_s(lines, missing, now) > camps.LEFT_FLOOR_S
 
     def drop(self, peer: PeerId, reason: str, now: float) -> None:
         """Go on without ``peer``."""
@@ -189,19 +181,19 @@ class Download:
     @property
     def pending(self) -> int:
         """Chunks that nobody was asked for yet, and somebody might be."""
-        return len(self._pending) if self._chosen is not None else 0
+        return len(self._chunks.pending) if self._chosen is not None else 0
 
     @property
     def ahead(self) -> int:
         """Chunks that nobody was asked for yet: all, until it is chosen what is loaded."""
         if self._chosen is None:
             return chunk_count(self.total_bytes, self._context.chunk_bytes)
-        return len(self._pending)
+        return len(self._chunks.pending)
 
     def received(self) -> tuple[int, set[PeerId]]:
         """Bytes that are right, in whole chunks, and who gave any of them."""
-        bytes_ = self.total_bytes - len(self._missing) * self._context.chunk_bytes if self._data else 0
-        return max(0, bytes_), set(self._gave)
+        missing_bytes = len(self._chunks.missing) * self._context.chunk_bytes
+        return max(0, len(self._chunks.data) - missing_bytes), set(self._chunks.gave)
 
     # ---- time
 
@@ -258,7 +250,7 @@ class Download:
     def _fails_at(self) -> float:
         """While those that promise it give to our other downloads, this one waits for its turn; what it has
         asked for comes after what was asked before it."""
-        turns = [s.waits_since() for s in self._useful() if self._pending or s.asked]
+        turns = [s.waits_since() for s in self._useful() if self._chunks.pending or s.asked]
         return max(self._moved_at, *turns, -math.inf) + BUSY_CAP_S
 
     def _patience_ends_at(self, source: Source) -> float | None:
@@ -344,8 +336,7 @@ class Download:
     def _give_back(self, source: Source, chunks: Collection[int]) -> None:
         """What was asked of a donor goes to the others first."""
         owed = {chunk for other in self.sources.values() if other is not source for chunk in other.asked}
-        lost = sorted(chunk for chunk in chunks if chunk in self._missing and chunk not in owed)
-        self._pending.extendleft(reversed(lost))
+        self._chunks.give_back([chunk for chunk in chunks if chunk not in owed])
         source.give_up(chunks)
 
     # ---- what to load
@@ -356,15 +347,15 @@ class Download:
             return
         if self._chosen is not None and not self._useful():
             self._lose_chosen(now)
-        sources = self.sources.values()
+        sources, missing, camp = self.sources.values(), len(self._chunks.missing), None
         if self._chosen is None:
-            camp = self._course.choice(sources, self._gave, now)
-        else:
-            camp = self._course.elsewhere(sources, len(self._missing), now) if self._missing else None
+            camp = self._course.choice(sources, self._chunks.gave, now)
+        elif missing:
+            camp = self._course.elsewhere(sources, missing, now)
         if camp is not None:
             self._take_up(camp, now)
         if self._chosen is not None:
-            if not self._missing:
+            if not self._chunks.missing:
                 self._finish(now)
                 return
             self._ask_chunks(now)
@@ -385,8 +376,8 @@ class Download:
         if not is_another:
             return
         self._moved_at = now
-        self._begin(self._chosen)
-        self._course.begun(len(self._missing))
+        self._chunks.begin(self._chosen)
+        self._course.begun(len(self._chunks.missing))
         all_camps = camps.camps_of(self.sources.values())
         if rivals := camps.rivals_of(camp, all_camps, self.goal, self._vouched):
             taken = tuple(source.peer for source in camp)
@@ -400,33 +391,21 @@ class Download:
             return None
         return self._context.vouch(donor, manifest.fragment, manifest.version, manifest.digest)
 
-    def _begin(self, manifest: Manifest) -> None:
-        """Chunks that a buffer brings along from an earlier attempt are kept if they are right."""
-        self._data = self._store.buffer(manifest)
-        self._missing = {
-            chunk
-            for chunk, digest in enumerate(manifest.chunk_digests)
-            if chunk_digest(self._data[chunk_at(chunk, self.total_bytes, manifest.chunk_bytes)]) != digest
-        }
-        self._kept = len(manifest.chunk_digests) - len(self._missing)
-        self._pending = deque(sorted(self._missing))
-        self._gave = {}
-
     def _ask_chunks(self, now: float) -> None:
         assert self._chosen is not None
         sources = self._givers(now)
-        if self._pending:
+        if self._chunks.pending:
             end_s = all_there_in_s([source.line for source in sources], self._context.pending(), now)
             widest = max(source.line.window for source in sources)
             for depth in range(widest):  # one each, then a second each: nobody takes all of a small goal
                 for source in sources:
                     has_room = len(source.asked) == depth and source.line.has_room
-                    if has_room and self._pending and source.line.next_in_s(now) <= end_s:
-                        self._ask_chunk(source, self._pending.popleft(), now)
+                    if has_room and self._chunks.pending and source.line.next_in_s(now) <= end_s:
+                        self._ask_chunk(source, self._chunks.pending.popleft(), now)
         self._looked_at = now
         for source in sources if not self._context.pending() else ():
-            if not (source.line.asked or self._pending):
-                chunk = overdue(self._useful(), self._missing, source.line, now)
+            if not (source.line.asked or self._chunks.pending):
+                chunk = overdue(self._useful(), self._chunks.missing, source.line, now)
                 if chunk is not None:
                     self._ask_chunk(source, chunk, now)
 
@@ -443,7 +422,7 @@ class Download:
     def _look_at(self) -> float | None:
         """When to see again whether a free donor should repeat what others owe, or give what one quicker was
         to give."""
-        if self._chosen is None or not self._missing:
+        if self._chosen is None or not self._chunks.missing:
             return None
         free = any(source.line.has_room and not source.asked for source in self._givers(self._looked_at))
         return self._looked_at + LOOK_EVERY_S if free else None
@@ -452,12 +431,12 @@ class Download:
 
     def _finish(self, now: float) -> None:
         assert self._chosen is not None
-        given = {source.peer: 0 for source in self._useful()} | self._gave
-        donors = tuple(sorted(given, key=lambda peer: (-given[peer], peer)))
+        given = {source.peer: 0 for source in self._useful()} | self._chunks.gave
+        donors, chosen = tuple(sorted(given, key=lambda peer: (-given[peer], peer))), self._chosen
         self.ended = Fetched(
-            self.goal, self._chosen.version, self._data, self._chosen.decision, self._chosen.digest, donors,
-            duration_s=now - self._started_at, chunks_wasted=self._wasted, chunks_kept=self._kept,
+            self.goal, chosen.version, self._chunks.data, chosen.decision, chosen.digest, donors,
+            duration_s=now - self._started_at, chunks_wasted=self._wasted, chunks_kept=self._chunks.kept,
         )  # fmt: skip
 
     def _fail(self, reason: str) -> None:
-        self.ended = FetchFailed(self.goal, reason, self._newest, sum(self._gave.values()))
+        self.ended = FetchFailed(self.goal, reason, self._newest, sum(self._chunks.gave.values()))
