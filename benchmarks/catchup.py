@@ -1,6 +1,6 @@
 """How fast a newcomer loads the agreed state from several donors, and what bad donors cost it. Prints JSON.
 
-    python benchmarks/catchup.py [--cases one four liar killed slow committing interrupted] [--width 1000]
+    python benchmarks/catchup.py [--cases one four liar inventor killed slow ...] [--width 1000]
 
 Real processes over real sockets: a seed, donors that train a model of 4 * width * width parameters (keep,
 int4) and give at most ``CAP_BYTES_PER_S`` each, and one newcomer that joins when every fragment has had a
@@ -8,6 +8,8 @@ round. What it loads is 8 bytes a parameter: parameters and momentum.
 
 - ``one``, ``four``: the rate with one donor and with four. The bar: four are at least 3 times as fast.
 - ``liar``: one of four sends wrong bytes in every chunk. The bar: one chunk is thrown away.
+- ``inventor``: one of two promises the right state with chunk digests of its own making, and would give the
+  chunks that they fit. The bar: it is asked for none.
 - ``killed``: one of four is killed (SIGKILL) in the middle: what it had given stays.
 - ``slow``: one of four gives 30 kB/s: it is dropped, and its chunks come from the others.
 - ``committing``: four donors that commit a fragment every ``0.5`` s, faster than one loads: it loads
@@ -47,6 +49,7 @@ from json_workers import answer_of, say, spawn
 from p2p_co2.catchup import STATE, CatchUpEvent, DonorRefused, Fetched
 from p2p_co2.catchup.donor import Donor
 from p2p_co2.config import ClockConfig, LimitsConfig, PeerConfig, RunConfig
+from p2p_co2.digest import chunk_digests
 from p2p_co2.node.catching import Catching
 from p2p_co2.telemetry.events import CaughtUp, Event, FragmentApplied
 from p2p_co2.trainer import connect
@@ -65,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one": {"donors": [""]},
     "four": {"donors": ["", "", "", ""]},
     "liar": {"donors": ["lie", "", "", ""]},
+    "inventor": {"donors": ["invent", ""]},
     "killed": {"donors": ["", "", "", ""], "kill_after_s": 2.5},
     "slow": {"donors": ["slow", "", "", ""]},
     "committing": {"donors": ["", "", "", ""], "round_s": FAST_ROUND_S},
@@ -99,6 +103,9 @@ def main() -> None:
     if "liar" in rows:
         wasted = rows["liar"]["chunks_wrong"]
         answer["liar_chunks"] = {"wrong": wasted, "bar": BAR_CHUNKS, "met": 0 < wasted <= BAR_CHUNKS}
+    if "inventor" in rows:
+        asked, found = rows["inventor"]["bad_donors_chunks"], rows["inventor"]["refused"]
+        answer["inventor_chunks"] = {"given": asked, "bar": 0, "met": asked == 0 and bool(found)}
     print(json.dumps(answer, indent=2))
 
 
@@ -139,6 +146,7 @@ def _measure(case: str, width: int) -> dict[str, Any]:
             for process in processes:
                 _end(process)
     row["donor_held_bytes_most"] = max(answer["held_bytes_most"] for answer in held)
+    row["bad_donors_chunks"] = sum(answer["chunks_given"] for answer in held if answer["is_bad"])
     print(case, json.dumps(row), file=sys.stderr)
     return row
 
@@ -195,8 +203,11 @@ def _donor(ticket: str, folder: str, width: str, donors: str, name: str, fault: 
     config = PeerConfig(
         folder=Path(folder) / name, min_peers=int(donors), limits=LimitsConfig(upload_bytes_per_s=cap)
     )
+    given = [0]
     if fault == "lie":
         _lie()
+    elif fault == "invent":
+        _invent(given)
     versions, most, said, over = dict.fromkeys(range(FRAGMENTS), 0), 0, False, threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
 
@@ -213,7 +224,7 @@ def _donor(ticket: str, folder: str, width: str, donors: str, name: str, fault: 
                 said = True
                 say({"ready": name})
         peer.stop()
-    say({"held_bytes_most": most})
+    say({"held_bytes_most": most, "chunks_given": given[0], "is_bad": fault == "invent"})
 
 
 def _lie() -> None:
@@ -227,6 +238,24 @@ def _lie() -> None:
         return size_bytes
 
     Donor._send_chunk = wrong  # type: ignore[method-assign]
+
+
+def _invent(given: list[int]) -> None:
+    """Other bytes in place of each state, under its name, well signed, and with their own digests."""
+    exported, send = Donor.exported, Donor._send_chunk
+
+    def invented(
+        self: Donor, fragment: int, version: int, data: Any, digest: bytes, digests: list[bytes], now: float
+    ) -> None:
+        other = b"\1" * len(data)
+        invented_digests = list(chunk_digests(other, self._shape.chunk_bytes))
+        exported(self, fragment, version, other, digest, invented_digests, now)
+
+    def counted(self: Donor, fetch: Any, peer: Any, data: Any) -> int:
+        given[0] += fetch.what == STATE
+        return send(self, fetch, peer, data)
+
+    Donor.exported, Donor._send_chunk = invented, counted  # type: ignore[method-assign]
 
 
 def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> None:
