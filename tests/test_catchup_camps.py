@@ -229,11 +229,15 @@ def test_it_is_gone_back_once_when_what_it_was_left_for_does_not_come_in_time() 
     assert course.elsewhere(BOTH, 20, 3 * look_s - 0.1) is None
     assert course.elsewhere(BOTH, 20, 3 * look_s) == SEVEN  # in 54 s
     course.content = SEVEN[0].content
-    assert course.looks_at() is None
+    course.begun(ALL - 10)
+    assert course.looks_at() == 5 * look_s  # twice as long
     assert not course.is_standing_by(SEVEN[0])
-    assert course.elsewhere(BOTH, ALL, 9 * look_s) is None  # never again
-    course.lost(BOTH, 9 * look_s)
-    assert course.choice(BOTH, (), 9 * look_s) == SEVEN  # and kept
+    assert course.elsewhere(BOTH, (ALL - 10) // 2, 5 * look_s) is None
+    course.lost(BOTH, 6 * look_s)
+    assert course.choice(BOTH, (), 6 * look_s) == SEVEN
+    assert course.looks_at() == 7 * look_s
+    assert course.elsewhere(BOTH, (ALL - 10) // 2 - 1, 7 * look_s) == EIGHT  # it does not come any more
+    assert course.looks_at() == 11 * look_s
 
 
 def test_it_is_gone_back_to_one_that_promises_what_was_left_and_has_given_nothing_yet() -> None:

@@ -113,15 +113,17 @@ class Course:
     ``LEFT_FLOOR_S`` and ``LEFT_TIMES`` the time in which all of it should be there, and again after as long,
     half of what was missing is there, or its rest takes at this pace half as long as all of what was left.
     And where it is lost it must be promised anew within ``CHOOSE_CAP_S``, or something as good, and that less
-    than ``LOST_MOST`` times. If not, the download goes back, once, and stays as long as anybody promises
-    that. Where nobody stands by any more it goes on, in the same way, to what others promise and bring
-    sooner, and looks half as often from then on; from what is surer only where nothing of that came.
+    than ``LOST_MOST`` times. If not, the download goes back. From then on, and where nobody stands by any
+    more, it goes on in the same way to what others promise and bring sooner, and gives each twice as long as
+    the one before; from what is surer only where nothing of that came. What was left is put aside, not thrown
+    away (``Download``): so going to and fro costs time, and no byte of what the first donors gave.
     """
 
     def __init__(self, goal: Goal, all_chunks: int, vouched: Vouched) -> None:
         self.content: Content = b""
         self._goal, self._all_chunks, self._vouched = goal, all_chunks, vouched
-        self._left: Content = b""
+        self.left: Content = b""
+        """What was begun first and left for something else; empty if nothing was."""
         self._is_back = False
         self._losses = 0
         self._decides_at: float | None = None
@@ -158,18 +160,16 @@ class Course:
         if back is None:
             best = self._best(camps)
             if best[0].content != self.content:
-                self._is_back, self._look_s = False, (1 + self._is_back) * self._look_s
                 self._looks_at = now + self._look_s
             return best
         chunks = self._all_chunks, self._all_chunks
         if has_credit and (found := sooner_elsewhere(back, camps, chunks, self._goal, self._vouched, now)):
             return self._goes(*found, now)
-        self._is_back = True
-        return back
+        return self._goes_back(back, now)
 
     def elsewhere(self, sources: Collection[Source], missing: int, now: float) -> Camp | None:
         """What is to be loaded instead of what is, of which ``missing`` chunks are."""
-        if self._left:
+        if self.left:
             return self._looks_back(sources, missing, now)
         promises = [source for source in sources if source.manifest is not None]
         ours = [source for source in promises if source.content == self.content]
@@ -179,7 +179,7 @@ class Course:
         found = sooner_elsewhere(ours, camps, chunks, self._goal, self._vouched, now)
         if found is None:
             return None
-        self._left, self._losses = self.content, 0
+        self.left, self._losses = self.content, 0
         return self._goes(*found, now)
 
     def begun(self, missing: int) -> None:
@@ -188,7 +188,7 @@ class Course:
 
     def looks_at(self) -> float | None:
         """When it is seen whether what something was left for keeps coming."""
-        return self._looks_at if self._left and not self._is_back else None
+        return self._looks_at if self.left else None
 
     def _goes(self, camp: Camp, all_s: float, now: float) -> Camp:
         self._look_s = LEFT_FLOOR_S + LEFT_TIMES * all_s
@@ -196,7 +196,7 @@ class Course:
         return camp
 
     def _looks_back(self, sources: Collection[Source], missing: int, now: float) -> Camp | None:
-        if self._is_back or now < self._looks_at:
+        if now < self._looks_at:
             return None
         camps = camps_of(self._believed(sources))
         ours = [camp for camp in camps if camp[0].content == self.content]
@@ -209,14 +209,22 @@ class Course:
         best = back or max(others, key=lambda camp: (self._sureness(camp), -self._enough_s(camp, None, now)))
         if came and (missing <= half or missing * self._look_s / came <= self._enough_s(best, back, now)):
             return None
-        if back is not None:
-            self._is_back = True
-        elif came and self._sureness(ours[0]) > self._sureness(best):
+        if back is None and came and self._sureness(ours[0]) > self._sureness(best):
             return None
-        else:
-            self._look_s *= 2
-            self._looks_at = now + self._look_s
+        if back is not None:
+            return self._goes_back(back, now)
+        self._looks_later(now)
         return best
+
+    def _goes_back(self, back: Camp, now: float) -> Camp:
+        self._is_back = True
+        self._looks_later(now)
+        return back
+
+    def _looks_later(self, now: float) -> None:
+        """What is gone to now has twice as long as what was."""
+        self._look_s *= 2
+        self._looks_at = now + self._look_s
 
     def _enough_s(self, best: Camp, back: Camp | None, now: float) -> float:
         """For ``best`` what is gone by is not left while its rest takes no longer than this, at the pace of
@@ -236,8 +244,8 @@ class Course:
 
     def is_standing_by(self, source: Source) -> bool:
         """Whether it promises what was left, and is asked for none of it."""
-        is_left = bool(self._left) and not self._is_back
-        return is_left and source.manifest is not None and source.content == self._left
+        is_left = bool(self.left) and not self._is_back
+        return is_left and source.manifest is not None and source.content == self.left
 
     def _standing_by(self, camps: Iterable[Camp]) -> Camp | None:
         """Who gave what was left, and promises it still."""

@@ -1,4 +1,7 @@
-"""The chunks of what a download loads: which are here, and which nobody was asked for yet."""
+"""The chunks of what a download loads: which are here, and which nobody was asked for yet.
+
+Law: memory for two states of a fragment at most, whatever donors promise.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections import deque
 from collections.abc import Collection
 
 from p2p_co2.catchup.kept import Store
-from p2p_co2.catchup.manifest import chunk_at, chunk_digest
+from p2p_co2.catchup.manifest import Content, chunk_at, chunk_digest
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Manifest
 
@@ -36,6 +39,15 @@ class Chunks:
         self.pending = deque(sorted(self.missing))
         self.gave = {}
 
+    def resume(self, manifest: Manifest) -> None:
+        """Go on with what was put aside for something else: the store keeps one state of a fragment."""
+        self._store.buffer(manifest)
+        for chunk in range(len(manifest.chunk_digests)):
+            if chunk not in self.missing:
+                place = chunk_at(chunk, manifest.total_bytes, manifest.chunk_bytes)
+                self._store.keep(manifest, place.start, self.data[place])
+        self.pending = deque(sorted(self.missing))
+
     def take(self, chunk: Chunk, manifest: Manifest, donor: PeerId) -> None:
         """Put one that is right and missing in its place."""
         self.missing.discard(chunk.chunk)
@@ -52,3 +64,27 @@ class Chunks:
     def give_back(self, chunks: Collection[int]) -> None:
         """Who was asked for these does not give them: they are asked for first."""
         self.pending.extendleft(sorted((chunk for chunk in chunks if chunk in self.missing), reverse=True))
+
+
+class Begun:
+    """What a download has begun: what it loads now, and at most one thing that it may go back to. That is
+    what was left first, or while it is gone on with, what was begun last."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._content: Content = b""
+        self._begun: dict[Content, Chunks] = {}
+
+    def go_on(self, content: Content, left: Content, manifest: Manifest) -> Chunks:
+        """Begin what ``manifest`` promises, or go on with it. ``left``: what was left first, if anything
+        was."""
+        chunks = self._begun.get(content)
+        if chunks is None:
+            chunks = Chunks(self._store)
+            chunks.begin(manifest)
+        else:
+            chunks.resume(manifest)
+        aside = self._content if content == left else left or self._content
+        kept = {aside: self._begun[aside]} if aside in self._begun else {}
+        self._content, self._begun = content, kept | {content: chunks}
+        return chunks

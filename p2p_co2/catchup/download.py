@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from p2p_co2.catchup import camps
-from p2p_co2.catchup.chunks import Chunks
+from p2p_co2.catchup.chunks import Begun, Chunks
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
@@ -68,7 +68,7 @@ class Download:
         self._started_at = self._moved_at = self._looked_at = now
         self.asked_at = -math.inf
         self._chosen: Manifest | None = None
-        self._chunks = Chunks(store)
+        self._begun, self._chunks = Begun(store), Chunks(store)
         self._wasted = self._newest = 0
         self._reason = "no donor is known"
         self._fill(now)
@@ -120,7 +120,7 @@ class Download:
             self._held = 0  # that version is gone: whatever there is, then, from everybody
             self._ask_manifest(source, now)
             return
-        if refusal.again and self._course.is_standing_by(source):
+        if refusal.again and source.manifest is not None and source.content != self._course.content:
             return  # its promise may stand, and nothing is asked of it by now
         self._newest = max(self._newest, refusal.newest_version)
         reason = refusal.reason[:200] or "refused without a reason"
@@ -368,15 +368,16 @@ class Download:
 
     def _take_up(self, camp: camps.Camp, now: float) -> None:
         """Load what these promise. Who promises what was loaded until now stands by."""
-        is_another = camp[0].content != self._course.content
+        content = camp[0].content
+        is_another = content != self._course.content
         for source in self._useful() if is_another else ():
             source.stand_by(self._context.next_request())
             self._keep_at = now + camps.KEEP_EVERY_S
-        self._chosen, self._course.content = camps.promise_of(camp), camp[0].content
+        self._chosen, self._course.content = camps.promise_of(camp), content
         if not is_another:
             return
         self._moved_at = now
-        self._chunks.begin(self._chosen)
+        self._chunks = self._begun.go_on(content, self._course.left, self._chosen)
         self._course.begun(len(self._chunks.missing))
         all_camps = camps.camps_of(self.sources.values())
         if rivals := camps.rivals_of(camp, all_camps, self.goal, self._vouched):

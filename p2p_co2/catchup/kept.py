@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from p2p_co2.memory import zeros
+from p2p_co2.memory import Buffer, zeros
 from p2p_co2.wire.messages_pb2 import Manifest
 
 
@@ -24,7 +24,7 @@ class Store(Protocol):
     def buffer(self, manifest: Manifest) -> memoryview:
         """Memory for what a checked manifest promises, with what was kept of it in its place."""
 
-    def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
+    def keep(self, manifest: Manifest, start: int, data: Buffer) -> None:
         """Keep bytes at ``start`` that have proved right."""
 
 
@@ -37,5 +37,5 @@ class NothingKept:
     def buffer(self, manifest: Manifest) -> memoryview:
         return zeros(manifest.total_bytes)
 
-    def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
+    def keep(self, manifest: Manifest, start: int, data: Buffer) -> None:
         return

@@ -19,7 +19,7 @@ import re
 import shutil
 from pathlib import Path
 
-from p2p_co2.memory import zeros
+from p2p_co2.memory import Buffer, zeros
 from p2p_co2.wire.messages_pb2 import Manifest
 
 _NAME = re.compile(r"fragment-(\d{1,6})-version-(\d{1,16})\.part")
@@ -48,7 +48,7 @@ class KeptChunks:
         self._begin(manifest)
         return data
 
-    def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
+    def keep(self, manifest: Manifest, start: int, data: Buffer) -> None:
         if self._ended:
             return
         try:

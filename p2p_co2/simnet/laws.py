@@ -166,7 +166,7 @@ class Books:
             known = self._named[id(parts)] = parts, digest(repr(parts).encode())
             while len(self._named) > NAMED_KEPT:
                 del self._named[next(iter(self._named))]
-        return digest(mean.mean, known[1])
+        return digest(mean.mean, known[1], bytes((mean.fragment,)))
 
 
 class Auditor:
