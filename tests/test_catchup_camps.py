@@ -230,14 +230,11 @@ def test_it_is_gone_back_once_when_what_it_was_left_for_does_not_come_in_time() 
     assert course.elsewhere(BOTH, 20, 3 * look_s) == SEVEN  # in 54 s
     course.content = SEVEN[0].content
     course.begun(ALL - 10)
-    assert course.looks_at() == 5 * look_s  # twice as long
+    assert course.looks_at() is None
     assert not course.is_standing_by(SEVEN[0])
-    assert course.elsewhere(BOTH, (ALL - 10) // 2, 5 * look_s) is None
-    course.lost(BOTH, 6 * look_s)
-    assert course.choice(BOTH, (), 6 * look_s) == SEVEN
-    assert course.looks_at() == 7 * look_s
-    assert course.elsewhere(BOTH, (ALL - 10) // 2 - 1, 7 * look_s) == EIGHT  # it does not come any more
-    assert course.looks_at() == 11 * look_s
+    assert course.elsewhere(BOTH, ALL, 9 * look_s) is None  # never again
+    course.lost(BOTH, 9 * look_s)
+    assert course.choice(BOTH, (), 9 * look_s) == SEVEN  # and kept
 
 
 def test_it_is_gone_back_to_one_that_promises_what_was_left_and_has_given_nothing_yet() -> None:
@@ -301,7 +298,8 @@ def test_what_is_chosen_when_what_was_gone_back_to_is_lost_has_to_keep_coming_to
     course.content = EIGHT[0].content
     course.begun(ALL)
     assert course.looks_at() == 4 * look_s  # twice as long
-    assert course.elsewhere([*EIGHT, *nine], ALL - 1, 4 * look_s) == nine
+    assert not course.is_standing_by(SEVEN[0])  # it is not gone back to once more
+    assert course.elsewhere([*BOTH, *nine], ALL - 1, 4 * look_s) == nine
 
 
 def test_what_is_chosen_for_want_of_more_has_to_keep_coming_too() -> None:

@@ -76,34 +76,6 @@ def test_what_was_left_is_put_aside_and_gone_on_with() -> None:
     assert turns_of_fragment_1(world) == [7, 8, 7]
 
 
-def test_who_was_gone_back_to_and_becomes_a_trickle_is_left_again() -> None:
-    """It had given quickly at first, and was kept for two hours beside a donor of two minutes."""
-    shape = Shape((10, 10), (SMALL, 30 * MAX_DATA_BYTES))
-    world, pauses_s = World(donors=2, rate=2e6, shape=shape), iter([9.0, 0.1, 0.1, 0.1, 0.1, 0.1])
-    late = world.machines[LATE]
-    late.ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
-    world.rates[D2] = MAX_DATA_BYTES / 1.5
-
-    def trickle(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage | None:
-        if sender == D1 and isinstance(message, Chunk):
-            pause_s = next(pauses_s, 20.0)
-            world.rates[D1] = MAX_DATA_BYTES / pause_s
-            return None if pause_s == 20.0 and world.now < 40.0 else message
-        return message
-
-    world.tamper = trickle
-    late.want(Goal(STATE, 1, 7, (D1,)), world.now)
-    world.move(D2, 8)
-    world.run(22.0)
-    began_at = world.now
-    for _ in range(60):
-        late.add_donors(1, [D2], world.now)
-        world.run(10.0)
-    assert world.fetched().version == 8
-    assert turns_of_fragment_1(world)[-1] == 8
-    assert world.now - began_at < 300.0
-
-
 def test_one_that_is_busy_and_asked_for_nothing_keeps_its_promise() -> None:
     """What it had promised was forgotten, and it was asked for what it does not have until it was dropped."""
     world, busy = left_for(3, (D2,)), [True]

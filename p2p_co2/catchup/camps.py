@@ -27,6 +27,8 @@ LEFT_TIMES, LEFT_FLOOR_S = 2.0, 5.0
 """What is begun is left if its rest takes so many times as long as all of what is newer, and so long."""
 LOST_MOST = 2
 """What something was left for may be lost less often than this."""
+GONE: Content = b"gone"
+"""No promise is this."""
 KEEP_EVERY_S = 10.0
 """Who stands by is asked so often for what it promised: it drops what nobody asks for."""
 
@@ -113,10 +115,10 @@ class Course:
     ``LEFT_FLOOR_S`` and ``LEFT_TIMES`` the time in which all of it should be there, and again after as long,
     half of what was missing is there, or its rest takes at this pace half as long as all of what was left.
     And where it is lost it must be promised anew within ``CHOOSE_CAP_S``, or something as good, and that less
-    than ``LOST_MOST`` times. If not, the download goes back. From then on, and where nobody stands by any
-    more, it goes on in the same way to what others promise and bring sooner, and gives each twice as long as
-    the one before; from what is surer only where nothing of that came. What was left is put aside, not thrown
-    away (``Download``): so going to and fro costs time, and no byte of what the first donors gave.
+    than ``LOST_MOST`` times. If not, the download goes back, once, and stays as long as anybody promises
+    that: what was left is put aside, not thrown away (``Begun``). Where nobody stands by any more it goes on,
+    in the same way, to what others promise and bring sooner, and gives each twice as long as the one before;
+    from what is surer only where nothing of that came.
     """
 
     def __init__(self, goal: Goal, all_chunks: int, vouched: Vouched) -> None:
@@ -160,12 +162,15 @@ class Course:
         if back is None:
             best = self._best(camps)
             if best[0].content != self.content:
+                if self._is_back:  # what was gone back to is lost: as if it had never been begun
+                    self._is_back, self.left, self._look_s = False, GONE, 2 * self._look_s
                 self._looks_at = now + self._look_s
             return best
         chunks = self._all_chunks, self._all_chunks
         if has_credit and (found := sooner_elsewhere(back, camps, chunks, self._goal, self._vouched, now)):
             return self._goes(*found, now)
-        return self._goes_back(back, now)
+        self._is_back = True
+        return back
 
     def elsewhere(self, sources: Collection[Source], missing: int, now: float) -> Camp | None:
         """What is to be loaded instead of what is, of which ``missing`` chunks are."""
@@ -188,7 +193,7 @@ class Course:
 
     def looks_at(self) -> float | None:
         """When it is seen whether what something was left for keeps coming."""
-        return self._looks_at if self.left else None
+        return self._looks_at if self.left and not self._is_back else None
 
     def _goes(self, camp: Camp, all_s: float, now: float) -> Camp:
         self._look_s = LEFT_FLOOR_S + LEFT_TIMES * all_s
@@ -196,7 +201,7 @@ class Course:
         return camp
 
     def _looks_back(self, sources: Collection[Source], missing: int, now: float) -> Camp | None:
-        if now < self._looks_at:
+        if self._is_back or now < self._looks_at:
             return None
         camps = camps_of(self._believed(sources))
         ours = [camp for camp in camps if camp[0].content == self.content]
@@ -209,22 +214,14 @@ class Course:
         best = back or max(others, key=lambda camp: (self._sureness(camp), -self._enough_s(camp, None, now)))
         if came and (missing <= half or missing * self._look_s / came <= self._enough_s(best, back, now)):
             return None
-        if back is None and came and self._sureness(ours[0]) > self._sureness(best):
-            return None
         if back is not None:
-            return self._goes_back(back, now)
-        self._looks_later(now)
+            self._is_back = True
+        elif came and self._sureness(ours[0]) > self._sureness(best):
+            return None
+        else:
+            self._look_s *= 2
+            self._looks_at = now + self._look_s
         return best
-
-    def _goes_back(self, back: Camp, now: float) -> Camp:
-        self._is_back = True
-        self._looks_later(now)
-        return back
-
-    def _looks_later(self, now: float) -> None:
-        """What is gone to now has twice as long as what was."""
-        self._look_s *= 2
-        self._looks_at = now + self._look_s
 
     def _enough_s(self, best: Camp, back: Camp | None, now: float) -> float:
         """For ``best`` what is gone by is not left while its rest takes no longer than this, at the pace of

@@ -40,12 +40,9 @@ class Chunks:
         self.gave = {}
 
     def resume(self, manifest: Manifest) -> None:
-        """Go on with what was put aside for something else: the store keeps one state of a fragment."""
-        self._store.buffer(manifest)
-        for chunk in range(len(manifest.chunk_digests)):
-            if chunk not in self.missing:
-                place = chunk_at(chunk, manifest.total_bytes, manifest.chunk_bytes)
-                self._store.keep(manifest, place.start, self.data[place])
+        """Go on with what was put aside for something else. What came before that is not kept beyond our own
+        end any more."""
+        self._store.begin(manifest)
         self.pending = deque(sorted(self.missing))
 
     def take(self, chunk: Chunk, manifest: Manifest, donor: PeerId) -> None:
@@ -78,13 +75,16 @@ class Begun:
     def go_on(self, content: Content, left: Content, manifest: Manifest) -> Chunks:
         """Begin what ``manifest`` promises, or go on with it. ``left``: what was left first, if anything
         was."""
-        chunks = self._begun.get(content)
-        if chunks is None:
-            chunks = Chunks(self._store)
-            chunks.begin(manifest)
-        else:
-            chunks.resume(manifest)
         aside = self._content if content == left else left or self._content
-        kept = {aside: self._begun[aside]} if aside in self._begun else {}
-        self._content, self._begun = content, kept | {content: chunks}
+        self._begun = {one: chunks for one, chunks in self._begun.items() if one in (aside, content)}
+        self._content = content
+        if (chunks := self._begun.get(content)) is not None:
+            chunks.resume(manifest)
+            return chunks
+        chunks = self._begun[content] = Chunks(self._store)
+        chunks.begin(manifest)
         return chunks
+
+    def __len__(self) -> int:
+        """How many states there is memory for."""
+        return len(self._begun)

@@ -68,7 +68,7 @@ class Download:
         self._started_at = self._moved_at = self._looked_at = now
         self.asked_at = -math.inf
         self._chosen: Manifest | None = None
-        self._begun, self._chunks = Begun(store), Chunks(store)
+        self._store, self._begun, self._chunks = store, Begun(store), Chunks(store)
         self._wasted = self._newest = 0
         self._reason = "no donor is known"
         self._fill(now)
@@ -189,6 +189,11 @@ class Download:
         if self._chosen is None:
             return chunk_count(self.total_bytes, self._context.chunk_bytes)
         return len(self._chunks.pending)
+
+    @property
+    def held_bytes(self) -> int:
+        """What it has memory for, or will have."""
+        return self.total_bytes * max(1, len(self._begun))
 
     def received(self) -> tuple[int, set[PeerId]]:
         """Bytes that are right, in whole chunks, and who gave any of them."""
@@ -377,6 +382,7 @@ class Download:
         if not is_another:
             return
         self._moved_at = now
+        self._chunks = Chunks(self._store)  # lets go of what is not put aside
         self._chunks = self._begun.go_on(content, self._course.left, self._chosen)
         self._course.begun(len(self._chunks.missing))
         all_camps = camps.camps_of(self.sources.values())

@@ -223,7 +223,7 @@ class Fetcher:
     def _may_start(self, goal: Goal) -> bool:
         if goal.what != STATE:
             return True
-        loading = sum(d.total_bytes for d in self._downloads.values() if d.goal.what == STATE)
+        loading = sum(d.held_bytes for d in self._downloads.values() if d.goal.what == STATE)
         has_room = self._shape.is_free(loading + self._shape.state_bytes[goal.fragment])
         ahead = sum(download.ahead for download in self._downloads.values())
         return not loading or (has_room and ahead < max(DONORS_AT_ONCE, self._lines.chunks_in(AHEAD_S)))

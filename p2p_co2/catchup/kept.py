@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from p2p_co2.memory import Buffer, zeros
+from p2p_co2.memory import zeros
 from p2p_co2.wire.messages_pb2 import Manifest
 
 
@@ -24,7 +24,10 @@ class Store(Protocol):
     def buffer(self, manifest: Manifest) -> memoryview:
         """Memory for what a checked manifest promises, with what was kept of it in its place."""
 
-    def keep(self, manifest: Manifest, start: int, data: Buffer) -> None:
+    def begin(self, manifest: Manifest) -> None:
+        """What follows is of this promise, and of its fragment nothing else is kept."""
+
+    def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
         """Keep bytes at ``start`` that have proved right."""
 
 
@@ -37,5 +40,8 @@ class NothingKept:
     def buffer(self, manifest: Manifest) -> memoryview:
         return zeros(manifest.total_bytes)
 
-    def keep(self, manifest: Manifest, start: int, data: Buffer) -> None:
+    def begin(self, manifest: Manifest) -> None:
+        return
+
+    def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
         return

@@ -19,7 +19,7 @@ import re
 import shutil
 from pathlib import Path
 
-from p2p_co2.memory import Buffer, zeros
+from p2p_co2.memory import zeros
 from p2p_co2.wire.messages_pb2 import Manifest
 
 _NAME = re.compile(r"fragment-(\d{1,6})-version-(\d{1,16})\.part")
@@ -45,10 +45,10 @@ class KeptChunks:
                 if file.readinto(data) == manifest.total_bytes:
                     return data
                 data = zeros(manifest.total_bytes)
-        self._begin(manifest)
+        self.begin(manifest)
         return data
 
-    def keep(self, manifest: Manifest, start: int, data: Buffer) -> None:
+    def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
         if self._ended:
             return
         try:
@@ -65,7 +65,7 @@ class KeptChunks:
         self._ended = True
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _begin(self, manifest: Manifest) -> None:
+    def begin(self, manifest: Manifest) -> None:
         """A file with nothing but a hole, in the place of the fragment's earlier one."""
         if self._ended:
             return
