@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.catchup import STATE, CatchUp
+from p2p_co2.catchup.camps import GONE
 from p2p_co2.catchup.chunks import Begun, Chunks
+from p2p_co2.catchup.kept import NothingKept
 from p2p_co2.catchup.manifest import content_of, make_manifest
 from p2p_co2.digest import chunk_digests
 from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Fetch
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest
 from tests.catchup_world import CHUNKS, D1, IDENTITIES, LARGE, LATE, RUN, SHAPE, World, named, state_of
 
 RATE_BYTES_PER_S = 10 * MAX_DATA_BYTES
@@ -198,3 +200,17 @@ def test_what_was_put_aside_is_gone_on_with_in_memory(tmp_path: Path) -> None:
     assert go_on(7) is first
     assert go_on(8).missing == {0, 1, 2}  # made room for 9
     assert KeptChunks(tmp_path).held_version(1, size) == 8
+
+
+def test_what_was_gone_back_to_and_is_lost_is_put_aside_for_what_is_chosen_then() -> None:
+    """It was thrown away, for what may give nothing."""
+    size, begun = 2 * MAX_DATA_BYTES, Begun(NothingKept())
+    manifest = Manifest(total_bytes=size, chunk_bytes=MAX_DATA_BYTES, chunk_digests=[bytes(32)] * 2)
+    seven = begun.go_on(b"7", b"", manifest)
+    eight = begun.go_on(b"8", b"7", manifest)
+    assert begun.go_on(b"7", b"7", manifest) is seven
+    nine = begun.go_on(b"9", GONE, manifest)
+    assert begun.go_on(b"7", GONE, manifest) is seven
+    assert begun.go_on(b"9", GONE, manifest) is nine
+    assert begun.go_on(b"8", GONE, manifest) is not eight
+    assert len(begun) == 2

@@ -65,7 +65,7 @@ class Chunks:
 
 class Begun:
     """What a download has begun: what it loads now, and at most one thing that it may go back to. That is
-    what was left first, or while it is gone on with, what was begun last."""
+    what was left first, or while that is gone on with, or has been lost, what was loaded last."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -75,7 +75,7 @@ class Begun:
     def go_on(self, content: Content, left: Content, manifest: Manifest) -> Chunks:
         """Begin what ``manifest`` promises, or go on with it. ``left``: what was left first, if anything
         was."""
-        aside = self._content if content == left else left or self._content
+        aside = left if left in self._begun and left != content else self._content
         self._begun = {one: chunks for one, chunks in self._begun.items() if one in (aside, content)}
         self._content = content
         if (chunks := self._begun.get(content)) is not None:
