@@ -13,6 +13,7 @@ from p2p_co2.catchup.camps import (
     LOST_MOST,
     Camp,
     Course,
+    Vouched,
     camps_of,
     rank,
     rivals_of,
@@ -205,14 +206,14 @@ BOTH = [*SEVEN, *EIGHT]
 LOOK_S = LEFT_FLOOR_S + LEFT_TIMES * ALL * 0.125
 
 
-def gone_to_eight(vouched: object = newest) -> Course:
+def gone_to_eight(vouched: Vouched = newest) -> Course:
     course = Course(NOBODY_KNOWS, ALL, newest)
     course.content = SEVEN[0].content
     assert course.looks_at() is None
     assert course.elsewhere(BOTH, ALL, 0.0) == EIGHT
     course.content = EIGHT[0].content
     course.begun(ALL)
-    course._vouched = vouched  # type: ignore[assignment]
+    course._vouched = vouched
     return course
 
 
