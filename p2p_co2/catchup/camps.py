@@ -30,7 +30,7 @@ LOST_MOST = 2
 GONE: Content = b"gone"
 """No promise is this."""
 KEEP_EVERY_S = 10.0
-"""Who stands by is asked so often for what it promised: it drops what nobody asks for."""
+"""Who promises anything else is asked for it so often: it drops what nobody asks for."""
 
 
 def camps_of(sources: Iterable[Source]) -> list[Camp]:
@@ -125,7 +125,7 @@ class Course:
         self.content: Content = b""
         self._goal, self._all_chunks, self._vouched = goal, all_chunks, vouched
         self.left: Content = b""
-        """What was begun first and left for something else; empty if nothing was."""
+        """What was begun first and left for something else; empty if nothing was, ``GONE`` once that is lost."""
         self._is_back = False
         self._losses = 0
         self._decides_at: float | None = None
