@@ -125,7 +125,7 @@ class Course:
         self.content: Content = b""
         self._goal, self._all_chunks, self._vouched = goal, all_chunks, vouched
         self.left: Content = b""
-        """What was begun first and left for something else; empty if nothing was, ``GONE`` once that is lost."""
+        """What was begun first and left for something else: empty if nothing was, ``GONE`` if it was lost."""
         self._is_back = False
         self._losses = 0
         self._decides_at: float | None = None
