@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import heapq
 
-from p2p_co2.catchup import STATE, CatchUpMessage, Goal, Shape
+import pytest
+
+from p2p_co2.catchup import STATE, CatchUpMessage, FetchFailed, Goal, Shape
+from p2p_co2.catchup.waiting import COMES_WITHIN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Manifest, Refusal
@@ -98,3 +101,28 @@ def test_one_that_is_busy_and_asked_for_nothing_keeps_its_promise() -> None:
     assert not busy
     assert source.manifest is not None
     assert source.agains == 0
+
+
+def test_a_load_of_which_nothing_comes_ends_whoever_promises_by_turns() -> None:
+    """Each promise, and each loss of it, was another minute: a load went on for ever beside one donor that
+    said "again" and two that promised by turns and gave nothing."""
+    world = World(donors=3, rate=2e6)
+    late, began_at = world.machines[LATE], world.now
+
+    def give_nothing(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage | None:
+        if sender == D1 and isinstance(message, Manifest | Chunk):
+            return Refusal(request=message.request, reason="busy", again=True)
+        return None if isinstance(message, Chunk) else message
+
+    world.tamper = give_nothing
+    late.want(Goal(STATE, 1, 7, (D1, D2)), world.now)
+    for _ in range(100):
+        world.run(5.0)
+        if world.events:
+            break
+        if world.now > began_at + 25.0:
+            late.add_donors(1, (D1, D2, D3), world.now)
+    (failed,) = world.events
+    assert isinstance(failed, FetchFailed)
+    assert failed.reason.endswith(f"(for {COMES_WITHIN_S:.0f} s)")
+    assert world.now - began_at == pytest.approx(COMES_WITHIN_S)

@@ -24,13 +24,9 @@ from p2p_co2.catchup.chunks import Begun, Chunks
 from p2p_co2.catchup.goals import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
-from p2p_co2.catchup.manifest import (
-    check_chunk,
-    check_manifest,
-    chunk_count,
-    content_of,
-)
+from p2p_co2.catchup.manifest import check_chunk, check_manifest, chunk_count, content_of
 from p2p_co2.catchup.source import MOVES_MOST, REPEATS_MOST, Context, Source, others_gap_s, overdue
+from p2p_co2.catchup.waiting import COMES_WITHIN_S, Waiting
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -41,8 +37,6 @@ WIDEN_S = 1.0
 OUTRUN_TIMES = 8.0
 """So many times what the others need for a chunk."""
 LOOK_EVERY_S = 0.25
-BUSY_CAP_S = 60.0
-"""Donors that say "again" and give us nothing, of anything, are believed for so long."""
 EARLY_AGAINS = 5
 """What a donor says it has not reached yet is asked for so often: it may be about to, or nobody will ever."""
 
@@ -65,7 +59,8 @@ class Download:
         self._width = min(DONORS_AT_ONCE, all_chunks)
         self._keep_at = math.inf
         self._course = camps.Course(goal, all_chunks, self._vouched)
-        self._started_at = self._moved_at = self._looked_at = now
+        self._started_at = self._looked_at = now
+        self._waiting = Waiting(now)
         self.asked_at = -math.inf
         self._chosen: Manifest | None = None
         self._store, self._begun, self._chunks = store, Begun(store), Chunks(store)
@@ -88,7 +83,7 @@ class Download:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
         source.manifest, source.content, source.again_at = manifest, content_of(manifest), None
         source.moved_on = False
-        self._moved_at = now
+        self._waiting.moved(now)
         self._course.heard(source.asked_at, now)
         self.advance(now)
 
@@ -105,8 +100,9 @@ class Download:
             self._wasted += 1
             raise
         source.gave(chunk.chunk, now, self._context.lines)
-        self._moved_at = now
+        self._waiting.moved(now)
         if chunk.chunk in self._chunks.missing:
+            self._waiting.came(now)
             self._chunks.take(chunk, self._chosen, source.peer)
             if source.lost[chunk.chunk]:
                 self._chunks.was_late(chunk.chunk)
@@ -205,7 +201,7 @@ class Download:
     def get_timer(self) -> float | None:
         times = [at for source in self.sources.values() if (at := self._patience_ends_at(source)) is not None]
         times += [source.again_at for source in self.sources.values() if source.again_at is not None]
-        times.append(self._fails_at())
+        times.append(self._waiting.ends_at(self._turns()))
         if self._chosen is None and (at := self._course.decides_at(self.sources.values())) is not None:
             times.append(at)
         if self._chosen is not None and (at := self._course.looks_at()) is not None:
@@ -237,7 +233,7 @@ class Download:
             self._keep_at = now + camps.KEEP_EVERY_S
             for source in self._others():
                 self._context.out.send(source.peer, self._wanted_of(source))
-        if self.ended is None and now >= self._fails_at():
+        if self.ended is None and now >= self._waiting.ends_at(self._turns()):
             self._give_up(now)
         if self._reserve and now >= self._widen_at():
             self._fill(now, more=1)
@@ -246,17 +242,17 @@ class Download:
     def _give_up(self, now: float) -> None:
         """Nothing came for too long: without those that were to give it, where others promise anything."""
         useful = self._useful() if self._chosen is not None else []
-        if useful and self._others():
+        nothing_s = self._waiting.nothing_s(now, self._turns())
+        if useful and self._others() and nothing_s < COMES_WITHIN_S:
             for source in useful:
-                self._lose(source, f"gave nothing for {BUSY_CAP_S:.0f} s", now)
+                self._lose(source, f"gave nothing for {nothing_s:.0f} s", now)
         else:
-            self._fail(f"{self._reason} (for {BUSY_CAP_S:.0f} s)")
+            self._fail(f"{self._reason} (for {nothing_s:.0f} s)")
 
-    def _fails_at(self) -> float:
+    def _turns(self) -> list[float]:
         """While those that promise it give to our other downloads, this one waits for its turn; what it has
         asked for comes after what was asked before it."""
-        turns = [s.waits_since() for s in self._useful() if self._chunks.pending or s.asked]
-        return max(self._moved_at, *turns, -math.inf) + BUSY_CAP_S
+        return [s.waits_since() for s in self._useful() if self._chunks.pending or s.asked]
 
     def _patience_ends_at(self, source: Source) -> float | None:
         context, real_bytes = self._context, self.total_bytes * self._context.scale
@@ -268,8 +264,8 @@ class Download:
         )
 
     def _widen_at(self) -> float:
-        newest_asked_at = max((source.asked_at for source in self.sources.values()), default=self._moved_at)
-        return max(self._moved_at, newest_asked_at) + WIDEN_S
+        newest_asked_at = max((source.asked_at for source in self.sources.values()), default=-math.inf)
+        return max(self._waiting.moved_at, newest_asked_at) + WIDEN_S
 
     # ---- donors
 
@@ -328,10 +324,11 @@ class Download:
         self._give_back(source, source.asked)
         source.repeats += 1
         source.moved_on, source.manifest = moved_on, None
-        self._moved_at = now if moved_on else self._moved_at
         if is_last and self._chosen is not None:
             self._lose_chosen(now)
-        if not moved_on:
+        if moved_on:
+            self._waiting.moved(now)
+        else:
             source.line.window = 1
         source.answered.clear()
         source.lost.clear()
@@ -368,7 +365,8 @@ class Download:
             self._fail(self._reason)
 
     def _lose_chosen(self, now: float) -> None:
-        self._chosen, self._moved_at = None, now
+        self._chosen = None
+        self._waiting.moved(now)
         self._course.lost(self.sources.values(), now)
 
     def _take_up(self, camp: camps.Camp, now: float) -> None:
@@ -381,7 +379,7 @@ class Download:
         self._chosen, self._course.content = camps.promise_of(camp), content
         if not is_another:
             return
-        self._moved_at = now
+        self._waiting.moved(now)
         self._chunks = Chunks(self._store)  # lets go of what is not put aside
         self._chunks = self._begun.go_on(content, self._course.left, self._chosen)
         self._course.begun(len(self._chunks.missing))

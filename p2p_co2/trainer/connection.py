@@ -155,6 +155,7 @@ class Connection:
             tuple(codec.blocks(f.numel) for f in plan.fragments),
             sum_bytes,
             run.clock.round_s if run.clock.mode == "time" else 0.0,
+            chunk_bytes=ledger.chunk_bytes,
         )
         self._tell_of_damaged(saved)
         self._on_event(

@@ -85,8 +85,9 @@ class TensorLedger:
         self.failure: BaseException | None = None
         """A bug in work that nobody awaits; the training thread raises it."""
         sizes = [state_size_bytes(fragment.state.params.numel()) for fragment in self._fragments]
-        self._chunk_bytes = chunk_bytes_of(sizes)
-        self._digests = [state_digest(fragment.state, self._chunk_bytes) for fragment in self._fragments]
+        self.chunk_bytes = chunk_bytes_of(sizes)
+        """Of a state's chunks: its digest is that of theirs."""
+        self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self._fragments]
         self._exchanged: dict[int, bytes] = {}
         """By fragment, the digest of the state that was given up for a donor's last."""
         self._moment: Moment | None = None
@@ -293,7 +294,7 @@ class TensorLedger:
             is_older = state.version < ledger.state.version and not goes_back
             if state.version != agreed.version or is_older:
                 raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
-            if state_digest(state, self._chunk_bytes) != agreed.digest:
+            if state_digest(state, self.chunk_bytes) != agreed.digest:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
@@ -311,7 +312,7 @@ class TensorLedger:
         ledger = self._fragments[fragment]
         with ledger.wholeness.changing(f"telling of version {ledger.state.version}"):
             self._tell(outcome())
-            self._digests[fragment] = state_digest(ledger.state, self._chunk_bytes)
+            self._digests[fragment] = state_digest(ledger.state, self.chunk_bytes)
         return AgreedVersion(ledger.state.version, self._digests[fragment])
 
     def _admitted(self, data: Buffer, blocks: int) -> Iterator[Tensor]:

@@ -174,7 +174,11 @@ class Trainer:
         loop = asyncio.get_running_loop()
         self.node = Node(
             Beside(world, self.identity),
-            PayloadShape(codec.block_bytes, tuple(codec.blocks(f.numel) for f in plan.fragments)),
+            PayloadShape(
+                codec.block_bytes,
+                tuple(codec.blocks(f.numel) for f in plan.fragments),
+                chunk_bytes=self.ledger.chunk_bytes,
+            ),
             [state_size_bytes(fragment.numel) for fragment in plan.fragments],
             self.ledger,
             self.ledger.agreed(),
