@@ -46,7 +46,8 @@ NEWS_UNDER_WAY_S, NEWS_COME_WITHIN_S = 0.002, 10.0
 LAST_WORDS_S = 1.0
 """What is said last may take so long to be on its way."""
 CROWD_S = 0.05
-"""Who comes or goes within this time after another is told of together with it."""
+"""Who comes or goes within this time after another is told of together with it; among many, within half of
+the time between two refreshes."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
 """The machines hear of statuses at most this often, but for changes of their own making; more rarely among
 many, because each time costs in proportion to the peers."""
@@ -364,7 +365,8 @@ class Node:
             self.catchup.forget_donor(event.peer, now)
             self.catching.majority.left(event.peer)
         self._has_strangers = True  # they come and go in crowds, and each telling costs as many as there are
-        self._beat_at = min(self._beat_at, now + CROWD_S)
+        crowd_s = max(CROWD_S, len(self.membership.live) / (2 * REFRESHED_PEERS_PER_S))
+        self._beat_at = min(self._beat_at, now + crowd_s)
 
     def know_all(self) -> None:
         """Let the rounds machine hear of all who came and went before it hears more of them."""

@@ -19,10 +19,10 @@ from p2p_co2.simnet.faults import Storm
 from p2p_co2.simnet.swarm import Result, Settings, Swarm
 from p2p_co2.telemetry.events import RoundCommitted
 
-STORM_ROUND_S, STORM_ROUNDS = 4.0, 4
+STORM_ROUND_S, STORM_ROUNDS = 4.0, 3
 START_SPREAD_S = 0.5
 STORM_FROM_S, STORM_UNTIL_S = 3.5, 10.5
-"""The first rounds begin at about 4 s; most come after the storm."""
+"""The first rounds begin at about 4 s; what they left is made good, and the last ones are made, after it."""
 STORM_BLOCKS = (6, 3)
 """Of two fragments: parts enough for owners to die."""
 STORM_OFFER_S = 60.0
