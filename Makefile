@@ -12,12 +12,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-# A Python that was built without optimisations, as pyenv does, takes a third more processor time: another goes
-# before it, if it has venv, and is named as it is taken.
+# A Python that was built without optimisations, as pyenv does, takes a quarter to a third more processor time:
+# another goes before it, if it has venv, and is named as it is taken. What is in .venv stays (make clean).
 PYTHONS := python3 /usr/bin/python3 python3.14 python3.13 python3.12 python3.11
 PYTHON ?= $(shell for wanted in \
 	'import venv, ensurepip; ok = sys.base_prefix == "/usr" or "--enable-optimizations" in str(get_config_var("CONFIG_ARGS"))' \
-	'ok = True'; do for python in $(PYTHONS); do \
+	'import venv, ensurepip; ok = True' 'ok = True'; do for python in $(PYTHONS); do \
 	$$python -c "import sys; from sysconfig import get_config_var; $$wanted; sys.exit(not ok or sys.version_info < (3, 11))" \
 	2>/dev/null && echo $$python && exit; done; done)
 VENV := .venv
@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2
 		echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; fi
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 		echo "error: this Python has no venv; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 2; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Setting up $(VENV) with $$($(BIN)/python --version) of $$($(BIN)/python -c 'import sys; print(sys.base_prefix)'), \
 	once (torch is large: some minutes on a slow line)."
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[dev]' \

@@ -439,6 +439,7 @@ class Membership:
                 del self._gone[oldest]
                 self._fell_silent.discard(oldest)
             self.revision += 1
+            self.restarted.add(peer)  # if it is back before anybody has heard that it was gone
             self._events.append(Left(peer, reason))
 
 

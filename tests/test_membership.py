@@ -465,6 +465,19 @@ def test_one_that_was_started_anew_before_it_was_missed_is_known_by_its_number()
     assert machine.take_restarted() == set()
 
 
+def test_who_left_and_is_back_before_anybody_was_told_has_begun_anew() -> None:
+    """Both were told of at once: what its last process had in hand was waited for."""
+    machine = Membership(A)
+    machine.receive(Ping(status=Status(phase=Status.TRAINING, process=7)), B, 100.0)
+    machine.receive(Leave(reason="bye"), B, 101.0)
+    assert machine.take_restarted() == set()
+    machine.receive(Ping(status=Status(phase=Status.JOINING, process=8)), B, 102.0)
+    assert machine.take_restarted() == set()  # it was told of between the two
+    machine.receive(Leave(reason="bye"), B, 103.0)
+    machine.receive(Ping(status=Status(phase=Status.JOINING, process=9)), B, 103.1)
+    assert machine.take_restarted() == {B}
+
+
 def test_who_said_goodbye_is_not_awaited_though_the_dht_lists_it_still() -> None:
     """Who came late to the end of a run waited up to twelve seconds for those who had left it."""
     machine = pair()[A]

@@ -26,7 +26,7 @@ from p2p_co2.catchup.kept import Store
 from p2p_co2.catchup.line import OUTRUN_S, all_there_in_s
 from p2p_co2.catchup.manifest import check_chunk, check_manifest, chunk_count, content_of
 from p2p_co2.catchup.source import MOVES_MOST, REPEATS_MOST, Context, Source, others_gap_s, overdue
-from p2p_co2.catchup.waiting import COMES_WITHIN_S, Waiting
+from p2p_co2.catchup.waiting import Waiting
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
@@ -213,6 +213,7 @@ class Download:
         return min(times)
 
     def handle_timer(self, now: float) -> None:
+        self._waiting.looks(now, self._turns())
         for source in list(self.sources.values()):
             ends_at = self._patience_ends_at(source)
             if ends_at is not None and now >= ends_at:
@@ -242,8 +243,8 @@ class Download:
     def _give_up(self, now: float) -> None:
         """Nothing came for too long: without those that were to give it, where others promise anything."""
         useful = self._useful() if self._chosen is not None else []
-        nothing_s = self._waiting.nothing_s(now, self._turns())
-        if useful and self._others() and nothing_s < COMES_WITHIN_S:
+        nothing_s = self._waiting.nothing_s(now)
+        if useful and self._others() and self._waiting.goes_on(now):
             for source in useful:
                 self._lose(source, f"gave nothing for {nothing_s:.0f} s", now)
         else:

@@ -1,6 +1,8 @@
 """How long a download waits for anything at all.
 
-Law: a download to which no chunk comes for ``COMES_WITHIN_S`` ends, whoever promises what meanwhile.
+Law: a download for which no missing chunk comes within ``COMES_WITHIN_S``, nor anything for our other
+downloads from those it waits for, leaves these for others that promise anything, once, or ends, whoever
+promises what meanwhile.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ MOVES_WITHIN_S = 60.0
 promise, or what is loaded is another thing."""
 COMES_WITHIN_S = 300.0
 """And those that promise by turns, and then give nothing, for so long."""
+STOOD_S = 2 * MOVES_WITHIN_S
+"""Where nobody looked for longer, this process stood still."""
 
 
 class Waiting:
     """When anything moved last, and when any of what was missing came."""
 
     def __init__(self, now: float) -> None:
-        self.moved_at = self._came_at = now
+        self.moved_at = self._came_at = self._looked_at = now
+        self._has_gone_on = False
 
     def moved(self, now: float) -> None:
         """A donor promised or gave something, or others are asked from now on."""
@@ -29,15 +34,26 @@ class Waiting:
         """A chunk that was missing is here."""
         self.moved_at = self._came_at = now
 
+    def looks(self, now: float, turns: Iterable[float]) -> None:
+        """It is time to look whether to wait on. ``turns``: when each donor whose turn is waited for last
+        gave anything, to whichever download. While this process stood still nothing could come."""
+        stood_s = now - self._looked_at if now > self._looked_at + STOOD_S else 0.0
+        self._came_at, self._looked_at = max(min(now, self._came_at + stood_s), *turns, -math.inf), now
+
     def ends_at(self, turns: Iterable[float]) -> float:
-        """``turns``: when each donor whose turn is waited for last gave anything, to whichever download."""
         turn_at = max(turns, default=-math.inf)
-        return min(max(self.moved_at, turn_at) + MOVES_WITHIN_S, self._longest_at(turn_at))
+        return min(max(self.moved_at, turn_at) + MOVES_WITHIN_S, max(self._came_at, turn_at) + COMES_WITHIN_S)
 
-    def nothing_s(self, now: float, turns: Iterable[float]) -> float:
-        """For so long nothing has come, which is too long with whatever donors, or else nothing moved."""
-        longest_at = self._longest_at(max(turns, default=-math.inf))
-        return COMES_WITHIN_S if now >= longest_at else MOVES_WITHIN_S
+    def nothing_s(self, now: float) -> float:
+        """For so long nothing has come, with whatever donors, or else nothing moved."""
+        return COMES_WITHIN_S if now >= self._came_at + COMES_WITHIN_S else MOVES_WITHIN_S
 
-    def _longest_at(self, turn_at: float) -> float:
-        return max(self._came_at, turn_at) + COMES_WITHIN_S
+    def goes_on(self, now: float) -> bool:
+        """Whether it may go on with others now that these gave nothing; where nothing came with whatever
+        donors, once."""
+        if now < self._came_at + COMES_WITHIN_S:
+            return True
+        is_first, self._has_gone_on = not self._has_gone_on, True
+        if is_first:
+            self.came(now)
+        return is_first

@@ -47,7 +47,7 @@ LAST_WORDS_S = 1.0
 """What is said last may take so long to be on its way."""
 CROWD_S = 0.05
 """Who comes or goes within this time after another is told of together with it; among many, within half of
-the time between two refreshes."""
+``_refresh_s``."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
 """The machines hear of statuses at most this often, but for changes of their own making; more rarely among
 many, because each time costs in proportion to the peers."""
@@ -271,6 +271,7 @@ class Node:
                 self.catching.look_around(now)
             self.membership.handle_timer(now)
             if (rounds_at := self.rounds.get_timer()) is not None and now >= rounds_at:
+                self.know_all()
                 self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
             self.far.outlook.handle_timer(now)
@@ -317,11 +318,14 @@ class Node:
         """Whether the machines should hear of the others again, when ``REFRESH_S`` have passed."""
         return self.membership.revision != self._told_revision or self.catching.is_watching
 
+    def _refresh_s(self) -> float:
+        """Between two refreshes among as many as are live, by what they cost."""
+        return min(SLOWEST_REFRESH_S, len(self.membership.live) / REFRESHED_PEERS_PER_S)
+
     def refresh(self) -> None:
         """Tell the machines where this peer and the others stand."""
         now = self.now()
-        peers = len(self.membership.live)
-        self._beat_at = now + min(SLOWEST_REFRESH_S, max(REFRESH_S, peers / REFRESHED_PEERS_PER_S))
+        self._beat_at = now + max(REFRESH_S, self._refresh_s())
         self.membership.set_rests(self.progress.rests, now)
         self.membership.status = self.progress.status()
         self._told_revision, self._has_strangers = self.membership.revision, False
@@ -365,8 +369,7 @@ class Node:
             self.catchup.forget_donor(event.peer, now)
             self.catching.majority.left(event.peer)
         self._has_strangers = True  # they come and go in crowds, and each telling costs as many as there are
-        crowd_s = max(CROWD_S, len(self.membership.live) / (2 * REFRESHED_PEERS_PER_S))
-        self._beat_at = min(self._beat_at, now + crowd_s)
+        self._beat_at = min(self._beat_at, now + max(CROWD_S, self._refresh_s() / 2))
 
     def know_all(self) -> None:
         """Let the rounds machine hear of all who came and went before it hears more of them."""
