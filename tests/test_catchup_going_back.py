@@ -7,7 +7,7 @@ import heapq
 import pytest
 
 from p2p_co2.catchup import STATE, CatchUpMessage, FetchFailed, Goal, Shape
-from p2p_co2.catchup.waiting import COMES_WITHIN_S, MOVES_WITHIN_S, Waiting
+from p2p_co2.catchup.waiting import COMES_WITHIN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Manifest, Refusal
@@ -143,28 +143,3 @@ def test_where_nothing_came_for_long_others_that_promise_anything_are_gone_by_on
     load._waiting._came_at -= COMES_WITHIN_S  # as if others had promised the same by turns
     world.run(15.0)
     assert world.fetched().version == 7
-
-
-def test_who_stood_still_or_waited_for_its_turn_goes_on_waiting() -> None:
-    waiting = Waiting(0.0)
-    waiting.looks(10.0, [])
-    waiting.looks(1000.0, [])  # nobody looked for so long
-    waiting.moved(1000.0)
-    assert waiting.ends_at([]) == 1000.0 + MOVES_WITHIN_S
-    assert waiting.nothing_s(1000.0) == MOVES_WITHIN_S
-    for at in range(1030, 2000, 30):
-        waiting.looks(at, [at - 5.0])  # a donor gives to another download until then
-    waiting.moved(2000.0)  # and is gone
-    assert waiting.ends_at([]) == 2000.0 + MOVES_WITHIN_S
-
-
-def test_it_goes_on_with_others_only_once_where_nothing_comes_with_anybody() -> None:
-    waiting, now = Waiting(0.0), 0.0
-    for others_are_tried in (True, False):
-        while now < waiting.ends_at([]):
-            now += 50.0
-            waiting.looks(now, [])
-            waiting.moved(now)
-        assert waiting.nothing_s(now) == COMES_WITHIN_S
-        assert waiting.goes_on(now) == others_are_tried
-    assert now == 2 * COMES_WITHIN_S

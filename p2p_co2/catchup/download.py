@@ -244,7 +244,7 @@ class Download:
         """Nothing came for too long: without those that were to give it, where others promise anything."""
         useful = self._useful() if self._chosen is not None else []
         nothing_s = self._waiting.nothing_s(now)
-        if useful and self._others() and self._waiting.goes_on(now):
+        if self._others() and self._waiting.goes_on(now, bool(useful)):
             for source in useful:
                 self._lose(source, f"gave nothing for {nothing_s:.0f} s", now)
         else:

@@ -33,11 +33,13 @@ class Waiting:
     def came(self, now: float) -> None:
         """A chunk that was missing is here."""
         self.moved_at = self._came_at = now
+        self._has_gone_on = False
 
     def looks(self, now: float, turns: Iterable[float]) -> None:
         """It is time to look whether to wait on. ``turns``: when each donor whose turn is waited for last
         gave anything, to whichever download. While this process stood still nothing could come."""
         stood_s = now - self._looked_at if now > self._looked_at + STOOD_S else 0.0
+        self.moved_at = min(now, self.moved_at + stood_s)
         self._came_at, self._looked_at = max(min(now, self._came_at + stood_s), *turns, -math.inf), now
 
     def ends_at(self, turns: Iterable[float]) -> float:
@@ -48,12 +50,13 @@ class Waiting:
         """For so long nothing has come, with whatever donors, or else nothing moved."""
         return COMES_WITHIN_S if now >= self._came_at + COMES_WITHIN_S else MOVES_WITHIN_S
 
-    def goes_on(self, now: float) -> bool:
-        """Whether it may go on with others now that these gave nothing; where nothing came with whatever
-        donors, once."""
+    def goes_on(self, now: float, loses: bool) -> bool:
+        """Whether it may go on with others without those that gave nothing (``loses``: there are any); where
+        nothing came with whatever donors, once until something does."""
         if now < self._came_at + COMES_WITHIN_S:
-            return True
-        is_first, self._has_gone_on = not self._has_gone_on, True
-        if is_first:
-            self.came(now)
-        return is_first
+            return loses
+        if self._has_gone_on:
+            return False
+        self.came(now)
+        self._has_gone_on = True
+        return True
