@@ -98,7 +98,7 @@ class Node:
         self._alarm: asyncio.TimerHandle | None = None
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
-        self._told_revision = self._pumped_revision = -1
+        self._looked_revision = self._pumped_revision = -1
         self._has_strangers = False
         """Whether somebody came or went of whom the rounds machine has not heard."""
         self.receiving = Receiving(self, network.config.limits.download_bytes_per_s, open_message)
@@ -268,6 +268,7 @@ class Node:
                 self.rounds.woke(now)
             if (now >= self._beat_at and self._has_news()) or (beat_at is not None and now >= beat_at):
                 self.refresh()
+                self._looked_revision = self.membership.revision
                 self.catching.look_around(now)
             self.membership.handle_timer(now)
             if (rounds_at := self.rounds.get_timer()) is not None and now >= rounds_at:
@@ -316,7 +317,7 @@ class Node:
 
     def _has_news(self) -> bool:
         """Whether the machines should hear of the others again, when ``REFRESH_S`` have passed."""
-        return self.membership.revision != self._told_revision or self.catching.is_watching
+        return self.membership.revision != self._looked_revision or self.catching.is_watching
 
     def _refresh_s(self) -> float:
         """Between two refreshes among as many as are live, by what they cost."""
@@ -328,9 +329,10 @@ class Node:
         self._beat_at = now + max(REFRESH_S, self._refresh_s())
         self.membership.set_rests(self.progress.rests, now)
         self.membership.status = self.progress.status()
-        self._told_revision, self._has_strangers = self.membership.revision, False
+        self._has_strangers = False
         phase, finished = self.progress.local.phase, self.progress.local.finished
-        news = (self._told_revision, tuple(self.agreed), self.upload_bytes_per_s(), phase, finished)
+        revision = self.membership.revision
+        news = (revision, tuple(self.agreed), self.upload_bytes_per_s(), phase, finished)
         if news == self._told:
             return
         self._told = news
