@@ -1,20 +1,45 @@
-"""How long a download waits for anything at all, by hand."""
+"""How long a download waits for anything at all, by hand; and a peer that stood still while it loaded."""
 
 from __future__ import annotations
 
+import pytest
+
+from p2p_co2.catchup import CatchUp, Fetched, FetchFailed
+from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.catchup.waiting import COMES_WITHIN_S, MOVES_WITHIN_S, Waiting
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.membership import HEARTBEAT_S
+from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.wire.messages_pb2 import Chunk
+from tests.catchup_world import D2, LATE, World
 
 
-def test_who_stood_still_or_waited_for_its_turn_goes_on_waiting() -> None:
+def test_who_waited_for_its_turn_goes_on_waiting() -> None:
     waiting = Waiting(0.0)
-    waiting.looks(10.0, [])
-    waiting.looks(1000.0, [])  # nobody looked for so long
-    assert waiting.ends_at([]) == 990.0 + MOVES_WITHIN_S  # as long as was left
-    assert waiting.nothing_s(1000.0) == MOVES_WITHIN_S
-    for at in range(1030, 2000, 30):
-        waiting.looks(at, [at - 5.0])  # a donor gives to another download until then
+    for at in range(30, 2000, 30):
+        waiting.looks([at - 5.0])  # a donor gives to another download until then
     waiting.moved(2000.0)  # and is gone
     assert waiting.ends_at([]) == 2000.0 + MOVES_WITHIN_S
+
+
+def test_while_this_process_stood_still_nobody_was_waited_for() -> None:
+    waiting = Waiting(0.0)
+    waiting.moved(10.0)
+    waiting.stood_still(900.0, 1000.0)
+    assert waiting.ends_at([]) == 910.0 + MOVES_WITHIN_S  # as long as was left
+    assert waiting.nothing_s(1000.0) == MOVES_WITHIN_S
+    waiting.stood_still(900.0, 1000.0)
+    assert waiting.ends_at([]) == 1000.0 + MOVES_WITHIN_S  # never more than all
+
+
+def test_who_is_busy_with_promises_does_not_stand_still() -> None:
+    """No timer was due for two minutes, since somebody promised something ever again: as if it had stood, the
+    time began anew, for ever."""
+    waiting = Waiting(0.0)
+    for at in range(10, 300, 10):
+        waiting.moved(float(at))
+    waiting.looks([])
+    assert waiting.ends_at([]) == COMES_WITHIN_S
 
 
 def test_it_goes_on_with_others_only_once_where_nothing_comes_with_anybody() -> None:
@@ -22,10 +47,9 @@ def test_it_goes_on_with_others_only_once_where_nothing_comes_with_anybody() -> 
     for others_are_tried in (True, False):
         while now < waiting.ends_at([]):
             now += 50.0
-            waiting.looks(now, [])
             waiting.moved(now)
         assert waiting.nothing_s(now) == COMES_WITHIN_S
-        assert waiting.goes_on(now, loses=others_are_tried) == others_are_tried
+        assert waiting.goes_on(now, loses=True) == others_are_tried
     assert now == 2 * COMES_WITHIN_S
 
 
@@ -41,3 +65,60 @@ def test_where_nobody_is_to_be_left_it_does_not_go_on_after_a_minute() -> None:
     waiting = Waiting(0.0)
     assert waiting.goes_on(MOVES_WITHIN_S, loses=True)
     assert not waiting.goes_on(MOVES_WITHIN_S, loses=False)
+
+
+def test_no_donor_was_silent_while_this_process_stood_still() -> None:
+    """The first timer after a minute's sleep found all of them silent, and dropped all but the last for a
+    minute, with their answers in the buffers."""
+    world = World(donors=4, rate=500e3)
+    world.want()
+    world.run(3.0)
+    late, stood_s = world.machines[LATE], 50.0
+    world.now += stood_s
+    late.stood_still(stood_s, world.now)
+    late.handle_timer(world.now)  # before what came meanwhile is read
+    sources = late._fetcher._downloads[1].sources
+    assert len(sources) == 4
+    assert all(source.repeats == 0 and source.line.slow_until < world.now for source in sources.values())
+    began_at = world.now
+    world.run(60.0)
+    assert len(world.fetched().donors) == 4
+    assert world.now - began_at < OUTRUN_S / 4
+
+
+def test_a_process_that_stood_still_knows_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own alarm, which rings late; a busy one's does not."""
+    run = RunConfig(name="suspended", clock=ClockConfig(mode="time", round_s=10.0, rounds=6))
+    swarm = Swarm(Settings(run=run, peers=5, seed=2, profile="dsl"), EventLog(digests=False))
+    told, stands_s = list[tuple[float, float]](), 18.0
+
+    def note(machine: CatchUp, seconds: float, now: float) -> None:
+        told.append((seconds, swarm.world.now))
+
+    monkeypatch.setattr(CatchUp, "stood_still", note)
+    swarm.world.call_at(30.0, swarm.stall, 0, 30.0 + stands_s)
+    assert swarm.run().violations == []
+    ((seconds, at),) = told
+    assert stands_s - HEARTBEAT_S <= seconds <= stands_s
+    assert at == pytest.approx(30.0 + stands_s, abs=0.1)
+
+
+def test_the_one_chance_goes_to_others_though_what_gave_nothing_was_just_asked_anew() -> None:
+    """Nothing was chosen in that moment, so nobody was left: it promised once more, and was chosen again."""
+    world = World(donors=2, rate=2e6)
+    late = world.machines[LATE]
+    world.move(D2, 8)
+    late.ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
+    world.tamper = lambda sender, message: None if sender == D2 and isinstance(message, Chunk) else message
+    world.want()
+    world.run(5.0)
+    load = late._fetcher._downloads[1]
+    load._lose(load.sources[D2], "silent", world.now, moved_on=True)
+    assert load._chosen is None
+    assert load._others()
+    load._waiting._came_at -= COMES_WITHIN_S
+    late.handle_timer(world.now)
+    world.run(15.0)
+    (event,) = (event for event in world.events if isinstance(event, Fetched | FetchFailed))
+    assert isinstance(event, Fetched)
+    assert event.version == 7

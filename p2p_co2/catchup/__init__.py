@@ -180,6 +180,10 @@ class CatchUp:
         else:
             self._fetcher.receive(message, sender, now)
 
+    def stood_still(self, seconds: float, now: float) -> None:
+        """This process did (SIGSTOP, a lid that was closed), for so long until now: no donor was silent."""
+        self._fetcher.stood_still(seconds, now)
+
     def handle_timer(self, now: float) -> None:
         if self._fetcher.is_idle and self.donor.get_timer() is None:
             return  # a node asks every time that it wakes up

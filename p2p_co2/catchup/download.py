@@ -55,10 +55,10 @@ class Download:
         self._reserve = deque(goal.donors)
         self._known = dict.fromkeys(goal.donors, math.inf)
         """Who was asked, or is to be, and until when not again."""
-        all_chunks = chunk_count(total_bytes, context.chunk_bytes)
-        self._width = min(DONORS_AT_ONCE, all_chunks)
+        self._all_chunks = chunk_count(total_bytes, context.chunk_bytes)
+        self._width = min(DONORS_AT_ONCE, self._all_chunks)
         self._keep_at = math.inf
-        self._course = camps.Course(goal, all_chunks, self._vouched)
+        self._course = camps.Course(goal, self._all_chunks, self._vouched)
         self._started_at = self._looked_at = now
         self._waiting = Waiting(now)
         self.asked_at = -math.inf
@@ -74,8 +74,7 @@ class Download:
         """Raises ``RemoteProtocolError`` for one that breaks the rules."""
         if source.manifest is not None:
             return  # doubled under way
-        oldest = self.goal.oldest or self.goal.version
-        context = self._context
+        oldest, context = self.goal.oldest or self.goal.version, self._context
         check_manifest(
             manifest, self.goal, self.total_bytes, oldest, source.peer, context.run, context.chunk_bytes
         )
@@ -182,9 +181,7 @@ class Download:
     @property
     def ahead(self) -> int:
         """Chunks that nobody was asked for yet: all, until it is chosen what is loaded."""
-        if self._chosen is None:
-            return chunk_count(self.total_bytes, self._context.chunk_bytes)
-        return len(self._chunks.pending)
+        return self.pending if self._chosen is not None else self._all_chunks
 
     @property
     def held_bytes(self) -> int:
@@ -197,6 +194,12 @@ class Download:
         return max(0, len(self._chunks.data) - missing_bytes), set(self._chunks.gave)
 
     # ---- time
+
+    def stood_still(self, seconds: float, now: float) -> None:
+        """As ``Waiting.stood_still``."""
+        self._waiting.stood_still(seconds, now)
+        for source in self.sources.values():
+            source.asked_at = min(now, source.asked_at + seconds)
 
     def get_timer(self) -> float | None:
         times = [at for source in self.sources.values() if (at := self._patience_ends_at(source)) is not None]
@@ -213,7 +216,7 @@ class Download:
         return min(times)
 
     def handle_timer(self, now: float) -> None:
-        self._waiting.looks(now, self._turns())
+        self._waiting.looks(self._turns())
         for source in list(self.sources.values()):
             ends_at = self._patience_ends_at(source)
             if ends_at is not None and now >= ends_at:
@@ -245,7 +248,7 @@ class Download:
         useful = self._useful() if self._chosen is not None else []
         nothing_s = self._waiting.nothing_s(now)
         if self._others() and self._waiting.goes_on(now, bool(useful)):
-            for source in useful:
+            for source in useful or [s for s in self.sources.values() if s.manifest is None]:
                 self._lose(source, f"gave nothing for {nothing_s:.0f} s", now)
         else:
             self._fail(f"{self._reason} (for {nothing_s:.0f} s)")
@@ -260,9 +263,8 @@ class Download:
         return source.patience_ends_at(real_bytes, context.lines, self._others_gap_s(source))
 
     def _others_gap_s(self, source: Source) -> float:
-        return others_gap_s(
-            source, self.sources.values(), self._useful() if self._chosen is not None else None
-        )
+        useful = self._useful() if self._chosen is not None else None
+        return others_gap_s(source, self.sources.values(), useful)
 
     def _widen_at(self) -> float:
         newest_asked_at = max((source.asked_at for source in self.sources.values()), default=-math.inf)

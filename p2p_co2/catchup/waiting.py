@@ -1,8 +1,8 @@
 """How long a download waits for anything at all.
 
 Law: a download for which no missing chunk comes within ``COMES_WITHIN_S``, nor anything for our other
-downloads from those it waits for, leaves these for others that promise anything, once, or ends, whoever
-promises what meanwhile.
+downloads from those it waits for, leaves these for others that promise anything, once until a chunk comes,
+or ends, whoever promises what meanwhile. Price: donors that give one chunk each time may hold it up for long.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ MOVES_WITHIN_S = 60.0
 promise, or what is loaded is another thing."""
 COMES_WITHIN_S = 300.0
 """And those that promise by turns, and then give nothing, for so long."""
-STOOD_S = 2 * MOVES_WITHIN_S
-"""Where nobody looked for longer, this process stood still."""
 
 
 class Waiting:
     """When anything moved last, and when any of what was missing came."""
 
     def __init__(self, now: float) -> None:
-        self.moved_at = self._came_at = self._looked_at = now
+        self.moved_at = self._came_at = now
         self._has_gone_on = False
 
     def moved(self, now: float) -> None:
@@ -35,12 +33,14 @@ class Waiting:
         self.moved_at = self._came_at = now
         self._has_gone_on = False
 
-    def looks(self, now: float, turns: Iterable[float]) -> None:
+    def stood_still(self, seconds: float, now: float) -> None:
+        """This process did, for so long until now: nothing could come."""
+        self.moved_at, self._came_at = min(now, self.moved_at + seconds), min(now, self._came_at + seconds)
+
+    def looks(self, turns: Iterable[float]) -> None:
         """It is time to look whether to wait on. ``turns``: when each donor whose turn is waited for last
-        gave anything, to whichever download. While this process stood still nothing could come."""
-        stood_s = now - self._looked_at if now > self._looked_at + STOOD_S else 0.0
-        self.moved_at = min(now, self.moved_at + stood_s)
-        self._came_at, self._looked_at = max(min(now, self._came_at + stood_s), *turns, -math.inf), now
+        gave anything, to whichever download."""
+        self._came_at = max(self._came_at, *turns, -math.inf)
 
     def ends_at(self, turns: Iterable[float]) -> float:
         turn_at = max(turns, default=-math.inf)

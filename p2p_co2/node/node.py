@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from p2p_co2.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
-from p2p_co2.membership import Joined, Left, Membership
+from p2p_co2.membership import STOOD_STILL_S, Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
@@ -95,6 +95,8 @@ class Node:
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
         self._beat_at, self._sleeps_until = 0.0, -math.inf
+        self._rings_at = math.inf
+        """When its alarm was to wake it: it is later by as long as this process stood still."""
         self._alarm: asyncio.TimerHandle | None = None
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
@@ -263,6 +265,9 @@ class Node:
         while True:
             self._sleeps_until = -math.inf  # nobody need wake it: it looks for the next timer as it ends
             now = self.now()
+            late_s, self._rings_at = now - self._rings_at, math.inf
+            if late_s > STOOD_STILL_S:
+                self.catchup.stood_still(late_s, now)
             beat_at = self.membership.get_timer()
             if beat_at is not None and now > beat_at + SLOWEST_HEARTBEAT_S:
                 self.rounds.woke(now)
@@ -292,7 +297,8 @@ class Node:
         self._sleeps_until = at
         if self._alarm is not None:
             self._alarm.cancel()
-        wait_s = max(0.001, at - self.now())
+        wait_s = max(0.001, at - (now := self.now()))
+        self._rings_at = min(self._rings_at, now + wait_s)
         self._alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)  # cheaper than a timeout
 
     def timers(self) -> dict[str, float | None]:
