@@ -39,10 +39,14 @@ install: $(STAMP)
 $(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2/codec/passes.c
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; fi
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
-		echo "error: this Python has no venv; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 2; }
-	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
+	@$(BIN)/python -c '' 2>/dev/null || { \
+		if [ -L $(VENV) ] || { [ -n "$$(ls -A $(VENV) 2>/dev/null)" ] && [ ! -f $(VENV)/pyvenv.cfg ]; }; then \
+			echo "error: $(VENV) is in the way: no Python environment, or a link to one that does not run; move it" >&2; exit 2; fi; \
+		$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+			echo "error: this Python has no venv; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 2; }; \
+		$(PYTHON) -m venv --clear $(VENV); }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null 2>&1 || { \
+		echo "error: $(VENV) has no pip, nor ensurepip to get it; make it anew: make clean install" >&2; exit 2; }
 	@echo "Setting up $(VENV) with $$($(BIN)/python --version) of $$($(BIN)/python -c 'import sys; print(sys.base_prefix)'), \
 	once (torch is large: some minutes on a slow line)."
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[dev]' \
