@@ -37,16 +37,16 @@ help:
 install: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2/codec/passes.c
-	@if [ -z "$(PYTHON)" ]; then \
-		echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; fi
 	@$(BIN)/python -c '' 2>/dev/null || { \
+		if [ -z "$(PYTHON)" ]; then \
+			echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; fi; \
 		if [ -L $(VENV) ] || { [ -n "$$(ls -A $(VENV) 2>/dev/null)" ] && [ ! -f $(VENV)/pyvenv.cfg ]; }; then \
-			echo "error: $(VENV) is in the way: no Python environment, or a link to one that does not run; move it" >&2; exit 2; fi; \
+			echo "error: $(VENV) is no Python environment, or a link to one that does not run: move it away, or make clean" >&2; exit 2; fi; \
 		$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 			echo "error: this Python has no venv; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 2; }; \
 		$(PYTHON) -m venv --clear $(VENV); }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null 2>&1 || { \
-		echo "error: $(VENV) has no pip, nor ensurepip to get it; make it anew: make clean install" >&2; exit 2; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null || { \
+		echo "error: $(VENV) has no pip, and ensurepip does not bring it (above): make clean install" >&2; exit 2; }
 	@echo "Setting up $(VENV) with $$($(BIN)/python --version) of $$($(BIN)/python -c 'import sys; print(sys.base_prefix)'), \
 	once (torch is large: some minutes on a slow line)."
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[dev]' \

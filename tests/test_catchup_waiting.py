@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from p2p_co2.catchup import CatchUp, Fetched, FetchFailed
@@ -9,6 +11,7 @@ from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.catchup.waiting import COMES_WITHIN_S, MOVES_WITHIN_S, Waiting
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.membership import HEARTBEAT_S
+from p2p_co2.node.receiving import Receiving
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.wire.messages_pb2 import Chunk
 from tests.catchup_world import D2, LATE, World
@@ -16,20 +19,10 @@ from tests.catchup_world import D2, LATE, World
 
 def test_who_waited_for_its_turn_goes_on_waiting() -> None:
     waiting = Waiting(0.0)
-    for at in range(30, 2000, 30):
-        waiting.looks([at - 5.0])  # a donor gives to another download until then
+    assert waiting.ends_at([1995.0]) == 1995.0 + MOVES_WITHIN_S  # a donor gives to another download
+    waiting.looks([1995.0])
     waiting.moved(2000.0)  # and is gone
     assert waiting.ends_at([]) == 2000.0 + MOVES_WITHIN_S
-
-
-def test_while_this_process_stood_still_nobody_was_waited_for() -> None:
-    waiting = Waiting(0.0)
-    waiting.moved(10.0)
-    waiting.stood_still(900.0, 1000.0)
-    assert waiting.ends_at([]) == 910.0 + MOVES_WITHIN_S  # as long as was left
-    assert waiting.nothing_s(1000.0) == MOVES_WITHIN_S
-    waiting.stood_still(900.0, 1000.0)
-    assert waiting.ends_at([]) == 1000.0 + MOVES_WITHIN_S  # never more than all
 
 
 def test_who_is_busy_with_promises_does_not_stand_still() -> None:
@@ -67,40 +60,55 @@ def test_where_nobody_is_to_be_left_it_does_not_go_on_after_a_minute() -> None:
     assert not waiting.goes_on(MOVES_WITHIN_S, loses=False)
 
 
-def test_no_donor_was_silent_while_this_process_stood_still() -> None:
+@pytest.mark.parametrize("is_timer_first", [True, False])
+def test_no_donor_was_silent_while_this_process_stood_still(is_timer_first: bool) -> None:
     """The first timer after a minute's sleep found all of them silent, and dropped all but the last for a
-    minute, with their answers in the buffers."""
+    minute, with their answers in the buffers; or the first of these counted as a minute late, and its donor
+    as so slow from then on."""
     world = World(donors=4, rate=500e3)
     world.want()
     world.run(3.0)
     late, stood_s = world.machines[LATE], 50.0
     world.now += stood_s
-    late.stood_still(stood_s, world.now)
-    late.handle_timer(world.now)  # before what came meanwhile is read
-    sources = late._fetcher._downloads[1].sources
-    assert len(sources) == 4
-    assert all(source.repeats == 0 and source.line.slow_until < world.now for source in sources.values())
+    late.stood_still(stood_s)
+    if is_timer_first:
+        late.handle_timer(world.now)
+    assert (late.get_timer() or 0.0) > world.now
     began_at = world.now
+    world.run(5.0)
+    sources = late._fetcher._downloads[1].sources.values()
+    assert max(gap_s for source in sources for gap_s in source.line._gaps_s) < stood_s / 4
     world.run(60.0)
     assert len(world.fetched().donors) == 4
+    assert max(world.chunks_sent().values()) == 1
     assert world.now - began_at < OUTRUN_S / 4
 
 
-def test_a_process_that_stood_still_knows_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own alarm, which rings late; a busy one's does not."""
+def test_a_process_that_stood_still_knows_for_how_long_before_it_hears_anybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its own alarm, which is late; a busy one's is not."""
     run = RunConfig(name="suspended", clock=ClockConfig(mode="time", round_s=10.0, rounds=6))
     swarm = Swarm(Settings(run=run, peers=5, seed=2, profile="dsl"), EventLog(digests=False))
-    told, stands_s = list[tuple[float, float]](), 18.0
+    told, heard, stands_s, ends_at = list[float](), list[int](), 18.0, 48.0
+    dispatch = Receiving._dispatch
 
-    def note(machine: CatchUp, seconds: float, now: float) -> None:
-        told.append((seconds, swarm.world.now))
+    def note(machine: CatchUp, seconds: float) -> None:
+        told.append(seconds)
+        assert swarm.world.now == ends_at
+
+    def hear(receiving: Receiving, *message: Any) -> bool:
+        if receiving._node.me == swarm.peer_ids()[0] and swarm.world.now >= ends_at:
+            heard.append(len(told))
+        return dispatch(receiving, *message)
 
     monkeypatch.setattr(CatchUp, "stood_still", note)
-    swarm.world.call_at(30.0, swarm.stall, 0, 30.0 + stands_s)
+    monkeypatch.setattr(Receiving, "_dispatch", hear)
+    swarm.world.call_at(ends_at - stands_s, swarm.stall, 0, ends_at)
     assert swarm.run().violations == []
-    ((seconds, at),) = told
+    (seconds,) = told
     assert stands_s - HEARTBEAT_S <= seconds <= stands_s
-    assert at == pytest.approx(30.0 + stands_s, abs=0.1)
+    assert set(heard) == {1}
 
 
 def test_the_one_chance_goes_to_others_though_what_gave_nothing_was_just_asked_anew() -> None:
@@ -122,3 +130,18 @@ def test_the_one_chance_goes_to_others_though_what_gave_nothing_was_just_asked_a
     (event,) = (event for event in world.events if isinstance(event, Fetched | FetchFailed))
     assert isinstance(event, Fetched)
     assert event.version == 7
+
+
+def test_a_donor_whose_turn_was_waited_for_leaves_the_time_until_then_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five minutes of waiting for its turn counted as five without anything, once it was gone."""
+    world = World(donors=2, rate=100e3)
+    world.want()
+    world.run(1.0)
+    load = world.machines[LATE]._fetcher._downloads[1]
+    load._waiting._came_at -= COMES_WITHIN_S
+    monkeypatch.setattr(load, "_turns", lambda: [world.now] if D2 in load.sources else [])
+    load.drop(D2, "left", world.now)
+    assert D2 not in load.sources
+    assert load._waiting.ends_at([]) > world.now

@@ -141,9 +141,10 @@ class Download:
         """Go on without ``peer``."""
         if peer in self._reserve:
             self._reserve.remove(peer)
-        source = self.sources.pop(peer, None)
-        if source is None:
+        if peer not in self.sources:
             return
+        self._waiting.looks(self._turns())
+        source = self.sources.pop(peer)
         self._give_back(source, source.asked)
         if self.ended is not None:
             return
@@ -194,12 +195,6 @@ class Download:
         return max(0, len(self._chunks.data) - missing_bytes), set(self._chunks.gave)
 
     # ---- time
-
-    def stood_still(self, seconds: float, now: float) -> None:
-        """As ``Waiting.stood_still``."""
-        self._waiting.stood_still(seconds, now)
-        for source in self.sources.values():
-            source.asked_at = min(now, source.asked_at + seconds)
 
     def get_timer(self) -> float | None:
         times = [at for source in self.sources.values() if (at := self._patience_ends_at(source)) is not None]

@@ -143,12 +143,6 @@ class Fetcher:
             self.quarantine(sender, now, str(error))
         self._settle(now)
 
-    def stood_still(self, seconds: float, now: float) -> None:
-        """As ``CatchUp.stood_still``."""
-        self._lines.stood_still(seconds, now)
-        for download in self._downloads.values():
-            download.stood_still(seconds, now)
-
     def handle_timer(self, now: float) -> None:
         for download in list(self._downloads.values()):
             if now >= (download.get_timer() or now):

@@ -114,11 +114,6 @@ class Line:
         self.asked.pop(asked, None)
         self._lost_at.pop(asked, None)
 
-    def stood_still(self, seconds: float, now: float) -> None:
-        """As ``Lines.stood_still``."""
-        self.heard_at = min(now, self.heard_at + seconds)
-        self._lost_at = {asked: at + seconds for asked, at in self._lost_at.items()}
-
     def lost_at(self, asked: Asked) -> float:
         """When what it owes is given up, since it goes on giving what was asked for later."""
         return self._lost_at.get(asked, math.inf)
@@ -219,12 +214,6 @@ class Lines:
         """Something large came from ``peer`` that is no chunk."""
         if peer in self._lines:
             self._lines[peer].busy_at = now
-
-    def stood_still(self, seconds: float, now: float) -> None:
-        """This process did, for so long until now: nothing could come, and nobody was silent."""
-        self.came_at = min(now, self.came_at + seconds)
-        for line in self._lines.values():
-            line.stood_still(seconds, now)
 
     def outran(self, line: Line, now: float) -> None:
         """It was slow while others gave: each download would lose a chunk's time by it, and the donor the

@@ -33,13 +33,9 @@ class Waiting:
         self.moved_at = self._came_at = now
         self._has_gone_on = False
 
-    def stood_still(self, seconds: float, now: float) -> None:
-        """This process did, for so long until now: nothing could come."""
-        self.moved_at, self._came_at = min(now, self.moved_at + seconds), min(now, self._came_at + seconds)
-
     def looks(self, turns: Iterable[float]) -> None:
-        """It is time to look whether to wait on. ``turns``: when each donor whose turn is waited for last
-        gave anything, to whichever download."""
+        """Before it is looked whether to wait on, or a turn is over. ``turns``: when each donor whose turn is
+        waited for last gave anything, to whichever download."""
         self._came_at = max(self._came_at, *turns, -math.inf)
 
     def ends_at(self, turns: Iterable[float]) -> float:

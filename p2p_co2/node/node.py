@@ -265,15 +265,14 @@ class Node:
         while True:
             self._sleeps_until = -math.inf  # nobody need wake it: it looks for the next timer as it ends
             now = self.now()
-            late_s, self._rings_at = now - self._rings_at, math.inf
-            if late_s > STOOD_STILL_S:
-                self.catchup.stood_still(late_s, now)
+            self.notice_stop(now)
+            self._rings_at = now  # what follows takes no time, but for a stop amid it
             beat_at = self.membership.get_timer()
             if beat_at is not None and now > beat_at + SLOWEST_HEARTBEAT_S:
                 self.rounds.woke(now)
             if (now >= self._beat_at and self._has_news()) or (beat_at is not None and now >= beat_at):
-                self.refresh()
                 self._looked_revision = self.membership.revision
+                self.refresh()
                 self.catching.look_around(now)
             self.membership.handle_timer(now)
             if (rounds_at := self.rounds.get_timer()) is not None and now >= rounds_at:
@@ -283,12 +282,19 @@ class Node:
             self.far.outlook.handle_timer(now)
             self.pump()
             self.progress.conclude(self.now())
+            self.notice_stop(self.now())
             self._wake.clear()
-            self._sleeps_until = math.inf
+            self._sleeps_until = self._rings_at = math.inf
             quiet_s = self.membership.quiet_s
             idle_s = QUIET_IDLE * quiet_s if quiet_s and self.progress.rests else 0.0
             self._sleep_until(min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s)))
             await self._wake.wait()
+
+    def notice_stop(self, now: float) -> None:
+        """Whether this process stood still (SIGSTOP): before it judges anybody's silence."""
+        if (stood_s := now - self._rings_at) > STOOD_STILL_S:
+            self._rings_at = now
+            self.catchup.stood_still(stood_s)
 
     def _sleep_until(self, at: float) -> None:
         """Let the timers' task sleep no longer than until ``at``."""
