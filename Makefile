@@ -29,14 +29,18 @@ TEST_WORKERS ?= 2
 PIP_ARGS ?=
 SCREENSHOT_ARGS ?=
 
-.PHONY: help install demo test check format proto docs screenshots clean
+.PHONY: gone help install demo test check format proto docs screenshots clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2/codec/passes.c
+gone:
+
+# Made anew, too, where its interpreter is gone.
+$(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2/codec/passes.c \
+		$(shell $(BIN)/python -c '' 2>/dev/null || echo gone)
 	@$(BIN)/python -c '' 2>/dev/null || { \
 		if [ -z "$(PYTHON)" ]; then \
 			echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; fi; \

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.catchup import CatchUp, Fetched, FetchFailed
+from p2p_co2.catchup import Fetched, FetchFailed
 from p2p_co2.catchup.line import OUTRUN_S
 from p2p_co2.catchup.waiting import COMES_WITHIN_S, MOVES_WITHIN_S, Waiting
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.membership import HEARTBEAT_S
 from p2p_co2.node.receiving import Receiving
 from p2p_co2.simnet import EventLog, Settings, Swarm
+from p2p_co2.simnet.oversight import Oversight
 from p2p_co2.wire.messages_pb2 import Chunk
 from tests.catchup_world import D2, LATE, World
 
@@ -69,13 +70,14 @@ def test_no_donor_was_silent_while_this_process_stood_still(is_timer_first: bool
     world.want()
     world.run(3.0)
     late, stood_s = world.machines[LATE], 50.0
+    late.awake.is_due(world.now + 0.1)  # it ran in this moment, and stands from now on
     world.now += stood_s
-    late.stood_still(stood_s)
     if is_timer_first:
         late.handle_timer(world.now)
-    assert (late.get_timer() or 0.0) > world.now
+        assert (late.get_timer() or 0.0) > world.now
     began_at = world.now
     world.run(5.0)
+    assert late.awake.stood_s == pytest.approx(stood_s, abs=1.0)
     sources = late._fetcher._downloads[1].sources.values()
     assert max(gap_s for source in sources for gap_s in source.line._gaps_s) < stood_s / 4
     world.run(60.0)
@@ -87,28 +89,27 @@ def test_no_donor_was_silent_while_this_process_stood_still(is_timer_first: bool
 def test_a_process_that_stood_still_knows_for_how_long_before_it_hears_anybody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By its own alarm, which is late; a busy one's is not."""
     run = RunConfig(name="suspended", clock=ClockConfig(mode="time", round_s=10.0, rounds=6))
     swarm = Swarm(Settings(run=run, peers=5, seed=2, profile="dsl"), EventLog(digests=False))
-    told, heard, stands_s, ends_at = list[float](), list[int](), 18.0, 48.0
-    dispatch = Receiving._dispatch
-
-    def note(machine: CatchUp, seconds: float) -> None:
-        told.append(seconds)
-        assert swarm.world.now == ends_at
+    heard, stood, stands_s, ends_at = list[float](), dict[str, float](), 18.0, 48.0
+    dispatch, end = Receiving._dispatch, Oversight.end
 
     def hear(receiving: Receiving, *message: Any) -> bool:
         if receiving._node.me == swarm.peer_ids()[0] and swarm.world.now >= ends_at:
-            heard.append(len(told))
+            heard.append(receiving._node.catchup.awake.stood_s)
         return dispatch(receiving, *message)
 
-    monkeypatch.setattr(CatchUp, "stood_still", note)
+    def note(oversight: Oversight) -> None:
+        stood[oversight._node.me] = oversight._node.catchup.awake.stood_s
+        end(oversight)
+
     monkeypatch.setattr(Receiving, "_dispatch", hear)
+    monkeypatch.setattr(Oversight, "end", note)
     swarm.world.call_at(ends_at - stands_s, swarm.stall, 0, ends_at)
     assert swarm.run().violations == []
-    (seconds,) = told
-    assert stands_s - HEARTBEAT_S <= seconds <= stands_s
-    assert set(heard) == {1}
+    assert heard[0] == heard[-1] == pytest.approx(stands_s, abs=HEARTBEAT_S)
+    assert sorted(stood.values())[:-1] == [0.0] * 4  # a busy one did not stand
+    assert stood[swarm.peer_ids()[0]] == heard[0]
 
 
 def test_the_one_chance_goes_to_others_though_what_gave_nothing_was_just_asked_anew() -> None:

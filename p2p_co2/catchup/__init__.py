@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from p2p_co2.catchup.awake import Awake
 from p2p_co2.catchup.donor import Donor
 from p2p_co2.catchup.fetcher import Fetcher
 from p2p_co2.catchup.goals import (
@@ -88,15 +89,15 @@ class CatchUp:
         self._fetcher = Fetcher(run, shape, self._out)
         self._busy_at = -math.inf
         """When a round's bytes came last while anything was fetched."""
-        self._stood_s = 0.0
-        """For so long this process stood still."""
+        self.awake = Awake()
+        """By which all that is loaded is judged: the only clock that the fetcher knows."""
         self.revision = 0
         """Grows with every call that may have made anything longer that is held."""
 
     def moves(self, now: float, within_s: float) -> bool:
         """Whether a chunk of what others hold came to this peer of late, or one of what we hold was sent to
         others: of a state or of a round that somebody missed. A round's bytes go before these."""
-        came = self._awake(now) - max(self._fetcher.got_at, self._busy_at) <= within_s
+        came = now - self.awake.stood_s - max(self._fetcher.got_at, self._busy_at) <= within_s
         return came or bool(self.donor.takers(now, within_s))
 
     def keep_in(self, store: Store) -> None:
@@ -111,7 +112,7 @@ class CatchUp:
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
         self.revision += 1
-        self._fetcher.want(goal, self._awake(now))
+        self._fetcher.want(goal, self.awake.of(now))
 
     def fetching(self, fragment: int) -> bool:
         return self._fetcher.fetching(fragment)
@@ -119,27 +120,27 @@ class CatchUp:
     def forget(self, fragment: int, now: float) -> None:
         """What is being fetched of ``fragment`` is wanted no more: nothing tells of its end."""
         self.revision += 1
-        self._fetcher.forget(fragment, self._awake(now))
+        self._fetcher.forget(fragment, self.awake.of(now))
 
     def add_donors(self, fragment: int, peers: Sequence[PeerId], now: float) -> None:
         """``peers`` can serve what is being fetched of ``fragment``, too."""
         self.revision += 1
-        self._fetcher.add_donors(fragment, peers, self._awake(now))
+        self._fetcher.add_donors(fragment, peers, self.awake.of(now))
 
     def is_busy(self, donor: PeerId, now: float) -> None:
         """A round's bytes came from ``donor``: it is not silent, and its chunks come after them."""
-        self._fetcher.is_busy(donor, self._awake(now))
-        self._busy_at = self._busy_at if self._fetcher.is_idle else self._awake(now)
+        self._fetcher.is_busy(donor, self.awake.of(now))
+        self._busy_at = self._busy_at if self._fetcher.is_idle else self.awake.of(now)
 
     def forget_donor(self, peer: PeerId, now: float) -> None:
         """``peer`` is gone: goals that wait for it go on with another donor."""
         self.revision += 1
-        self._fetcher.forget_donor(peer, self._awake(now))
+        self._fetcher.forget_donor(peer, self.awake.of(now))
 
     def quarantine(self, peer: PeerId, reason: str, now: float) -> None:
         """What ``peer`` gave was whole and yet not the agreed state: ask others."""
         self.revision += 1
-        self._fetcher.quarantine(peer, self._awake(now), reason)
+        self._fetcher.quarantine(peer, self.awake.of(now), reason)
 
     def moved(self, fragment: int, version: int) -> None:
         """This peer's state of a fragment is at ``version`` now."""
@@ -180,31 +181,20 @@ class CatchUp:
         if isinstance(message, Fetch):
             self.donor.receive(message, sender, now)
         else:
-            self._fetcher.receive(message, sender, self._awake(now))
-
-    def stood_still(self, seconds: float) -> None:
-        """This process did, until now, as after SIGSTOP. For what it loads that is no time: whatever comes
-        from now on was not late, and nobody was silent."""
-        self._stood_s += seconds
-        self.revision += 1
-
-    def _awake(self, now: float) -> float:
-        """``now`` by a clock that stands with this process: the only one that what is loaded knows."""
-        return now - self._stood_s
+            self._fetcher.receive(message, sender, self.awake.of(now))
 
     def handle_timer(self, now: float) -> None:
         if self._fetcher.is_idle and self.donor.get_timer() is None:
             return  # a node asks every time that it wakes up
         self.revision += 1
-        self._fetcher.handle_timer(self._awake(now))
+        self._fetcher.handle_timer(self.awake.of(now))
         self.donor.handle_timer(now)
 
     def get_timer(self) -> float | None:
         fetcher_at, donor_at = self._fetcher.get_timer(), self.donor.get_timer()
         if fetcher_at is None:
             return donor_at
-        if self._stood_s:  # no earlier than ``_awake`` takes it for, whatever a sum is rounded to
-            fetcher_at = math.nextafter(fetcher_at + self._stood_s, math.inf)
+        fetcher_at = self.awake.until(fetcher_at)
         return fetcher_at if donor_at is None else min(fetcher_at, donor_at)
 
     def held(self) -> dict[str, tuple[int, int]]:

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from p2p_co2.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
-from p2p_co2.membership import STOOD_STILL_S, Joined, Left, Membership
+from p2p_co2.membership import Joined, Left, Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
@@ -95,8 +95,6 @@ class Node:
         self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
         self._beat_at, self._sleeps_until = 0.0, -math.inf
-        self._rings_at = math.inf
-        """When its alarm was to wake it: it is later by as long as this process stood still."""
         self._alarm: asyncio.TimerHandle | None = None
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
@@ -265,8 +263,7 @@ class Node:
         while True:
             self._sleeps_until = -math.inf  # nobody need wake it: it looks for the next timer as it ends
             now = self.now()
-            self.notice_stop(now)
-            self._rings_at = now  # what follows takes no time, but for a stop amid it
+            self.catchup.awake.begins(now)
             beat_at = self.membership.get_timer()
             if beat_at is not None and now > beat_at + SLOWEST_HEARTBEAT_S:
                 self.rounds.woke(now)
@@ -282,19 +279,13 @@ class Node:
             self.far.outlook.handle_timer(now)
             self.pump()
             self.progress.conclude(self.now())
-            self.notice_stop(self.now())
+            self.catchup.awake.ends(self.now())
             self._wake.clear()
-            self._sleeps_until = self._rings_at = math.inf
+            self._sleeps_until = math.inf
             quiet_s = self.membership.quiet_s
             idle_s = QUIET_IDLE * quiet_s if quiet_s and self.progress.rests else 0.0
             self._sleep_until(min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s)))
             await self._wake.wait()
-
-    def notice_stop(self, now: float) -> None:
-        """Whether this process stood still (SIGSTOP): before it judges anybody's silence."""
-        if (stood_s := now - self._rings_at) > STOOD_STILL_S:
-            self._rings_at = now
-            self.catchup.stood_still(stood_s)
 
     def _sleep_until(self, at: float) -> None:
         """Let the timers' task sleep no longer than until ``at``."""
@@ -304,7 +295,7 @@ class Node:
         if self._alarm is not None:
             self._alarm.cancel()
         wait_s = max(0.001, at - (now := self.now()))
-        self._rings_at = min(self._rings_at, now + wait_s)
+        self.catchup.awake.is_due(now + wait_s)
         self._alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)  # cheaper than a timeout
 
     def timers(self) -> dict[str, float | None]:

@@ -92,7 +92,7 @@ class Receiving:
         """``on_message``, without the waiting: seconds until the sender's next one may be read."""
         node, size_bytes = self._node, len(data)
         now = node.now()
-        node.notice_stop(now)
+        node.catchup.awake.runs(now)
         self._allowances.check(sender, now)
         self.down_bytes += size_bytes
         wait_s = self._allowances.read(size_bytes, now)
