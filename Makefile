@@ -38,10 +38,12 @@ install: $(STAMP)
 
 gone:
 
-# Made anew, too, where its interpreter is gone.
+# Where its interpreter is gone make install makes it anew, and nothing else does: it may be another machine's.
 $(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2/codec/passes.c \
 		$(shell $(BIN)/python -c '' 2>/dev/null || echo gone)
 	@$(BIN)/python -c '' 2>/dev/null || { \
+		if [ -f $(VENV)/pyvenv.cfg ] && [ -z "$(filter install,$(MAKECMDGOALS))" ]; then \
+			echo "error: the Python that $(VENV) was made with is not on this machine; to make it anew: make install" >&2; exit 2; fi; \
 		if [ -z "$(PYTHON)" ]; then \
 			echo "error: no Python 3.11 or later found; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; fi; \
 		if [ -L $(VENV) ] || { [ -n "$$(ls -A $(VENV) 2>/dev/null)" ] && [ ! -f $(VENV)/pyvenv.cfg ]; }; then \

@@ -54,6 +54,23 @@ def test_a_stop_amid_a_turn_counts_whoever_looks_first() -> None:
         assert awake.stood_s == 50.0  # nothing is due
 
 
+def test_it_never_goes_back_where_a_stop_came_after_the_date_was_read() -> None:
+    awake = asleep(10.0, 11.0)
+    awake.begins(11.0)
+    assert awake.of(61.0) == 11.0
+    assert awake.of(11.0) == 11.0
+    awake.ends(62.0)
+    assert awake.stood_s == 50.0
+
+
+def test_another_thread_that_is_quicker_sees_no_silence_in_a_stop() -> None:
+    awake = asleep(10.0, 11.0)
+    awake.runs(10.5)
+    assert awake.seen(60.0) == 10.5
+    assert awake.of(60.0) == 10.5
+    assert awake.seen(61.0) == awake.of(61.0) == 11.5
+
+
 def test_no_timer_comes_too_early_for_what_waits_for_it() -> None:
     random_ = random.Random(5)
     for _ in range(2000):

@@ -72,6 +72,7 @@ def test_no_donor_was_silent_while_this_process_stood_still(is_timer_first: bool
     late, stood_s = world.machines[LATE], 50.0
     late.awake.is_due(world.now + 0.1)  # it ran in this moment, and stands from now on
     world.now += stood_s
+    assert late.moves(world.now, 10.0)
     if is_timer_first:
         late.handle_timer(world.now)
         assert (late.get_timer() or 0.0) > world.now

@@ -97,7 +97,7 @@ class CatchUp:
     def moves(self, now: float, within_s: float) -> bool:
         """Whether a chunk of what others hold came to this peer of late, or one of what we hold was sent to
         others: of a state or of a round that somebody missed. A round's bytes go before these."""
-        came = now - self.awake.stood_s - max(self._fetcher.got_at, self._busy_at) <= within_s
+        came = self.awake.seen(now) - max(self._fetcher.got_at, self._busy_at) <= within_s
         return came or bool(self.donor.takers(now, within_s))
 
     def keep_in(self, store: Store) -> None:

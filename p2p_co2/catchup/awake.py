@@ -26,7 +26,7 @@ class Awake:
         if now > self._due_at + STOOD_STILL_S:
             self.stood_s += now - self._ran_at
             self._due_at = now
-        self._ran_at = now
+        self._ran_at = max(self._ran_at, now)
 
     def begins(self, now: float) -> None:
         """A turn of the timers' task, which takes no time to speak of but for a stop amid it."""
@@ -43,9 +43,13 @@ class Awake:
         self._due_at = min(self._due_at, at)
 
     def of(self, now: float) -> float:
-        """``now`` by this clock."""
+        """``now`` by this clock, which never goes back: not where ``now`` is from before a stop either."""
         self.runs(now)
-        return now - self.stood_s
+        return self._ran_at - self.stood_s
+
+    def seen(self, now: float) -> float:
+        """As ``of``, for other threads: nothing is noticed by it."""
+        return (self._ran_at if now > self._due_at + STOOD_STILL_S else now) - self.stood_s
 
     def until(self, at: float) -> float:
         """When it will be ``at`` by this clock, unless the process stands meanwhile; whatever the sum is

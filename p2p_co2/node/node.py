@@ -279,12 +279,13 @@ class Node:
             self.far.outlook.handle_timer(now)
             self.pump()
             self.progress.conclude(self.now())
-            self.catchup.awake.ends(self.now())
             self._wake.clear()
             self._sleeps_until = math.inf
             quiet_s = self.membership.quiet_s
             idle_s = QUIET_IDLE * quiet_s if quiet_s and self.progress.rests else 0.0
-            self._sleep_until(min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s)))
+            until = min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s))
+            self.catchup.awake.ends(self.now())
+            self._sleep_until(until)
             await self._wake.wait()
 
     def _sleep_until(self, at: float) -> None:
