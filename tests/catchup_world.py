@@ -168,6 +168,18 @@ class World:
         return Counter(m.chunk for _, m in self.sent if isinstance(m, Chunk))
 
 
+def vouched_and_never_given() -> World:
+    """Five seconds under way to version 8, for which all vouch: D2, which promises it, gives no chunk, and
+    D1 has version 7."""
+    world = World(donors=2, rate=2e6)
+    world.move(D2, 8)
+    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
+    world.tamper = lambda sender, message: None if sender == D2 and isinstance(message, Chunk) else message
+    world.want()
+    world.run(5.0)
+    return world
+
+
 def lying(liar: PeerId, wrong: Callable[[Chunk], None]) -> Callable[[PeerId, CatchUpMessage], CatchUpMessage]:
     def tamper(sender: PeerId, message: CatchUpMessage) -> CatchUpMessage:
         if sender == liar and isinstance(message, Chunk):

@@ -11,7 +11,7 @@ from p2p_co2.catchup.waiting import COMES_WITHIN_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Manifest, Refusal
-from tests.catchup_world import CHUNKS, D1, D2, D3, D4, LATE, SMALL, World
+from tests.catchup_world import CHUNKS, D1, D2, D3, D4, LATE, SMALL, World, vouched_and_never_given
 from tests.test_catchup_leaving import left_for, turns_of_fragment_1
 
 
@@ -130,13 +130,8 @@ def test_a_load_of_which_nothing_comes_ends_whoever_promises_by_turns() -> None:
 
 def test_where_nothing_came_for_long_others_that_promise_anything_are_gone_by_once() -> None:
     """The load ended with an honest donor of what is older at hand, and the next began in the same way."""
-    world = World(donors=2, rate=2e6)
+    world = vouched_and_never_given()
     late = world.machines[LATE]
-    world.move(D2, 8)
-    late.ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
-    world.tamper = lambda sender, message: None if sender == D2 and isinstance(message, Chunk) else message
-    world.want()
-    world.run(5.0)
     load = late._fetcher._downloads[1]
     assert load._chosen is not None
     assert load._chosen.version == 8

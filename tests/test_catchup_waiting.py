@@ -14,8 +14,7 @@ from p2p_co2.membership import HEARTBEAT_S
 from p2p_co2.node.receiving import Receiving
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.oversight import Oversight
-from p2p_co2.wire.messages_pb2 import Chunk
-from tests.catchup_world import D2, LATE, World
+from tests.catchup_world import D2, LATE, World, vouched_and_never_given
 
 
 def test_who_waited_for_its_turn_goes_on_waiting() -> None:
@@ -115,13 +114,8 @@ def test_a_process_that_stood_still_knows_for_how_long_before_it_hears_anybody(
 
 def test_the_one_chance_goes_to_others_though_what_gave_nothing_was_just_asked_anew() -> None:
     """Nothing was chosen in that moment, so nobody was left: it promised once more, and was chosen again."""
-    world = World(donors=2, rate=2e6)
+    world = vouched_and_never_given()
     late = world.machines[LATE]
-    world.move(D2, 8)
-    late.ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
-    world.tamper = lambda sender, message: None if sender == D2 and isinstance(message, Chunk) else message
-    world.want()
-    world.run(5.0)
     load = late._fetcher._downloads[1]
     load._lose(load.sources[D2], "silent", world.now, moved_on=True)
     assert load._chosen is None
