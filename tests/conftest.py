@@ -10,6 +10,7 @@ one process in the usual order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -101,9 +102,15 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, 256 KiB, that a test may fill."""
-    disk = tmp_path / "disk"
+    with mounted_disk(tmp_path / "disk", "256k") as disk:
+        yield disk
+
+
+@contextlib.contextmanager
+def mounted_disk(disk: Path, size: str) -> Iterator[Path]:
+    """Skips the test where none can be mounted."""
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "p2p-co2-test", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "p2p-co2-test", str(disk)]
     try:
         mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -120,17 +120,20 @@ def kill_three_of(swarm: Campaign, names: list[str]) -> dict[str, float]:
     return kills
 
 
-def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign) -> None:
+@pytest.mark.parametrize("carrier", ["auto", "libp2p"])
+def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign, carrier: str) -> None:
     """A peer's own code raises; a peer freezes; the seed dies and comes back; a peer pauses, and its disk
     fills; somebody comes late, with the first ticket; everything is killed, and resumed."""
     seldom, often = (swarm.folder / name for name in ("seldom.toml", "often.toml"))
-    seldom.write_text("checkpoint_every_s = 3600.0\n")
-    often.write_text("checkpoint_every_s = 1.0\n")
+    seldom.write_text(f'checkpoint_every_s = 3600.0\ncarrier = "{carrier}"\n')
+    often.write_text(f'checkpoint_every_s = 1.0\ncarrier = "{carrier}"\n')
     settings = {"frozen": often, "full": seldom, "calm": often}
     run = paced_run(ROUND_S, step_s=0.05, width=WIDE)
     seed = swarm.start_seed(run)
     frozen, full, _ = (join_three(swarm, name, config) for name, config in settings.items())
-    broken = swarm.join("broken", "--min-peers", "4", variables={"PACED_RAISE_AFTER": "40"})
+    broken = swarm.join(
+        "broken", "--min-peers", "4", "--carrier", carrier, variables={"PACED_RAISE_AFTER": "40"}
+    )
     broken.asked_to_end = True
     swarm.wait_for_commits(*settings, count=2, group=3)
     assert_left_with_its_traceback(swarm, broken)
@@ -144,8 +147,10 @@ def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign) -> None:
     swarm.wait_until("the end of the frost", lambda: time.time() > stopped_at + FROZEN_S)
     swarm.stop(frozen, back=True)
     swarm.wait_until("peers greet the seed anew", lambda: "peers: " in seed.last_lines())
-    swarm.join("late")
+    swarm.join("late", "--carrier", carrier)
     assert_one_history(swarm, *settings, "late")
+    carriers = {event.carrier for name in settings for event in swarm.events(name, LinkOpened)}
+    assert carriers == {"grpc" if carrier == "auto" else carrier}
     kill_everything(swarm)
     swarm.start_seed(run)
     resume_from_checkpoints(swarm, settings)

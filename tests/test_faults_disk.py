@@ -1,0 +1,117 @@
+"""A peer's disk, through the console script: full, and torn while nobody ran."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2p_co2 import checkpoint
+from p2p_co2.telemetry.events import CheckpointSaved, PeerFinished, Progress, RoundCommitted, Warned
+from tests.campaign import Campaign, paced_run
+from tests.conftest import mounted_disk
+
+pytestmark = pytest.mark.swarm
+ROUND_S = 1.0
+TORN_AT = (0, 4, 8, 30, 60, 0.2, 0.5, 0.9, -1)
+"""Bytes, or parts of the file: nothing of it, within the length of its header, the end of that, within the
+header, the tensors' beginning, middle and end, and all but one byte."""
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Campaign]:
+    with Campaign(tmp_path) as swarm:
+        yield swarm
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a peer named "full", on a file system of its own."""
+    with mounted_disk(tmp_path / "full", "32m") as disk:
+        yield disk
+
+
+def test_a_peer_trains_on_with_a_full_disk_and_saves_again_when_there_is_room(
+    disk: Path, swarm: Campaign
+) -> None:
+    """Of its own file system nothing is left: for checkpoints, and for its journal."""
+    often = swarm.folder / "often.toml"
+    often.write_text("checkpoint_every_s = 1.0\n")
+    swarm.start_seed(paced_run(ROUND_S, step_s=0.05, width=256))
+    full = swarm.join("full", "--min-peers", "2", "--config", str(often))
+    calm = swarm.join("calm", "--min-peers", "2")
+    swarm.wait_for_commits("full", "calm", group=2)
+    saved = swarm.wait_for("full", CheckpointSaved)
+    filler = fill(disk)
+    filled_at = time.time()
+    swarm.wait_until("it says so", lambda: "the disk is full" in full.last_lines(200))
+    swarm.wait_for_commits("calm", count=4, since=filled_at, group=2)  # in which it takes part
+    before = checkpoint.load(disk / "checkpoint")
+    assert sum(state.version for state in before.states) >= sum(saved.versions)
+    assert full.last_lines(500).count("the disk is full") == 1
+    filler.unlink()
+    freed_at = time.time()
+    after = swarm.wait_for("full", CheckpointSaved, since=freed_at)
+    assert sum(after.versions) > sum(state.version for state in before.states)
+    assert checkpoint.load(disk / "checkpoint").inner_steps > before.inner_steps
+    swarm.wait_for_commits("full", "calm", since=freed_at, group=2)
+    ends = swarm.leave_together(full, calm)
+    assert [end.reason for end in ends] == ["stopped", "stopped"]
+
+
+def fill(disk: Path) -> Path:
+    """Until the kernel says that no byte fits any more; returns the file that fills it."""
+    filler, size = disk / "filler", 1 << 16
+    with filler.open("wb", buffering=0) as file:
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                size //= 2
+    return filler
+
+
+def test_a_checkpoint_torn_anywhere_is_passed_over_for_the_one_before_it(swarm: Campaign) -> None:
+    """One peer for each class of bytes, resumed side by side; and nobody takes part of one for a whole."""
+    often = swarm.folder / "often.toml"
+    often.write_text("checkpoint_every_s = 0.5\n")
+    run = paced_run(ROUND_S, step_s=0.05)
+    seed = swarm.start_seed(run)
+    peer = swarm.join("whole", "--config", str(often))
+    swarm.wait_for_commits("whole")
+    swarm.wait_until("two checkpoints", lambda: len(states_of(swarm.folder / "whole")) == 2)
+    swarm.leave_together(peer)
+    older, newest = states_of(swarm.folder / "whole")
+    data, steps = newest.read_bytes(), int(older.stem.split("-")[1])
+    torn: dict[str, Path] = {}
+    for where in TORN_AT:
+        name = f"torn-{len(torn)}"
+        shutil.copytree(swarm.folder / "whole" / "checkpoint", swarm.folder / name / "checkpoint")
+        torn[name] = swarm.folder / name / "checkpoint" / newest.name
+        torn[name].write_bytes(data[: int(where * len(data)) if isinstance(where, float) else where])
+        assert not torn[name].samefile(newest)
+        swarm.join(name, "--resume")
+    for name in torn:
+        words = "a checkpoint is damaged, went on from the checkpoint before it: " + newest.name
+        swarm.wait_until(
+            f"{name} says so",
+            lambda name=name, words=words: any(w.text.startswith(words) for w in swarm.events(name, Warned)),
+        )
+        assert swarm.wait_for(name, Progress).inner_steps == steps
+        swarm.wait_for(name, RoundCommitted)
+    assert seed.running()
+    ends = swarm.leave_together(*(child for child in swarm.running() if child is not seed))
+    assert len({end.reason for end in ends}) == 1
+    assert len(swarm.events("whole", PeerFinished)) == 1
+
+
+def states_of(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted((folder / "checkpoint").glob("state-*.safetensors"), key=os.fspath)

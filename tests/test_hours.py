@@ -1,0 +1,56 @@
+"""A peer's hours, through the console script: it rests outside of them, and the day turns while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.telemetry.events import Paused, PeerFinished, Progress, Resumed, RoundCommitted
+from tests.campaign import Campaign, paced_run
+from tests.test_faults import start_up_s
+
+pytestmark = pytest.mark.swarm
+SEVEN_S, DAY_S = 7 * 3600, 24 * 3600
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Campaign]:
+    with Campaign(tmp_path) as swarm:
+        yield swarm
+
+
+def zone_where_it_is_seven_at(at: float) -> str:
+    """A time zone as POSIX writes it: what is to be added to local time to have UTC."""
+    west_s = (int(at) - SEVEN_S) % DAY_S
+    sign, west_s = ("+", west_s) if west_s <= DAY_S // 2 else ("-", DAY_S - west_s)
+    return f"SIM{sign}{west_s // 3600}:{west_s // 60 % 60:02}:{west_s % 60:02}"
+
+
+def test_peers_begin_and_rest_as_their_hours_turn(swarm: Campaign) -> None:
+    swarm.start_seed(paced_run(1.0, step_s=0.05))
+    turns_at = int(time.time() + 8.0 + 6.0 * start_up_s())
+    here = {"TZ": zone_where_it_is_seven_at(turns_at)}
+    swarm.join("always")
+    swarm.join("by day", "--hours", "07:00-20:00", variables=here)
+    swarm.join("by night", "--hours", "20:00-07:00", variables=here)
+    rests = swarm.wait_for("by day", Paused)
+    assert rests.reason == "outside its hours (07:00-20:00)"
+    assert rests.at < turns_at
+    swarm.wait_for_commits("always", "by night", count=2, group=2)
+    assert not swarm.events("by night", Paused)
+
+    turned = swarm.wait_for("by day", Resumed), swarm.wait_for("by night", Paused)
+    assert all(turns_at <= event.at < turns_at + 10.0 for event in turned), (turns_at, turned)
+    assert turned[1].reason == "outside its hours (20:00-07:00)"
+    swarm.wait_for_commits("always", "by day", count=2, since=max(event.at for event in turned), group=2)
+    assert swarm.events("by day", Progress)[0].inner_steps == 0
+    rested_at = turned[1].at + 1.0
+    steps = {event.inner_steps for event in swarm.events("by night", Progress, rested_at)}
+    assert len(steps) <= 1, steps
+    assert not any(e.contributors > 2 for e in swarm.events("always", RoundCommitted, rested_at + 2.0))
+    children = [child for child in swarm.running() if child.name != "seed"]
+    assert {end.reason for end in swarm.leave_together(*children)} == {"stopped"}
+    assert len(swarm.events("by night", PeerFinished)) == 1
