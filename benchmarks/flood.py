@@ -1,12 +1,13 @@
 """What a flood costs those who train: real processes, windows with and without it, in turn.
 
 Three peers train by paced steps over gRPC. In every other window somebody floods the first of them as fast as
-it reads, over four links of one identity, and takes a new identity as soon as the last one is shut out. Per
-window and honest peer: tokens per second and committed rounds per minute, and the processor time of the one
-that is flooded. Reported: medians over the windows of each kind, and of the ratios of neighbouring windows.
-Prints JSON.
+it reads, over four links of one identity, and takes a new identity as soon as the last one is shut out; or
+opens links without end and says nothing on them ("links"), or connections on which a TLS handshake comes a
+byte at a time ("trickle"). Per window and honest peer: tokens per second and committed rounds per minute, and
+the processor time of the one that is flooded. Reported: medians over the windows of each kind, and of the
+ratios of neighbouring windows. Prints JSON.
 
-    python benchmarks/flood.py [--pairs 4] [--window-s 14] [--kinds part ping nonsense ready]
+    python benchmarks/flood.py [--pairs 4] [--window-s 14] [--kinds part ping nonsense ready links trickle]
 
 Law: the first window of a pair is the quiet one in every other pair only, so a drift does not count as a
 cost. Price: the flood comes from this machine and takes processor time of its own, which is reported; on two
@@ -25,6 +26,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,12 @@ from tests.swarms import Swarm
 
 HONEST = ("a", "b", "c")
 LINKS = 4
+CONNECTIONS, TRICKLE_S = 300, 0.05
+"""Held at a time by one that trickles, and between two bytes on each: as slow as nobody's line is."""
+HELLO = b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb\x03\x03"
+"""How a TLS record of 16 KiB begins, with a greeting as long (RFC 8446, 5.1 and 4.1.2)."""
+PAUSE_S = 0.02
+"""Between two connections or links: what the flood costs is the flooded's, not our own processor time."""
 RUN = RunConfig(
     name="flood", recipe="own-loop", recipe_digest=recipe_digest("own-loop", {}), fragments=2,
     clock=ClockConfig(mode="time", round_s=2.0, rounds=100_000), codec=CodecConfig(name="int4"),
@@ -68,12 +77,17 @@ def messages() -> dict[str, bytes]:
     }
 
 
+SOCKETS = ("links", "trickle")
+"""Kinds that send no message."""
+
+
 class Flood:
     """Floods while it is ``on``, in a thread of its own. ``sent``: messages handed to
     gRPC; ``shut_out``: links."""
 
     def __init__(self, ticket: str, folder: Path, kinds: list[str]) -> None:
         self.on, self.sent, self.shut_out = threading.Event(), 0, 0
+        self.opened = self.hung_up = 0
         self._ticket, self._folder, self._kinds = ticket, folder, kinds
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -95,11 +109,11 @@ class Flood:
             number += 1
             kind = self._kinds[number % len(self._kinds)]
             try:
-                await self._one_identity(self._folder / str(number), messages()[kind])
+                await self._one_identity(self._folder / str(number), kind)
             except P2PCo2Error as error:
                 print(f"identity {number}: {error}", file=sys.stderr)
 
-    async def _one_identity(self, folder: Path, data: bytes) -> None:
+    async def _one_identity(self, folder: Path, kind: str) -> None:
         config = PeerConfig(folder=folder, carrier="grpc")
         network = await Network.open(Ticket.parse(self._ticket), config, lambda peer, error: None)
 
@@ -109,8 +123,14 @@ class Flood:
         try:
             await network.start_carriers(ignore, lambda peer, error: None)
             record = await network.find_record(self._victim)
-            if record is not None:
-                await asyncio.gather(*(self._pour(network, record, data) for _ in range(LINKS)))
+            if record is None:
+                return
+            if kind == "links":
+                await self._open_links(network, record)
+            elif kind == "trickle":
+                await self._trickle(record.grpc_addresses[0])
+            else:
+                await asyncio.gather(*(self._pour(network, record, messages()[kind]) for _ in range(LINKS)))
         finally:
             await network.close()
 
@@ -124,6 +144,41 @@ class Flood:
         except PeerLost as error:
             self.shut_out += any(reason in str(error) for reason in ("too many messages", "shut out"))
 
+    async def _open_links(self, network: Network, record: Any) -> None:
+        """One after the other, all kept; whoever is refused takes another identity."""
+        links = []
+        try:
+            while self.on.is_set():
+                links.append(await network.carriers[0].connect(record))
+                self.opened += 1
+                await asyncio.sleep(PAUSE_S)
+        except PeerLost:
+            self.hung_up += 1
+        for link in links:
+            await link.close()
+
+    async def _trickle(self, address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, Iterator[int]]] = []
+        turns = max(1, round(TRICKLE_S / PAUSE_S))
+        try:
+            for turn in count():
+                if not self.on.is_set():
+                    break
+                if len(held) < CONNECTIONS:
+                    held.append((*await asyncio.open_connection(host, int(port)), chain(HELLO, repeat(0))))
+                    self.opened += 1
+                is_open = [one for one in held if not one[0].at_eof() and not one[1].transport.is_closing()]
+                self.hung_up += len(held) - len(is_open)
+                held = is_open
+                for _, writer, data in held[turn % turns :: turns]:
+                    writer.write(bytes([next(data)]))
+                await asyncio.sleep(PAUSE_S)
+        except OSError:
+            self.hung_up += 1
+        for _, writer, _ in held:
+            writer.transport.abort()
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -131,7 +186,9 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--window-s", type=float, default=14.0)
-    parser.add_argument("--kinds", nargs="+", choices=tuple(messages()), default=list(messages()))
+    parser.add_argument(
+        "--kinds", nargs="+", choices=(*messages(), *SOCKETS), default=[*messages(), *SOCKETS]
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         swarm = Swarm(Path(folder), RUN)
@@ -145,6 +202,7 @@ def main() -> None:
     machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "load_1_min": os.getloadavg()[0]}
     job = {"pairs": options.pairs, "window_s": options.window_s, "kinds": options.kinds, "bar": BAR}
     flooded = {"messages_sent": flood.sent, "links_shut_out": flood.shut_out,
+               "opened": flood.opened, "hung_up": flood.hung_up,
                "reasons": sorted({event.reason for event in refused})}  # fmt: skip
     result = {"at": time.strftime("%F %R"), **machine, **job, **_summary(windows), "flood": flooded}
     print(json.dumps(result, indent=2))
