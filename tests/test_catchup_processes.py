@@ -30,18 +30,18 @@ def test_who_comes_late_loads_from_several_donors_and_goes_on_when_one_of_them_i
     swarm.start_seed(paced_run(ROUND_S, step_s=0.05, width=512))
     for name in DONORS:
         swarm.join(name, "--min-peers", "3", "--upload", "600k", "--carrier", carrier)
-    swarm.wait_for_commits(*DONORS, count=2 * (REPLAYED_AT_MOST + 1))  # of either fragment so many
+    swarm.wait_for_commits(*DONORS, count=2 * (REPLAYED_AT_MOST + 2))  # of either fragment so many
     swarm.join("late", "--carrier", carrier)
     swarm.wait_for("late", PeerJoined)  # it asks for the state now
     swarm.kill(next(child for child in swarm.running() if child.name == "second"))
-    assert max(loads_of(swarm, "late")) >= 2  # of whom one may be the one that was killed
+    swarm.wait_until("late has caught up", lambda: {event.fragment for event in caught_up(swarm)} == {0, 1})
+    for fragment in (0, 1):  # by a state, though the last step to where the others are may be a round
+        first = next(event for event in caught_up(swarm) if event.fragment == fragment)
+        assert first.from_version == 0
+        assert first.to_version > REPLAYED_AT_MOST
+    assert max(event.donors for event in caught_up(swarm)) >= 2
     swarm.wait_for_commits("late", "first", "third", group=3)
 
 
-def loads_of(swarm: Campaign, name: str) -> set[int]:
-    """From how many donors a fragment's state came, once both fragments are where the others are. The last
-    step there may be a round that is replayed."""
-    swarm.wait_until(
-        f"{name} has caught up", lambda: {event.fragment for event in swarm.events(name, CaughtUp)} == {0, 1}
-    )
-    return {event.donors for event in swarm.events(name, CaughtUp) if event.how == "state"}
+def caught_up(swarm: Campaign) -> list[CaughtUp]:
+    return swarm.events("late", CaughtUp)
