@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.fragments.large_tensor import large_tensor
+from p2p_co2.fragments.names import named_parameters
 from p2p_co2.fragments.plan import FragmentPlan, Slice
 from p2p_co2.outer import Merge
 
@@ -33,7 +34,7 @@ class LiveParameters:
 
     def __init__(self, module: nn.Module, plan: FragmentPlan) -> None:
         self._plan = plan
-        self._parameters = dict(module.named_parameters())
+        self._parameters = named_parameters(module)
         self._computing_s = 0.0
         self._waited_for = set[torch.device]()
         """Since that was taken: what is queued there now is the copies' own work."""

@@ -27,6 +27,7 @@ from itertools import pairwise
 from torch import nn
 
 from p2p_co2.errors import ConfigError
+from p2p_co2.fragments.names import named_modules, named_parameters, unwrapped
 
 MAX_OVER_MEAN = 1.5
 _SNAP = 0.1
@@ -83,7 +84,7 @@ def plan_fragments(module: nn.Module, count: int) -> FragmentPlan:
     """
     shapes = {
         name: tuple(parameter.shape)
-        for name, parameter in module.named_parameters()
+        for name, parameter in named_parameters(module).items()
         if parameter.requires_grad and parameter.numel() > 0
     }
     units = list(_units(module))
@@ -113,7 +114,7 @@ def _digest(fragments: Sequence[Fragment], shapes: dict[str, tuple[int, ...]]) -
 def _units(module: nn.Module) -> Iterator[_Unit]:
     """Trainable parameters in the module's order, tied ones once."""
     prefix = _block_list(module)
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters(module).items():
         if not parameter.requires_grad or parameter.numel() == 0:
             continue
         key = name[len(prefix) :].split(".", 1)[0] if prefix is not None and name.startswith(prefix) else ""
@@ -129,12 +130,12 @@ def _block_list(module: nn.Module) -> str | None:
     best: str | None = None
     longest = 1
     outer: list[str] = []
-    for name, candidate in module.named_modules():
+    for name, candidate in named_modules(module):
         if not isinstance(candidate, nn.ModuleList | nn.Sequential):
             continue
         if any(name.startswith(prefix) for prefix in outer):
             continue
-        children = list(candidate.named_children())
+        children = [(key, unwrapped(child)) for key, child in candidate.named_children()]
         if len(children) < 2 or len({type(child) for _, child in children}) > 1:
             continue
         if not all(key.isdigit() for key, _ in children):
