@@ -191,16 +191,17 @@ class LimitsConfig(_Frozen):
 
 
 class PeerConfig(_Frozen):
-    """One peer's own business. ``folder`` holds identity, checkpoints and events. ``grpc_port`` 0 picks a
-    free port; ``host`` is the address to listen on and ``announce_host`` the one that others dial ("" means
-    ``host``). ``checkpoint_every_s`` seconds between checkpoints. ``batch`` sequences per inner step, 0 for
-    the recipe's. ``board``: serve this peer's board on ``board_port`` of the loopback (0: any free one)."""
+    """One peer's own business. ``folder`` holds identity, checkpoints and events ("~" is the home folder).
+    ``grpc_port`` 0 picks a free port. ``host`` is the address to listen on ("": all of this machine's, unless
+    the ticket's seeds are on it) and ``announce_host`` the one that others dial ("" means ``host``).
+    ``checkpoint_every_s`` seconds between checkpoints. ``batch`` sequences per inner step, 0 for the
+    recipe's. ``board``: serve this peer's board on ``board_port`` of the loopback (0: any free one)."""
 
     folder: Path = Path("runs/peer")
     name: str = Field(default="", max_length=64)
     device: str = "cpu"
     batch: int = Field(default=0, ge=0)
-    host: str = "127.0.0.1"
+    host: str = ""
     announce_host: str = ""
     grpc_port: int = Field(default=0, ge=0, le=65535)
     libp2p_port: int = Field(default=0, ge=0, le=65535)
@@ -212,6 +213,14 @@ class PeerConfig(_Frozen):
     slow_line: str = Field(default="", max_length=128)
     """Of a rehearsal: "up,down,latency,jitter,loss" to slow the carriers down to (bits/s, seconds)."""
     limits: LimitsConfig = LimitsConfig()
+
+    @field_validator("folder")
+    @classmethod
+    def _at_home(cls, folder: Path) -> Path:
+        try:
+            return folder.expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{error}; write the folder out") from None
 
 
 _Config = TypeVar("_Config", RunConfig, PeerConfig)

@@ -1,5 +1,5 @@
 """One peer's settings as the command line gives them: to ``join``, and to ``doctor``, which looks whether
-they will do. On the floor below ``cli``, since two of its files ask here.
+they will do; and where a peer listens, whether the command line or a training loop of one's own starts it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from p2p_co2.errors import ConfigError
 
 if TYPE_CHECKING:
     from p2p_co2.config import PeerConfig
+    from p2p_co2.ticket import Ticket
 
 
 def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> PeerConfig:
-    """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key. Without a word
-    about ``host`` a peer listens on all addresses, unless all seeds of its ``ticket`` are on this machine.
-    Raises ``ConfigError`` by the option's name, ``TicketError``."""
+    """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key; where to
+    listen as ``listening`` says. Raises ``ConfigError`` by the option's name, ``TicketError``."""
     from pydantic import ValidationError
 
     from p2p_co2.config import PeerConfig, read_peer_config
@@ -35,7 +35,13 @@ def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> P
         option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s")
         problem = first["msg"].removeprefix("Value error, ")
         raise ConfigError("command line", option, f"{problem} (got {first['input']!r})") from None
-    is_said = "host" in read.model_fields_set or given.get("host") is not None
-    if ticket and not is_said and not Ticket.parse(ticket).is_local:
-        config = config.model_copy(update={"host": "0.0.0.0"})
-    return config
+    return listening(config, Ticket.parse(ticket) if ticket else None)
+
+
+def listening(config: PeerConfig, ticket: Ticket | None) -> PeerConfig:
+    """``config`` with the address to listen on. Without a word about it: all of this machine's; the loopback
+    if all seeds of the ticket are on this machine, or there is no ticket."""
+    if config.host:
+        return config
+    is_local = ticket is None or ticket.is_local
+    return config.model_copy(update={"host": "127.0.0.1" if is_local else "0.0.0.0"})

@@ -2,8 +2,8 @@
 
 Laws: a snapshot is a copy, so what crosses to another thread never changes under it; a merge touches only
 its fragment's elements, in place, so the inner optimizer keeps its references and its state; a merge is
-computed in fp32 and rounded once to the parameter's dtype. On an accelerator a copy comes after the steps
-that are queued there, and how long they took is told apart from the copy.
+computed in fp32 (fp64 for parameters of that) and rounded once to the parameter's dtype. On an accelerator a
+copy comes after the steps that are queued there, and how long they took is told apart from the copy.
 
 Price: with 16-bit parameters a merge smaller than half a last place is rounded away. Keep fp32 parameters
 and use autocast if that matters. A parameter whose memory is not contiguous is copied as a whole for each
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class LiveParameters:
         for parameter, part, at, addend in self._with(index, merge.addend):
             flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
             view = flat[part.start : part.stop]
-            if view.dtype == torch.float32:
+            if view.dtype in (torch.float32, torch.float64):
                 (view if merge.keep == 1.0 else view.mul_(merge.keep)).add_(addend[at])
             else:
                 view.copy_(
@@ -91,6 +92,22 @@ class LiveParameters:
             flat[part.start : part.stop].copy_(source[at])
             if not parameter.is_contiguous():
                 parameter.copy_(flat.view(parameter.shape))
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Whatever is loaded meanwhile, afterwards the parameters hold what they hold now: one copy."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._exchanged()}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._exchanged():
+                    parameter.copy_(kept[name])
+
+    def _exchanged(self) -> Iterator[tuple[str, nn.Parameter]]:
+        names = {part.name: None for fragment in self._plan.fragments for part in fragment.slices}
+        for name in names:
+            yield name, self._parameters[name]
 
     def take_computing_s(self) -> float:
         """Seconds since this was asked last for which copies waited until accelerators had computed what

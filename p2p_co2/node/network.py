@@ -20,6 +20,7 @@ from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TicketError, TransportError
+from p2p_co2.peer_options import listening
 from p2p_co2.process import FolderLock
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.addresses import is_loopback, is_near, is_own
@@ -54,7 +55,7 @@ class Network:
     """Make it with ``open``, end it with ``close``; both on the network thread."""
 
     def __init__(self, identity: Identity, config: PeerConfig, ticket: Ticket) -> None:
-        self.identity, self.config, self.ticket = identity, config, ticket
+        self.identity, self.config, self.ticket = identity, listening(config, ticket), ticket
         self.software = f"p2p-co2 {__version__}"
         self.run = RunConfig()
         self.carriers: tuple[Carrier, ...] = ()

@@ -79,7 +79,7 @@ def text_corpus(path: Path) -> Corpus:
 def check_data(text: str, tokens: str) -> str:
     """Whether these files can be trained on, as far as a quick look tells; a note if they are not on this
     machine at all, "" else. Raises ``ConfigError`` as ``text_corpus`` and ``token_corpus`` do."""
-    path = Path(text or tokens)
+    path = Path(text or tokens).expanduser()
     if not (text or tokens):
         return ""
     if not path.exists():

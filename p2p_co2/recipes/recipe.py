@@ -126,9 +126,9 @@ def _byte_gpt(options: Mapping[str, str | int | float | bool]) -> Recipe:
     model = ByteGPT(shape)  # first, so that no other draw comes before it
     text, tokens = str(settings["text"]), str(settings["tokens"])
     if tokens:
-        corpus = token_corpus(Path(tokens), shape.vocab_size)
+        corpus = token_corpus(Path(tokens).expanduser(), shape.vocab_size)
     else:
-        corpus = text_corpus(Path(text)) if text else embedded_corpus()
+        corpus = text_corpus(Path(text).expanduser()) if text else embedded_corpus()
     if len(corpus.train) < shape.context + 1:
         raise _option_error(
             "tokens" if tokens else "text",
@@ -235,7 +235,7 @@ def _split(name: str) -> tuple[Path, str]:
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function.isidentifier():
         raise ConfigError(name, "", f'no such recipe; write "{BYTE_GPT}" or "path/to/file.py:function"')
-    return Path(file), function
+    return Path(file).expanduser(), function
 
 
 def _source(path: Path) -> bytes:

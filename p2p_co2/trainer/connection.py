@@ -32,9 +32,11 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.plan import Plan
+from p2p_co2.trainer.rates import base_rates, check_factor
 from p2p_co2.trainer.synchroniser import Progressed
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
@@ -56,10 +58,12 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     """Join the network of the run that ``ticket`` invites to, and verify its settings. Blocks; Ctrl-C is
     safe.
 
-    ``on_event`` is called from several threads. Raises ``TicketError`` (damaged, foreign), ``TransportError``
+    ``on_event`` is called from several threads. Raises ``ConfigError`` (another type of argument),
+    ``TicketError`` (damaged, foreign), ``TransportError``
     (no seed answers), ``EnvironmentFault`` (this machine; the board's port), ``ConfigError`` (settings that
     this version does not know).
     """
+    _check_call(ticket, config, on_event)
     return_large_blocks()  # before there are threads: each stays with the arena that it had
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
@@ -79,9 +83,12 @@ def join(
 ) -> Peer:
     """``connect`` and ``start`` in one: for one's own training loop. Use the peer as a context manager.
 
-    Prints where this peer's board is served, on stderr; ``PeerConfig(board=False)`` serves none.
+    Prints where this peer's board is served, on stderr; ``PeerConfig(board=False)`` serves none. Raises as
+    both; for a model or optimizer that a swarm cannot train ``ConfigError``, before the network is used.
     """
-    connection = connect(ticket, config or PeerConfig(), on_event)
+    check_model(model, optimizer)
+    base_rates(optimizer, is_scheduled=False)
+    connection = connect(ticket, PeerConfig() if config is None else config, on_event)
     if connection.board:
         print(f"board: {connection.board}", file=sys.stderr, flush=True)
     try:
@@ -127,10 +134,14 @@ class Connection:
 
         ``model``'s parameters must be those that every peer starts from (same recipe, same seed); they are
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
-        to a factor on each group's learning rate. Blocks, bounded. Raises ``ConfigError`` (model too small
-        for the fragments, no checkpoint to resume from, or one of another run), ``TransportError`` (not
-        enough peers, or none that can help).
+        to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made). Blocks,
+        bounded. Raises ``ConfigError`` (a model or optimizer that a swarm cannot train, as ``model_check``
+        says; a model too small for the fragments; no checkpoint to resume from, or one of another run),
+        ``TransportError`` (not enough peers, or none that can help).
         """
+        check_model(model, optimizer)
+        base_lr = base_rates(optimizer, is_scheduled=learning_rate is not None)
+        check_factor(learning_rate)
         run = self.run
         plan = plan_fragments(model, run.fragments)
         saved = self._load(plan) if resume else None
@@ -145,7 +156,6 @@ class Connection:
         ledger = TensorLedger(codec, [FragmentLedger(run, codec, me, state) for state in states])
         del states  # they are the ledger's, which lets go of them when it takes over others
         progressed = Progressed()
-        base_lr = tuple(float(group["lr"]) for group in optimizer.param_groups)
         if saved is not None:
             restore(saved, model, optimizer, ledger)
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
@@ -251,6 +261,23 @@ class Connection:
             if now - given_at > CATCH_UP_BOUND_S:
                 raise TransportError("no peer could give this one the agreed state; try again later")
             time.sleep(0.02)
+
+
+def _check_call(ticket: str, config: PeerConfig, on_event: EventSink) -> None:
+    if not isinstance(ticket, str):
+        raise ConfigError(
+            "join",
+            "ticket",
+            f"is of type {type(ticket).__name__}; give the word that the seed prints, as a str",
+        )
+    if not isinstance(config, PeerConfig):
+        raise ConfigError(
+            "join", "config", f"is of type {type(config).__name__}; give PeerConfig(folder=...)"
+        )
+    if not callable(on_event):
+        raise ConfigError(
+            "join", "on_event", f"is of type {type(on_event).__name__}; give a function that takes an event"
+        )
 
 
 def restore(saved: Checkpoint, model: nn.Module, optimizer: Optimizer, ledger: TensorLedger) -> None:

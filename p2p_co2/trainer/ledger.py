@@ -92,9 +92,12 @@ class TensorLedger:
         """By fragment, the digest of the state that was given up for a donor's last."""
         self._moment: Moment | None = None
         """The last one that was told of."""
+        self._is_closed = False
 
     def close(self) -> None:
+        """End the worker; the agreed states stay, and change no more."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self._is_closed = True
 
     def agreed(self) -> list[AgreedVersion]:
         """Where every fragment is, all at one moment. Any thread; waits for the worker. Raises as
@@ -109,8 +112,13 @@ class TensorLedger:
         return self._worker.submit(read).result()
 
     def states(self) -> list[OuterState]:
-        """The agreed states, consistent with each other. Any thread; waits for the worker."""
-        return self._worker.submit(lambda: [fragment.lend() for fragment in self._fragments]).result()
+        """The agreed states, consistent with each other. Any thread; waits for the worker. After ``close``
+        the last ones."""
+
+        def read() -> list[OuterState]:
+            return [fragment.lend() for fragment in self._fragments]
+
+        return read() if self._is_closed else self._worker.submit(read).result()
 
     def set_residuals(self, residuals: Mapping[int, Values]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before

@@ -4,8 +4,10 @@ end."""
 from __future__ import annotations
 
 import resource
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -14,29 +16,41 @@ from torch import Tensor, nn
 
 from p2p_co2.checkpoint import swarm_digest
 from p2p_co2.config import RunConfig
-from p2p_co2.errors import EnvironmentFault, LocalProtocolError
+from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
+from p2p_co2.fragments.names import named_parameters
 from p2p_co2.governor import Governor
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.model_check import Structure
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.plan import Plan
+from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.saver import Saver
+from p2p_co2.trainer.step_arguments import loss_of, tokens_of
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
 
 
 class Peer:
-    """Made by ``Connection.start`` or ``join``. A context manager: leaving the block leaves the swarm."""
+    """Made by ``Connection.start`` or ``join``. A context manager: leaving the block leaves the swarm.
+
+    After ``leave`` it trains and saves no more, and tells what it did: ``agreed_parameters`` and
+    ``measure_agreed`` give the final state.
+    """
 
     def __init__(self, thread: NetworkThread, ledger: TensorLedger, plan: Plan, start: Progressed) -> None:
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
         self._saver = Saver(plan, ledger, self._sync, thread.report)
+        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, self._warn)
+        self._structure, self._is_changed = Structure(plan.model, plan.optimizer), False
         self._stopped = self._left = False
+        self._stepping = threading.Lock()
+        """Held by whoever trains or measures: two at once would mix their parameters."""
         self._governor = Governor(plan.config.limits.hours)
-        self._sync.on_reset = self._forget_optimizer
+        self._sync.on_reset, self._sync.on_look = self._forget_optimizer, self._look
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
-        self._set_learning_rate()
+        self._rates.set(self._sync.position)
 
     @property
     def run(self) -> RunConfig:
@@ -44,8 +58,9 @@ class Peer:
 
     @property
     def board(self) -> str:
-        """The address of this peer's own page on the loopback; "" if ``PeerConfig.board`` is False."""
-        return self._thread.board
+        """The address of this peer's own page on the loopback; "" if ``PeerConfig.board`` is False, and after
+        ``leave``."""
+        return "" if self._left else self._thread.board
 
     @property
     def position(self) -> float:
@@ -62,19 +77,47 @@ class Peer:
         rounds = self._plan.run.clock.rounds
         return rounds > 0 and self._sync.position >= rounds
 
-    def step(self, tokens: int, loss: float | Tensor) -> bool:
+    def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:
         """Tell the swarm of one inner optimizer step over ``tokens`` tokens with training ``loss``.
 
-        Copies a fragment out when it is due, merges what the others have agreed on into the model's
+        ``tokens``: a whole number of any type, ``mask.sum()`` too. ``loss``: one number; NaN and Inf count as
+        unknown. Copies a fragment out when it is due, merges what the others have agreed on into the model's
         parameters, and otherwise returns at once. Returns False when the run is over or ``stop`` was called:
-        leave the loop then. Raises only for faults of this machine (``EnvironmentFault``) and bugs, never for
-        what another peer did.
+        leave the loop then.
+
+        Raises ``ConfigError`` for other arguments, and about once a second if the model is not the one that
+        ``join`` was given any more (parameters replaced, added, frozen); ``LocalProtocolError`` after
+        ``leave`` and while another thread is in it; else only for faults of this machine
+        (``EnvironmentFault``) and bugs, never for what another peer did.
         """
-        self._sync.after_step(tokens, loss.detach() if isinstance(loss, Tensor) else loss)
-        self._set_learning_rate()
-        self._rest()
-        self._saver.keep_up()
+        count, value = tokens_of(tokens), loss_of(loss)
+        with self._alone("step"):
+            if self._left:
+                raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
+            self._sync.after_step(count, value)
+            self._rates.set(self._sync.position)
+            self._rest()
+            self._saver.keep_up()
         return not (self._stopped or self.over)
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._stepping.acquire(blocking=False):
+            raise LocalProtocolError(
+                f"{what}: another thread is in step or measure_agreed of this peer; call them from one thread"
+            )
+        try:
+            yield
+        finally:
+            self._stepping.release()
+
+    def _look(self) -> None:
+        """Raise ``ConfigError`` if the model has other parameters than those that are exchanged."""
+        try:
+            self._structure.check()
+        except ConfigError:
+            self._is_changed = True
+            raise
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
@@ -100,23 +143,32 @@ class Peer:
             try:
                 self.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
-                self._thread.report(ev.Warned, {"text": f"no checkpoint was written: {error}"})
+                self._warn(f"no checkpoint was written: {error}")
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
-            self._set_learning_rate()
+            self._rates.set(self._sync.position)
 
     def agreed_parameters(self) -> dict[str, Tensor]:
         """A copy of the agreed parameters by name (fp32, host memory): evaluate and publish these, not the
-        live ones."""
-        shapes = {name: parameter.shape for name, parameter in self._plan.model.named_parameters()}
-        flat: dict[str, Tensor] = {}
+        live ones. After ``leave`` the final ones.
+
+        Names are the model's own, without those of wrappers such as ``torch.compile``'s. A tied parameter is
+        there under each of its names, one tensor for all. What is frozen, and buffers, are not in it:
+        ``model.load_state_dict(agreed, strict=False)`` keeps those.
+        """
+        shapes, flat = self._structure.shapes, dict[str, Tensor]()
         for fragment, state in zip(self._plan.fragments.fragments, self._ledger.states(), strict=True):
             at = 0
             for part in fragment.slices:
                 stop = at + part.stop - part.start
-                values = flat.setdefault(part.name, torch.empty(shapes[part.name].numel()))
-                values[part.start : part.stop] = state.params[at:stop]
+                if part.name not in flat:
+                    numel = shapes[part.name].numel()
+                    flat[part.name] = torch.empty(numel, dtype=torch.float32, device="cpu")
+                flat[part.name][part.start : part.stop] = state.params[at:stop]
                 at = stop
-        return {name: values.view(shapes[name]) for name, values in flat.items()}
+        agreed = {name: values.view(shapes[name]) for name, values in flat.items()}
+        return agreed | {
+            name: agreed[first] for name, first in self._structure.shared.items() if first in agreed
+        }
 
     @property
     def peer_id(self) -> str:
@@ -127,21 +179,16 @@ class Peer:
         """Report the agreed parameters' loss, in whatever unit ``held_out`` gives it, as an event; how long
         it took, seconds.
 
-        They take the live ones' place in the model meanwhile: one more copy of them for that time. Counted as
-        a pause, neither training nor communication.
+        They take the live ones' place in the model meanwhile: one more copy of them for that time, in their
+        own dtype and place. Counted as a pause, neither training nor communication.
         """
         started_at = time.monotonic()
-        parameters = dict(self._plan.model.named_parameters())
-        live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        try:
-            with torch.no_grad():
-                for name, values in self.agreed_parameters().items():
-                    parameters[name].copy_(values)
-            loss = float(held_out(self._plan.model))
-        finally:
-            with torch.no_grad():
-                for name, values in live.items():
-                    parameters[name].copy_(values)
+        with self._alone("measure_agreed"):
+            self._look()
+            with self._sync.live.set_aside():
+                for fragment, state in enumerate(self._ledger.states()):
+                    self._sync.live.load_(fragment, state.params)
+                loss = float(held_out(self._plan.model))
         duration_s = time.monotonic() - started_at
         self._sync.pause(duration_s)
         fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.tokens}
@@ -150,7 +197,12 @@ class Peer:
 
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is whole. Raises ``EnvironmentFault`` if the disk
-        refuses; the previous one stays."""
+        refuses, ``LocalProtocolError`` after ``leave``, which wrote the last one; the previous one stays."""
+        if self._left:
+            raise LocalProtocolError("save: this peer has left the swarm, and saved itself then")
+        self._save()
+
+    def _save(self) -> None:
         started_at = time.monotonic()
         try:
             self._saver.save()
@@ -160,7 +212,7 @@ class Peer:
     def _forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
         not either."""
-        parameters = dict(self._plan.model.named_parameters())
+        parameters = named_parameters(self._plan.model)
         for part in self._plan.fragments.fragments[fragment].slices:
             self._plan.optimizer.state.pop(parameters[part.name], None)
 
@@ -177,7 +229,8 @@ class Peer:
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
         reason = reason or ("the run is over" if self.over and not self._stopped else "stopped")
         try:
-            self._sync.flush(self.over and not self._stopped)
+            if not self._is_changed:
+                self._sync.flush(self.over and not self._stopped)
             agreed = self._ledger.agreed()
             last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
             last["versions"] = tuple(version.version for version in agreed)
@@ -191,7 +244,10 @@ class Peer:
 
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
         try:
-            self.save()
+            if self._is_changed:  # its parameters are not the ones that belong to the agreed state
+                reason += ", without a last checkpoint"
+            else:
+                self._save()
         except (EnvironmentFault, LocalProtocolError):
             reason += ", without a last checkpoint"
             raise
@@ -211,12 +267,8 @@ class Peer:
             self.stop()
         self.leave("" if kind is None else f"{kind.__name__} in the training loop")
 
-    def _set_learning_rate(self) -> None:
-        if self._plan.learning_rate is None:
-            return
-        factor = self._plan.learning_rate(self._sync.position)
-        for group, base in zip(self._plan.optimizer.param_groups, self._plan.base_lr, strict=True):
-            group["lr"] = base * factor
+    def _warn(self, text: str) -> None:
+        self._thread.report(ev.Warned, {"text": text})
 
 
 def _minute_of_the_day() -> int:

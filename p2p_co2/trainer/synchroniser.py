@@ -39,6 +39,7 @@ from p2p_co2.schedule import (
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
 from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
+from p2p_co2.trainer.step_arguments import mean_loss, tokens_of
 from p2p_co2.wire.messages_pb2 import Status
 
 LEAVE_BOUND_S = 3.0
@@ -96,7 +97,9 @@ class Synchroniser:
         self.clock = SwarmClock(run.clock)
         self.clock.start(start.position, time.monotonic(), start.inner_steps)
         self.position, self._advanced_at = start.position, time.monotonic()
-        self.inner_steps, self.tokens = start.inner_steps, start.tokens
+        self.inner_steps, self._tokens = start.inner_steps, start.tokens
+        self._unread: list[Tensor] = []
+        """Token counts that lie on an accelerator: read when the sum is asked for."""
         self._account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
         self._is_flushing, self._told_finished = False, frozenset[int]()
         self._encoding: Future[None] | None = None
@@ -119,6 +122,8 @@ class Synchroniser:
         """Called when a fragment's live parameters were replaced because they were not finite."""
         self.on_moment: Callable[[Moment], None] = lambda moment: None
         """Called when the live parameters fit the agreed states that it brings: save them together."""
+        self.on_look: Callable[[], None] = lambda: None
+        """Called at the first step and about once a second: raises if this training cannot go on."""
         self._saving_s = 0.0  # of the time in ``after_step``, in ``on_moment``
 
     @property
@@ -126,19 +131,30 @@ class Synchroniser:
         """Of the agreed states that the live parameters have met, by fragment."""
         return self._account.versions
 
+    @property
+    def tokens(self) -> int:
+        """That this peer trained on."""
+        while self._unread:
+            count = tokens_of(self._unread.pop().cpu())
+            assert isinstance(count, int)
+            self._tokens += count
+        return self._tokens
+
     # ---- one inner step
 
-    def after_step(self, tokens: int, loss: float | Tensor) -> None:
+    def after_step(self, tokens: int | Tensor, loss: float | Tensor) -> None:
         """Count an inner step, merge what is ready, send what is due; begun after the run's end, it counts
-        for nothing."""
+        for nothing. ``tokens``, ``loss``: as ``step_arguments`` gives them."""
         entered_at = time.monotonic()
-        if self._first_step_at is None:
-            self._first_step_at = self._returned_at
         self.train_s, self._saving_s = self.train_s + entered_at - self._returned_at, 0.0
         self._check()
+        if self._first_step_at is None:
+            self.on_look()
+            self._first_step_at = self._returned_at
         is_too_late = self._account.is_over(self.position)  # it joined then: this is the work of no round
         self.inner_steps += 1
-        self.tokens += 0 if is_too_late else tokens
+        if not is_too_late:
+            self._count_tokens(tokens)
         self._losses.append(loss)
         is_encoded = self._is_encoded()  # before its merge, which has the snapshot's memory, is taken
         self.take_outcomes()
@@ -149,7 +165,14 @@ class Synchroniser:
         self.train_s += computing_s
         self.exposed_s += self._returned_at - entered_at - self._saving_s - computing_s
         if self._returned_at - self._reported_at >= REPORT_EVERY_S:
+            self.on_look()
             self.report()
+
+    def _count_tokens(self, tokens: int | Tensor) -> None:
+        if isinstance(tokens, Tensor):
+            self._unread.append(tokens)
+        else:
+            self._tokens += tokens
 
     def _advance(self, now: float) -> float:
         others = self._wire.swarm_position()
@@ -419,7 +442,7 @@ class Synchroniser:
             known = self._tokens_per_s
             self._tokens_per_s = RATE_DECAY * known + (1 - RATE_DECAY) * rate if known else rate
         if self._losses:
-            self._loss = sum(float(loss) for loss in self._losses) / len(self._losses)
+            self._loss = mean_loss(self._losses)
             self._losses.clear()
         self._reported_at, self._reported_tokens = now, self.tokens
         self._show()

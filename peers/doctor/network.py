@@ -20,6 +20,7 @@ from pathlib import Path
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, RemoteProtocolError, TransportError
+from p2p_co2.peer_options import listening
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.hivemind_quiet import P2P
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
@@ -85,6 +86,7 @@ async def _stages(
     outcome: Outcome,
     stack: AsyncExitStack,
 ) -> None:
+    config = listening(config, ticket)
     tell(check_route())
     tell(await check_names(ticket.seeds, config.announce_host))
     started = await _daemon(config, tell, stack)
