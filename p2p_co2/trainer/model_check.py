@@ -2,16 +2,17 @@
 and again, by identity, while training goes on.
 
 Law: what is taken is exchanged. Each trainable parameter holds real numbers in memory of its own, the
-optimizer that ``join`` was given trains all of them and nothing else, and they are the same objects until the
-peer leaves. Anything else raises ``ConfigError`` with the parameter's name and the cure. A parameter that
-several modules share (tied) is one parameter. What is frozen may be anything that holds values.
+optimizer that ``join`` was given trains all of them and nothing else, and until the peer leaves they are the
+same by name and shape. Anything else raises ``ConfigError`` with the parameter's name and the cure. A
+parameter that several modules share (tied) is one parameter. What is frozen may be anything that holds
+values.
 
 fp64 parameters train in fp64 and are exchanged in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -50,7 +51,8 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
             "has no parameter to train, all are frozen; requires_grad_(True) on what the swarm trains",
         )
     _check_exchanged(trained)
-    _check_ownership(parameters, trained, optimizer)
+    _check_owners(trained, optimizer)
+    _check_strangers(parameters.values(), optimizer)
     for name, parameter in trained.items():
         low, high = torch.aminmax(parameter.detach())
         if not torch.isfinite(low) or not torch.isfinite(high):
@@ -65,40 +67,39 @@ class Structure:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._joined = _trained(named_parameters(model))
+        self._exchanged = self._joined = _trained(named_parameters(model))
         self.shapes = {name: parameter.shape for name, parameter in self._joined.items()}
         self.shared = shared_names(model)
 
-    def check(self) -> None:
-        """Raise ``ConfigError`` if what is trained is not what is exchanged any more. Reads no values: its
-        cost is a walk over the modules."""
+    def check(self) -> str:
+        """The name of a parameter that another object of its kind has replaced since this was asked last, ""
+        if all are the same: go on with the module's own, by name.
+
+        Raises ``ConfigError`` if what is trained is not what is exchanged any more. Reads no values: its cost
+        is a walk over the modules.
+        """
         parameters = named_parameters(self._model)
-        for name, joined in self._joined.items():
-            now = parameters.get(name)
-            if now is not joined:
-                how = "is gone since join" if now is None else "is another object since join"
-                raise ConfigError(
-                    "model", name, f"{how}, and what took its place is not exchanged; {_FROM_THE_START}"
-                )
-            if not joined.requires_grad:
+        now = {name: parameters[name] for name in self._joined if name in parameters}
+        for name, shape in self.shapes.items():
+            if name not in now:
+                raise ConfigError("model", name, f"is gone since join; {_FROM_THE_START}")
+            if not now[name].requires_grad:
                 raise ConfigError("model", name, f"was frozen after join; {_FROM_THE_START}")
-            if joined.shape != self.shapes[name]:
-                raise ConfigError(
-                    "model", name,
-                    f"was {tuple(self.shapes[name])} in join and is {tuple(joined.shape)}; {_FROM_THE_START}",
-                )  # fmt: skip
+            if now[name].shape != shape:
+                was = f"was {tuple(shape)} in join and is {tuple(now[name].shape)}"
+                raise ConfigError("model", name, f"{was}; {_FROM_THE_START}")
         for name, parameter in parameters.items():
-            if (
-                parameter.requires_grad
-                and name not in self._joined
-                and (is_lazy(parameter) or parameter.numel())
-            ):
-                raise ConfigError(
-                    "model", name,
-                    f"is trained, and was not when this peer joined: it is not exchanged; {_FROM_THE_START}",
-                )  # fmt: skip
-        _check_exchanged(self._joined)
-        _check_ownership(parameters, self._joined, self._optimizer)
+            if parameter.requires_grad and name not in now and (is_lazy(parameter) or parameter.numel()):
+                is_new = "is trained, and was not when this peer joined: it is not exchanged"
+                raise ConfigError("model", name, f"{is_new}; {_FROM_THE_START}")
+        _check_exchanged(now)
+        _check_strangers((*self._joined.values(), *parameters.values()), self._optimizer)
+        before, self._exchanged = self._exchanged, now
+        return next((name for name, parameter in now.items() if before[name] is not parameter), "")
+
+    def unowned(self) -> str:
+        """The name of a parameter that the optimizer does not train; "" if it trains all."""
+        return next(iter(_lacking(self._exchanged, self._optimizer)), "")
 
 
 def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -189,11 +190,13 @@ def _owned(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _check_ownership(
-    parameters: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter], optimizer: Optimizer
-) -> None:
+def _lacking(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> list[str]:
     owned = {id(tensor) for tensor in _owned(optimizer)}
-    lacking = [name for name, parameter in trained.items() if id(parameter) not in owned]
+    return [name for name, parameter in trained.items() if id(parameter) not in owned]
+
+
+def _check_owners(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    lacking = _lacking(trained, optimizer)
     if len(lacking) == len(trained):
         raise _wrong(
             "optimizer",
@@ -205,7 +208,10 @@ def _check_ownership(
             "model", lacking[0],
             "is trained by no group of the optimizer; add it to one, or freeze it: requires_grad_(False)",
         )  # fmt: skip
-    known = {id(parameter) for parameter in parameters.values()}
+
+
+def _check_strangers(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
+    known = {id(parameter) for parameter in parameters}
     for tensor in _owned(optimizer):
         if id(tensor) not in known and tensor.requires_grad:
             raise _wrong(

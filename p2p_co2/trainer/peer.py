@@ -112,12 +112,28 @@ class Peer:
             self._stepping.release()
 
     def _look(self) -> None:
-        """Raise ``ConfigError`` if the model has other parameters than those that are exchanged."""
+        """Raise ``ConfigError`` if the model has other parameters than those that are exchanged. One that
+        took another's place under its name is exchanged from now on, and told."""
         try:
-            self._structure.check()
-        except ConfigError:
+            replaced = self._structure.check()
+            if replaced:
+                self._sync.live.look_up()
+                self._tell_of_replaced(replaced)
+        except ConfigError as error:
             self._is_changed = True
+            self._warn(str(error))  # others see why this peer leaves
             raise
+
+    def _tell_of_replaced(self, name: str) -> None:
+        text = f"parameters were replaced after join ({name}); their successors are exchanged from now on"
+        if unowned := self._structure.unowned():
+            cure = "leave, and join with the model and the optimizer that train"
+            if self._plan.learning_rate is not None:
+                raise ConfigError(
+                    "model", unowned, f"is not trained by the optimizer of join any more; {cure}"
+                )
+            text += f", but checkpoints hold the optimizer of join, which does not train {unowned}: {cure}"
+        self._warn(text)
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""

@@ -1,0 +1,548 @@
+"""A peer in the user's own loop: what ``step`` takes and refuses, a model that changes after ``join``,
+learning rates, and what it still tells after ``leave``."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+
+from p2p_co2.checkpoint import load
+from p2p_co2.config import PeerConfig, read_peer_config
+from p2p_co2.errors import ConfigError, LocalProtocolError
+from p2p_co2.peer_options import listening, peer_config
+from p2p_co2.telemetry import events as ev
+from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.rates import TWO_SCHEDULES
+from p2p_co2.trainer.step_arguments import mean_loss, tokens_of
+from p2p_co2.wire.identity import Identity
+from tests.peer_bench import STEPS, Lone, impatient, meet
+
+__all__ = ["impatient"]
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def sgd(model: nn.Module, lr: Any = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Lone]:
+    model = plain()
+    made = Lone(tmp_path, model, sgd(model))
+    yield made
+    made.peer.leave()
+
+
+# ---- the numbers of a step
+
+MASK = torch.ones(8, 8)
+TOKENS = [
+    64, 64.0, np.int32(64), np.uint8(64), np.float64(64), np.array(64), MASK.sum(), MASK.long().sum(),
+    (MASK > 0).sum(), MASK.sum().to(torch.bfloat16), MASK.sum().reshape(1), Fraction(64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", TOKENS, ids=repr)
+def test_a_whole_number_of_tokens_is_taken_as_whatever_it_comes(lone: Lone, tokens: Any) -> None:
+    assert lone.train(tokens)
+    assert lone.train(0)
+    assert (lone.peer._sync.tokens, type(lone.peer._sync.tokens)) == (64, int)
+    lone.peer.save()
+    assert load(lone.peer._plan.config.folder / "checkpoint").tokens == 64
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        -5, 64.5, math.nan, math.inf, True, None, "64", {"tokens": 64}, [64], torch.tensor([1, 2]), 2**70,
+        torch.tensor(-1), torch.tensor(math.nan), torch.tensor(True), torch.tensor(1j), np.array([1, 2]),
+        torch.ones((), device="meta"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_other_tokens_are_refused_at_the_call(lone: Lone, tokens: Any) -> None:
+    with pytest.raises(ConfigError, match=r"step: tokens: is .*; give how many tokens.*int\(mask.sum\(\)\)"):
+        lone.train(tokens)
+    assert lone.peer.inner_steps == 0
+    assert lone.train(64)  # the call changed nothing
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [1, 1.5, np.float32(1.5), torch.tensor(1.5), torch.tensor([1.5]), torch.tensor(2)],
+    ids=repr,
+)
+def test_one_number_is_a_loss(lone: Lone, loss: Any) -> None:
+    given = loss * torch.ones((), requires_grad=True) if isinstance(loss, Tensor) else loss
+    assert lone.train(loss=given)
+    lone.peer._sync.report()
+    assert lone.wire.seen(ev.Progress)[-1]["loss"] == pytest.approx(float(loss))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        None, {"loss": 1.0}, "1.5", True, 1j, (1.0, 2.0), torch.ones(3), torch.ones(0), torch.tensor(1j),
+        torch.tensor(True), torch.ones((), device="meta"), np.ones(3),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_other_losses_are_refused_at_the_call(lone: Lone, loss: Any) -> None:
+    with pytest.raises(ConfigError, match=r"step: loss: is .*as one number: loss.mean\(\)"):
+        lone.train(loss=loss)
+    assert lone.peer.inner_steps == 0
+
+
+def test_a_loss_that_is_not_finite_is_unknown_and_training_goes_on(lone: Lone) -> None:
+    for loss in (math.nan, 2.0, torch.tensor(math.inf), 4.0):
+        assert lone.train(loss=loss)
+    lone.peer._sync.report()
+    assert lone.wire.seen(ev.Progress)[-1]["loss"] == 3.0
+    lone.train(loss=torch.tensor(math.nan))
+    lone.peer._sync.report()
+    assert math.isnan(lone.wire.seen(ev.Progress)[-1]["loss"])
+    assert lone.wire.shown[-1].loss == 0.0  # what the wire has for unknown
+    assert math.isnan(mean_loss([]))
+
+
+def test_what_lies_on_an_accelerator_is_read_only_when_the_sum_is_asked_for(
+    lone: Lone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class There(Tensor):
+        """A count that tells when it is read."""
+
+        reads = 0
+
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda")
+
+        def cpu(self) -> Tensor:  # type: ignore[override]
+            There.reads += 1
+            return torch.tensor(64)
+
+    given = torch.tensor(64).as_subclass(There)
+    monkeypatch.setattr(There, "detach", lambda self: self)
+    assert tokens_of(given) is given
+    lone.peer._sync.after_step(tokens_of(given), 1.0)
+    assert There.reads == 0
+    assert (lone.peer._sync.tokens, There.reads) == (64, 1)
+    assert (lone.peer._sync.tokens, There.reads) == (64, 1)
+
+
+# ---- one thread, until it leaves
+
+
+def test_two_threads_do_not_step_at_once(lone: Lone) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def held_out(model: nn.Module) -> float:
+        inside.set()
+        go_on.wait()
+        return 1.0
+
+    other = threading.Thread(target=lambda: lone.peer.measure_agreed(held_out))
+    other.start()
+    inside.wait()
+    try:
+        for call in (lone.train, lambda: lone.peer.measure_agreed(held_out)):
+            with pytest.raises(LocalProtocolError, match="another thread is in step or measure_agreed"):
+                call()
+    finally:
+        go_on.set()
+        other.join()
+    assert lone.train()
+
+
+@pytest.mark.parametrize("how", ["leave", "an exception", "Ctrl-C"])
+def test_after_leaving_a_peer_tells_what_it_did_and_does_no_more(tmp_path: Path, how: str) -> None:
+    model = plain()
+    lone = Lone(tmp_path, model, sgd(model))
+    for _ in range(STEPS):
+        lone.train()
+        meet(lone)
+    lone.train()
+    try:
+        with lone.peer as peer:
+            if how != "leave":
+                raise KeyboardInterrupt if how == "Ctrl-C" else RuntimeError
+    except (KeyboardInterrupt, RuntimeError):
+        pass
+    agreed = peer.agreed_parameters()
+    states = load(tmp_path / "checkpoint").states
+    assert [state.version for state in states] == [1, 1]
+    kept = torch.cat([state.params for state in states]).sort().values
+    assert torch.equal(torch.cat([values.flatten() for values in agreed.values()]).sort().values, kept)
+    assert (peer.inner_steps, peer.position, peer.over) == (STEPS + 1, (STEPS + 1) / STEPS, False)
+    assert (peer.peer_id, peer.board, peer.run.fragments) == ("me", "", 2)
+    peer.stop()
+    peer.pause()
+    peer.go_on()
+    peer.toggle_pause()
+    peer.leave()
+    live = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def loss_of(measured: nn.Module) -> float:
+        assert torch.equal(measured.state_dict()["2.weight"], agreed["2.weight"])
+        return 0.5
+
+    assert peer.measure_agreed(loss_of) >= 0.0
+    assert all(torch.equal(now, was) for now, was in zip(model.parameters(), live, strict=True))
+    with pytest.raises(LocalProtocolError, match="step: this peer has left the swarm; join again"):
+        peer.step(64, 1.0)
+    with pytest.raises(LocalProtocolError, match="save: this peer has left"):
+        peer.save()
+
+
+# ---- what is agreed, as tensors
+
+
+class Odd(nn.Module):
+    """Tied, transposed in memory, half of it in 16 bits, and frozen in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.middle = nn.Linear(4, 6).to(torch.bfloat16)
+        self.middle.weight.data = self.middle.weight.data.t().contiguous().t()
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+
+def test_the_agreed_parameters_are_a_state_dict_in_fp32_on_the_host(tmp_path: Path) -> None:
+    model = Odd()
+    lone = Lone(tmp_path, model, sgd(model))
+    torch.set_default_dtype(torch.float64)
+    try:
+        agreed = lone.peer.agreed_parameters()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(agreed) == {"embed.weight", "middle.weight", "middle.bias", "head.weight"}
+    for name, values in agreed.items():
+        assert (values.dtype, values.device.type, values.is_contiguous()) == (torch.float32, "cpu", True)
+        assert torch.equal(values, model.state_dict()[name].float())
+    assert agreed["head.weight"] is agreed["embed.weight"]
+    other = Odd()
+    found = other.load_state_dict(agreed, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["frozen.weight", "frozen.bias"], [])
+    lone.peer.leave()
+
+
+def test_a_measurement_sees_the_agreed_parameters_and_leaves_the_live_ones_as_they_were(
+    tmp_path: Path,
+) -> None:
+    model = Odd().double()
+    lone = Lone(tmp_path, model, sgd(model))
+    agreed = lone.peer.agreed_parameters()
+    lone.train()
+    with torch.no_grad():
+        model.embed.weight += 1e-12  # of a precision that no exchange has
+    live = lone.live()
+
+    def held_out(measured: nn.Module) -> Tensor:
+        for name, values in agreed.items():
+            assert torch.equal(measured.state_dict()[name], values.double())
+        return torch.tensor(2.5)
+
+    lone.peer.measure_agreed(held_out)  # type: ignore[arg-type]  # a tensor does as well
+    assert all(torch.equal(now, was) for now, was in zip(model.parameters(), live, strict=True))
+    assert [fields["loss"] for fields in lone.wire.seen(ev.AgreedMeasured)] == [2.5]
+
+    def fails(measured: nn.Module) -> float:
+        raise RuntimeError("no such data")
+
+    with pytest.raises(RuntimeError, match="no such data"):
+        lone.peer.measure_agreed(fails)
+    assert all(torch.equal(now, was) for now, was in zip(model.parameters(), live, strict=True))
+    lone.peer.leave()
+
+
+def test_a_measurement_takes_one_copy_of_the_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    lone, copied = Lone(tmp_path, model, sgd(model)), 0
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            nonlocal copied
+            made = function(*given, **(named or {}))
+            known = {tensor.untyped_storage().data_ptr() for tensor in given if isinstance(tensor, Tensor)}
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in known:
+                copied += made.numel()
+            return made
+
+    with Counting():
+        lone.peer.measure_agreed(lambda measured: 1.0)
+    assert copied == sum(parameter.numel() for parameter in model.parameters())
+    lone.peer.leave()
+
+
+# ---- a model that changes after join
+
+
+def unfreeze(lone: Lone) -> None:
+    lone.model[0].requires_grad_(True)
+
+
+def freeze(lone: Lone) -> None:
+    lone.model[2].weight.requires_grad_(False)
+
+
+def add_adapter(lone: Lone) -> None:
+    lone.model[2].adapter = nn.Parameter(torch.zeros(2))
+    lone.optimizer.add_param_group({"params": [lone.model[2].adapter]})
+
+
+def resize(lone: Lone) -> None:
+    lone.model[2] = nn.Linear(6, 5)
+
+
+def regrow(lone: Lone) -> None:
+    lone.model[2].weight.data = torch.zeros(5, 6)
+
+
+def drop(lone: Lone) -> None:
+    del lone.model[2]
+
+
+def tie(lone: Lone) -> None:
+    lone.model[3].weight = lone.model[2].weight
+
+
+def tie_by_data(lone: Lone) -> None:
+    lone.model[3].weight.data = lone.model[2].weight.data
+
+
+def normalise(lone: Lone) -> None:
+    nn.utils.parametrizations.weight_norm(lone.model[2])
+
+
+def offload(lone: Lone) -> None:
+    lone.model[2].to("meta")
+
+
+def quantise(lone: Lone) -> None:
+    lone.model[2].weight.data = lone.model[2].weight.data.to(torch.float8_e4m3fn)
+
+
+def train_another(lone: Lone) -> None:
+    lone.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+
+
+CHANGES: list[tuple[Callable[[Lone], None], str]] = [
+    (unfreeze, "0.weight: is trained, and was not when this peer joined"),
+    (freeze, "2.weight: was frozen after join"),
+    (add_adapter, "2.adapter: is trained, and was not when this peer joined"),
+    (resize, r"2.weight: was \(4, 6\) in join and is \(5, 6\)"),
+    (regrow, r"2.weight: was \(4, 6\) in join and is \(5, 6\)"),
+    (drop, "3.weight: is gone since join|2.weight: was"),
+    (tie, "3.weight: is gone since join"),
+    (tie_by_data, "shares memory with"),
+    (normalise, "2.weight: is gone since join"),
+    (offload, "2.weight: is on the meta device"),
+    (quantise, "2.weight: is float8_e4m3fn, which is not exchanged"),
+    (train_another, r"trains a parameter of shape \(7,\) that is not the model's"),
+]
+
+
+def frozen_at_first(folder: Path) -> Lone:
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4), nn.Linear(6, 4))
+    model[0].requires_grad_(False)
+    return Lone(folder, model, sgd(model))
+
+
+@pytest.mark.parametrize("steps", [0, STEPS])
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_a_change_of_what_is_trained_is_told_loudly(
+    tmp_path: Path, change: Callable[[Lone], None], words: str, steps: int
+) -> None:
+    lone = frozen_at_first(tmp_path)
+
+    def train() -> None:
+        with lone.peer:
+            for _ in range(steps):
+                lone.train()
+                meet(lone)
+            lone.peer._sync._reported_at -= 2.0  # a second and more passed since the last report
+            change(lone)
+            lone.tell()
+
+    with pytest.raises(ConfigError, match=words):
+        train()
+    assert [words for fields in lone.wire.seen(ev.Warned) if fields["text"].startswith(("model", "join"))]
+    assert lone.wire.ended_with == "ConfigError in the training loop"
+    assert set(lone.peer.agreed_parameters()) == {"2.weight", "2.bias", "3.weight", "3.bias"}
+
+
+def replace_all(lone: Lone) -> None:
+    state = {name: values.clone() for name, values in lone.model.state_dict().items()}
+    lone.model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_parameters_that_were_replaced_are_exchanged_by_name_and_told(tmp_path: Path, is_new: bool) -> None:
+    """``is_new``: the loop has made another optimizer for them; else its own was told of them."""
+    model = plain()
+    lone = Lone(tmp_path, model, sgd(model))
+    replace_all(lone)
+    if is_new:
+        lone.optimizer = sgd(lone.model)
+    else:
+        lone.optimizer.param_groups[0]["params"] = list(lone.model.parameters())
+    for _ in range(STEPS + 1):
+        lone.train()
+        meet(lone)
+    lone.peer._sync.take_outcomes()
+    agreed, start = lone.peer.agreed_parameters(), plain().state_dict()
+    assert not torch.equal(agreed["2.weight"], start["2.weight"])
+    (text,) = [fields["text"] for fields in lone.wire.seen(ev.Warned)]
+    assert "parameters were replaced after join (0.weight)" in text
+    assert ("does not train 0.weight: leave, and join with" in text) == is_new
+    lone.peer.leave()
+
+
+def test_a_schedule_whose_optimizer_trains_nothing_any_more_is_an_error(tmp_path: Path) -> None:
+    model = plain()
+    lone = Lone(tmp_path, model, sgd(model), learning_rate=lambda position: 1.0)
+    replace_all(lone)
+    with pytest.raises(ConfigError, match=r"0.weight: is not trained by the optimizer of join any more"):
+        lone.tell()
+    lone.peer.leave()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.half(),
+        lambda model: model.to(memory_format=torch.contiguous_format),
+        lambda model: model.eval(),
+        lambda model: model.__setitem__(2, torch.compile(model[2], backend="eager")),
+    ],
+    ids=["half", "to", "eval", "compiled in part"],
+)
+def test_changes_that_leave_the_parameters_what_they_are_pass(lone: Lone, change: Any) -> None:
+    change(lone.model)
+    for _ in range(STEPS + 1):
+        lone.train()
+        meet(lone)
+    assert lone.peer._sync.versions == [1, 1]
+    assert not lone.wire.seen(ev.Warned)
+
+
+# ---- learning rates
+
+
+def rates(lone: Lone) -> list[float]:
+    return [float(group["lr"]) for group in lone.optimizer.param_groups]
+
+
+def test_a_warm_up_scheduler_that_was_made_before_gives_the_rate_it_starts_from(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = sgd(model, 0.2)
+    LinearLR(optimizer, start_factor=1e-9, total_iters=100)
+    lone = Lone(tmp_path, model, optimizer, learning_rate=lambda position: 0.5)
+    assert rates(lone) == [0.1]
+    lone.peer.leave()
+
+
+def test_a_group_that_is_added_later_has_its_own_rate(tmp_path: Path) -> None:
+    model = plain()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.2)
+    lone = Lone(tmp_path, model, optimizer, learning_rate=lambda position: 0.5)
+    lone.tell()
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.4})
+    lone.tell()
+    lone.tell()
+    assert rates(lone) == [0.1, 0.2]
+    lone.peer.leave()
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) -> None:
+    model = plain()
+    model[0].requires_grad_(False)
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.Adam(model[2].parameters(), lr=rate, foreach=False)
+    lone = Lone(tmp_path, model, optimizer, learning_rate=lambda position: 0.5)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rates(lone) == [0.25]
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    lone.tell()
+    lone.tell()
+    assert rates(lone) == [0.25, 0.25]
+    lone.peer.leave()
+
+
+def test_a_second_schedule_is_told_once(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = sgd(model)
+    scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=100)
+    lone = Lone(tmp_path, model, optimizer, learning_rate=lambda position: 0.5)
+    for _ in range(3):
+        lone.train()
+        scheduler.step()
+    assert [fields["text"] for fields in lone.wire.seen(ev.Warned)] == [TWO_SCHEDULES]
+    lone.peer.leave()
+
+
+def test_a_users_own_scheduler_is_left_alone(lone: Lone) -> None:
+    scheduler = LinearLR(lone.optimizer, start_factor=0.1, total_iters=4)
+    for _ in range(4):
+        lone.train()
+        scheduler.step()
+    assert rates(lone) == pytest.approx([0.1])
+    assert not lone.wire.seen(ev.Warned)
+
+
+def test_a_schedule_that_goes_wrong_later_is_told_with_its_position(tmp_path: Path) -> None:
+    model = plain()
+    lone = Lone(tmp_path, model, sgd(model), learning_rate=lambda position: 1.0 - position)
+    for _ in range(STEPS):
+        lone.tell()
+    with pytest.raises(ConfigError, match=r"learning_rate: gives -0.25 at position 1.25"):
+        lone.tell()
+    lone.peer.leave()
+
+
+# ---- where a peer lives and listens
+
+
+def test_the_home_folder_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PeerConfig(folder="~/run").folder == tmp_path / "run"  # type: ignore[arg-type]
+    (tmp_path / "peer.toml").write_text('folder = "~/run"\n')
+    assert read_peer_config(tmp_path / "peer.toml").folder == tmp_path / "run"
+    assert peer_config(None, {"folder": Path("~/run")}).folder == tmp_path / "run"
+    (tmp_path / "peer.toml").write_text('folder = "~nobody-has-this-name/run"\n')
+    with pytest.raises(ConfigError, match="write the folder out"):
+        read_peer_config(tmp_path / "peer.toml")
+
+
+@pytest.mark.parametrize(
+    ("seed", "host"), [("127.0.0.1", "127.0.0.1"), ("203.0.113.5", "0.0.0.0")], ids=["here", "elsewhere"]
+)
+def test_a_loop_of_ones_own_listens_where_the_command_line_does(tmp_path: Path, seed: str, host: str) -> None:
+    me = Identity.load_or_create(tmp_path / "identity").peer_id
+    ticket = Ticket(bytes(32), me, (f"/ip4/{seed}/tcp/31000/p2p/{me}",))
+    assert listening(PeerConfig(), ticket).host == host
+    assert peer_config(None, {}, str(ticket)).host == host
+    assert listening(PeerConfig(host="192.0.2.7"), ticket).host == "192.0.2.7"
+    assert peer_config(None, {"host": "192.0.2.7"}, str(ticket)).host == "192.0.2.7"
+    assert peer_config(None, {}).host == "127.0.0.1"
