@@ -418,6 +418,18 @@ def test_parameters_that_were_replaced_are_exchanged_by_name_and_told(tmp_path: 
     lone.peer.leave()
 
 
+def test_what_is_agreed_meets_the_parameters_that_are_there_then(lone: Lone) -> None:
+    """Replaced a moment before, since the last report: what is merged into the old ones would be lost."""
+    for _ in range(STEPS):
+        lone.train()
+    meet(lone)
+    replace_all(lone)
+    lone.tell()
+    for name, values in lone.peer.agreed_parameters().items():
+        assert torch.equal(lone.model.state_dict()[name], values)
+    assert lone.peer._sync.versions == [1, 1]
+
+
 def test_a_schedule_whose_optimizer_trains_nothing_any_more_is_an_error(tmp_path: Path) -> None:
     model = plain()
     lone = Lone(tmp_path, model, sgd(model), learning_rate=lambda position: 1.0)

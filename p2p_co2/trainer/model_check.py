@@ -70,14 +70,17 @@ class Structure:
         self._exchanged = self._joined = _trained(named_parameters(model))
         self.shapes = {name: parameter.shape for name, parameter in self._joined.items()}
         self.shared = shared_names(model)
+        self._seen = self._glance()
 
     def check(self) -> str:
         """The name of a parameter that another object of its kind has replaced since this was asked last, ""
         if all are the same: go on with the module's own, by name.
 
-        Raises ``ConfigError`` if what is trained is not what is exchanged any more. Reads no values: its cost
-        is a walk over the modules.
+        Raises ``ConfigError`` if what is trained is not what is exchanged any more. Reads no values; as long
+        as nothing changes it costs a glance at each module.
         """
+        if self._glance() == self._seen:
+            return ""
         parameters = named_parameters(self._model)
         now = {name: parameters[name] for name in self._joined if name in parameters}
         for name, shape in self.shapes.items():
@@ -95,7 +98,26 @@ class Structure:
         _check_exchanged(now)
         _check_strangers((*self._joined.values(), *parameters.values()), self._optimizer)
         before, self._exchanged = self._exchanged, now
+        self._seen = self._glance()
         return next((name for name, parameter in now.items() if before[name] is not parameter), "")
+
+    def _glance(self) -> list[object]:
+        """All that ``check`` goes by, quick to gather and to compare: parameters and whether they are
+        trained, the memory of those that are exchanged, and the optimizer's."""
+        found, met, ahead = list[object](), set[int](), [self._model]
+        while ahead:
+            module = ahead.pop()
+            if id(module) in met:
+                continue
+            met.add(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found += (id(parameter), parameter.requires_grad)
+            ahead += [child for child in module._modules.values() if child is not None]
+        for parameter in self._exchanged.values():
+            found += (parameter.dtype, parameter.shape, parameter.data_ptr())
+        found += map(id, _owned(self._optimizer))
+        return found
 
     def unowned(self) -> str:
         """The name of a parameter that the optimizer does not train; "" if it trains all."""

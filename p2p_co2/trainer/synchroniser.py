@@ -123,7 +123,8 @@ class Synchroniser:
         self.on_moment: Callable[[Moment], None] = lambda moment: None
         """Called when the live parameters fit the agreed states that it brings: save them together."""
         self.on_look: Callable[[], None] = lambda: None
-        """Called at the first step and about once a second: raises if this training cannot go on."""
+        """Called at the first step, before parameters are copied or merged into, and about once a second:
+        raises if they cannot be any more."""
         self._saving_s = 0.0  # of the time in ``after_step``, in ``on_moment``
 
     @property
@@ -148,8 +149,9 @@ class Synchroniser:
         entered_at = time.monotonic()
         self.train_s, self._saving_s = self.train_s + entered_at - self._returned_at, 0.0
         self._check()
-        if self._first_step_at is None:
+        if self._first_step_at is None or not self._ledger.outcomes.empty():
             self.on_look()
+        if self._first_step_at is None:
             self._first_step_at = self._returned_at
         is_too_late = self._account.is_over(self.position)  # it joined then: this is the work of no round
         self.inner_steps += 1
@@ -160,6 +162,8 @@ class Synchroniser:
         self.take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
         due = [] if is_too_late else self._account.due(last, self.position)
+        if due or self._put_off:
+            self.on_look()
         self._await_first(self._send_due(due, is_encoded, entered_at - self._returned_at))
         self._returned_at, computing_s = time.monotonic(), self.live.take_computing_s()
         self.train_s += computing_s

@@ -1,0 +1,100 @@
+"""A training loop as users write theirs, with much that is odd and allowed at once.
+
+    python tests/own_loop_peer.py TICKET FOLDER SEED [--compiled]
+
+The model ties its head to its embedding, is frozen in part, holds one weight transposed and one layer in 16
+bits; the loop has a scheduler of its own and counts tokens with a mask. What is agreed is published after the
+block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+
+import p2p_co2
+from p2p_co2.telemetry.events import Event, Warned
+
+WORDS, WIDTH = 17, 8
+
+
+class Speaker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.module = nn.Linear(WIDTH, WIDTH)  # its author's name for it, not a wrapper's
+        self.module.weight.data = self.module.weight.data.t().contiguous().t()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.short = nn.Linear(WIDTH, WIDTH).to(torch.bfloat16)
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.base(self.embed(words))
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        hidden = hidden + self.short(hidden.to(torch.bfloat16)).to(hidden.dtype)
+        return cast(Tensor, self.head(self.module(hidden)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ticket")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--compiled", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    plain = Speaker()
+    model = torch.compile(plain, backend="eager") if options.compiled else plain
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=50)
+    draw, warnings = torch.Generator().manual_seed(options.seed), list[str]()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Warned):
+            warnings.append(event.text)
+
+    config = p2p_co2.PeerConfig(folder=options.folder, min_peers=2, board=False, checkpoint_every_s=1.0)
+    with p2p_co2.join(options.ticket, model, optimizer, config, on_event) as peer:
+        while True:
+            words = torch.randint(WORDS, (4, 12), generator=draw)
+            mask = torch.rand(words.shape, generator=draw) < 0.9
+            losses = nn.functional.cross_entropy(model(words).transpose(1, 2), words, reduction="none")
+            loss = (losses * mask).sum() / mask.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            if not peer.step(tokens=mask.sum(), loss=loss):
+                break
+            time.sleep(0.01)  # a stand-in for the work of a larger model
+    agreed = peer.agreed_parameters()
+    published = Speaker()
+    start = {name: values.clone() for name, values in published.state_dict().items()}
+    found = published.load_state_dict(agreed, strict=False)
+    moved = {name for name, values in published.state_dict().items() if not torch.equal(values, start[name])}
+    digest = hashlib.sha256(b"".join(agreed[name].numpy().tobytes() for name in sorted(agreed)))
+    told = {
+        "names": sorted(agreed),
+        "digest": digest.hexdigest(),
+        "still": sorted(set(agreed) - moved),
+        "missing": sorted(found.missing_keys),
+        "unexpected": found.unexpected_keys,
+        "warnings": warnings,
+        "rounds": min(peer._sync.versions),
+    }
+    print("told:", json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()
