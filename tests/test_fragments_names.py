@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from p2p_co2.fragments.names import named_buffers, named_modules, named_parameters, plain_name
+from p2p_co2.fragments.names import named_buffers, named_modules, named_parameters, plain_name, shared_names
 from p2p_co2.fragments.plan import plan_fragments
 
 
@@ -79,6 +79,20 @@ def test_a_wrapped_model_has_the_names_of_the_model(wrap: Callable[[Gpt], nn.Mod
 def test_a_wrapped_model_is_cut_as_the_model_is(wrap: Callable[[Gpt], nn.Module], count: int) -> None:
     plan = plan_fragments(Gpt(), count)
     assert plan_fragments(wrap(Gpt()), count) == plan
+
+
+@pytest.mark.parametrize("wrap", [bare, *WRAPPERS])
+def test_names_and_further_names_are_those_of_the_models_state(wrap: Callable[[Gpt], nn.Module]) -> None:
+    """A tied weight has two, and so has all of a module that stands in two places."""
+    model = Gpt()
+    model.again = model.blocks[2]
+    state = dict(model.state_dict())
+    wrapped = wrap(model)
+    further = shared_names(wrapped)
+    assert further["head.weight"] == "embed.weight"
+    assert len(further) == 1 + len(model.blocks[2].state_dict())
+    assert {*named_parameters(wrapped), *further, *named_buffers(wrapped)} == set(state)
+    assert all(state[name].data_ptr() == state[first].data_ptr() for name, first in further.items())
 
 
 def test_a_name_from_a_file_loses_the_prefixes_that_only_wrappers_use() -> None:
