@@ -113,10 +113,9 @@ def failed_everywhere(made: Amid, change: Callable[[Amid], None]) -> list[Amid]:
 
 
 def kept_by(ledger: FragmentLedger) -> list[object]:
-    """What a checkpoint would hold of it, and the next offer."""
+    """What a checkpoint would hold of it, and what the next offer is made of."""
     residual = None if ledger.residual is None else ledger.residual[:].tolist()
-    rebase = ledger.rebase()
-    gained = None if rebase is None else rebase.addend(slice(0, SIZE)).tolist()
+    gained = ledger._rebase_on(ledger.state).addend(slice(0, SIZE)).tolist()
     return [state_digest(ledger.state, LEAST_CHUNK_BYTES), ledger.has_offered, residual, gained]
 
 

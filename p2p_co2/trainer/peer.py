@@ -74,6 +74,7 @@ class Peer:
         self._set_learning_rate()
         self._rest()
         self._saver.keep_up()
+        self._sync.stood_still()  # for a checkpoint
         return not (self._stopped or self.over)
 
     def stop(self) -> None:
