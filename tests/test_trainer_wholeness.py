@@ -209,7 +209,7 @@ def test_the_checkpoint_of_a_torn_peer_is_the_one_before(
     content = path.read_bytes()
     made.bench.step()
     tear(made, monkeypatch)
-    made.saver.keep_up()  # another is due
+    made.ask()  # another is due
     for ask in (
         made.saver.save,
         made.bench.step,
@@ -231,10 +231,9 @@ def test_a_checkpoint_on_its_way_and_a_donor_s_copy_are_of_before_the_tear(
     """Both hold the state that the round would have stepped in."""
     made = Saving(tmp_path, "co2")
     agreed, exported = asyncio.run(made.bench.ledger.export(1))
-    made.ask()
     with made.slow_disk():
-        made.bench.sync.take_outcomes()
         tear(made, monkeypatch)
+    made.finish()
     made.saver.close()
     saved = checkpoint.load(made.folder).states
     names = [state_digest(state, LEAST_CHUNK_BYTES) for state in saved]

@@ -240,7 +240,7 @@ def load(folder: Path) -> Checkpoint:
             **shared,
         )
 
-    return _newest(folder, build, ", or start without resuming")
+    return _newest(folder, build, ", or begin anew (--start-over, start_over=True)")
 
 
 def load_agreed(folder: Path) -> Agreed:
