@@ -167,11 +167,11 @@ def test_each_parameters_state_is_of_one_step_and_a_step_copies_a_share(
     copying, counts = made.saver._copying, []
     assert copying is not None
     while (under_way := made.saver._under_way) is not None:
-        before = copying._at
+        before = copying._given
         copying.copy(5.0)  # as soon as the last share was written
-        counts.append(copying._at - before)
+        counts.append(copying._given - before)
         made.train()
-        if under_way.done() or copying._at == len(copying._shares):
+        if under_way.done() or copying._given + 1 == len(copying._shares):
             made.finish()
     assert counts == [1] * len(copying._shares)
     states = load(made.folder).optimizer["state"].values()
@@ -343,16 +343,23 @@ def test_what_turns_out_later_to_be_odd_is_told_then_and_the_rest_saved(tmp_path
 def test_no_memory_for_a_copy_is_told_and_training_goes_on(
     saving: Saving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    def fail(*_: object) -> Tensor:
+        raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "to", fail)
+        patch.setattr(saver_module, "large_tensor", fail)
         saving.save()
-    (told,) = saving.warnings
-    assert "no memory for a copy" in told
+    assert saving.warnings == ["no checkpoint was written: MemoryError: "]
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "copy_", fail_to_copy)
+        saving.save()
+    assert "the inner optimizer's state cannot be copied (not this one)" in saving.warnings[1]
     saving.saver.save()
     assert load(saving.folder).inner_steps == 0
+
+
+def fail_to_copy(*_: object) -> Tensor:
+    raise RuntimeError("not this one")
 
 
 def test_a_peer_that_ends_in_the_middle_of_a_checkpoint_does_not_wait_for_it(saving: Saving) -> None:

@@ -26,11 +26,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from p2p_co2.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
 from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S, DAY_S
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.loan import Loan
@@ -204,52 +206,75 @@ class Saver:
 
 class _Copying:
     """What training changes, on its way from the training thread, which copies between its steps, to the
-    saver's, which asks for more when it has written the last."""
+    saver's, which asks for more when it has written the last. One room serves all shares, and is made by the
+    saver's thread: pages that are fresh cost many times the copy.
+
+    A Ctrl-C may come between any two lines of the training thread's: a share is copied once, and may be given
+    twice."""
 
     def __init__(self, all_of_it: Sequence[Part], sync: Synchroniser, stopped_s: float) -> None:
         self._sync = sync
         self.stopped_s = stopped_s
         """How long the training thread stood still for it."""
         self._shares = _shares(all_of_it)
-        self._at = 0
+        self._room: Tensor | None = None
+        self._wanted = self._copied = self._given = -1
+        """Numbers of shares."""
         self._is_wanted = threading.Event()
-        self._copied: queue.SimpleQueue[tuple[int, Part | str]] = queue.SimpleQueue()
-        self._taken = 0
+        self._ways: queue.SimpleQueue[tuple[int, Part | str]] = queue.SimpleQueue()
 
     def take(self) -> Part:
         """The next share, once it is copied; nothing when all was taken. The saver's thread. Raises
         ``EnvironmentFault`` if it was given up."""
-        if self._taken == len(self._shares):
+        if self._wanted + 1 == len(self._shares):
             return {}
+        if self._room is None:
+            sizes = (sum(map(_room_bytes, share.values())) for share in self._shares)
+            self._room = large_tensor(max(sizes), torch.uint8).zero_()
+        self._wanted += 1
         self._is_wanted.set()
         while True:
-            number, copied = self._copied.get()
-            if isinstance(copied, str):
-                raise EnvironmentFault(copied)
-            if number == self._taken:  # else a Ctrl-C came just after it was copied, and it came twice
-                self._taken += 1
-                return copied
+            number, share = self._ways.get()
+            if isinstance(share, str):
+                raise EnvironmentFault(share)
+            if number == self._wanted:
+                return share
 
     def copy(self, within_s: float = 0.0) -> None:
         """Copy the next share, if it is wanted ``within_s`` from now. The training thread."""
-        if not self._is_wanted.wait(within_s) or self._at == len(self._shares):
+        self._is_wanted.wait(within_s)
+        number = self._wanted
+        if number == self._given:
             return
-        share = self._shares[self._at]
+        share, room = self._shares[number], self._room
+        assert room is not None
         self._sync.live.await_computed({tensor.device for tensor in share.values()})
-        began_at = time.monotonic()
+        began_at, at = time.monotonic(), 0
+        given: dict[str, Tensor] = {}
         try:
-            copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in share.items()}
-        except (MemoryError, RuntimeError) as error:
-            self.give_up(f"no memory for a copy of the inner optimizer's state ({error})")
-            return
+            for name, tensor in share.items():
+                stop = at + tensor.numel() * tensor.element_size()
+                given[name] = room[at:stop].view(tensor.dtype).view(tensor.shape)
+                if self._copied != number:
+                    given[name].copy_(tensor.detach())
+                at += _room_bytes(tensor)
+        except RuntimeError as error:
+            self.give_up(f"the inner optimizer's state cannot be copied ({error})")
+        else:
+            self._copied = number
+            self._ways.put((number, given))
+        self._given = number
         self._is_wanted.clear()
-        self._copied.put((self._at, copied))
-        self._at += 1
         self.stopped_s += time.monotonic() - began_at
 
     def give_up(self, why: str) -> None:
         """Whoever waits for more hears why none comes."""
-        self._copied.put((-1, why))
+        self._ways.put((-1, why))
+
+
+def _room_bytes(tensor: Tensor) -> int:
+    """So that the next one lies where its dtype asks for."""
+    return -(-tensor.numel() * tensor.element_size() // 16) * 16
 
 
 def _shares(all_of_it: Sequence[Part]) -> list[dict[str, Tensor]]:
