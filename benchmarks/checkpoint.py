@@ -6,13 +6,12 @@ Peers that exchange over the loopback train a model of 4 * width * width paramet
 checkpoint every few seconds; the clock is round ``peer.step``, so whatever a checkpoint costs the training
 thread is in it. Per number of peers, over all checkpoints of all peers:
 
-- ``stopped_s``: what the peers say it cost them (``CheckpointSaved.duration_s``), and ``longest_step_s``,
-  the longest ``peer.step`` of all, which no report can flatter;
-- ``first_stopped_s``: the first of each peer, for which the kernel has no pages ready, apart from the others;
+- ``stopped_s``: what the peers say it cost them in all steps together (``CheckpointSaved.duration_s``), and
+  ``longest_step_s``, the longest ``peer.step`` of all, which no report can flatter;
 - ``whole_s``: the same checkpoint while training waits until it is whole on the disk (``peer.save()``, as
   when a peer leaves);
-- ``written_s``: how long it then takes on the other thread;
-- ``stopped_share``: of a minute, for one checkpoint a minute (the default), in per cent;
+- ``written_s``: from its beginning until it is whole, beside training;
+- ``stopped_share``: of the interval that the budget of writes gives (the default), in per cent;
 - ``inner_step_s``: inner steps while a checkpoint is on its way to the disk, and otherwise.
 
 Price: a busy disk or machine is in the figures. Peers on one machine write to one disk.
@@ -39,7 +38,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from averaging_workers import serve_run
 from json_workers import answer_of, say, spawn
 
-from p2p_co2.config import ClockConfig, OuterConfig, PeerConfig, RunConfig
+from p2p_co2.config import (
+    CHECKPOINT_BYTES_PER_DAY,
+    CHECKPOINT_LEAST_S,
+    DAY_S,
+    ClockConfig,
+    OuterConfig,
+    PeerConfig,
+    RunConfig,
+)
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import Peer, connect
 
@@ -83,14 +90,13 @@ def _measure(peers: int, options: argparse.Namespace) -> dict[str, Any]:
                 process.stdin.close()
             for process in (*processes, seed):
                 process.wait(60)
-    whole, first = _all(answers, "whole_s"), [answer["stopped_s"].pop(0) for answer in answers]
-    stopped = _all(answers, "stopped_s")
+    whole, stopped = _all(answers, "whole_s"), _all(answers, "stopped_s")
+    every_s = DAY_S * 16 * LAYERS * options.width**2 / CHECKPOINT_BYTES_PER_DAY
     return {
         "checkpoints": len(stopped),
-        "first_stopped_s": _spread(first),
         "stopped_s": _spread(stopped),
         "whole_s": _spread(whole),
-        "stopped_share": round(100 * statistics.median(stopped) / 60, 3),
+        "stopped_share": round(100 * statistics.median(stopped) / max(CHECKPOINT_LEAST_S, every_s), 4),
         "longest_step_s": round(max(answer["longest_step_s"] for answer in answers), 3),
         "inner_step_s": {what: _spread(_all(answers, what)) for what in ("while_writing_s", "otherwise_s")},
         "written_s": _spread(_all(answers, "written_s")),

@@ -173,8 +173,16 @@ def join(
         str | None, typer.Option(help="Train only then, local time: 22:00-07:00, or several with commas.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint in the folder.")
+        bool,
+        typer.Option("--resume", help="Insist on the checkpoint in the folder: it is gone on from anyway."),
     ] = False,
+    start_over: Annotated[
+        bool, typer.Option("--start-over", help="Begin anew, although the folder has a checkpoint.")
+    ] = False,
+    checkpoint_every: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Between checkpoints; 0 for what 100 GB of writes a day allow."),
+    ] = None,
     recipe: Annotated[
         str, typer.Option(metavar="FILE.py:function", help="This run's own recipe, here.")
     ] = "",
@@ -190,6 +198,7 @@ def join(
             "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
             "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
             "min_peers": min_peers, "slow_line": slow_line, "board": board, "board_port": board_port,
+            "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": _rate("--upload", upload),
             "limits.download_bytes_per_s": _rate("--download", download),
@@ -201,8 +210,9 @@ def join(
 
     data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
     options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, parent=parent
-    )
+        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, start_over=start_over,
+        parent=parent,
+    )  # fmt: skip
     import_slow(options)
     from p2p_co2.join_watch import JoinWatch
 

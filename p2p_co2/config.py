@@ -28,6 +28,10 @@ CarrierName = Literal["auto", "grpc", "libp2p"]
 OWN_LOOP = "own-loop"
 """The recipe's name in runs whose peers run a program of their own around ``p2p_co2.join``."""
 SLOWEST_CAP_BYTES_PER_S = 10_000
+CHECKPOINT_BYTES_PER_DAY, DAY_S = 100e9, 86_400.0
+"""What checkpoints may write in a day, of itself; a consumer's SSD is made for several times that."""
+CHECKPOINT_LEAST_S = 60.0
+"""Between two checkpoints, however small they are."""
 
 
 class _Frozen(BaseModel):
@@ -194,8 +198,9 @@ class PeerConfig(_Frozen):
     """One peer's own business. ``folder`` holds identity, checkpoints and events ("~" is the home folder).
     ``grpc_port`` 0 picks a free port. ``host`` is the address to listen on ("": all of this machine's, unless
     the ticket's seeds are on it) and ``announce_host`` the one that others dial ("" means ``host``).
-    ``checkpoint_every_s`` seconds between checkpoints. ``batch`` sequences per inner step, 0 for the
-    recipe's. ``board``: serve this peer's board on ``board_port`` of the loopback (0: any free one)."""
+    ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
+    allows, a minute at the least. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve
+    this peer's board on ``board_port`` of the loopback (0: any free one)."""
 
     folder: Path = Path("runs/peer")
     name: str = Field(default="", max_length=64)
@@ -206,7 +211,7 @@ class PeerConfig(_Frozen):
     grpc_port: int = Field(default=0, ge=0, le=65535)
     libp2p_port: int = Field(default=0, ge=0, le=65535)
     carrier: CarrierName = "auto"
-    checkpoint_every_s: float = Field(default=60.0, gt=0)
+    checkpoint_every_s: float = Field(default=0.0, ge=0)
     min_peers: int = Field(default=1, ge=1)
     board: bool = True
     board_port: int = Field(default=0, ge=0, le=65535)

@@ -33,6 +33,7 @@ def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> P
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s")
+        option = option.removesuffix("-s")
         problem = first["msg"].removeprefix("Value error, ")
         raise ConfigError("command line", option, f"{problem} (got {first['input']!r})") from None
     return listening(config, Ticket.parse(ticket) if ticket else None)

@@ -15,6 +15,7 @@ import torch
 from p2p_co2.checkpoint import load_agreed
 from p2p_co2.errors import ConfigError
 from p2p_co2.fragments.live import LiveParameters
+from p2p_co2.fragments.names import named_buffers
 from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.recipes import Recipe
 from p2p_co2.run_recipe import load_run_recipe
@@ -40,7 +41,7 @@ class Trained:
         live = LiveParameters(recipe.model, plan)
         for index, state in enumerate(agreed.states):
             live.load_(index, state.params)
-        buffers = dict(recipe.model.named_buffers())
+        buffers = named_buffers(recipe.model)
         with torch.no_grad():
             for name, values in agreed.buffers.items():
                 if name in buffers:

@@ -15,7 +15,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,14 +39,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
-    ``data``: recipe options that are this peer's own affair (its text). ``resume``: go on from the
-    checkpoint in ``config.folder``. ``parent``: leave when that process ends; 0 for none."""
+    ``data``: recipe options that are this peer's own affair (its text). ``resume``: there must be a
+    checkpoint in ``config.folder`` to go on from; one that is there is gone on from anyway, unless
+    ``start_over``. ``parent``: leave when that process ends; 0 for none."""
 
     ticket: str
     config: PeerConfig
     recipe: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
     resume: bool = False
+    start_over: bool = False
     parent: int = 0
 
 
@@ -103,7 +104,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
     end_with_parent(options.parent)
     device = _checked_device(options.config.device)
     _look_first(options.config, watch.say)
-    _look_into_folder(options.config.folder, options.resume)
+    _look_into_folder(options)
     signal.signal(signal.SIGUSR1, running.toggle_pause)
     with Journal(options.config.folder / "events.jsonl") as journal:
 
@@ -119,10 +120,15 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
             watch.say(f"warning: {journal.failed}")
 
 
-def _look_into_folder(folder: Path, resume: bool) -> None:
+def _look_into_folder(options: JoinOptions) -> None:
     """What would end the peer once it has found the swarm, before it looks for it."""
+    from p2p_co2.checkpoint import has_checkpoint
+
+    folder = options.config.folder
     FolderLock(folder).release()
-    if resume and not (folder / "checkpoint").is_dir():
+    if options.resume and options.start_over:
+        raise ConfigError("command line", "--start-over", "begins anew, and --resume does not; leave one out")
+    if options.resume and not has_checkpoint(folder / "checkpoint"):
         raise ConfigError(
             "command line", "--resume", f"{folder} has no checkpoint; leave it out, or name another --folder"
         )
@@ -198,7 +204,9 @@ def _train(
     model = recipe.model.to(device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
     running.go_on()
-    peer = connection.start(model, optimizer, recipe.learning_rate, resume=options.resume)
+    peer = connection.start(
+        model, optimizer, recipe.learning_rate, resume=options.resume or None, start_over=options.start_over
+    )
     running.take(peer)
     sequences = options.config.batch or recipe.default_batch
     measuring = AgreedLoss(recipe.held_out, peer.peer_id)

@@ -99,11 +99,11 @@ def test_only_the_built_in_recipe_counts_in_nats() -> None:
 
 
 def test_only_who_resumes_is_told_to_start_without_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="or start without resuming"):
+    with pytest.raises(ConfigError, match="or begin anew"):
         load(tmp_path)
     with pytest.raises(ConfigError) as caught:
         load_agreed(tmp_path)
-    assert "resuming" not in str(caught.value)
+    assert "--start-over" not in str(caught.value)
     assert "such as runs/peer/checkpoint" in str(caught.value)
 
 
@@ -115,6 +115,8 @@ def test_what_a_folder_lacks_is_said_before_the_swarm_is_looked_for(tmp_path: Pa
     options = JoinOptions(ticket=str(ticket), config=PeerConfig(folder=tmp_path / "peer"), resume=True)
     with pytest.raises(ConfigError, match=r"--resume: .* has no checkpoint; leave it out"):
         join_run(options, lines)
+    with pytest.raises(ConfigError, match=r"--start-over: begins anew, and --resume does not; leave one out"):
+        join_run(replace(options, start_over=True), lines)
     lock = FolderLock(tmp_path / "peer")
     with pytest.raises(EnvironmentFault, match=f"in use by process {os.getpid()}"):
         join_run(replace(options, resume=False), lines)
@@ -124,6 +126,8 @@ def test_what_a_folder_lacks_is_said_before_the_swarm_is_looked_for(tmp_path: Pa
 
 
 def test_an_option_that_cannot_be_is_refused_in_our_own_words() -> None:
+    with pytest.raises(ConfigError, match="--checkpoint-every: Input should be greater than or equal to 0"):
+        peer_config(None, {"checkpoint_every_s": -1.0}, "")
     with pytest.raises(ConfigError, match="--hours: '25-26' is no span of the day"):
         peer_config(None, {"limits.hours": "25-26"}, "")
 

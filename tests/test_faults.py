@@ -310,7 +310,7 @@ def resume_from_checkpoints(swarm: Campaign, settings: dict[str, Path]) -> None:
     assert torn.exit_status() == 2, torn.last_lines()
     (error,) = (line for line in torn.last_lines(60).splitlines() if line.startswith("error: "))
     assert "no whole checkpoint there: state-" in error
-    assert "or start without resuming" in error
+    assert "or begin anew" in error
     assert_one_history(swarm, *settings)
     for name, before in saved.items():
         reports = swarm.events(name, Progress, resumed_at)

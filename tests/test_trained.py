@@ -34,7 +34,7 @@ def run_of(name: str, options: dict[str, str | int | float | bool]) -> RunConfig
 
 
 def checkpoint_of(run: RunConfig) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """A checkpoint whose live parameters are zeros and whose agreed ones are random; and the agreed ones."""
+    """A checkpoint whose agreed parameters are random; and those."""
     model = load_recipe(run.recipe, run.recipe_options, seed=0).model
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -48,7 +48,6 @@ def checkpoint_of(run: RunConfig) -> tuple[Checkpoint, dict[str, Tensor]]:
         run_config_json=run.canonical_bytes().decode(),
         plan_digest=plan.digest,
         states=states,
-        params={name: torch.zeros_like(parameter) for name, parameter in agreed.items()},
         buffers={name: buffer + 3 * name.endswith("running_mean") for name, buffer in model.named_buffers()},
         optimizer={},
         position=1.0,

@@ -379,25 +379,6 @@ def test_an_offer_from_before_a_restart_is_not_counted_twice() -> None:
         assert torch.equal(again.live, torch.ones(BLOCK)), rule
 
 
-def test_a_checkpoint_under_co2_loses_no_work_and_turns_none_back() -> None:
-    config = PLAIN.model_copy(update={"rule": "co2"})
-    peer = Simulated("a", run_config(config), torch.zeros(BLOCK))
-    peer.live += 1.0
-    mean = peer.offer()
-    peer.live += 2.0
-    peer.commit(mean, everybody([peer], 1))  # the live parameters meet it at the next boundary only
-    peer.live += 4.0
-    rebase = peer.ledger.rebase()
-    assert rebase is not None
-    saved = peer.live + rebase.addend(slice(None))
-    assert torch.equal(saved - peer.ledger.state.params, torch.full((BLOCK,), 6.0))
-    resumed = FragmentLedger(run_config(config), get_codec("fp32"), "a", peer.ledger.state)
-    offered = peer.codec.decode(
-        torch.frombuffer(bytearray(resumed.offer(saved, 1.0).payload), dtype=torch.uint8)
-    )
-    assert torch.equal(offered, torch.full((BLOCK,), -6.0))
-
-
 def test_a_reset_peer_offers_nothing_under_any_rule() -> None:
     for rule in ("keep", "co2", "eager"):
         peer = Simulated("a", run_config(PLAIN.model_copy(update={"rule": rule})), torch.zeros(BLOCK))

@@ -113,10 +113,9 @@ def failed_everywhere(made: Amid, change: Callable[[Amid], None]) -> list[Amid]:
 
 
 def kept_by(ledger: FragmentLedger) -> list[object]:
-    """What a checkpoint would hold of it, and the next offer."""
+    """What a checkpoint would hold of it, and what the next offer is made of."""
     residual = None if ledger.residual is None else ledger.residual[:].tolist()
-    rebase = ledger.rebase()
-    gained = None if rebase is None else rebase.addend(slice(0, SIZE)).tolist()
+    gained = ledger._rebase_on(ledger.state).addend(slice(0, SIZE)).tolist()
     return [state_digest(ledger.state, LEAST_CHUNK_BYTES), ledger.has_offered, residual, gained]
 
 
@@ -210,7 +209,7 @@ def test_the_checkpoint_of_a_torn_peer_is_the_one_before(
     content = path.read_bytes()
     made.bench.step()
     tear(made, monkeypatch)
-    made.saver.keep_up()  # another is due
+    made.ask()  # another is due
     for ask in (
         made.saver.save,
         made.bench.step,
@@ -232,10 +231,9 @@ def test_a_checkpoint_on_its_way_and_a_donor_s_copy_are_of_before_the_tear(
     """Both hold the state that the round would have stepped in."""
     made = Saving(tmp_path, "co2")
     agreed, exported = asyncio.run(made.bench.ledger.export(1))
-    made.ask()
     with made.slow_disk():
-        made.bench.sync.take_outcomes()
         tear(made, monkeypatch)
+    made.finish()
     made.saver.close()
     saved = checkpoint.load(made.folder).states
     names = [state_digest(state, LEAST_CHUNK_BYTES) for state in saved]

@@ -9,22 +9,43 @@ from p2p_co2.checkpoint.agreed import (
     state_view,
     swarm_digest,
 )
-from p2p_co2.checkpoint.folder import Agreed, Checkpoint, Saving, Values, load, load_agreed, save
-from p2p_co2.checkpoint.tensorfile import reserve
+from p2p_co2.checkpoint.folder import (
+    Agreed,
+    Checkpoint,
+    InnerOptimizer,
+    Owned,
+    Saving,
+    Values,
+    has_checkpoint,
+    load,
+    load_agreed,
+    parts,
+    save,
+    set_aside,
+)
+from p2p_co2.checkpoint.tensorfile import trouble_with
+from p2p_co2.checkpoint.tree import Said, say
 
 __all__ = [
     "Agreed",
     "Checkpoint",
+    "InnerOptimizer",
+    "Owned",
+    "Said",
     "Saving",
     "Values",
+    "has_checkpoint",
     "load",
     "load_agreed",
-    "reserve",
+    "parts",
     "save",
+    "say",
+    "set_aside",
     "state_bytes",
     "state_digest",
     "state_from_bytes",
     "state_size_bytes",
     "state_view",
     "swarm_digest",
+    "trouble_with",
 ]

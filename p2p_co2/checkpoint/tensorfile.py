@@ -10,9 +10,8 @@ writes nor an fsync before the rename, and in older versions holds a second copy
 its reader would be a second pass after the digest, over bytes that may have changed since. Here one tensor
 at a time is in flight, once.
 
-A file is written in any order (``Writing``): what must not change meanwhile goes in first, at the speed of
-memory, into pages that belong to the kernel and not to this process; the digest, which reads them again, and
-the disk come later, on whatever thread has the time.
+A file is written in any order (``Writing``), tensor after tensor as they can be had; the digest, which reads
+them again, and the disk come at the end.
 
 The digest stands in the header, so it covers the header with 64 zeros in its own place. Price: sha256 of
 everything on both ways, about 0.5 to 2 GB/s.
@@ -22,12 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -35,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
 
@@ -49,6 +47,14 @@ _DTYPES: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DIGEST_KEY = "sha256"
@@ -59,10 +65,6 @@ _MAX_DIMENSIONS = 64
 _MAX_EXTENT = 1 << 48
 """A dimension's size: beside a dimension of 0 the file's size does not bound it."""
 _SCRATCH_BYTES = 1 << 20
-_STAGED_BYTES = 32 << 20
-"""What comes from an accelerator at once."""
-_IOV_MOST = 1000
-"""Pieces in one call; Linux takes 1024."""
 TEMPORARY = "state.part"
 
 
@@ -77,12 +79,23 @@ class _Entry(NamedTuple):
     numel: int
 
 
+def trouble_with(tensor: Tensor) -> str:
+    """Why the format cannot hold ``tensor``; "" if it can."""
+    if type(tensor) not in {Tensor, Parameter}:
+        return f"a {type(tensor).__name__}"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.dtype not in _NAMES:
+        return f"a tensor of {str(tensor.dtype).removeprefix('torch.')}"
+    return "a tensor without values" if tensor.is_meta else ""
+
+
 class Writing:
     """A file on its way to ``path``: every tensor once by ``put`` or ``put_piece``, then ``finish``; or
     ``give_up``. One thread at a time.
 
     ``tensors`` (any device, layout) gives dtypes and shapes; it is not kept. What is left under the temporary
-    name is written over, page by page: pages that are there already cost a tenth of fresh ones.
+    name is written over.
 
     Raises ``ConfigError`` for a tensor that the format cannot hold, ``EnvironmentFault``, as every method, if
     this machine refuses; the temporary file is gone then, and what was there before is untouched.
@@ -93,57 +106,28 @@ class Writing:
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         self._header = _header(order, tensors, metadata)
         self._path, self._temporary = path, path.parent / TEMPORARY
-        self._dtypes = {name: tensors[name].dtype for name in order}
-        self._places: dict[str, tuple[int, int]] = {}
-        """Of each tensor that is still to come, or came: where it begins and ends in the file."""
+        self._begins: dict[str, int] = {}
+        """Where each tensor's values begin in the file."""
         at = len(self._header)
         for name in order:
-            stop = at + tensors[name].numel() * tensors[name].element_size()
-            self._places[name] = (at, stop)
-            at = stop
+            self._begins[name] = at
+            at += tensors[name].numel() * tensors[name].element_size()
         self.size_bytes = at
         with self._faults():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         with self._faults():
             os.ftruncate(self._file, self.size_bytes)
-            _write_at(self._file, [memoryview(self._header)], 0)
+            _write_at(self._file, memoryview(self._header), 0)
 
-    def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Their values, as they are now; neighbours in the file go in one call."""
-        names = sorted(tensors, key=lambda name: self._places[name])
-        run: list[memoryview] = []
-        begins = ends = 0
-        with self._faults():
-            for name in names:
-                start, stop = self._places[name]
-                for piece in _pieces(tensors[name]):
-                    if start != ends or len(run) == _IOV_MOST:
-                        _write_at(self._file, run, begins)
-                        run, begins = [], start
-                    run.append(piece)
-                    start = ends = start + len(piece)
-                    if _is_staged(tensors[name]):  # the next piece takes this one's memory
-                        _write_at(self._file, run, begins)
-                        run, begins = [], start
-                assert start == stop
-            _write_at(self._file, run, begins)
+    def put(self, name: str, values: Tensor) -> None:
+        """A tensor's values, as they are now."""
+        self.put_piece(name, 0, values.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
     def put_piece(self, name: str, start: int, values: Tensor) -> None:
-        """Some values of a tensor (host memory, of its dtype), from its element ``start`` on."""
+        """Some values of a tensor ([n], host memory, of its dtype), from its element ``start`` on."""
         with self._faults():
-            at = self._places[name][0] + start * values.element_size()
-            _write_at(self._file, list(_pieces(values)), at)
-
-    def change(self, name: str, start: int, stop: int, new: Callable[[Tensor], Tensor]) -> None:
-        """Replace the values [start, stop) of a floating-point tensor that was ``put``: ``new`` maps fp32
-        values to as many."""
-        dtype = self._dtypes[name]
-        values = torch.empty(stop - start, dtype=dtype)
-        view, at = _view(values), self._places[name][0] + start * dtype.itemsize
-        with self._faults():
-            _read_at(self._file, view, at)
-            _write_at(self._file, [_view(new(values.float()).to(dtype))], at)
+            _write_at(self._file, _view(values), self._begins[name] + start * values.element_size())
 
     def finish(self) -> None:
         """Seal what was ``put``, and let it appear under its name."""
@@ -155,7 +139,7 @@ class Writing:
                 _read_at(self._file, piece, at)
                 digest.update(piece)
             sealed = memoryview(digest.hexdigest().encode())
-            _write_at(self._file, [sealed], self._header.index(_NO_DIGEST.encode()))
+            _write_at(self._file, sealed, self._header.index(_NO_DIGEST.encode()))
             os.fsync(self._file)
             self._temporary.replace(self._path)
             _sync_folder(self._path.parent)
@@ -187,52 +171,8 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -
     is emptied: each is let go once it is written. Raises as ``Writing``."""
     writing = Writing(path, tensors, metadata)
     for name in list(tensors):
-        writing.put({name: tensors.pop(name)})
+        writing.put(name, tensors.pop(name))
     writing.finish()
-
-
-def reserve(folder: Path, size_bytes: int) -> None:
-    """Have pages ready for the next file in ``folder``, unless there are; what the disk refuses is left."""
-    spare = folder / TEMPORARY
-    zeros = memoryview(bytes(_SCRATCH_BYTES))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except OSError:
-        return
-    try:
-        for at in range(0, size_bytes, _SCRATCH_BYTES):
-            _write_at(file, [zeros[: min(_SCRATCH_BYTES, size_bytes - at)]], at)
-    except OSError:
-        with contextlib.suppress(OSError):
-            spare.unlink()
-    finally:
-        os.close(file)
-
-
-def reuse(path: Path) -> None:
-    """Have the next file in its folder written over ``path``, which is needed no more. Where somebody still
-    reads it, or has it under another name (a hard link), it is only removed. Raises ``OSError``."""
-    spare = path.parent / TEMPORARY
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        path.replace(spare)  # from here on nobody finds it
-        if os.fstat(file).st_nlink > 1 or not _is_unread(file):
-            spare.unlink()
-    finally:
-        os.close(file)
-
-
-def _is_unread(file: int) -> bool:
-    """Whether nobody else has it open or, as the format's own readers do, mapped: only then the kernel grants
-    a lease for writing (fcntl(2)). False, too, where the file system does not know."""
-    try:
-        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # not SIGIO, which would end us
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        return False
-    return True
 
 
 def read(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -256,9 +196,7 @@ def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[s
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
-            raise ConfigError(
-                "checkpoint", name, f"a {tensor.layout} tensor of {tensor.dtype} cannot be saved"
-            )
+            raise ConfigError("checkpoint", name, f"{trouble_with(tensor)} cannot be saved")
         stop = at + tensor.numel() * tensor.element_size()
         table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
         at = stop
@@ -267,36 +205,17 @@ def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[s
     return len(text).to_bytes(8, "little") + text
 
 
-def _is_staged(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu"
-
-
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of ``tensor``. From an accelerator they come piece by piece, each through the same pinned
-    memory, so that neither the host nor the device holds a second copy."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if not _is_staged(flat):
-        yield _view(flat)
-        return
-    count = max(1, _STAGED_BYTES // flat.element_size())
-    staged = torch.empty(min(count, flat.numel()), dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
-    for piece in torch.split(flat, count):
-        yield _view(staged[: piece.numel()].copy_(piece))
-
-
 def _view(flat: Tensor) -> memoryview:
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    if not flat.numel():
+        return memoryview(b"")
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data  # one value may have any stride
 
 
-def _write_at(file: int, pieces: list[memoryview], at: int) -> None:
-    """All of ``pieces``, one after the other; a call may take less than it was given."""
-    while pieces:
-        taken = os.pwritev(file, pieces, at)
-        at += taken
-        while pieces and taken >= len(pieces[0]):
-            taken -= len(pieces.pop(0))
-        if pieces:
-            pieces[0] = pieces[0][taken:]
+def _write_at(file: int, piece: memoryview, at: int) -> None:
+    """All of ``piece``; a call may take less than it was given."""
+    while piece:
+        taken = os.pwrite(file, piece, at)
+        piece, at = piece[taken:], at + taken
 
 
 def _read_at(file: int, into: memoryview, at: int) -> None:

@@ -13,7 +13,7 @@ merge.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -123,13 +123,17 @@ class LiveParameters:
     def _let_compute(self, index: int) -> set[torch.device]:
         """Wait for the queued work of the devices on which the fragment lies; returns them."""
         devices = {self._parameters[part.name].device for part in self._plan.fragments[index].slices}
+        self.await_computed(devices)
+        return devices
+
+    def await_computed(self, devices: Iterable[torch.device]) -> None:
+        """Wait until they have computed what is queued there; that time is training's."""
         for device in devices:
             if device.type != "cpu" and device not in self._waited_for:
                 began_at = time.monotonic()
                 torch.accelerator.current_stream(device).synchronize()
                 self._computing_s += time.monotonic() - began_at
                 self._waited_for.add(device)
-        return devices
 
     def _check(self, index: int, values: Tensor) -> None:
         numel = self._plan.fragments[index].numel

@@ -299,9 +299,9 @@ class CheckpointSaved(Event):
     versions: tuple[int, ...]
     """Outer version by fragment."""
     duration_s: float
-    """What saving cost the training thread."""
+    """How long the training thread stood still for it, in all its steps together."""
     written_s: float = 0.0
-    """From then until it was whole, on another thread."""
+    """From its beginning until it was whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,6 +30,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
+from p2p_co2.trainer import resuming
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.model_check import check_model
@@ -74,25 +75,35 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     return Connection(thread, config, thread.on_event)
 
 
+def print_warnings(event: ev.Event) -> None:
+    """What a person should know, on stderr."""
+    if isinstance(event, ev.Warned):
+        print(f"warning: {event.text}", file=sys.stderr, flush=True)
+
+
 def join(
     ticket: str,
     model: nn.Module,
     optimizer: Optimizer,
     config: PeerConfig | None = None,
-    on_event: EventSink = lambda event: None,
+    on_event: EventSink | None = None,
+    start_over: bool = False,
 ) -> Peer:
     """``connect`` and ``start`` in one: for one's own training loop. Use the peer as a context manager.
 
-    Prints where this peer's board is served, on stderr; ``PeerConfig(board=False)`` serves none. Raises as
-    both; for a model or optimizer that a swarm cannot train ``ConfigError``, before the network is used.
+    Prints where this peer's board is served, on stderr; ``PeerConfig(board=False)`` serves none. Without
+    ``on_event`` it prints warnings there, too. Goes on from the folder's checkpoint if there is one;
+    ``start_over`` begins anew. Raises as both; for a model or optimizer that a swarm cannot train
+    ``ConfigError``, before the network is used.
     """
     check_model(model, optimizer)
     base_rates(optimizer, is_scheduled=False)
-    connection = connect(ticket, PeerConfig() if config is None else config, on_event)
+    given = print_warnings if on_event is None else on_event
+    connection = connect(ticket, PeerConfig() if config is None else config, given)
     if connection.board:
         print(f"board: {connection.board}", file=sys.stderr, flush=True)
     try:
-        return connection.start(model, optimizer)
+        return connection.start(model, optimizer, start_over=start_over)
     except BaseException:
         connection.close()
         raise
@@ -127,24 +138,33 @@ class Connection:
         model: nn.Module,
         optimizer: Optimizer,
         learning_rate: Callable[[float], float] | None = None,
-        resume: bool = False,
+        resume: bool | None = None,
+        start_over: bool = False,
     ) -> Peer:
-        """Become a training peer: cut the model, resume from this peer's checkpoint if asked, wait for
-        ``min_peers``, catch up with the swarm.
+        """Become a training peer: cut the model, go on from the folder's checkpoint, wait for ``min_peers``,
+        catch up with the swarm.
 
         ``model``'s parameters must be those that every peer starts from (same recipe, same seed); they are
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
-        to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made). Blocks,
-        bounded. Raises ``ConfigError`` (a model or optimizer that a swarm cannot train, as ``model_check``
-        says; a model too small for the fragments; no checkpoint to resume from, or one of another run),
-        ``TransportError`` (not enough peers, or none that can help).
+        to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made); without
+        it a resumed peer's rates are the saved ones. ``resume``: None goes on from the folder's checkpoint if
+        it has one; True: it must, False: anew. ``start_over``: begin anew although the folder has a
+        checkpoint; what it has is set aside.
+
+        Blocks, bounded. Raises ``ConfigError`` (a model or optimizer that a swarm cannot train, as
+        ``model_check`` says; a model too small for the fragments; no checkpoint to resume from, or one of
+        another run or model), ``TransportError`` (not enough peers, or none that can help).
         """
+        if start_over and resume:
+            problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
+            raise ConfigError("start", "start_over", problem)
+        resume = False if start_over else resume
         check_model(model, optimizer)
         base_lr = base_rates(optimizer, is_scheduled=learning_rate is not None)
         check_factor(learning_rate)
         run = self.run
         plan = plan_fragments(model, run.fragments)
-        saved = self._load(plan) if resume else None
+        saved = self._load(plan, model, resume)
         codec = get_codec(run.codec.name)
         live = LiveParameters(model, plan)
         me = self._thread.network.identity.peer_id
@@ -157,8 +177,12 @@ class Connection:
         del states  # they are the ledger's, which lets go of them when it takes over others
         progressed = Progressed()
         if saved is not None:
-            restore(saved, model, optimizer, ledger)
+            for trouble in resuming.restore(saved, live, model, optimizer, learning_rate is not None):
+                self._warn(trouble)
+            ledger.set_residuals(saved.residuals)
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
+            self._tell_of_damaged(saved)
+        is_resumed, saved = saved is not None, None  # its memory is the ledger's to let go
         sum_bytes = FP32_BYTES * codec.block_values if run.cells > 1 else 0
         shape = PayloadShape(
             codec.block_bytes,
@@ -167,7 +191,6 @@ class Connection:
             run.clock.round_s if run.clock.mode == "time" else 0.0,
             chunk_bytes=ledger.chunk_bytes,
         )
-        self._tell_of_damaged(saved)
         self._on_event(
             ev.PeerStarted(
                 at=time.time(),
@@ -180,7 +203,7 @@ class Connection:
                 fragments=len(plan.fragments),
                 run=run.digest().hex(),
                 upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
-                resumed_from="" if saved is None else str(self.config.folder / "checkpoint"),
+                resumed_from=str(self._checkpoints) if is_resumed else "",
                 inner_steps=progressed.inner_steps,
                 position=progressed.position,
             )
@@ -202,24 +225,30 @@ class Connection:
             )
         if warning := outer.stability_warning(run.outer, delayed=run.outer.rule in {"co2", "eager"}):
             self._thread.report(ev.Warned, {"text": warning})
+        if not is_resumed:
+            checkpoints.set_aside(self._checkpoints)
         plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr)
         return Peer(self._thread, ledger, plan_of_peer, progressed)
 
-    def _load(self, plan: FragmentPlan) -> Checkpoint:
-        saved = checkpoints.load(self.config.folder / "checkpoint")
-        where = str(self.config.folder / "checkpoint")
-        if RunConfig.from_canonical_bytes(saved.run_config_json.encode()).digest() != self.run.digest():
-            raise ConfigError(where, "", "is of another run; join without --resume, or with another --folder")
-        if saved.plan_digest != plan.digest:
-            raise ConfigError(
-                where, "", "is of another model; join without --resume, or with another --folder"
-            )
+    def _load(self, plan: FragmentPlan, model: nn.Module, resume: bool | None) -> Checkpoint | None:
+        """The folder's checkpoint, if there is one or must be one."""
+        folder = self._checkpoints
+        if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
+            return None
+        saved = checkpoints.load(folder)
+        resuming.check(saved, self.run, model, plan, str(folder))
         return saved
 
-    def _tell_of_damaged(self, saved: Checkpoint | None) -> None:
-        for damage in saved.passed_over if saved is not None else ():
-            text = f"a checkpoint is damaged, went on from the checkpoint before it: {damage}"
-            self._thread.report(ev.Warned, {"text": text})
+    @property
+    def _checkpoints(self) -> Path:
+        return self.config.folder / "checkpoint"
+
+    def _tell_of_damaged(self, saved: Checkpoint) -> None:
+        for damage in saved.passed_over:
+            self._warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
+
+    def _warn(self, text: str) -> None:
+        self._thread.report(ev.Warned, {"text": text})
 
     def _gather(self) -> None:
         """Wait until enough peers are live."""
@@ -278,19 +307,3 @@ def _check_call(ticket: str, config: PeerConfig, on_event: EventSink) -> None:
         raise ConfigError(
             "join", "on_event", f"is of type {type(on_event).__name__}; give a function that takes an event"
         )
-
-
-def restore(saved: Checkpoint, model: nn.Module, optimizer: Optimizer, ledger: TensorLedger) -> None:
-    """Put a checkpoint's live parameters, buffers, inner optimizer and residuals back."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in saved.params:
-                parameter.copy_(saved.params[name])
-        for name, buffer in model.named_buffers():
-            if name in saved.buffers:
-                buffer.copy_(saved.buffers[name])
-    rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(dict(saved.optimizer))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate  # the saved one holds the schedule's factor of that moment
-    ledger.set_residuals(saved.residuals)

@@ -95,7 +95,7 @@ class FragmentLedger:
         self._withdrawn: Offered | None = None
         """The last offer for the next version that was given up: a commit may still turn out to hold it."""
         self.is_resumed = False
-        """Whether live parameters hold work that an earlier process may have offered."""
+        """Whether an earlier process may have offered work that is not counted yet."""
         self.in_doubt = False
         """Whether they hold work that may be counted in another history than ``state``'s."""
         self.keeps_offered = False
@@ -322,11 +322,6 @@ class FragmentLedger:
         self._in_flight = self._withdrawn = None
         self._set_out(self.state.version)
         return Merge(0.0, self.lend().params)
-
-    def rebase(self) -> Rebase | None:
-        """What to add to the live parameters to save them beside ``state``: a resumed peer knows neither what
-        was in flight nor an older state. None if they fit as they are."""
-        return self._rebase_on(self.state) if self._delayed else None
 
     # ---- parts of the above
 

@@ -9,12 +9,11 @@ the ``Ledger`` methods; all tensor work is done by the one worker, in the order 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -32,8 +31,7 @@ from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRef
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.rounds.events import Step
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
-from p2p_co2.trainer.loan import Claim, Loan, Turns
-from p2p_co2.trainer.offered import Rebase
+from p2p_co2.trainer.loan import Loan, Turns
 
 _T = TypeVar("_T")
 
@@ -55,21 +53,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Moment:
-    """The agreed states, in the queue of outcomes: live parameters that have met every outcome before it, and
-    none after it, fit these states. Tensors are held, not copied, and those of fragment f do not change until
-    ``loans[f]`` has ended.
-
-    ``residuals`` by fragment, if the codec keeps any; ``rebases`` by fragment: what the live parameters still
-    have to gain to be saved beside ``states`` (``FragmentLedger.rebase``).
-    """
+    """The agreed states of one moment, lent to a checkpoint. Tensors are held, not copied, and those of
+    fragment f do not change until ``loans[f]`` has ended. ``residuals`` by fragment, if the codec keeps
+    any."""
 
     states: list[OuterState]
     residuals: dict[int, Values]
-    rebases: dict[int, Rebase]
     loans: list[Loan]
-    claim: Claim = field(default_factory=Claim)
-    """The ledger takes it back if a state moves on before the training thread comes by, and tells of another:
-    so nothing waits for a step, or takes memory for a copy."""
 
 
 class TensorLedger:
@@ -79,7 +69,7 @@ class TensorLedger:
         self._codec, self._sums = codec, get_codec("fp32")
         self._fragments = list(fragments)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
-        self.outcomes: queue.SimpleQueue[Outcome | Moment] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._told = [0] * len(self._fragments)
         """Outcomes of each fragment so far."""
         self.failure: BaseException | None = None
@@ -90,8 +80,6 @@ class TensorLedger:
         self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self._fragments]
         self._exchanged: dict[int, bytes] = {}
         """By fragment, the digest of the state that was given up for a donor's last."""
-        self._moment: Moment | None = None
-        """The last one that was told of."""
         self._is_closed = False
 
     def close(self) -> None:
@@ -128,48 +116,21 @@ class TensorLedger:
         for ledger in self._fragments:
             ledger.is_resumed = True
 
-    def submit_moment(self) -> Future[None]:
-        """Put the agreed states among the outcomes, as a ``Moment``. Any thread; does not block."""
+    def moment(self) -> Moment:
+        """Lend the agreed states. Any thread; waits for the worker. Raises as ``Wholeness.check``."""
 
-        future = self._worker.submit(self._tell_of_moment)
-        future.add_done_callback(self._note_failure)
-        return future
+        def lend() -> Moment:
+            for one in self._fragments:
+                one.wholeness.check()
+            busy = Turns()
+            loans = [Loan(busy) for _ in self._fragments]
+            states = [one.lend(loan) for one, loan in zip(self._fragments, loans, strict=True)]
+            residuals: dict[int, Values] = {
+                f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None
+            }
+            return Moment(states, residuals, loans)
 
-    def _tell_of_moment(self) -> None:
-        self._take_back()  # this one serves who waits for that, too
-        rebases = {f: way for f, one in enumerate(self._fragments) if (way := one.rebase()) is not None}
-        residuals: dict[int, Values] = {
-            f: one.residual for f, one in enumerate(self._fragments) if one.residual is not None
-        }
-        busy = Turns()
-        loans = [Loan(busy) for _ in self._fragments]
-        states = [one.lend(loan) for one, loan in zip(self._fragments, loans, strict=True)]
-        self._moment = Moment(states, residuals, rebases, loans)
-        self.outcomes.put(self._moment)
-
-    def _take_back(self) -> bool:
-        """Take the last ``Moment`` back, if nobody has taken it yet."""
-        moment, self._moment = self._moment, None
-        if moment is None or not moment.claim.take():
-            return False
-        for loan in moment.loans:
-            loan.end()
-        for told in (moment.states, moment.residuals, moment.rebases):
-            told.clear()  # it stays in the queue
-        return True
-
-    @contextlib.contextmanager
-    def _moving(self) -> Iterator[None]:
-        """A state moves on: a ``Moment`` that nobody has taken yet is told of anew, after it."""
-        is_back = self._take_back()
-        try:
-            yield
-        finally:
-            if is_back:
-                try:
-                    self._tell_of_moment()
-                except BaseException as error:  # a torn state: whoever waits for the moment is told
-                    self.failure = self.failure or error
+        return self._worker.submit(lend).result()
 
     def submit_offer(
         self,
@@ -243,23 +204,22 @@ class TensorLedger:
                 return before
             ended = ledger.has_offered
             decode = partial(self._decode, mean.mean, ledger.state.params.numel())
-            with self._moving():
-                applied = ledger.commit(
-                    mean.round, mean.base_version, decode, mean.parts, mean.mean, mean.is_alone
-                )
-                return self._moved(
+            applied = ledger.commit(
+                mean.round, mean.base_version, decode, mean.parts, mean.mean, mean.is_alone
+            )
+            return self._moved(
+                mean.fragment,
+                lambda: Outcome(
                     mean.fragment,
-                    lambda: Outcome(
-                        mean.fragment,
-                        mean.round,
-                        applied.merge,
-                        applied.report,
-                        applied.contributed,
-                        applied.share,
-                        ended,
-                        applied.refused,
-                    ),
-                )
+                    mean.round,
+                    applied.merge,
+                    applied.report,
+                    applied.contributed,
+                    applied.share,
+                    ended,
+                    applied.refused,
+                ),
+            )
 
         return await self._ask(work)
 
@@ -307,11 +267,8 @@ class TensorLedger:
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
             self._exchanged[fragment] = self._digests[fragment]
-            with self._moving():
-                ended, merge = ledger.has_offered, ledger.adopt(state, parts, is_unshared)
-                return self._moved(
-                    fragment, lambda: Outcome(fragment, state.version, merge, ends_offer=ended)
-                )
+            ended, merge = ledger.has_offered, ledger.adopt(state, parts, is_unshared)
+            return self._moved(fragment, lambda: Outcome(fragment, state.version, merge, ends_offer=ended))
 
         return await self._ask(work)
 

@@ -7,8 +7,8 @@ memory), and the commit has them do that first.
 
 Law: what was lent does not change before its loan has ended; what they need is taken once; a taking that
 fails raises where it was asked for, and leaves the loan open; who asks is served in the order of asking.
-Price: a commit may wait for the file's pages, and at most ``SETTLE_S`` for another fragment's or for the
-training thread, which begins a checkpoint between two steps; then it takes memory after all.
+Price: a commit may wait for the file's pages, and at most ``SETTLE_S`` for another fragment's; then it takes
+memory after all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 SETTLE_S = 1.0
-"""On a busy machine one fragment's share of a checkpoint takes a quarter of a second, a step as long."""
+"""On a busy machine one fragment's share of a checkpoint takes a quarter of a second."""
 
 
 class Turns:
@@ -54,20 +54,6 @@ class Turns:
                 self._waiting.popleft().set()
             else:
                 self._is_taken = False
-
-
-class Claim:
-    """On something that one thread offers and another takes: one of them has it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_settled = False
-
-    def take(self) -> bool:
-        """Whether it is ours, who ask: taken, or taken back."""
-        with self._lock:
-            is_ours, self._is_settled = not self._is_settled, True
-        return is_ours
 
 
 class Loan:

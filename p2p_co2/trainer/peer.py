@@ -98,6 +98,7 @@ class Peer:
             self._rates.set(self._sync.position)
             self._rest()
             self._saver.keep_up()
+            self._sync.stood_still()  # for a checkpoint
         return not (self._stopped or self.over)
 
     @contextmanager

@@ -1,42 +1,56 @@
 """Checkpoints beside training: what of it the training thread does, and what another thread does.
 
-Law: what is saved is one moment. A ``Moment`` comes among the outcomes, so nobody waits for the agreed states
-that the live parameters fit; there the training thread copies what it is about to change (live parameters,
-buffers, the inner optimizer's state) into the file's pages, at the speed of memory, and goes on. The agreed
-states, the digest, the disk and the renaming are for the saver's own thread, outside of the interpreter's
-lock; a round that commits before its fragment's state was taken has it taken first (``loan``). A checkpoint
-that cannot be written is told, and tried again when the next is due; training goes on.
+The agreed states are lent by the ledger and written, with the digest, the disk and the renaming, by the
+saver's own thread; a round that commits before its fragment's state was taken has it taken first (``loan``).
+What training changes, the inner optimizer's state and the buffers, only the training thread may read: step
+after step it copies some of it, and the saver writes that.
 
-Memory: no copy in this process. The file's pages are the kernel's, which writes them out and takes them back;
-before a checkpoint those of the oldest file (at first, zeros) wait for it, since pages that are there cost a
-tenth of fresh ones. From an accelerator all passes through 32 MiB of pinned memory.
+Laws: the agreed states are of one moment; the state of a parameter is of one step, those of two parameters
+some steps apart (they are no agreement, only the inner optimizer's acceleration); no checkpoint ends
+training: what cannot be saved is left out and told once, when the peer starts or when it first appears, and a
+file that cannot be written is told and tried again when the next is due.
 
-Price: training stands still for the copy (where it was measured, 0.02 s for 200 MB on a quiet machine, 0.1 s
-on a busy one; up to 1 s if the kernel has no page ready, or holds back a writer far ahead of the disk).
+Price: training stands still for a copy of ``AT_ONCE_BYTES`` at a time, or of the largest parameter's state,
+and as much memory is taken until it is written; all of it counts as standing still. Numbers in the
+optimizer's state that are no tensors are those of the first step.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from p2p_co2.checkpoint import Checkpoint, Saving, reserve
-from p2p_co2.errors import EnvironmentFault
+from p2p_co2.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
+from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S, DAY_S
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.telemetry import events as ev
-from p2p_co2.trainer.ledger import Moment, TensorLedger
+from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.loan import Loan
-from p2p_co2.trainer.offered import Rebase
 from p2p_co2.trainer.plan import Plan
+from p2p_co2.trainer.resuming import inner_of, kept_buffers, trained_parameters
 from p2p_co2.trainer.synchroniser import Synchroniser
 
-_PIECE = 1 << 16
-"""Values that are changed at once: in memory they are there three times."""
-_IN_PART = "a round failed while it took the agreed state, which is not taken whole (earlier ones are whole)"
+AT_ONCE_BYTES = 32 << 20
+"""What the training thread copies between two steps, at least one parameter's state."""
+MOST_STEPS = 64
+"""Over so many steps a copy is spread at the most: more is copied at once where there is more."""
+_BEAT_S = 0.05
+_FAULTS = (
+    ArithmeticError, AttributeError, ConfigError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""Of an optimizer of the user's, of the memory, of a tensor that is not what it says: no reason to end."""
+Part = Mapping[str, Tensor]
 
 
 class Saver:
@@ -51,154 +65,242 @@ class Saver:
     ) -> None:
         self._plan, self._ledger, self._sync, self._report = plan, ledger, sync, report
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 checkpoint")
-        self._asked = self._is_last = False
         self._under_way: Future[None] | None = None
         """Nothing else writes to the folder meanwhile."""
-        self._has_pages = False
-        """Whether pages were made for the first one: the inner optimizer's state comes with training."""
+        self._copying: _Copying | None = None
         self._folder = plan.config.folder / "checkpoint"
         self._refused: EnvironmentFault | None = None
         """Why the last one was not written."""
         self._began_at = time.monotonic()
-        sync.on_moment = self._take
+        self._told = set[str]()
+        self._size_bytes = 0
+        self._look()
+
+    @property
+    def every_s(self) -> float:
+        """Between two checkpoints: as configured, or as often as the budget of writes allows."""
+        budget_s = DAY_S * self._size_bytes / CHECKPOINT_BYTES_PER_DAY
+        return self._plan.config.checkpoint_every_s or max(CHECKPOINT_LEAST_S, budget_s)
 
     def keep_up(self) -> None:
-        """Begin a checkpoint if one is due, and see to the one under way; at once. Raises what is a bug."""
+        """Begin a checkpoint if one is due, and do a step's share of the one under way; at once. Raises what
+        is a bug."""
         if self._under_way is not None and self._under_way.done():
             self._end()
             if self._refused is not None:
                 self._report(ev.Warned, {"text": f"no checkpoint was written: {self._refused}"})
-        elapsed_s, every_s = time.monotonic() - self._began_at, self._plan.config.checkpoint_every_s
-        is_free = not self._asked and self._under_way is None
-        if elapsed_s >= every_s / 2 and is_free and not self._has_pages:
-            self._has_pages = True
-            self._under_way = self._thread.submit(reserve, self._folder, self._size_bytes())
-            return
-        is_due = elapsed_s >= every_s
-        if is_due and is_free:
-            self._asked = True
-            self._ledger.submit_moment()
+        if self._under_way is None and time.monotonic() - self._began_at >= self.every_s:
+            self._begin()
+        if self._copying is not None:
+            self._copying.copy()
 
     def save(self) -> None:
         """Write a checkpoint of this moment and wait until it is whole. Raises ``EnvironmentFault`` if the
         disk refuses; the previous one stays."""
-        if self._under_way is not None:
-            self._end()
-        self._asked = self._is_last = True
-        self._ledger.submit_moment().result()
-        try:
-            while self._asked:
-                if self._ledger.failure is not None:
-                    raise self._ledger.failure
-                if not self._sync.take_outcomes():
-                    self._ledger.agreed()  # a round took the moment back: it is told of anew after that
-        finally:
-            self._is_last = False
-        if self._under_way is not None:
-            self._end()
+        self._finish()
+        self._begin()
+        self._finish()
         if self._refused is not None:
             raise self._refused
 
     def close(self) -> None:
-        """Wait for what is under way, and end the thread. May be called twice."""
+        """End the thread; what is under way is given up. May be called twice."""
+        if self._copying is not None:
+            self._copying.give_up("the peer ended")
         self._thread.shutdown(wait=True)
+
+    def _finish(self) -> None:
+        """Wait for what is under way, if anything is."""
+        while self._under_way is not None:
+            if self._copying is not None:
+                self._copying.copy(_BEAT_S)
+            if self._under_way.done():
+                self._end()
 
     def _end(self) -> None:
         assert self._under_way is not None
-        self._refused = None
+        self._refused, ended, self._copying = None, self._under_way, None
+        self._under_way = None
         try:
-            self._under_way.result()
+            ended.result()
         except EnvironmentFault as error:
             self._refused = error
-        finally:
-            if self._under_way.done():  # else a Ctrl-C came first: two must not write to one file
-                self._under_way = None
+        except _FAULTS as error:
+            self._refused = EnvironmentFault(f"{type(error).__name__}: {error}")
 
-    def _take(self, moment: Moment) -> None:
-        """The live parameters fit ``moment``: copy what will change."""
-        if not moment.claim.take():
-            return  # another one comes
-        if not self._asked:
-            _end(moment.loans)  # two were asked for, and one has served both
-            return
-        began_at = time.monotonic()
-        self._asked, self._began_at, self._refused = False, began_at, None
+    def _begin(self) -> None:
+        """The agreed states of this moment, and what follows of the rest."""
+        began_at = self._began_at = time.monotonic()
         plan, sync = self._plan, self._sync
+        said, buffers = self._look()
         checkpoint = Checkpoint(
             run_config_json=plan.run.canonical_bytes().decode(),
             plan_digest=plan.fragments.digest,
-            states=moment.states,  # the list is emptied
-            params={name: parameter.detach() for name, parameter in plan.model.named_parameters()},
-            buffers=dict(plan.model.named_buffers()),
-            optimizer=plan.optimizer.state_dict(),
+            states=(),
+            buffers=buffers,
+            optimizer={},
             position=sync.position,
             inner_steps=sync.inner_steps,
             tokens=sync.tokens,
-            residuals=moment.residuals,
+            inner=inner_of(plan.optimizer, plan.model),
+            parameters=trained_parameters(plan.model),
         )
+        self._copying = copying = _Copying(parts(checkpoint, said), sync, time.monotonic() - began_at)
+        self._under_way = self._thread.submit(self._write, checkpoint, said, copying, began_at)
+
+    def _look(self) -> tuple[Said, dict[str, Tensor]]:
+        """What of the inner optimizer's state and of the buffers can be saved. Tells, once, what cannot."""
+        troubles, buffers = [], {}
+        for name, buffer in kept_buffers(self._plan.model).items():
+            if trouble := trouble_with(buffer):
+                troubles.append(f"the buffer {name} ({trouble})")
+            else:
+                buffers[name] = buffer.detach()
+        try:
+            said = say(self._plan.optimizer.state_dict())
+        except _FAULTS as error:
+            why = f"the inner optimizer (its state_dict raises {type(error).__name__}: {error})"
+            said = Said({"dict": []}, (), (why,))
+        new = [text for text in (*troubles, *said.left_out) if text not in self._told]
+        if new:
+            self._told.update(new)
+            text = f"checkpoints are without {'; '.join(new)}: after a resume that begins anew"
+            self._report(ev.Warned, {"text": text})
+        changing = [*buffers.values(), *(tensor for part in said.tensors for tensor in part.values())]
+        agreed_bytes = 8 * self._plan.fragments.numel
+        self._size_bytes = agreed_bytes + sum(tensor.numel() * tensor.element_size() for tensor in changing)
+        return said, buffers
+
+    def _write(self, checkpoint: Checkpoint, said: Said, copying: _Copying, began_at: float) -> None:
+        """On the saver's thread: the whole of a checkpoint."""
+        moment = self._ledger.moment()
         versions, loans = tuple(state.version for state in moment.states), moment.loans
+        saving: Saving | None = None
         try:
-            saving = Saving(self._folder, checkpoint)
-        except EnvironmentFault as error:
+            saving = Saving(
+                self._folder, replace(checkpoint, states=moment.states, residuals=moment.residuals), said
+            )
+            moment.residuals.clear()  # it has its own
+            faults: list[EnvironmentFault] = []
+            for fragment, loan in enumerate(loans):
+                loan.offer(partial(_put, saving, fragment, faults))
+            for loan in loans:
+                loan.settle()
+            if faults:
+                raise faults[0]
+            if not all(loan.has_ended for loan in loans):
+                raise EnvironmentFault(
+                    "a round failed while it took the agreed state, which is not taken whole (earlier "
+                    "checkpoints are whole)"
+                )
+            while copied := copying.take():
+                saving.put(copied)
+            path = saving.finish()
+        finally:
             _end(loans)
-            self._under_way = Future()
-            self._under_way.set_exception(error)
-            return
-        moment.residuals.clear()  # it has its own
-        faults: list[EnvironmentFault] = []
-        for fragment, loan in enumerate(loans):
-            loan.offer(partial(self._put, saving, fragment, moment.rebases, faults))
-        keep_spare, duration_s = not self._is_last, time.monotonic() - began_at
-
-        def write() -> None:
-            try:
-                for loan in loans:
-                    loan.settle()
-                if faults:
-                    raise faults[0]
-                if not all(loan.has_ended for loan in loans):
-                    raise EnvironmentFault(_IN_PART)
-                path = saving.finish(keep_spare)
-            finally:
-                _end(loans)
+            if saving is not None:
                 saving.give_up()
-            took_s = time.monotonic() - began_at
-            fields = {"path": str(path), "versions": versions, "duration_s": duration_s, "written_s": took_s}
-            self._report(ev.CheckpointSaved, fields)
+        fields = {"path": str(path), "versions": versions, "duration_s": copying.stopped_s}
+        self._report(ev.CheckpointSaved, {**fields, "written_s": time.monotonic() - began_at})
 
-        self._under_way = self._thread.submit(write)
 
-    def _size_bytes(self) -> int:
-        """About what a checkpoint takes."""
-        tensors: list[Tensor] = [*self._plan.model.parameters(), *self._plan.model.buffers()]
-        for state in self._plan.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
-        agreed = 8 * sum(fragment.numel for fragment in self._plan.fragments.fragments)
-        return agreed + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+class _Copying:
+    """What training changes, on its way from the training thread, which copies between its steps, to the
+    saver's, which asks for more when it has written the last. One room serves all shares, and is made by the
+    saver's thread: pages that are fresh cost many times the copy.
 
-    def _put(
-        self, saving: Saving, fragment: int, rebases: dict[int, Rebase], faults: list[EnvironmentFault]
-    ) -> None:
-        """Put a fragment's agreed state, and what its live parameters still have to gain, into the file. What
-        the disk refuses is for who awaits the checkpoint, not for the round that came by."""
-        rebase = rebases.pop(fragment, None)
-        if faults:
+    A Ctrl-C may come between any two lines of the training thread's: a share is copied once, and may be given
+    twice."""
+
+    def __init__(self, all_of_it: Sequence[Part], sync: Synchroniser, stopped_s: float) -> None:
+        self._sync = sync
+        self.stopped_s = stopped_s
+        """How long the training thread stood still for it."""
+        self._shares = _shares(all_of_it)
+        self._room: Tensor | None = None
+        self._wanted = self._copied = self._given = -1
+        """Numbers of shares."""
+        self._is_wanted = threading.Event()
+        self._ways: queue.SimpleQueue[tuple[int, Part | str]] = queue.SimpleQueue()
+
+    def take(self) -> Part:
+        """The next share, once it is copied; nothing when all was taken. The saver's thread. Raises
+        ``EnvironmentFault`` if it was given up."""
+        if self._wanted + 1 == len(self._shares):
+            return {}
+        if self._room is None:
+            sizes = (sum(map(_room_bytes, share.values())) for share in self._shares)
+            self._room = large_tensor(max(sizes), torch.uint8).zero_()
+        self._wanted += 1
+        self._is_wanted.set()
+        while True:
+            number, share = self._ways.get()
+            if isinstance(share, str):
+                raise EnvironmentFault(share)
+            if number == self._wanted:
+                return share
+
+    def copy(self, within_s: float = 0.0) -> None:
+        """Copy the next share, if it is wanted ``within_s`` from now. The training thread."""
+        self._is_wanted.wait(within_s)
+        number = self._wanted
+        if number == self._given:
             return
+        share, room = self._shares[number], self._room
+        assert room is not None
+        self._sync.live.await_computed({tensor.device for tensor in share.values()})
+        began_at, at = time.monotonic(), 0
+        given: dict[str, Tensor] = {}
         try:
-            if rebase is not None:
-                self._rebase(saving, fragment, rebase)
-            saving.put_agreed(fragment)
-        except EnvironmentFault as fault:
-            faults.append(fault)
+            for name, tensor in share.items():
+                stop = at + tensor.numel() * tensor.element_size()
+                given[name] = room[at:stop].view(tensor.dtype).view(tensor.shape)
+                if self._copied != number:
+                    given[name].copy_(tensor.detach())
+                at += _room_bytes(tensor)
+        except RuntimeError as error:
+            self.give_up(f"the inner optimizer's state cannot be copied ({error})")
+        else:
+            self._copied = number
+            self._ways.put((number, given))
+        self._given = number
+        self._is_wanted.clear()
+        self.stopped_s += time.monotonic() - began_at
 
-    def _rebase(self, saving: Saving, fragment: int, rebase: Rebase) -> None:
-        at = 0
-        for part in self._plan.fragments.fragments[fragment].slices:
-            for start in range(part.start, part.stop, _PIECE):
-                stop = min(start + _PIECE, part.stop)
-                first = at + start - part.start
-                saving.add(part.name, start, rebase.addend(slice(first, first + stop - start)))
-            at += part.stop - part.start
+    def give_up(self, why: str) -> None:
+        """Whoever waits for more hears why none comes."""
+        self._ways.put((-1, why))
+
+
+def _room_bytes(tensor: Tensor) -> int:
+    """So that the next one lies where its dtype asks for."""
+    return -(-tensor.numel() * tensor.element_size() // 16) * 16
+
+
+def _shares(all_of_it: Sequence[Part]) -> list[dict[str, Tensor]]:
+    """What is copied at once: whole parts."""
+    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in part.values()) for part in all_of_it]
+    most_bytes = max(AT_ONCE_BYTES, sum(sizes) // MOST_STEPS)
+    shares: list[dict[str, Tensor]] = []
+    room = 0
+    for part, size in zip(all_of_it, sizes, strict=True):
+        if not shares or size > room:
+            shares.append({})
+            room = most_bytes
+        shares[-1].update(part)
+        room -= size
+    return shares
+
+
+def _put(saving: Saving, fragment: int, faults: list[EnvironmentFault]) -> None:
+    """Put a fragment's agreed state into the file. What the disk refuses is for who awaits the checkpoint,
+    not for the round that came by."""
+    if faults:
+        return
+    try:
+        saving.put_agreed(fragment)
+    except EnvironmentFault as fault:
+        faults.append(fault)
 
 
 def _end(loans: Sequence[Loan]) -> None:

@@ -38,7 +38,7 @@ from p2p_co2.schedule import (
 )
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
-from p2p_co2.trainer.ledger import Moment, Outcome, TensorLedger
+from p2p_co2.trainer.ledger import Outcome, TensorLedger
 from p2p_co2.trainer.step_arguments import mean_loss, tokens_of
 from p2p_co2.wire.messages_pb2 import Status
 
@@ -120,12 +120,9 @@ class Synchroniser:
         """Set by a person's wish to end, in any thread: waits that only finish nicely are given up."""
         self.on_reset: Callable[[int], None] = lambda fragment: None
         """Called when a fragment's live parameters were replaced because they were not finite."""
-        self.on_moment: Callable[[Moment], None] = lambda moment: None
-        """Called when the live parameters fit the agreed states that it brings: save them together."""
         self.on_look: Callable[[], None] = lambda: None
         """Called at the first step, before parameters are copied or merged into, and about once a second:
         raises if they cannot be any more."""
-        self._saving_s = 0.0  # of the time in ``after_step``, in ``on_moment``
 
     @property
     def versions(self) -> list[int]:
@@ -147,7 +144,7 @@ class Synchroniser:
         """Count an inner step, merge what is ready, send what is due; begun after the run's end, it counts
         for nothing. ``tokens``, ``loss``: as ``step_arguments`` gives them."""
         entered_at = time.monotonic()
-        self.train_s, self._saving_s = self.train_s + entered_at - self._returned_at, 0.0
+        self.train_s += entered_at - self._returned_at
         self._check()
         if self._first_step_at is None or not self._ledger.outcomes.empty():
             self.on_look()
@@ -165,9 +162,8 @@ class Synchroniser:
         if due or self._put_off:
             self.on_look()
         self._await_first(self._send_due(due, is_encoded, entered_at - self._returned_at))
-        self._returned_at, computing_s = time.monotonic(), self.live.take_computing_s()
-        self.train_s += computing_s
-        self.exposed_s += self._returned_at - entered_at - self._saving_s - computing_s
+        self._returned_at = entered_at
+        self.stood_still()
         if self._returned_at - self._reported_at >= REPORT_EVERY_S:
             self.on_look()
             self.report()
@@ -250,22 +246,13 @@ class Synchroniser:
             except queue.Empty:
                 break
             came = True
-            if isinstance(outcome, Moment):
-                self._save(outcome)
-            else:
-                self._hold_or_apply(outcome)
+            self._hold_or_apply(outcome)
         while self._held and self._held[0][0] <= self.inner_steps:
             self._apply(self._held.popleft()[1])
         return came
 
-    def _save(self, moment: Moment) -> None:
-        self.release_held()
-        began_at = time.monotonic()
-        self.on_moment(moment)
-        self._saving_s += time.monotonic() - began_at
-
     def release_held(self) -> None:
-        """Apply what ``sync_delay_steps`` holds back: for a checkpoint, and at the end."""
+        """Apply what ``sync_delay_steps`` holds back."""
         while self._held:
             self._apply(self._held.popleft()[1])
 
@@ -355,7 +342,7 @@ class Synchroniser:
             left_s = ends_at - time.monotonic()
             self._check()
             if self._is_flushing and time.monotonic() - self._reported_at >= REPORT_EVERY_S:
-                self._stood_still()
+                self.stood_still()
                 self.report()
             if left_s <= 0:
                 return False
@@ -363,10 +350,7 @@ class Synchroniser:
                 outcome = self._ledger.outcomes.get(timeout=min(left_s, WAIT_BEAT_S))
             except queue.Empty:
                 continue
-            if isinstance(outcome, Moment):
-                self._save(outcome)
-            else:
-                self._apply_next(outcome)
+            self._apply_next(outcome)
         return True
 
     # ---- the end
@@ -394,13 +378,18 @@ class Synchroniser:
             self.release_held()
             if not self.stopped:
                 self._wire.tell_what_is_missing()
-        self._stood_still()
+        self.stood_still()
         self.report()
 
-    def _stood_still(self) -> None:
+    def stood_still(self) -> None:
         """Count the time since the last step, or since this was asked last."""
-        since, self._returned_at = self._returned_at, time.monotonic()
-        self.exposed_s += self._returned_at - since
+        since, self._returned_at, computing_s = (
+            self._returned_at,
+            time.monotonic(),
+            self.live.take_computing_s(),
+        )
+        self.train_s += computing_s
+        self.exposed_s += self._returned_at - since - computing_s
 
     def _has_settled(self) -> bool:
         """Whether all agree. What is in flight no more is told: until then others wait for our part in it."""

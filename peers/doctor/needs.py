@@ -15,8 +15,8 @@ from peers.doctor.machine import BASE_BYTES, available_memory_bytes, check_disk,
 
 TRAINING_BYTES_PER_VALUE = 16
 """Weights, gradients and AdamW's two moments in fp32."""
-CHECKPOINT_BYTES_PER_VALUE = 20
-"""Weights, agreed parameters and momentum, AdamW's two moments."""
+CHECKPOINT_BYTES_PER_VALUE = 16
+"""Agreed parameters and momentum, AdamW's two moments."""
 _ASSUMED_PEERS = 4
 
 
@@ -54,7 +54,7 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
     setting = setting_of(run, fragments, step_s=1.0, links=links, train_bytes=train_bytes)
     shown = forecast(setting)
     yield check_memory(available_memory_bytes(), shown.memory_bytes, "run's memory")
-    yield check_disk(config.folder, 2 * CHECKPOINT_BYTES_PER_VALUE * parameters + 50e6, "run's disk")
+    yield check_disk(config.folder, 3 * CHECKPOINT_BYTES_PER_VALUE * parameters + 50e6, "run's disk")
     if known and run.clock.mode == "time":
         yield check_link(shown.floor_s, run.clock.round_s)
 

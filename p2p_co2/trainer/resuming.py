@@ -1,0 +1,196 @@
+"""Going on from a checkpoint, also where the program that goes on is not quite the one that wrote it.
+
+Laws: the agreed state comes back whole, or there is one ``ConfigError`` that says what differs and what to
+do. What is only this peer's own, the inner optimizer and the buffers, comes back where it fits; where it does
+not, training goes on without it, and one line says so: another optimizer is a choice, and its state is had
+again in some steps, while an error would cost the agreed state.
+
+The live parameters go on from the agreed ones. Frozen ones are where the model came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from p2p_co2.checkpoint import Checkpoint, InnerOptimizer, Owned
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError
+from p2p_co2.fragments.live import LiveParameters
+from p2p_co2.fragments.names import named_modules, named_parameters
+from p2p_co2.fragments.plan import FragmentPlan
+
+CURE = "give another folder (--folder, PeerConfig.folder), or begin anew (--start-over, start_over=True)"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def trained_parameters(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Plain name and shape of each parameter that is trained, in the model's order."""
+    return tuple(
+        (name, tuple(parameter.shape))
+        for name, parameter in named_parameters(model).items()
+        if parameter.requires_grad and parameter.numel()
+    )
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a ``state_dict`` would have, by plain name, shared ones once."""
+    found: dict[str, Tensor] = {}
+    for path, part in named_modules(model):
+        for name, buffer in part.named_buffers(recurse=False):
+            is_new = all(buffer is not other for other in found.values())
+            if name not in part._non_persistent_buffers_set and is_new:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def inner_of(optimizer: Optimizer, model: nn.Module) -> InnerOptimizer:
+    """What the inner optimizer's state belongs to; a parameter that is not the model's has no name."""
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+
+    def owned(parameter: Tensor) -> Owned:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return Owned(names.get(id(parameter), ""), dtype, tuple(parameter.shape))
+
+    groups = (tuple(map(owned, group["params"])) for group in optimizer.param_groups)
+    return InnerOptimizer(type(optimizer).__name__, tuple(groups))
+
+
+def check(saved: Checkpoint, run: RunConfig, model: nn.Module, plan: FragmentPlan, where: str) -> None:
+    """Raises ``ConfigError`` if the agreed state that was saved is not one of this run and this model."""
+    if RunConfig.from_canonical_bytes(saved.run_config_json.encode()).digest() != run.digest():
+        raise ConfigError(where, "", f"is of another run; {CURE}")
+    theirs, ours = dict(saved.parameters), dict(trained_parameters(model))
+    difference = _difference(theirs, ours, saved.inner is not None)
+    sizes = [state.params.numel() for state in saved.states]
+    if not difference and saved.inner is not None and list(theirs) != list(ours):
+        difference = "its parameters come in another order"
+    if not difference and sizes != [fragment.numel for fragment in plan.fragments]:
+        difference = "its fragments are other ones"
+    if difference:
+        raise ConfigError(where, "", f"is of another model: {difference}; {CURE}")
+
+
+def restore(
+    saved: Checkpoint, live: LiveParameters, model: nn.Module, optimizer: Optimizer, keeps_rate: bool
+) -> list[str]:
+    """Put the agreed parameters, the buffers and the inner optimizer back; what did not come back, in words.
+
+    ``keeps_rate``: the learning rates are those that the optimizer has now (the saved ones hold the factor of
+    a schedule); otherwise the saved ones, from which a scheduler of torch's goes on.
+    """
+    for fragment, state in enumerate(saved.states):
+        live.load_(fragment, state.params)
+    troubles = _restore_buffers(saved, model)
+    if trouble := _restore_optimizer(saved, model, optimizer, keeps_rate):
+        troubles.append(trouble)
+    return troubles
+
+
+def _difference(theirs: Shapes, ours: Shapes, knows_all: bool) -> str:
+    """The first of them, in words; "" if there is none. ``knows_all``: of ``theirs`` all are trained."""
+    for name, shape in ours.items():
+        if name not in theirs:
+            return f"it has no {name}"
+        if theirs[name] != shape:
+            return f"{name} is {theirs[name]} there and {shape} here"
+    more = [name for name in theirs if name not in ours] if knows_all else []
+    return f"it has {more[0]}, which is not trained here" if more else ""
+
+
+def _restore_buffers(saved: Checkpoint, model: nn.Module) -> list[str]:
+    troubles, ours = [], kept_buffers(model)
+    for name, buffer in ours.items():
+        values = saved.buffers.get(name)
+        if values is None:
+            troubles.append(f"the checkpoint has no buffer {name}: it stays as it is")
+        elif values.shape != buffer.shape or not torch.can_cast(values.dtype, buffer.dtype):
+            there, here = (f"{t.dtype} {tuple(t.shape)}".removeprefix("torch.") for t in (values, buffer))
+            was = f"the buffer {name} is {there} in the checkpoint and {here} here"
+            troubles.append(f"{was}: it stays as it is")
+        else:
+            try:
+                with torch.no_grad():
+                    buffer.copy_(values)
+            except RuntimeError as error:
+                troubles.append(f"the buffer {name} stays as it is ({error})")
+    if saved.inner is not None:  # an older one has those that are not kept, too
+        gone = [name for name in saved.buffers if name not in ours]
+        troubles += [f"the checkpoint's buffer {name} is none of this model" for name in gone]
+    return troubles
+
+
+def _restore_optimizer(saved: Checkpoint, model: nn.Module, optimizer: Optimizer, keeps_rate: bool) -> str:
+    """What did not come back; "" if all did."""
+    state_dict, now = dict(saved.optimizer), inner_of(optimizer, model)
+    anew = "the inner optimizer begins anew, the agreed state does not; to keep both, pass the same optimizer"
+    if not state_dict:
+        return "the checkpoint is without an inner optimizer, which begins anew"
+    groups = state_dict.get("param_groups", [])
+    if difference := _other(saved.inner, groups, now, optimizer):
+        return f"{difference}: {anew}"
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if groups:  # what was not saved of them stays
+        pairs = zip(optimizer.param_groups, groups, strict=True)
+        state_dict["param_groups"] = [{**ours, **theirs} for ours, theirs in pairs]
+    try:
+        optimizer.load_state_dict(state_dict)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        return f"this inner optimizer does not take the checkpoint's ({why}): {anew}"
+    if saved.inner is not None:
+        _keep_dtypes(state_dict.get("state", {}), saved.inner, optimizer)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if keeps_rate and rate is not None:
+            group["lr"] = rate
+    return ""
+
+
+def _other(
+    then: InnerOptimizer | None,
+    groups: Sequence[Mapping[str, Any]],
+    now: InnerOptimizer,
+    optimizer: Optimizer,
+) -> str:
+    """How the saved inner optimizer differs from the one of now, in words; "" if it is the same."""
+    if then is None:  # of the older format: known by its groups' options
+        options = [set(group) - {"initial_lr"} for group in groups]
+        sizes = [len(group["params"]) for group in groups]
+        if options != [set(group) - {"initial_lr"} for group in optimizer.param_groups]:
+            return "the checkpoint's inner optimizer is of another class"
+        return "" if sizes == [len(group) for group in now.groups] else "the checkpoint's has other groups"
+    if (then.kind, [len(group) for group in then.groups]) != (now.kind, [len(group) for group in now.groups]):
+        return f"the checkpoint's inner optimizer is {_described(then)}, this one {_described(now)}"
+    for theirs, ours in zip(chain(*then.groups), chain(*now.groups), strict=True):
+        if (theirs.name, theirs.shape) != (ours.name, ours.shape):
+            return f"the checkpoint's inner optimizer has {_known(theirs)} where this one has {_known(ours)}"
+    return ""
+
+
+def _described(inner: InnerOptimizer) -> str:
+    sizes = " and ".join(str(len(group)) for group in inner.groups)
+    groups = "1 group" if len(inner.groups) == 1 else f"{len(inner.groups)} groups"
+    return f"{inner.kind} with {groups} (of {sizes} parameters)"
+
+
+def _known(parameter: Owned) -> str:
+    return f"{parameter.name or 'a parameter outside of the model'} {parameter.shape}"
+
+
+def _keep_dtypes(state: Mapping[Any, Any], then: InnerOptimizer, optimizer: Optimizer) -> None:
+    """``load_state_dict`` gives a state its parameter's dtype: right where that has changed, wrong where an
+    optimizer keeps another one."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, (parameter, owned) in enumerate(zip(parameters, chain(*then.groups), strict=True)):
+        if str(parameter.dtype) != f"torch.{owned.dtype}":
+            continue
+        now = optimizer.state.get(parameter, {})
+        for key, values in state.get(index, {}).items():
+            other = now.get(key)
+            if isinstance(values, Tensor) and isinstance(other, Tensor) and values.dtype != other.dtype:
+                now[key] = values.to(other.device)

@@ -1,0 +1,428 @@
+"""Resuming where the program changed: the agreed state comes back or one error says why; the peer's own comes
+back where it fits, or one line says that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, StepLR
+
+from p2p_co2 import outer
+from p2p_co2.checkpoint import Checkpoint, load, save
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError
+from p2p_co2.fragments import LiveParameters, plan_fragments
+from p2p_co2.trainer import resuming
+
+RUN = RunConfig(name="tested", fragments=2)
+Maker = Callable[[nn.Module], Optimizer]
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.as_tensor(self.last(self.norm(self.first(inputs))))
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return Adam(model.parameters(), lr=0.1)
+
+
+def two_groups(model: nn.Module) -> Optimizer:
+    first, *rest = model.parameters()
+    return Adam([{"params": [first], "lr": 0.3}, {"params": rest}], lr=0.1)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
+    for step in range(steps):
+        dtype = next(model.parameters()).dtype
+        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).to(dtype)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def write(folder: Path, model: nn.Module, optimizer: Optimizer) -> Checkpoint:
+    """As the saver does. The agreed parameters are the live ones plus 1."""
+    plan = plan_fragments(model, RUN.fragments)
+    live = LiveParameters(model, plan)
+    written = Checkpoint(
+        run_config_json=RUN.canonical_bytes().decode(),
+        plan_digest=plan.digest,
+        states=tuple(outer.init(live.snapshot(part.index).add_(1.0)) for part in plan.fragments),
+        buffers=resuming.kept_buffers(model),
+        optimizer=optimizer.state_dict(),
+        position=2.0,
+        inner_steps=3,
+        tokens=30,
+        inner=resuming.inner_of(optimizer, model),
+        parameters=resuming.trained_parameters(model),
+    )
+    save(folder, written)
+    return written
+
+
+def resume(folder: Path, model: nn.Module, optimizer: Optimizer, keeps_rate: bool = False) -> list[str]:
+    """What did not come back. Raises as ``start``."""
+    saved, plan = load(folder), plan_fragments(model, RUN.fragments)
+    resuming.check(saved, RUN, model, plan, "here")
+    return resuming.restore(saved, LiveParameters(model, plan), model, optimizer, keeps_rate)
+
+
+def same_states(left: Optimizer, right: Optimizer) -> bool:
+    return repr(left.state_dict()) == repr(right.state_dict())
+
+
+# ---- what fits comes back
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        adam,
+        two_groups,
+        lambda model: AdamW(model.parameters(), lr=0.1, amsgrad=True),
+        lambda model: Adam(model.parameters(), lr=torch.tensor(0.1)),
+        lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+        lambda model: SGD(model.parameters(), lr=0.1),
+        lambda model: torch.optim.LBFGS(model.parameters()),
+        lambda model: torch.optim.Adafactor(model.parameters()),
+        lambda model: torch.optim.NAdam(model.parameters()),
+        lambda model: torch.optim.Rprop(model.parameters()),
+    ],
+    ids=["Adam", "groups", "AMSGrad", "tensor-lr", "momentum", "SGD", "LBFGS", "Adafactor", "NAdam", "Rprop"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_with_the_inner_optimizer_that_was_saved(
+    tmp_path: Path, make: Maker, dtype: torch.dtype
+) -> None:
+    model = Net().to(dtype)
+    optimizer = make(model)
+
+    def closure() -> Tensor:
+        loss = model(torch.rand(8, 3).to(dtype)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        return torch.as_tensor(loss)
+
+    for _ in range(2):
+        optimizer.step(closure)
+    written = write(tmp_path, model, optimizer)
+    again = Net().to(dtype)
+    other = make(again)
+    assert resume(tmp_path, again, other) == []
+    assert same_states(optimizer, other)
+    for (name, was), now in zip(model.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(now, (was.float() + 1.0).to(dtype), msg=name)  # the agreed ones
+    assert torch.equal(model.norm.running_var, again.norm.running_var)
+    assert written.inner_steps == load(tmp_path).inner_steps
+
+
+class Wide(SGD):
+    """Keeps its state wider, and narrower, than its parameters, as quantised optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["wide"] = torch.full_like(parameter, 1 / 3, dtype=torch.float64)
+            state["codes"] = torch.full_like(parameter, 200, dtype=torch.uint8)
+
+
+def test_a_state_keeps_its_dtype_whatever_its_parameters_is(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = Wide(model.parameters())
+    optimizer.step()
+    write(tmp_path, model, optimizer)
+    again = Net()
+    other = Wide(again.parameters())
+    assert resume(tmp_path, again, other) == []
+    assert same_states(optimizer, other)
+
+
+@pytest.mark.parametrize("was_wrapped", [True, False])
+def test_a_compiled_model_and_a_plain_one_go_on_from_each_other(tmp_path: Path, was_wrapped: bool) -> None:
+    model, again = Net(), Net()
+    wrapped, unwrapped = (
+        (torch.compile(model, backend="eager"), again),
+        (model, torch.compile(again, backend="eager")),
+    )
+    saved, resumed = wrapped if was_wrapped else unwrapped
+    optimizer, other = adam(saved), adam(resumed)  # type: ignore[arg-type]
+    train(model, optimizer)
+    write(tmp_path, saved, optimizer)  # type: ignore[arg-type]
+    assert resume(tmp_path, resumed, other) == []  # type: ignore[arg-type]
+    assert same_states(optimizer, other)
+    assert torch.equal(model.norm.running_mean, again.norm.running_mean)
+
+
+def test_a_model_of_another_dtype_goes_on(tmp_path: Path) -> None:
+    model, again = Net(), Net().bfloat16()
+    optimizer, other = adam(model), adam(again)
+    train(model, optimizer)
+    write(tmp_path, model, optimizer)
+    assert resume(tmp_path, again, other) == []
+    train(again, other)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+
+
+def test_what_was_left_out_of_a_group_stays_the_programs_own(tmp_path: Path) -> None:
+    model, again = Net(), Net()
+    optimizer, other = adam(model), adam(again)
+    optimizer.param_groups[0]["callback"] = print
+    other.param_groups[0]["callback"] = len
+    train(model, optimizer)
+    write(tmp_path, model, optimizer)
+    assert resume(tmp_path, again, other) == []
+    assert other.param_groups[0]["callback"] is len
+    assert torch.equal(moment(other), moment(optimizer))
+
+
+def moment(optimizer: Optimizer) -> Tensor:
+    return torch.as_tensor(next(iter(optimizer.state.values()))["exp_avg"])
+
+
+def test_frozen_parameters_stay_where_the_model_came_from(tmp_path: Path) -> None:
+    model, again = Net(), Net()
+    for net in (model, again):
+        net.first.requires_grad_(False)
+    with torch.no_grad():
+        again.first.weight.fill_(7.0)
+    optimizer, other = adam(model), adam(again)
+    train(model, optimizer)
+    write(tmp_path, model, optimizer)
+    assert resume(tmp_path, again, other) == []
+    assert float(again.first.weight.min()) == float(again.first.weight.max()) == 7.0
+
+
+# ---- the learning rate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: ExponentialLR(optimizer, 0.5),
+        lambda optimizer: StepLR(optimizer, 2, 0.5),
+        lambda optimizer: CosineAnnealingLR(optimizer, 20),
+        lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: OneCycleLR(optimizer, 1.0, 20),
+    ],
+    ids=["Exponential", "Step", "Cosine", "Lambda", "OneCycle"],
+)
+def test_a_scheduler_goes_on_from_the_rate_that_was_saved(tmp_path: Path, make: Any) -> None:
+    model = Net()
+    optimizer = adam(model)
+    scheduler = make(optimizer)
+    expected = []
+    for step in range(6):
+        if step == 3:
+            write(tmp_path, model, optimizer)
+            kept = scheduler.state_dict()
+        optimizer.step()
+        scheduler.step()
+        expected.append(optimizer.param_groups[0]["lr"])
+    again = Net()
+    other = adam(again)
+    later = make(other)
+    assert resume(tmp_path, again, other) == []
+    later.load_state_dict(kept)
+    rates = []
+    for _ in range(3):
+        other.step()
+        later.step()
+        rates.append(other.param_groups[0]["lr"])
+    assert rates == pytest.approx(expected[3:])
+
+
+def test_where_the_swarm_schedules_the_rate_the_programs_is_its_base(tmp_path: Path) -> None:
+    model, again = Net(), Net()
+    optimizer, other = adam(model), Adam(again.parameters(), lr=0.7)
+    optimizer.param_groups[0]["lr"] = 1e-9  # the factor of that moment is in it
+    write(tmp_path, model, optimizer)
+    assert resume(tmp_path, again, other, keeps_rate=True) == []
+    assert other.param_groups[0]["lr"] == 0.7
+
+
+def test_an_optimizer_without_a_rate_is_restored(tmp_path: Path) -> None:
+    model, again = Net(), Net()
+    optimizer, other = adam(model), adam(again)
+    for one in (optimizer, other):
+        del one.param_groups[0]["lr"]
+    write(tmp_path, model, optimizer)
+    for keeps_rate in (True, False):
+        assert resume(tmp_path, again, other, keeps_rate) == []
+
+
+# ---- what does not fit is said
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda m: SGD(m.parameters(), lr=0.1),
+            "is Adam with 1 group (of 6 parameters), this one SGD with 1",
+        ),
+        (two_groups, "is Adam with 1 group (of 6 parameters), this one Adam with 2 groups (of 1 and 5 "),
+        (lambda m: Adam(list(m.parameters())[:4], lr=0.1), "this one Adam with 1 group (of 4 parameters)"),
+        (
+            lambda m: Adam(list(m.parameters())[::-1], lr=0.1),
+            "has first.weight (4, 3) where this one has last.bias (2,)",
+        ),
+        (lambda m: AdamW(m.parameters(), lr=0.1), "is Adam with 1 group (of 6 parameters), this one AdamW"),
+    ],
+    ids=["class", "groups", "fewer", "order", "similar"],
+)
+def test_another_inner_optimizer_begins_anew_on_the_agreed_state_and_one_line_says_so(
+    tmp_path: Path, make: Maker, words: str
+) -> None:
+    model, again = Net(), Net()
+    optimizer, other = adam(model), make(again)
+    train(model, optimizer)
+    write(tmp_path, model, optimizer)
+    (line,) = resume(tmp_path, again, other)
+    assert words in line
+    assert "begins anew, the agreed state does not; to keep both, pass the same optimizer" in line
+    assert not other.state
+    assert torch.equal(again.last.bias, model.last.bias + 1.0)
+    train(again, other)  # it works
+
+
+def test_an_optimizer_that_does_not_take_its_state_back_begins_anew(tmp_path: Path) -> None:
+    class Refusing(Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise KeyError("momentum_2")
+
+    model, again = Net(), Net()
+    optimizer = Refusing(model.parameters())
+    write(tmp_path, model, optimizer)
+    (line,) = resume(tmp_path, again, Refusing(again.parameters()))
+    assert "does not take the checkpoint's (KeyError: 'momentum_2')" in line
+
+
+def test_a_checkpoint_without_an_inner_optimizer_says_so(tmp_path: Path) -> None:
+    model, again = Net(), Net()
+    save(tmp_path, replace(write(tmp_path, model, adam(model)), optimizer={}))
+    assert resume(tmp_path, again, adam(again)) == [
+        "the checkpoint is without an inner optimizer, which begins anew"
+    ]
+
+
+def test_buffers_that_do_not_fit_stay_and_are_named(tmp_path: Path) -> None:
+    model, again = Net(), Net()
+    model.register_buffer("shape", torch.ones(3))
+    again.register_buffer("shape", torch.zeros(4))
+    model.register_buffer("kind", torch.ones(2, dtype=torch.complex64))
+    again.register_buffer("kind", torch.zeros(2))
+    model.register_buffer("gone", torch.ones(1))
+    again.register_buffer("new", torch.zeros(1))
+    again.register_buffer("own", torch.zeros(1), persistent=False)
+    again.register_buffer("wide", torch.zeros(1).expand(5))
+    model.register_buffer("wide", torch.ones(5))
+    optimizer = adam(model)
+    train(model, optimizer)
+    write(tmp_path, model, optimizer)
+    lines = resume(tmp_path, again, adam(again))
+    assert [line.split(":")[0].split(" (")[0] for line in lines] == [
+        "the buffer shape is float32",
+        "the buffer kind is complex64",
+        "the checkpoint has no buffer new",
+        "the buffer wide stays as it is",
+        "the checkpoint's buffer gone is none of this model",
+    ]
+    assert torch.equal(again.norm.running_var, model.norm.running_var)
+    assert float(again.shape.sum()) == 0.0
+
+
+# ---- another model, another run
+
+
+def without(name: str) -> nn.Module:
+    model = Net()
+    model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def renamed() -> nn.Module:
+    model = Net()
+    model.head = model.last
+    del model.last
+    return model
+
+
+def reordered() -> nn.Module:
+    model = Net()
+    first, model.first = model.first, nn.Identity()
+    del model.first
+    model.first = first
+    return model
+
+
+def turned() -> nn.Module:
+    model = Net()
+    model.first = nn.Linear(4, 3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Net(5), r"first.weight is \(4, 3\) there and \(5, 3\) here"),
+        (turned, r"first.weight is \(4, 3\) there and \(3, 4\) here"),
+        (renamed, "it has no head.weight"),
+        (lambda: without("first.weight"), "it has first.weight, which is not trained here"),
+        (reordered, "its parameters come in another order"),
+    ],
+    ids=["wider", "turned", "renamed", "frozen", "reordered"],
+)
+def test_a_checkpoint_of_another_model_names_the_difference_and_the_ways_out(
+    tmp_path: Path, make: Callable[[], nn.Module], words: str
+) -> None:
+    model, other = Net(), make()
+    write(tmp_path, model, adam(model))
+    before = {name: values.clone() for name, values in other.state_dict().items()}
+    with pytest.raises(
+        ConfigError, match=rf"is of another model: {words}; give another folder .*--start-over"
+    ):
+        resume(tmp_path, other, adam(other))
+    assert all(torch.equal(before[name], values) for name, values in other.state_dict().items())
+
+
+def test_a_checkpoint_of_another_run_says_so(tmp_path: Path) -> None:
+    model = Net()
+    other = RunConfig(name="other", fragments=2).canonical_bytes().decode()
+    save(tmp_path, replace(write(tmp_path, model, adam(model)), run_config_json=other))
+    with pytest.raises(ConfigError, match=r"is of another run; give another folder .*--start-over"):
+        resume(tmp_path, model, adam(model))
+
+
+def test_one_of_the_older_format_is_known_by_what_it_has(tmp_path: Path) -> None:
+    """Names and shapes in no order, frozen ones too; of its optimizer the groups' options."""
+    model, again = Net(), Net()
+    model.first.requires_grad_(False)
+    again.first.requires_grad_(False)
+    optimizer = adam(model)
+    train(model, optimizer)
+    saved, plan = write(tmp_path, model, optimizer), plan_fragments(model, 2)
+    shapes = tuple((name, tuple(p.shape)) for name, p in reversed(list(model.named_parameters())))
+    older = replace(saved, inner=None, parameters=shapes)
+    resuming.check(older, RUN, again, plan, "here")
+    other = adam(again)
+    assert resuming.restore(older, LiveParameters(again, plan), again, other, False) == []
+    assert torch.equal(moment(other), moment(optimizer))
+    for make, words in [
+        (lambda m: SGD(m.parameters(), lr=0.1), "of another class"),
+        (lambda m: Adam(list(m.parameters())[:3], lr=0.1), "has other groups"),
+    ]:
+        (line,) = resuming.restore(older, LiveParameters(again, plan), again, make(again), False)
+        assert words in line
