@@ -16,7 +16,14 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused, agreed_mean
+from p2p_co2.node.ledger import (
+    AgreedMean,
+    AgreedVersion,
+    PartWeights,
+    Reduced,
+    SliceRefused,
+    agreed_mean,
+)
 from p2p_co2.node.node import Node
 from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
 from p2p_co2.rounds import Committed, FellBehind, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
@@ -221,7 +228,7 @@ async def test_a_slice_that_is_refused_is_counted_once_and_only_in_a_job_that_is
     jobs: list[ReduceWanted] = []
 
     class Refuses:
-        async def reduce(self, fragment: int, slices: Any, step: str) -> bytes:
+        async def reduce(self, fragment: int, slices: Any, step: str) -> Reduced:
             raise SliceRefused(liar, "not finite")
 
     net = Network(3)

@@ -12,7 +12,7 @@ import pytest
 from p2p_co2 import outlook
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.membership import MAX_PEERS, Membership
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
 from p2p_co2.outlook import Outlook
 from p2p_co2.rounds import DECISION_CONTEXT, bounds
 from p2p_co2.rounds.bounds import KEEP_DECISIONS
@@ -59,9 +59,10 @@ def laws(violations: list[Violation]) -> set[str]:
 class CountsTwice(CountingLedger):
     """An owner that puts its first contributor into the mean twice and names it once."""
 
-    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> bytes:
+    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> Reduced:
         _, weight, data = slices[0]
-        return mean_of([*((weight, data) for _, weight, data in slices), (weight, data)])
+        mean = mean_of([*((weight, data) for _, weight, data in slices), (weight, data)])
+        return Reduced(mean, tuple(weight for _, weight, _ in slices))
 
 
 class AppliesWhatItHolds(CountingLedger):
