@@ -56,6 +56,18 @@ def laws(violations: list[Violation]) -> set[str]:
     return {violation.law for violation in violations}
 
 
+def test_work_is_conserved_where_weights_are_capped() -> None:
+    """Peers are up to 36 times as fast as others: the mean is by what counts, each unit is in it once."""
+    clock = ClockConfig(mode="time", round_s=ROUND_S, rounds=8)
+    for cells in (1, 2):
+        run = RunConfig(name="unequal", fragments=2, clock=clock, cells=cells, weight_cap=1.0)
+        settings = Settings(run=run, peers=8, seed=3, speed_spread=6.0, faults=Storm(3.0, 12.0))
+        log = EventLog()
+        result = Swarm(settings, log).run()
+        assert result.violations == []
+        assert result.counts["contribution_capped"] > 0
+
+
 class CountsTwice(CountingLedger):
     """An owner that puts its first contributor into the mean twice and names it once."""
 

@@ -176,10 +176,10 @@ class Deciding:
             self._node.spawn(self._publish(decision, event.fragment, event.round), is_errand=True)
 
     def _tell_of_capped(self, outcome: Outcome) -> None:
-        """Who counts for half of what it claims, or less."""
+        """Who counts for a quarter of its claim, or less: whoever was late claims more than others, too."""
         claimed, now = claimed_weights(outcome), self._node.now()
         for peer, weight in counted_weights(outcome).items():
-            if 2 * weight > claimed[peer]:
+            if 4 * weight > claimed[peer]:
                 continue
             rounds, told_at = self._capped.get(peer, (0, -math.inf))
             if now - told_at < CAPPED_TOLD_S:

@@ -200,7 +200,7 @@ class RoundCounted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ContributionCapped(Event):
-    """In a committed mean the work of ``other`` counted for half of what it claims, or less: it claims far
+    """In a committed mean the work of ``other`` counted for a quarter of its claim, or less: it claims far
     more than the median member, or what it sent is far larger. Written by every member, of each peer at most
     once a minute; ``rounds``: how many there were since the last time. Weights are tokens."""
 
