@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from monitoring.facts import PeerFacts, Trouble
-from monitoring.words import percent, plain, size
-from p2p_co2.telemetry.events import MessageRefused, RoundAborted, SendSkipped, Warned
+from monitoring.words import capped_words, percent, plain, size
+from p2p_co2.telemetry.events import ContributionCapped, MessageRefused, RoundAborted, SendSkipped, Warned
 from p2p_co2.telemetry.feed import FeedState, Sighting
 from p2p_co2.telemetry.view import SwarmView
 
@@ -87,7 +87,7 @@ def _of_events(view: SwarmView, labels: Mapping[str, str], now: float) -> list[T
         if now - at > RECENT_S:
             continue
         name = plain(labels.get(peer, f"~{peer[-6:]}"), 40)
-        words, severity, key = "", ODD, ""
+        words, severity, key, about = "", ODD, "", peer
         match event:
             case RoundAborted():
                 place = f"Round {event.round} of fragment {event.fragment}"
@@ -98,13 +98,20 @@ def _of_events(view: SwarmView, labels: Mapping[str, str], now: float) -> list[T
                 sends = "a send" if skipped[peer] == 1 else f"{skipped[peer]} sends of late"
                 found.pop(f"skipped {peer}", None)
                 words, key = f"{name} skipped {sends}: {plain(event.reason, 120)}", f"skipped {peer}"
+            case ContributionCapped():
+                # Every member tells of it: one line for each peer that it is about.
+                other = plain(labels.get(event.other, f"~{event.other[-6:]}"), 40)
+                words = (
+                    f"{other} {capped_words(event)}; if it is honest, raise weight_cap in the next run file"
+                )
+                key, about = f"capped {event.other}", event.other
             case MessageRefused():
                 other = plain(labels.get(event.other, f"~{event.other[-6:]}"), 40)
                 words = f"{name} refuses messages of {other}: {plain(event.reason, 80)}"
             case Warned():
                 words = f"{name} warns: {plain(event.text, 200)}"
         if words:
-            found[key or words] = Trouble(peer=peer, words=words, severity=severity, since_at=at)
+            found[key or words] = Trouble(peer=about, words=words, severity=severity, since_at=at)
     return list(found.values())
 
 

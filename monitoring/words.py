@@ -16,6 +16,7 @@ from p2p_co2.telemetry.events import (
     AgreedMeasured,
     CaughtUp,
     CheckpointSaved,
+    ContributionCapped,
     Event,
     LinkLost,
     LinkOpened,
@@ -71,6 +72,17 @@ def size(count: float | None) -> str:
 def figure(value: float | None, digits: int = 0) -> str:
     """A number with ``digits`` decimals and commas between thousands."""
     return UNKNOWN if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def capped_words(event: ContributionCapped) -> str:
+    """What its peer claims and what it counted as: in the work of the round's median member, or as a share
+    where only the size of what it sent was too large."""
+    times = event.claimed / event.median if event.median > 0 else math.inf
+    if times >= 2:
+        counted = event.counted / event.median
+        return f"claims {figure(times)} times the median work: counted as {figure(counted, 1)} times"
+    share = percent(event.counted / event.claimed if event.claimed > 0 else 0.0)
+    return f"sends far larger changes than the others: counted as {share} of its work"
 
 
 def percent(share: float | None) -> str:
@@ -145,6 +157,8 @@ def describe(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
             lost = event.rounds_given_up
             words = f"{me} caught up, {span}, by {event.how} from {name(event.donor)}"
             words += f"; given up: {lost} round{'s' if lost > 1 else ''} that it made alone" if lost else ""
+        case ContributionCapped():
+            key, words = f"capped {event.other}", f"{name(event.other)} {capped_words(event)}"
         case MessageRefused():
             words = f"{me} refused a message from {name(event.other)}: {event.reason}"
         case RoundCommitted() | RoundAborted() | SendSkipped():

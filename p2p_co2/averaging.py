@@ -1,4 +1,4 @@
-"""The owner's work: admit the slices that peers sent for a part, and take their weighted mean.
+"""The owner's work: admit the slices that peers sent for a part, and take their mean by the run's ``Rule``.
 
 Laws: the mean is summed in fp32 in the order of peer names, whatever the order of arrival, so the same
 slices give the same bytes on every machine; the divisor is the sum of the weights that arrived, never of
@@ -9,6 +9,11 @@ Each peer's share is ``weight / sum of weights`` (fp64, rounded once to fp32) an
 before they are added: products never exceed the values, so large weights (tokens) cannot overflow. A share
 below 1e-45 vanishes.
 
+``clipped_mean`` is a first defence against a peer that sends noise or boasts: no slice pulls harder than one
+of the median norm with the same weight. By how much a slice is longer than that, by so much its weight is
+smaller. So the weights that come back are the truth for whoever asks what counted: the mean is by them. Norms
+have no order of reduction: another owner of the same slices makes the same bytes.
+
 Price: the mean is encoded again, so a second quantisation error is added to the peers' own (ALGORITHMS:
 reduce-scatter with codecs). One chunk of blocks is decoded at a time, so memory beyond the inputs and the
 result is a few MiB; fp16, int8 and int4 need none where there are ``passes``.
@@ -17,7 +22,9 @@ result is a few MiB; fp16, int8 and int4 need none where there are ``passes``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import median_low
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +33,25 @@ from p2p_co2.codec import Codec
 from p2p_co2.codec.base import CHUNK_BLOCKS, LARGEST
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer, large_buffer
+from p2p_co2.outer.norms import magnitude, norm_shift, square_sum_of
+
+FEWEST_CLIPPED = 3
+"""Slices at least that have a median: of two nothing says which one is too long."""
+
+
+class Mean(NamedTuple):
+    """``encoded``: a mean; ``weights``: what each part counted with in it, at most what was asked for it, in
+    the order in which the parts were given."""
+
+    encoded: memoryview
+    weights: tuple[float, ...]
+
+
+Part = tuple[str, float, Buffer]
+"""(peer, weight, payload slice)"""
+Rule = Callable[[Codec, Sequence[Part], Codec | None], Mean]
+"""How slices and weights become a mean and the weights that it was made with. Deterministic, whatever the
+order of the parts is."""
 
 
 class HostileSlice(Exception):
@@ -56,9 +82,63 @@ def admit(codec: Codec, payload: Buffer, blocks: int) -> Tensor:
     return tensor
 
 
-def mean_of_parts(
-    codec: Codec, parts: Sequence[tuple[str, float, Buffer]], into: Codec | None = None
-) -> memoryview:
+def weighted_mean(codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> Mean:
+    """The ``Rule`` without defence: ``mean_of_parts``, with the weights that are asked for."""
+    return Mean(mean_of_parts(codec, parts, into), tuple(weight for _, weight, _ in parts))
+
+
+def clipped_mean(codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> Mean:
+    """The ``Rule`` of ``median_clipped``: each slice counts for less by as much as it is too long. Arguments
+    and errors as ``mean_of_parts``."""
+    _in_order(codec, parts)
+    if len(parts) < FEWEST_CLIPPED:
+        return weighted_mean(codec, parts, into)
+    norms = [slice_norm(codec, peer, payload) for peer, _, payload in parts]
+    weights = median_clipped(norms, [weight for _, weight, _ in parts])
+    clipped = [(peer, weight, payload) for (peer, _, payload), weight in zip(parts, weights, strict=True)]
+    return Mean(mean_of_parts(codec, clipped, into), weights)
+
+
+def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+    """The weights with which slices of these norms count: what counts, times the norm, is at most the weight
+    times the median norm. In the sum that is each slice clipped to the median norm; the divisor is what is
+    left of the weights, so that clipping some does not make the whole step shorter.
+
+    Of an even number the lower middle one is the median: half of the slices may have any size. Slices of
+    zeros have no say: of a matrix that most peers did not use (an expert, an adapter at its start) the
+    others' work would come to nothing. Nothing is clipped where fewer than ``FEWEST_CLIPPED`` are left.
+    """
+    sizes = [norm for norm in norms if norm > 0]
+    if len(sizes) < FEWEST_CLIPPED:
+        return tuple(weights)
+    median = median_low(sizes)
+    pairs = zip(norms, weights, strict=True)
+    # A product that is too small to be told from nothing stays what it was, which is next to nothing.
+    return tuple(weight * (median / norm) or weight if norm > median else weight for norm, weight in pairs)
+
+
+def slice_norm(codec: Codec, peer: str, payload: Buffer) -> float:
+    """The L2 norm of a slice's values, the same bits on every machine. Raises ``HostileSlice``."""
+    view = memoryview(payload).cast("B")
+    step, total = CHUNK_BLOCKS * codec.block_bytes, 0.0
+    scratch = torch.empty(min(step, len(view)) // codec.block_bytes * codec.block_values, dtype=torch.float32)
+    for start in range(0, len(view), step):
+        piece = view[start : start + step]
+        values = scratch[: len(piece) // codec.block_bytes * codec.block_values]
+        try:
+            sound = codec.decode_sound(piece, values)
+            if not sound:
+                codec.decode(admit(codec, piece, len(piece) // codec.block_bytes), values)
+        except RemoteProtocolError as error:
+            raise HostileSlice(peer, error) from None
+        largest = magnitude(values)
+        if largest:
+            shift = norm_shift(largest)
+            total += math.ldexp(square_sum_of(values, shift), -2 * shift)
+    return math.sqrt(total)
+
+
+def mean_of_parts(codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> memoryview:
     """The encoded weighted mean of slices: (peer, weight, payload slice) each, in any order.
 
     Weights are positive (tokens); all slices have the same number of whole blocks. Slices are checked as
@@ -102,9 +182,7 @@ def mean_of_parts(
     return result
 
 
-def _in_order(
-    codec: Codec, parts: Sequence[tuple[str, float, Buffer]]
-) -> tuple[list[str], list[memoryview], list[float]]:
+def _in_order(codec: Codec, parts: Sequence[Part]) -> tuple[list[str], list[memoryview], list[float]]:
     """Peers, slices and shares in the order of peer names, checked."""
     if not parts:
         raise LocalProtocolError("a mean needs at least one part")

@@ -97,6 +97,10 @@ class RunConfig(_Frozen):
     that you expect at the most (``p2p-co2 plan --peers`` says it); with few in a cell each sends more. Tried
     with simulated peers, 1,024 and more, and with four real ones in two cells. ``seed`` makes every peer
     start from the same parameters.
+
+    ``weight_cap`` is the defence against a peer that lies about its work. Its tokens count at most as so many
+    times the median member's, and what is far larger than the others' counts for less (``averaging``). Honest
+    peers may differ in speed by so much before the fast ones count for less than they did. 0 is no defence.
     """
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
@@ -107,9 +111,17 @@ class RunConfig(_Frozen):
     fragments: int = Field(default=4, ge=1, le=256)
     group_size: int = Field(default=32, ge=1, le=64)
     cells: int = Field(default=1, ge=1, le=256)
+    weight_cap: float = Field(default=4.0, ge=0)
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()
     outer: OuterConfig = OuterConfig()
+
+    @field_validator("weight_cap")
+    @classmethod
+    def _leaves_the_median(cls, cap: float) -> float:
+        if 0 < cap < 1:
+            raise ValueError("below 1 the median peer would be capped; use 1 or more, or 0 for no defence")
+        return cap
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:

@@ -101,6 +101,7 @@ RUNS = st.builds(
     ),
     clock=st.builds(ClockConfig, round_s=st.floats(0.1, 1e6), rounds=st.integers(0, 10**6)),
     codec=st.builds(CodecConfig, name=st.sampled_from(["fp32", "int4", "nf4"]), error_feedback=st.booleans()),
+    weight_cap=st.just(0.0) | st.floats(1, 1e6),
     outer=st.builds(OuterConfig, lr=st.floats(0.01, 10), momentum=st.floats(0, 0.99), nesterov=st.booleans()),
 )
 
@@ -114,6 +115,16 @@ def test_a_run_survives_toml_and_its_published_bytes(
     assert read_run_config(path) == run
     assert RunConfig.from_canonical_bytes(run.canonical_bytes()) == run
     assert read_run_config(path).digest() == run.digest()
+
+
+@pytest.mark.parametrize("cap", ["0.5", "-1", "inf", "nan"])
+def test_a_weight_cap_below_the_median_is_refused(cap: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"weight_cap = {cap}\n")
+    with pytest.raises(ConfigError, match="weight_cap"):
+        read_run_config(path)
+    assert RunConfig().weight_cap == 4.0
+    assert RunConfig(weight_cap=0.0).digest() != RunConfig().digest()
 
 
 def test_a_peers_settings_survive_toml(tmp_path: Path) -> None:

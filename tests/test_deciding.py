@@ -16,12 +16,19 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused, agreed_mean
+from p2p_co2.node.ledger import (
+    AgreedMean,
+    AgreedVersion,
+    PartWeights,
+    Reduced,
+    SliceRefused,
+    agreed_mean,
+)
 from p2p_co2.node.node import Node
 from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
 from p2p_co2.rounds import Committed, FellBehind, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
 from p2p_co2.rounds.decision import sign_outcome
-from p2p_co2.telemetry.events import RoundAborted
+from p2p_co2.telemetry.events import ContributionCapped, RoundAborted
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import (
@@ -221,7 +228,7 @@ async def test_a_slice_that_is_refused_is_counted_once_and_only_in_a_job_that_is
     jobs: list[ReduceWanted] = []
 
     class Refuses:
-        async def reduce(self, fragment: int, slices: Any, step: str) -> bytes:
+        async def reduce(self, fragment: int, slices: Any, step: str) -> Reduced:
             raise SliceRefused(liar, "not finite")
 
     net = Network(3)
@@ -352,7 +359,7 @@ async def test_a_commit_is_announced_after_our_own_step() -> None:
             done.append(f"round {round_} is announced")
 
     node = node_with(MEMBERS)
-    node.identity, node.me = COORDINATOR, COORDINATOR.peer_id
+    node.identity, node.me, node.now = COORDINATOR, COORDINATOR.peer_id, lambda: 0.0
     node.rounds = node.progress = node.catchup = Mock()
     node.refresh = node.pump = node.report = Mock()
     work: list[Any] = []
@@ -372,6 +379,27 @@ async def test_a_commit_is_announced_after_our_own_step() -> None:
     for coroutine in work:
         await coroutine
     assert done == ["work", "step", "errand", "round 5 is announced"]
+
+
+def test_a_peer_that_counts_for_far_less_than_it_claims_is_told_of_at_most_once_a_minute() -> None:
+    outcome = Outcome(
+        key=RoundKey(fragment=0, round=5),
+        members=[Member(peer="a", weight=8.0), Member(peer="b", weight=6.0), Member(peer="liar", weight=6e6)],
+    )
+    for start, stop, liars in ((0, 1, 24.0), (1, 4, 12.0)):
+        part = outcome.parts.add(start_block=start, stop_block=stop)
+        for peer, weight in (("a", 4.0), ("b", 6.0), ("liar", liars)):
+            part.contributors.add(peer=peer, weight=weight)
+    node, told = node_with([]), list[ContributionCapped]()
+    now = [0.0]
+    node.now = lambda: now[0]
+    node.report = lambda kind, **fields: told.append(kind(at=now[0], peer="me", **fields))
+    deciding = Deciding(node, cast(Any, None), cast(Any, None))
+    for at in (0.0, 10.0, 59.0, 61.0, 100.0):
+        now[0] = at
+        deciding._tell_of_capped(outcome)
+    assert [(one.at, one.other, one.rounds) for one in told] == [(0.0, "liar", 1), (61.0, "liar", 3)]
+    assert (told[0].claimed, told[0].counted, told[0].median) == (6e6, 15.0, 8.0)
 
 
 def round_of(members: list[PeerId]) -> Fetched:

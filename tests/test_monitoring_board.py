@@ -21,11 +21,14 @@ from monitoring.model import FORGET_AFTER_S, Model
 from monitoring.predicted import predicted_utilisation
 from monitoring.report import write_report
 from monitoring.swarm_facts import Pace
+from monitoring.troubles import troubles
 from monitoring.watch import line
+from monitoring.words import capped_words, news
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState
 from p2p_co2.telemetry.journal import Journal
+from p2p_co2.telemetry.view import fold
 from p2p_co2.wire.identity import PeerId
 from tests.made_model import START, all_charts, model_after
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
@@ -69,6 +72,29 @@ def test_what_is_wrong_is_said_with_the_peer_and_the_reason(model: Model) -> Non
     assert any("was aborted: the owner of part 2 fell silent" in text for text in words)
     assert any("peer-3 spends 7.0 % of its time waiting" in text for text in words)
     assert any("peer-2 may send 60.0 kB/s" in text for text in words)
+
+
+def test_a_peer_that_counts_for_less_than_it_claims_is_one_line_until_it_is_over() -> None:
+    view = fold(
+        ev.ContributionCapped(
+            at=at, peer=peer, other="12D3KooWliar", fragment=fragment, round=9, claimed=4e6, counted=16.0,
+            median=4.0, rounds=1,
+        )
+        for peer, at, fragment in (("a", 100.0, 0), ("b", 100.5, 0), ("a", 161.0, 3))
+    )  # fmt: skip
+    claims = "claims 1,000,000 times the median work: counted as 4.0 times"
+
+    def wrong(now: float) -> list[tuple[str, str]]:
+        found = troubles(view, {"12D3KooWliar": "~WXYZ99"}, (), {}, FeedState("live", ""), now)
+        return [(trouble.peer, trouble.words.partition(";")[0]) for trouble in found]
+
+    assert wrong(170.0) == [("12D3KooWliar", f"~WXYZ99 {claims}")]
+    assert wrong(300.0) == []
+    assert [words for _, words in news(view, 9)] == [f"~oWliar {claims}"]
+    large = ev.ContributionCapped(
+        at=1.0, peer="a", other="b", fragment=0, round=1, claimed=10.0, counted=0.1, median=9.0
+    )
+    assert capped_words(large) == "sends far larger changes than the others: counted as 1.0 % of its work"
 
 
 def test_the_planner_is_held_against_what_happens(model: Model) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.node.ledger import Reduced
 from p2p_co2.outlook import (
     LOOK_EVERY_S,
     LOOK_UP_EVERY_S,
@@ -278,15 +279,19 @@ def test_calm_cells_make_every_round_together() -> None:
 class CountsTwice(CountingLedger):
     """An owner that puts its first contributor into its cell's mean twice and names it once."""
 
-    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> bytes:
-        return await super().reduce(fragment, slices if step != "sum" else (*slices, slices[0]), step)
+    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> Reduced:
+        mean, weights = await super().reduce(
+            fragment, slices if step != "sum" else (*slices, slices[0]), step
+        )
+        return Reduced(mean, weights[: len(slices)])
 
 
 class ForgetsACell(CountingLedger):
     """A root that names all cells and averages all but the last."""
 
-    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> bytes:
-        return await super().reduce(fragment, slices if step != "join" else slices[:-1], step)
+    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> Reduced:
+        mean, _ = await super().reduce(fragment, slices if step != "join" else slices[:-1], step)
+        return Reduced(mean, tuple(weight for _, weight, _ in slices))
 
 
 @pytest.mark.parametrize("make_ledger", [CountsTwice, ForgetsACell])

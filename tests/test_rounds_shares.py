@@ -87,7 +87,7 @@ def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None
     (wanted,) = outlet.events
     assert isinstance(wanted, ReduceWanted)
     assert len(wanted.job.slices) == 2 + bounds.MAX_OWNED_PAYLOADS
-    job.reduced(bytes(size), place)
+    job.reduced(wanted.job, bytes(size), place)
     assert room.take(int(bounds.MAX_OWNED_PAYLOADS * size))  # all is given back
 
 

@@ -12,7 +12,7 @@ import pytest
 from p2p_co2 import outlook
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.membership import MAX_PEERS, Membership
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
 from p2p_co2.outlook import Outlook
 from p2p_co2.rounds import DECISION_CONTEXT, bounds
 from p2p_co2.rounds.bounds import KEEP_DECISIONS
@@ -56,12 +56,25 @@ def laws(violations: list[Violation]) -> set[str]:
     return {violation.law for violation in violations}
 
 
+def test_work_is_conserved_where_weights_are_capped() -> None:
+    """Peers are up to 36 times as fast as others: the mean is by what counts, each unit is in it once."""
+    clock = ClockConfig(mode="time", round_s=ROUND_S, rounds=8)
+    for cells in (1, 2):
+        run = RunConfig(name="unequal", fragments=2, clock=clock, cells=cells, weight_cap=1.0)
+        settings = Settings(run=run, peers=8, seed=3, speed_spread=6.0, faults=Storm(3.0, 12.0))
+        log = EventLog()
+        result = Swarm(settings, log).run()
+        assert result.violations == []
+        assert result.counts["contribution_capped"] > 0
+
+
 class CountsTwice(CountingLedger):
     """An owner that puts its first contributor into the mean twice and names it once."""
 
-    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> bytes:
+    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> Reduced:
         _, weight, data = slices[0]
-        return mean_of([*((weight, data) for _, weight, data in slices), (weight, data)])
+        mean = mean_of([*((weight, data) for _, weight, data in slices), (weight, data)])
+        return Reduced(mean, tuple(weight for _, weight, _ in slices))
 
 
 class AppliesWhatItHolds(CountingLedger):

@@ -235,6 +235,7 @@ NOBODY, HALF = PartWeights(0, 2, {"b": 1.0}), (PartWeights(0, 1, {"a": 1.0}), Pa
         (HALF, 101.0, 106.0),
         (None, 101.0, 101.0),  # nobody knows: it must not count twice
         ((PartWeights(0, 2, {"a": 9.0}),), 100.0, 100.0),  # one that we do not know was counted
+        ((PartWeights(0, 2, {"a": 0.2}, {"a": 1.0}),), 101.0, 101.0),  # ours, for less than it asked
     ],
 )
 def test_adopting_a_newer_state_counts_the_last_offer_at_most_once(

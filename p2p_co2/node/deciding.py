@@ -7,8 +7,10 @@ order of the decisions. Law: the machine hears of a new state only after the ten
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 from p2p_co2.digest import chunk_digests
@@ -31,6 +33,7 @@ from p2p_co2.rounds import (
     RoundsEvent,
     Stale,
     announcement,
+    claimed_weights,
     counted_weights,
     open_decision,
 )
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
 DECISION_KEPT_S = 600.0
 """How long a signed decision stays in the DHT."""
+CAPPED_TOLD_S = 60.0
+"""That a peer counts for far less than it claims is told so often at most."""
 
 
 @Derived
@@ -66,6 +71,8 @@ class Deciding:
         self._owed: set[int] = set()
         """Fragments whose offer has ended in a commit that is to be fetched: by that the tensor side hears of
         it."""
+        self._capped: dict[str, tuple[int, float]] = {}
+        """By peer: rounds in which it counted for far less than it claims since that was told, and when."""
         self.on_decision: Callable[[int, int, Decision], None] = lambda fragment, round_, decision: None
         """Hears of every commit that this peer took part in: (fragment, round, signed decision)."""
 
@@ -125,10 +132,13 @@ class Deciding:
     async def _reduce(self, event: ReduceWanted) -> None:
         job = event.job
         try:
-            mean = await self._ledger.reduce(job.fragment, job.slices, job.step)
+            mean, weights = await self._ledger.reduce(job.fragment, job.slices, job.step)
         except SliceRefused as refused:
             self._node.rounds.refused_slice(job, PeerId(refused.peer), refused.reason, self._node.now())
         else:
+            if any(piece.weight != weight for piece, weight in zip(job.slices, weights, strict=True)):
+                pairs = zip(job.slices, weights, strict=True)
+                job = replace(job, slices=tuple(one._replace(weight=weight) for one, weight in pairs))
             self._node.rounds.reduced(job, mean, self._node.now())
         self._node.pump()
 
@@ -158,11 +168,34 @@ class Deciding:
             decided_by=outcome.decided_by,
             weights=counted_weights(outcome),
         )
+        self._tell_of_capped(outcome)
         self.on_decision(event.fragment, event.round, decision)
         await self.take(agreed, decision)
         if Outcome.FromString(decision.outcome).decided_by == self._node.me:
             # Behind our own step: those who were in the round have heard, and may still lack a processor.
             self._node.spawn(self._publish(decision, event.fragment, event.round), is_errand=True)
+
+    def _tell_of_capped(self, outcome: Outcome) -> None:
+        """Who counts for a quarter of its claim, or less: whoever was late claims more than others, too."""
+        claimed, now = claimed_weights(outcome), self._node.now()
+        for peer, weight in counted_weights(outcome).items():
+            if 4 * weight > claimed[peer]:
+                continue
+            rounds, told_at = self._capped.get(peer, (0, -math.inf))
+            if now - told_at < CAPPED_TOLD_S:
+                self._capped[peer] = rounds + 1, told_at
+                continue
+            self._capped[peer] = 0, now
+            self._node.report(
+                ev.ContributionCapped,
+                other=peer,
+                fragment=outcome.key.fragment,
+                round=outcome.key.round,
+                claimed=claimed[peer],
+                counted=weight,
+                median=median_low(member.weight for member in outcome.members),
+                rounds=rounds + 1,
+            )
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""

@@ -4,8 +4,8 @@ thread."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from p2p_co2.memory import Buffer, Joined
 from p2p_co2.rounds.derived import Derived
@@ -15,12 +15,18 @@ from p2p_co2.wire.messages_pb2 import Outcome
 
 @dataclass(frozen=True)
 class PartWeights:
-    """One part of a mean: blocks [start_block, stop_block) and the weight of every peer whose slice is in
-    it."""
+    """One part of a mean: blocks [start_block, stop_block) and the weight that the slice of every peer in it
+    counted with. ``offered``: the weights of these peers' offers, where they are others: they tell one offer
+    from another."""
 
     start_block: int
     stop_block: int
     weights: Mapping[str, float]
+    offered: Mapping[str, float] = field(default_factory=dict)
+
+    def offer_of(self, peer: str) -> float | None:
+        """The weight of the offer that is in here; None for none."""
+        return self.offered.get(peer, self.weights.get(peer)) if peer in self.weights else None
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,14 @@ class AgreedMean:
 @Derived
 def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
     """Who is in the mean of a checked, committed outcome, part by part."""
+    asked = {member.peer: member.weight for member in outcome.members}
     return tuple(
-        PartWeights(part.start_block, part.stop_block, {c.peer: c.weight for c in part.contributors})
+        PartWeights(
+            part.start_block,
+            part.stop_block,
+            {c.peer: c.weight for c in part.contributors},
+            {c.peer: asked[c.peer] for c in part.contributors if c.weight != asked.get(c.peer, c.weight)},
+        )
         for part in outcome.parts
     )
 
@@ -66,6 +78,13 @@ class AgreedVersion:
     digest: bytes
 
 
+class Reduced(NamedTuple):
+    """A mean, encoded, and the weight that each of its slices counted with, in their order."""
+
+    mean: Buffer
+    weights: tuple[float, ...]
+
+
 class SliceRefused(Exception):
     """A slice in a reduction is hostile; ``peer`` sent it."""
 
@@ -79,7 +98,7 @@ class Ledger(Protocol):
 
     async def reduce(
         self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
-    ) -> Buffer:
+    ) -> Reduced:
         """The encoded weighted mean of (peer, weight, slice), or a step towards it (``ReduceJob``); raises
         ``SliceRefused``."""
 

@@ -42,10 +42,10 @@ def norm_of_pieces(largest: float, pieces: Iterable[Tensor]) -> float:
     if largest in {0.0, math.inf}:
         return largest
     shift = norm_shift(largest)
-    return norm_of(sum(_square_sum_of(piece, shift) for piece in pieces), shift)
+    return norm_of(sum(square_sum_of(piece, shift) for piece in pieces), shift)
 
 
-def _square_sum_of(flat: Tensor, shift: int) -> int:
+def square_sum_of(flat: Tensor, shift: int) -> int:
     """``square_sum`` of any number of values."""
     if (fast := passes_for(flat)) is not None and is_one_scale(shift):
         return fast.square_sum(flat, math.ldexp(1.0, shift))

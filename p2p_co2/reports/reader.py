@@ -208,7 +208,8 @@ def read_decision(decision: Decision, run: bytes, at: float) -> RoundCounted:
     stop = 0
     for part in outcome.parts:
         shares = {contributor.peer: contributor.weight for contributor in part.contributors}
-        if part.start_block != stop or part.stop_block <= stop or not shares.items() <= weights.items():
+        are_members = all(0 < weight <= weights.get(peer, 0.0) for peer, weight in shares.items())
+        if part.start_block != stop or part.stop_block <= stop or not are_members:
             raise RemoteProtocolError(
                 "bad decision", "parts that are not the fragment's, or strangers in them"
             )

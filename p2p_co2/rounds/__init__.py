@@ -4,6 +4,7 @@ from p2p_co2.rounds.decision import (
     ANNOUNCEMENT_CONTEXT,
     DECISION_CONTEXT,
     announcement,
+    claimed_weights,
     counted_weights,
     open_decision,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Slice",
     "Stale",
     "announcement",
+    "claimed_weights",
     "counted_weights",
     "open_decision",
 ]

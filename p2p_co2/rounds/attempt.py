@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from functools import cached_property
+from statistics import median_low
+from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.rounds import bounds
@@ -58,6 +60,12 @@ class Attempt:
     result_within_s: float
     council: Council | None = None
     """Of a round over several cells, as the council's coordinator fixed it."""
+    weight_cap: float = 0.0
+
+    @cached_property
+    def weights(self) -> dict[PeerId, float]:
+        """What each member's slices count as, at most."""
+        return capped(self.shares, self.weight_cap)
 
     @property
     def ids(self) -> tuple[bytes, ...]:
@@ -169,6 +177,16 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
     return shares
 
 
+def capped(shares: Mapping[PeerId, Share], cap: float) -> dict[PeerId, float]:
+    """What the members' weights count as: at most ``cap`` times their median, 0 for no cap.
+
+    Made of BEGIN's members alone, so it is the same for every part and everybody can check it. Of an even
+    number the lower middle one is the median: half of the group may boast, and moves it nowhere.
+    """
+    limit = cap * median_low([share.weight for share in shares.values()]) if cap else math.inf
+    return {peer: min(share.weight, limit) for peer, share in shares.items()}
+
+
 def write_senders(sending: Collection[PeerId], members: Sequence[PeerId]) -> bytes:
     """The members of ``sending`` as bits, lowest first; empty if it is all of them."""
     bits = sum(1 << index for index, peer in enumerate(members) if peer in sending)
@@ -187,27 +205,31 @@ def read_senders(bits: bytes, members: Sequence[PeerId]) -> frozenset[PeerId]:
 
 
 def read_contributors(
-    contributors: Sequence[Contributor], shares: Mapping[PeerId, Share]
+    contributors: Sequence[Contributor], weights: Mapping[PeerId, float], is_exact: bool = True
 ) -> tuple[tuple[PeerId, float], ...]:
-    """Contributors of one part: sorted members, each with the weight of BEGIN. ``shares`` are sorted. Raises
+    """Contributors of one part: sorted members, each with the weight that it counted with. ``weights``: of
+    all members, sorted, as ``capped`` has them; an owner may have counted less unless ``is_exact``. Raises
     ``RemoteProtocolError``."""
-    if not 1 <= len(contributors) <= len(shares):
-        raise RemoteProtocolError("wrong contributors", f"{len(contributors)} of {len(shares)} members")
-    read = tuple((contributor.peer, contributor.weight) for contributor in contributors)
-    rest: Iterator[tuple[str, float]] = iter([(peer, share.weight) for peer, share in shares.items()])
-    if not all(one in rest for one in read):  # each is looked for behind the one before
-        raise RemoteProtocolError("wrong contributors", "must be sorted members with the weights of BEGIN")
-    return cast(tuple[tuple[PeerId, float], ...], read)
+    if not 1 <= len(contributors) <= len(weights):
+        raise RemoteProtocolError("wrong contributors", f"{len(contributors)} of {len(weights)} members")
+    read = tuple((PeerId(contributor.peer), contributor.weight) for contributor in contributors)
+    rest = iter(weights)
+    for peer, weight in read:
+        if peer not in rest:  # each is looked for behind the one before
+            raise RemoteProtocolError("wrong contributors", "must be sorted members")
+        most = weights[peer]
+        if weight != most and (is_exact or not 0 < weight < most):
+            raise RemoteProtocolError("wrong contributors", "must have the weights of BEGIN, at most")
+    return read
 
 
-def read_who_is_in(
-    message: Mean | PartOutcome, shares: Mapping[PeerId, Share], over_cells: bool
-) -> tuple[tuple[PeerId, float], ...]:
+def read_who_is_in(message: Mean | PartOutcome, attempt: Attempt) -> tuple[tuple[PeerId, float], ...]:
     """The contributors that a message names: bits where the round is over several cells, and then perhaps
     nobody of this one. Raises ``RemoteProtocolError``."""
-    if over_cells:
-        return tuple((peer, shares[peer].weight) for peer in read_who(message.who, tuple(shares)))
-    return read_contributors(message.contributors, shares)
+    weights = attempt.weights
+    if attempt.council is not None:
+        return tuple((peer, weights[peer]) for peer in read_who(message.who, tuple(weights)))
+    return read_contributors(message.contributors, weights, not attempt.weight_cap)
 
 
 def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:
@@ -267,7 +289,7 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape, cells: int =
     council = _read_council(message, ranges, shape, cells) if cells > 1 else None
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
-        message.parts_within_s, message.result_within_s, council,
+        message.parts_within_s, message.result_within_s, council, shape.weight_cap,
     )  # fmt: skip
 
 

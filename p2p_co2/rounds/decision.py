@@ -20,7 +20,14 @@ from google.protobuf.message import DecodeError
 from p2p_co2.digest import digest
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.rounds import bounds
-from p2p_co2.rounds.attempt import check_digest, check_place, read_contributors, read_key, read_members
+from p2p_co2.rounds.attempt import (
+    capped,
+    check_digest,
+    check_place,
+    read_contributors,
+    read_key,
+    read_members,
+)
 from p2p_co2.rounds.cells import read_who
 from p2p_co2.rounds.derived import OUTCOMES_KEPT, Derived
 from p2p_co2.rounds.events import PayloadShape, Stale
@@ -92,7 +99,7 @@ def _open(
 ) -> Outcome:  # fmt: skip
     outcome = _signed_outcome(content, signature, run)
     if outcome.cells or roster:
-        _enter(outcome, roster, roster_by, run)
+        _enter(outcome, roster, roster_by, run, shape.weight_cap)
     _check_outcome(outcome, shape)
     return outcome
 
@@ -151,7 +158,9 @@ def open_council_decision(decision: Decision, run: bytes) -> Outcome:
     return _signed_outcome(decision.outcome, decision.signature, run)
 
 
-def _enter(outcome: Outcome, roster: bytes, roster_by: tuple[str, bytes], run: bytes) -> None:
+def _enter(
+    outcome: Outcome, roster: bytes, roster_by: tuple[str, bytes], run: bytes, weight_cap: float
+) -> None:
     """Enter the members and contributors of one cell into the council's outcome: it then reads as that cell's
     own, decided by the cell's coordinator, who vouches for the council. Raises ``RemoteProtocolError``."""
     coordinator, signature = roster_by
@@ -165,13 +174,13 @@ def _enter(outcome: Outcome, roster: bytes, roster_by: tuple[str, bytes], run: b
         raise RemoteProtocolError("wrong cell", "a roster that does not belong to the outcome")
     if outcome.base_version >= max(1, outcome.key.round):
         raise RemoteProtocolError("impossible version", f"base {outcome.base_version}")
-    shares = read_members(read.members, read.key.round)
+    weights = capped(read_members(read.members, read.key.round), weight_cap)
     for part, told in zip(outcome.parts, read.parts, strict=True):
         if (part.start_block, part.stop_block) != (told.start_block, told.stop_block):
             raise RemoteProtocolError("wrong parts", "other blocks in the roster")
         del part.contributors[:]
-        for peer in read_who(told.who, tuple(shares)):
-            part.contributors.add(peer=peer, weight=shares[peer].weight)
+        for peer in read_who(told.who, tuple(weights)):
+            part.contributors.add(peer=peer, weight=weights[peer])
     outcome.key.attempt = read.key.attempt
     outcome.decided_by = coordinator
     del outcome.members[:]
@@ -182,7 +191,7 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
     fragment, round_, _ = read_key(outcome.key, shape)
     check_place(fragment, round_, shape)
     check_digest(outcome.state_digest)
-    shares = read_members(outcome.members, round_)
+    weights = capped(read_members(outcome.members, round_), shape.weight_cap)
     if len(outcome.reason) > MAX_STRING or len(outcome.parts) > MAX_MEMBERS:
         raise RemoteProtocolError("too large", "reason or parts of an outcome")
     if not outcome.committed:
@@ -192,13 +201,13 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
     for part in outcome.parts:
         check_digest(part.digest)
         if not outcome.cells:
-            read_contributors(part.contributors, shares)
+            read_contributors(part.contributors, weights, not shape.weight_cap)
 
 
 @Derived
 def counted_weights(outcome: Outcome) -> dict[str, float]:
-    """Whose work is in a committed outcome: by peer, its weight (tokens) times the share of the fragment's
-    blocks whose mean holds its slice."""
+    """Whose work is in a committed outcome: by peer, the weight (tokens) that it counted with times the share
+    of the fragment's blocks whose mean holds its slice."""
     blocks = max((part.stop_block for part in outcome.parts), default=0)
     weights: dict[str, float] = {}
     for part in outcome.parts:
@@ -206,6 +215,19 @@ def counted_weights(outcome: Outcome) -> dict[str, float]:
         for contributor in part.contributors:
             known = weights.get(contributor.peer, 0.0)
             weights[contributor.peer] = known + contributor.weight * share
+    return weights
+
+
+@Derived
+def claimed_weights(outcome: Outcome) -> dict[str, float]:
+    """As ``counted_weights``, with the weights that the members claim."""
+    asked = {member.peer: member.weight for member in outcome.members}
+    blocks = max((part.stop_block for part in outcome.parts), default=0)
+    weights: dict[str, float] = {}
+    for part in outcome.parts:
+        share = (part.stop_block - part.start_block) / blocks
+        for one in part.contributors:
+            weights[one.peer] = weights.get(one.peer, 0.0) + asked[one.peer] * share
     return weights
 
 
@@ -305,9 +327,10 @@ class Verdicts:
         """Whether a commit that is replayed leaves open nothing of what we offered: it was doubted when we
         heard of it, or all that we offered last is in it. (Earlier offers for its round held no more.)"""
         offered = [weight for round_, _, weight in self._joined if round_ == outcome.key.round]
-        counted = [{one.peer: one.weight for one in part.contributors}.get(me) for part in outcome.parts]
+        asked = next((member.weight for member in outcome.members if member.peer == me), None)
+        is_whole = all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
         is_known = self.commit(outcome.key.round) is not None
-        return is_known or (bool(offered) and all(weight == offered[-1] for weight in counted))
+        return is_known or (bool(offered) and is_whole and asked == offered[-1])
 
     def forget(self, round_: int) -> list[PeerId]:
         """Drop a commit and all after it: its bytes are nowhere to be had. Returns who signed them."""

@@ -25,7 +25,7 @@ class PayloadShape:
     the run's time between two rounds of a fragment, 0 where it counts inner steps.
     ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; ``chunk_bytes``: of states
     and past means, what is asked for at once, 0: as the states suggest. A simulation whose bytes stand for
-    ``scale`` real ones each counts both in its own."""
+    ``scale`` real ones each counts both in its own. ``weight_cap``: the run's."""
 
     block_bytes: int
     blocks: tuple[int, ...]
@@ -34,6 +34,7 @@ class PayloadShape:
     assumed_upload_bytes_per_s: float = bounds.ASSUMED_UPLOAD_BYTES_PER_S
     chunk_bytes: int = 0
     scale: float = 1.0
+    weight_cap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:
@@ -121,7 +122,8 @@ class Slice(NamedTuple):
 @dataclass(frozen=True)
 class ReduceJob:
     """One part to average: the weighted mean of ``slices`` (sorted by peer), encoded into
-    ``(stop_block - start_block) * block_bytes`` bytes. ``key`` is the attempt's id.
+    ``(stop_block - start_block) * block_bytes`` bytes. ``key`` is the attempt's id. The answer holds the same
+    slices with the weights that they counted with, which may be smaller.
 
     With several cells a mean is made in two steps: "sum" takes encoded slices and gives their mean in fp32
     (``sum_block_bytes`` for each block), "join" takes such means, one for each cell, and encodes theirs."""

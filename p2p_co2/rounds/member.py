@@ -154,9 +154,9 @@ class Member:
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
             if self.exchange is None:
-                self._averaged(job.part, mine.reduced(mean, self._parts[job.part].place), now)
+                self._averaged(job.part, mine.reduced(job, mean, self._parts[job.part].place), now)
                 return
-            self._joined(job.part, self.exchange.give(job.part, mean, mine.summed(mean)), now)
+            self._joined(job.part, self.exchange.give(job.part, mean, mine.summed(job, mean)), now)
 
     def _averaged(self, part: int, contributors: Contributors, now: float) -> None:
         """The encoded mean of our own part is made, and in its place."""
@@ -199,7 +199,7 @@ class Member:
     def _joined(self, part: int, done: Joined | None, now: float) -> None:
         """The mean of a part over all cells, for ours, if it is here."""
         if done is not None and part in self._jobs and self._parts[part].mean is None:
-            contributors = tuple((one, self.attempt.shares[one].weight) for one in done[1])
+            contributors = tuple((one, self.attempt.weights[one]) for one in done[1])
             place = self._parts[part].place
             place[:] = done[0]
             send_mean(
@@ -237,7 +237,7 @@ class Member:
         if state.mean is not None and state.transfer.whole is None:
             return False  # kept over a REASSIGN
         if message.offset == 0:
-            contributors = read_who_is_in(message, self.attempt.shares, self.exchange is not None)
+            contributors = read_who_is_in(message, self.attempt)
             if state.contributors is not None and state.contributors != contributors:
                 raise RemoteProtocolError("conflicting duplicate", "other contributors")
             state.contributors = contributors

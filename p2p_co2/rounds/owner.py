@@ -151,8 +151,8 @@ class PartJob:
         self._ask()
 
     def _ask(self) -> None:
-        shares = self.attempt.shares
-        slices = tuple(Slice(peer, shares[peer].weight, self._whole[peer]) for peer in sorted(self._whole))
+        weights = self.attempt.weights
+        slices = tuple(Slice(peer, weights[peer], self._whole[peer]) for peer in sorted(self._whole))
         if not slices:
             self.is_done = True  # all were hostile, ours too: the part is lost and the members will say so
             return
@@ -190,27 +190,26 @@ class PartJob:
             raise LocalProtocolError(f"no slice of {peer} in this job")
         self._ask()
 
-    def summed(self, mean: Buffer) -> Contributors:
+    def summed(self, job: ReduceJob, mean: Buffer) -> Contributors:
         """The mean of this cell's slices in fp32 has been made; returns whose they are."""
         assert self.job is not None
         blocks = self.job.stop_block - self.job.start_block
         if len(mean) != blocks * self._swarm.shape.sum_block_bytes:
             raise LocalProtocolError(f"the sum of part {self.part} has {len(mean)} bytes")
-        contributors = tuple((piece.peer, piece.weight) for piece in self.job.slices)
+        contributors = tuple((piece.peer, piece.weight) for piece in job.slices)
         self.is_done = True
         self._whole.clear()
         self.job = None
         return contributors
 
-    def reduced(self, mean: Buffer, place: memoryview) -> Contributors:
+    def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Contributors:
         """Put the encoded mean to its ``place`` and send it to all other members from there; returns the
         contributors."""
         if len(mean) != self._size_bytes:
             raise LocalProtocolError(
                 f"the mean of part {self.part} has {len(mean)} bytes, not {self._size_bytes}"
             )
-        assert self.job is not None
-        contributors = tuple((piece.peer, piece.weight) for piece in self.job.slices)
+        contributors = tuple((piece.peer, piece.weight) for piece in job.slices)
         place[:] = mean
         send_mean(
             self.attempt, self.part, self.generation, place, contributors,

@@ -176,7 +176,7 @@ class Tally:
                 check_digest(part.digest)
                 content = part.SerializeToString(deterministic=True)
                 if content not in self._sound:
-                    read_who_is_in(part, self.attempt.shares, self.attempt.council is not None)
+                    read_who_is_in(part, self.attempt)
                     if len(self._sound) < MAX_SOUND:
                         self._sound.add(content)
 

@@ -30,11 +30,11 @@ from itertools import islice, product
 from p2p_co2.digest import digest
 from p2p_co2.node.ledger import AgreedMean, PartWeights, weights_of
 from p2p_co2.rounds import DECISION_CONTEXT
+from p2p_co2.rounds.attempt import capped, read_members
 from p2p_co2.rounds.cells import read_who
 from p2p_co2.rounds.decision import ROSTER_CONTEXT, roster_digest
 from p2p_co2.simnet.ledger import Offered, Saved, State
 from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
-from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Outcome
 
 OFFERS_KEPT = 64
@@ -70,10 +70,10 @@ class History:
 
 class Books:
     """What the audits of all peers share. ``starts``: the states from which all begin, by fragment; ``now``
-    gives virtual seconds."""
+    gives virtual seconds; ``weight_cap``: the run's."""
 
-    def __init__(self, starts: Sequence[State], now: Callable[[], float]) -> None:
-        self.now = now
+    def __init__(self, starts: Sequence[State], now: Callable[[], float], weight_cap: float = 0.0) -> None:
+        self.now, self._weight_cap = now, weight_cap
         self.works: dict[str, Work] = {}
         self.violations: list[Violation] = []
         self.views_differed = False
@@ -151,7 +151,7 @@ class Books:
             return known  # signed outcomes are kept, so nobody else has its identity
         rosters = [self._rosters[share.roster_digest] for share in outcome.cells]
         parts = tuple(
-            PartWeights(part.start_block, part.stop_block, _in_part(rosters, number))
+            _in_part(part.start_block, part.stop_block, rosters, number, self._weight_cap)
             for number, part in enumerate(outcome.parts)
         )
         self._whole[id(outcome)] = parts
@@ -250,7 +250,7 @@ class Auditor:
         it offered is then in a history that it never reached. Nothing but such offers is written off."""
         offers = self._books.offers[fragment].get(before.version + 1, {})
         for part in self._books.promised(fragment, before):
-            mine = offers.get((self._peer, part.weights.get(self._peer, 0.0)), [])
+            mine = offers.get((self._peer, part.offer_of(self._peer) or 0.0), [])
             units = max((offer.units for offer in mine), default=0)
             for block in range(part.start_block, part.stop_block):
                 start, stop = self._counted_in(taken)[block], min(counted[block], units)
@@ -313,7 +313,7 @@ class Auditor:
         self, mean: AgreedMean, part: PartWeights, counted: dict[str, tuple[int, ...]], place: str
     ) -> None:
         offers = self._books.offers[mean.fragment].get(mean.round, {})
-        names = sorted(part.weights.items())
+        names = sorted((peer, part.offer_of(peer) or 0.0) for peer in part.weights)
         at = slice(part.start_block * BLOCK_BYTES, part.stop_block * BLOCK_BYTES)
         choices = [offers.get(name, []) for name in names]
         if not all(choices):
@@ -321,7 +321,9 @@ class Auditor:
             self._broken("conservation", f"{place}: counted, but never offered so: {', '.join(absent)}")
             return
         for guess in islice(product(*(reversed(known) for known in choices)), MAX_GUESSES):
-            if mean_of([(offer.weight, offer.payload[at]) for offer in guess]) == mean.mean[at]:
+            named = zip(names, guess, strict=True)
+            slices = [(part.weights[peer], offer.payload[at]) for (peer, _), offer in named]
+            if mean_of(slices) == mean.mean[at]:
                 self._count(mean.fragment, part, counted, zip(names, guess, strict=True), place)
                 return
         self._broken("conservation", f"{place}: the mean is not the sum of its contributors' offers")
@@ -352,12 +354,17 @@ def _holds(outcome: Outcome, mean: AgreedMean) -> bool:
     )
 
 
-def _in_part(rosters: Sequence[Outcome], number: int) -> dict[str, float]:
+def _in_part(start: int, stop: int, rosters: Sequence[Outcome], number: int, cap: float) -> PartWeights:
     weights: dict[str, float] = {}
+    offered: dict[str, float] = {}
     for roster in rosters:
-        shares = {PeerId(member.peer): member.weight for member in roster.members}
-        weights |= {peer: shares[peer] for peer in read_who(roster.parts[number].who, tuple(shares))}
-    return weights
+        shares = read_members(roster.members, roster.key.round)
+        counted = capped(shares, cap)
+        for peer in read_who(roster.parts[number].who, tuple(shares)):
+            weights[peer] = counted[peer]
+            if counted[peer] != shares[peer].weight:
+                offered[peer] = shares[peer].weight
+    return PartWeights(start, stop, weights, offered)
 
 
 def _names(outcome: Outcome, mean: AgreedMean) -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
 from p2p_co2.rounds.events import Step
 from p2p_co2.simnet.virtual_time import ProcessLoop
 from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, join, mean_of, pack, unpack, widen
@@ -192,14 +192,16 @@ class CountingLedger:
 
     async def reduce(
         self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
-    ) -> bytes:
-        size = sum(len(data) for _, _, data in slices)
+    ) -> Reduced:
+        size, weights = sum(len(data) for _, _, data in slices), tuple(weight for _, weight, _ in slices)
         if step == "join":
-            return await self._ask(size, lambda: join([data for _, _, data in slices], self._sum_factor))
+            mean = await self._ask(size, lambda: join([data for _, _, data in slices], self._sum_factor))
+            return Reduced(mean, weights)
         factor = self._sum_factor if step == "sum" else 1
-        return await self._ask(
+        mean = await self._ask(
             size, lambda: widen(mean_of([(weight, data) for _, weight, data in slices]), factor)
         )
+        return Reduced(mean, weights)
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         return await self._ask(len(mean.mean), lambda: self._commit(mean))
@@ -281,7 +283,7 @@ class CountingLedger:
     ) -> tuple[Offered | None, bool]:
         """Which of this peer's offers the mean holds, and whether it holds one that it no longer knows."""
         known = [offer for offer in (mine.in_flight, mine.withdrawn) if offer and offer.round == round_]
-        weights = {part.weights[self.peer] for part in parts if self.peer in part.weights}
+        weights = {part.offer_of(self.peer) for part in parts if self.peer in part.weights}
         if not weights:
             return None, False
         offer = next((offer for offer in known if weights == {offer.weight}), None)

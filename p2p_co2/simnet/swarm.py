@@ -158,9 +158,10 @@ class Swarm:
             ASSUMED_UPLOAD_BYTES_PER_S / self.internet.scale,
             self._chunk_bytes(),
             self.internet.scale,
+            settings.run.weight_cap,
         )
         self.starts = starts(settings.blocks, self.state_bytes, self.shape.chunk_bytes)
-        self.books = Books(self.starts, lambda: self.world.now)
+        self.books = Books(self.starts, lambda: self.world.now, settings.run.weight_cap)
         self.volunteers = [self._volunteer(index) for index in range(settings.peers)]
         self._index = {v.identity.peer_id: v.index for v in self.volunteers}
         self.processes: dict[int, Process] = {}

@@ -199,6 +199,25 @@ class RoundCounted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContributionCapped(Event):
+    """In a committed mean the work of ``other`` counted for a quarter of its claim, or less: it claims far
+    more than the median member, or what it sent is far larger. Written by every member, of each peer at most
+    once a minute; ``rounds``: how many there were since the last time. Weights are tokens."""
+
+    kind: ClassVar[str] = "contribution_capped"
+    other: str
+    fragment: int
+    round: int
+    claimed: float
+    """By its own word, times the share of the fragment whose mean holds its slice."""
+    counted: float
+    """The same, as it counted."""
+    median: float
+    """What the median member of the round claims."""
+    rounds: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundAborted(Event):
     """An attempt ended without a mean, and changed nothing: the outer gradient carries over. Written by every
     member that learned of it; ``reason`` in words."""
@@ -400,8 +419,9 @@ EVENT_TYPES: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, LinkMeasured, Progress, FragmentSent,
-        SendSkipped, RoundBegan, RoundCommitted, RoundCounted, RoundAborted, FragmentApplied, AgreedMeasured,
-        CaughtUp, StateLoading, MessageRefused, CheckpointSaved, Paused, Resumed, TrainingEnded, Warned,
+        SendSkipped, RoundBegan, RoundCommitted, RoundCounted, ContributionCapped, RoundAborted,
+        FragmentApplied, AgreedMeasured, CaughtUp, StateLoading, MessageRefused, CheckpointSaved, Paused,
+        Resumed, TrainingEnded, Warned,
         PeerFinished, Recalled,
     )
 }  # fmt: skip

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from p2p_co2.telemetry.events import (
     CaughtUp,
+    ContributionCapped,
     Event,
     FragmentApplied,
     LinkLost,
@@ -52,6 +53,7 @@ _NOTABLE = (
     LinkLost,
     RoundAborted,
     SendSkipped,
+    ContributionCapped,
     CaughtUp,
     MessageRefused,
     Warned,

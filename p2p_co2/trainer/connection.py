@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from p2p_co2 import checkpoint as checkpoints
 from p2p_co2 import outer
+from p2p_co2.averaging import clipped_mean, weighted_mean
 from p2p_co2.checkpoint import Checkpoint, state_size_bytes
 from p2p_co2.codec import get_codec
 from p2p_co2.config import PeerConfig, RunConfig
@@ -173,7 +174,8 @@ class Connection:
             if saved is None
             else list(saved.states)
         )
-        ledger = TensorLedger(codec, [FragmentLedger(run, codec, me, state) for state in states])
+        rule = clipped_mean if run.weight_cap else weighted_mean
+        ledger = TensorLedger(codec, [FragmentLedger(run, codec, me, state) for state in states], rule)
         del states  # they are the ledger's, which lets go of them when it takes over others
         progressed = Progressed()
         if saved is not None:
@@ -190,6 +192,7 @@ class Connection:
             sum_bytes,
             run.clock.round_s if run.clock.mode == "time" else 0.0,
             chunk_bytes=ledger.chunk_bytes,
+            weight_cap=run.weight_cap,
         )
         self._on_event(
             ev.PeerStarted(

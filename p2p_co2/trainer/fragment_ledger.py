@@ -358,7 +358,7 @@ class FragmentLedger:
     def _mine(self, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
         """Which of this peer's offers the mean is about."""
         mine = [offer for offer in (self._in_flight, self._withdrawn) if offer and offer.round == round_]
-        weights = {part.weights[self._peer] for part in parts if self._peer in part.weights}
+        weights = {part.offer_of(self._peer) for part in parts if self._peer in part.weights}
         if not weights:
             return mine[0] if mine and mine[0] is self._in_flight else None
         return next((offer for offer in mine if weights == {offer.weight}), None)
@@ -439,7 +439,9 @@ class FragmentLedger:
     ) -> None:
         if self._run.outer.rule != "eager" or missed:
             return
-        weights = parts[0].weights
-        share = weights[self._peer] / sum(weights.values())
+        # Parts may have counted it with weights that differ a little: their mean, by their sizes.
+        sizes = [part.stop_block - part.start_block for part in parts]
+        shares = [part.weights[self._peer] / sum(part.weights.values()) for part in parts]
+        share = sum(size * one for size, one in zip(sizes, shares, strict=True)) / sum(sizes)
         assert isinstance(mine.gradient, FromPayload)
         self._stale = (mine.gradient.as_counted(), report.gap, share)

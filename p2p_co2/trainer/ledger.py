@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from p2p_co2.averaging import HostileSlice, admit, mean_of_parts
+from p2p_co2.averaging import HostileSlice, Rule, admit, weighted_mean
 from p2p_co2.catchup import chunk_bytes_of
 from p2p_co2.checkpoint import Values, state_digest, state_from_bytes, state_size_bytes, state_view
 from p2p_co2.codec import Codec, get_codec
@@ -27,7 +27,7 @@ from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.memory import Buffer, Joined, return_holes
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused
 from p2p_co2.outer import Merge, OuterState, StepReport
 from p2p_co2.rounds.events import Step
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
@@ -63,9 +63,11 @@ class Moment:
 
 
 class TensorLedger:
-    """Implements ``node.ledger.Ledger``. ``close`` ends the worker thread."""
+    """Implements ``node.ledger.Ledger``. ``rule``: how slices are averaged; over several cells those of one
+    cell, whose means are then averaged as they are. ``close`` ends the worker thread."""
 
-    def __init__(self, codec: Codec, fragments: Sequence[FragmentLedger]) -> None:
+    def __init__(self, codec: Codec, fragments: Sequence[FragmentLedger], rule: Rule = weighted_mean) -> None:
+        self._rule = rule
         self._codec, self._sums = codec, get_codec("fp32")
         self._fragments = list(fragments)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
@@ -181,13 +183,14 @@ class TensorLedger:
 
     async def reduce(
         self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
-    ) -> Buffer:
+    ) -> Reduced:
         source = self._sums if step == "join" else self._codec
         into = self._sums if step == "sum" else self._codec
+        rule = weighted_mean if step == "join" else self._rule
 
-        def work() -> Buffer:
+        def work() -> Reduced:
             try:
-                return mean_of_parts(source, slices, into)
+                return Reduced(*rule(source, slices, into))
             except HostileSlice as hostile:
                 raise SliceRefused(hostile.peer, str(hostile.cause)) from None
 

@@ -1,0 +1,113 @@
+"""What a member's weight counts as: by hand, checked by everybody, and through whole rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.node.ledger import weights_of
+from p2p_co2.rounds import PayloadShape, claimed_weights, counted_weights, open_decision
+from p2p_co2.rounds.attempt import Share, capped, read_contributors
+from p2p_co2.rounds.events import ReduceJob
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Contributor, Decision, Outcome
+from tests.round_network import RUN, Network, Peer
+
+CAP = 4.0
+SHAPE = PayloadShape(8, (16,), weight_cap=CAP)
+
+
+def shares(*weights: float) -> dict[PeerId, Share]:
+    return {PeerId(f"p{index}"): Share(weight, 0) for index, weight in enumerate(weights)}
+
+
+@pytest.mark.parametrize(
+    ("claimed", "counted"),
+    [
+        ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0)),  # honest peers differ in speed
+        ((1.0, 1.0, 1.0, 1e6), (1.0, 1.0, 1.0, 4.0)),
+        ((1.0, 1.0, 1e6, 1e6), (1.0, 1.0, 4.0, 4.0)),  # half of them may lie
+        ((1.0, 1e6), (1.0, 4.0)),
+        ((7.0,), (7.0,)),
+        ((1.0, 1.0, 10.0, 10.0), (1.0, 1.0, 4.0, 4.0)),  # ten times as fast, and honest: the price
+        ((5e-324, 5e-324, 1e15), (5e-324, 5e-324, 2e-323)),
+    ],
+)
+def test_a_weight_counts_at_most_a_few_times_the_median(
+    claimed: tuple[float, ...], counted: tuple[float, ...]
+) -> None:
+    assert tuple(capped(shares(*claimed), CAP).values()) == counted
+    assert tuple(capped(shares(*claimed), 0.0).values()) == claimed  # no defence
+
+
+def test_contributors_count_with_what_is_left_of_their_weights_at_most() -> None:
+    weights = capped(shares(1.0, 1.0, 1e6), CAP)
+
+    def read(*pairs: tuple[str, float], is_exact: bool = False) -> tuple[tuple[PeerId, float], ...]:
+        return read_contributors([Contributor(peer=p, weight=w) for p, w in pairs], weights, is_exact)
+
+    assert read(("p0", 1.0), ("p2", 4.0)) == (("p0", 1.0), ("p2", 4.0))
+    assert read(("p0", 0.5), ("p2", 1e-9)) == (("p0", 0.5), ("p2", 1e-9))  # long slices count for less
+    for weight in (1e6, 4.1, 0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(RemoteProtocolError, match="wrong contributors"):
+            read(("p0", 1.0), ("p2", weight))
+    with pytest.raises(RemoteProtocolError, match="wrong contributors"):
+        read(("p0", 0.5), is_exact=True)
+    for pairs in ([("p1", 1.0), ("p0", 1.0)], [("p0", 1.0), ("p0", 1.0)], [("x", 1.0)], []):
+        with pytest.raises(RemoteProtocolError, match="wrong contributors"):
+            read(*pairs)
+
+
+class Boasting(Network):
+    """Its last peer claims a million times its work; every owner counts the slices of the first one half."""
+
+    def weight(self, name: PeerId) -> float:
+        return 1e6 if name == self.names[-1] else 10.0 + self.names.index(name)
+
+    def _reduce(self, peer: Peer, job: ReduceJob) -> None:
+        halves = {self.names[0]: 0.5}
+        if job.step != "join":
+            slices = tuple(one._replace(weight=one.weight * halves.get(one.peer, 1.0)) for one in job.slices)
+            job = replace(job, slices=slices)
+        super()._reduce(peer, job)
+
+
+def test_all_peers_hold_the_mean_and_the_weights_that_it_was_made_with() -> None:
+    net = Boasting(4, shape=SHAPE)
+    net.offer_all()
+    net.run(10.0)
+    committed = net.committed()
+    assert committed.keys() == set(net.names)
+    assert net.refused == []
+    assert len({bytes(event.mean) for event in committed.values()}) == 1
+    first, liar = net.names[0], net.names[-1]
+    wanted = {name: net.weight(name) for name in net.names} | {first: 5.0, liar: 4 * 11.0}
+    for event in committed.values():
+        decision = Decision.FromString(event.decision)
+        outcome = open_decision(decision, RUN, SHAPE)
+        assert counted_weights(outcome) == pytest.approx(wanted)
+        assert claimed_weights(outcome) == pytest.approx({name: net.weight(name) for name in net.names})
+        for part in weights_of(outcome):
+            assert dict(part.weights) == wanted
+            assert part.offer_of(liar) == 1e6  # which offer it was, nobody forgets
+            assert part.offer_of(net.names[1]) == 11.0
+            assert part.offer_of(PeerId("nobody")) is None
+    # Whoever has no defence in its run refuses to read it: the two do not meet, their digests differ.
+    with pytest.raises(RemoteProtocolError, match="wrong contributors"):
+        open_decision(decision, RUN, PayloadShape(8, (16,)))
+
+
+def test_over_cells_each_cell_caps_its_own() -> None:
+    net = Boasting(6, shape=PayloadShape(8, (24,), 8, weight_cap=CAP), cells=2)
+    net.offer_all()
+    net.run(20.0)
+    committed = net.committed()
+    assert committed.keys() == set(net.names)
+    counted: dict[str, float] = {}
+    for event in committed.values():
+        outcome: Outcome = open_decision(Decision.FromString(event.decision), RUN, net.shape)
+        counted |= counted_weights(outcome)
+    assert counted.keys() == set(net.names)
+    assert counted[net.names[-1]] <= CAP * max(net.weight(name) for name in net.names[:-1])
