@@ -35,11 +35,15 @@ from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.plan import Plan
+from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 """A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
 others, who may only be slow to answer."""
+STRANGERS_ANSWER_S = 2.5
+"""Peers with another model are believed after this: the table that says how theirs differs has come, or does
+not, and so have those that have ours."""
 FP32_BYTES = 4
 GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``."""
@@ -128,8 +132,8 @@ class Connection:
         ``model``'s parameters must be those that every peer starts from (same recipe, same seed); they are
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
         to a factor on each group's learning rate. Blocks, bounded. Raises ``ConfigError`` (model too small
-        for the fragments, no checkpoint to resume from, or one of another run), ``TransportError`` (not
-        enough peers, or none that can help).
+        for the fragments or not the one that the run's peers train, no checkpoint to resume from, or one of
+        another run), ``TransportError`` (not enough peers, or none that can help).
         """
         run = self.run
         plan = plan_fragments(model, run.fragments)
@@ -176,9 +180,9 @@ class Connection:
             )
         )
         sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
-        node = self._thread.start_node(shape, sizes, ledger)
         try:
-            self._gather()
+            node = self._thread.start_node(shape, sizes, ledger, summarise(model, plan))
+            self._gather(node)
             self._catch_up(node)
             self._thread.caught_up()
         except BaseException:
@@ -211,12 +215,27 @@ class Connection:
             text = f"a checkpoint is damaged, went on from the checkpoint before it: {damage}"
             self._thread.report(ev.Warned, {"text": text})
 
-    def _gather(self) -> None:
+    def _in_doubt(self, node: Node, began_at: float) -> bool:
+        """Whether those heard so far mostly train another model, which the next answers may change. Raises
+        ``ConfigError`` when they do not."""
+        now = time.monotonic()
+        stranger = node.membership.outnumbered_by()
+        if stranger is None:
+            return False
+        listened_s = LISTEN_TO_LISTED_S if self._thread.unheard_peers() else STRANGERS_ANSWER_S
+        if now - began_at > listened_s and node.now() - stranger.since > STRANGERS_ANSWER_S:
+            name, problem = stranger.difference or ("", "the others would not say how it differs")
+            raise ConfigError("the model is not the one that this run's peers train", name, problem)
+        return True
+
+    def _gather(self, node: Node) -> None:
         """Wait until enough peers are live."""
         wanted = self.config.min_peers - 1
-        ends_at = time.monotonic() + GATHER_BOUND_S
+        began_at = time.monotonic()
+        ends_at = began_at + GATHER_BOUND_S
         while self._thread.live_peers() < wanted:
             self._thread.check()
+            self._in_doubt(node, began_at)
             if time.monotonic() > ends_at:
                 raise TransportError(
                     f"only {self._thread.live_peers() + 1} of {self.config.min_peers} peers after "
@@ -230,6 +249,7 @@ class Connection:
         began_with, given = tuple(node.agreed), 0
         while True:
             self._thread.check()
+            in_doubt = self._in_doubt(node, started_at)
             now = time.monotonic()
             if (moved := sum(map(operator.ne, node.agreed, began_with))) > given:
                 given, given_at = moved, now
@@ -237,7 +257,7 @@ class Connection:
             waited_s, heard = now - started_at, node.progress.heard
             if not node.progress.left_behind or node.progress.may_be_back:
                 followed_at = now
-            if not node.progress.left_behind and (heard or self._thread.live_peers() == 0):
+            if not (in_doubt or node.progress.left_behind) and (heard or self._thread.live_peers() == 0):
                 unheard = self._thread.unheard_peers()
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 # Those who join as we do know no more than we: who is listed may be about to answer.

@@ -32,6 +32,7 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Relayed
+from p2p_co2.wire.model_table import ModelSummary
 
 CLOSE_BOUND_S = 6.0
 _T = TypeVar("_T")
@@ -105,11 +106,13 @@ class NetworkThread:
             self._failure = self._failure or error  # on the loop nobody hears it: the training thread does
             raise
 
-    def start_node(self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger) -> Node:
+    def start_node(
+        self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger, model: ModelSummary
+    ) -> Node:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event)
+            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model=model)
             node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)

@@ -1,0 +1,76 @@
+"""The names of a model's parameters as its author wrote them, whatever wrappers this machine put round it.
+
+``torch.compile``, activation checkpointing and data parallelism wrap a module in another one and so put a
+prefix into the names of what is inside ("_orig_mod.", "module."). Whether a model is wrapped is one machine's
+own business, and names are what peers and checkpoints recognise parameters by. So the module tree is walked
+here, and a wrapper's inner module takes the wrapper's place.
+
+Law: a wrapped model has the same names in the same order as the model without wrappers. A module that its
+author called ``module`` keeps its name: wrappers are known by what they are, not by what they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+_INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Where torch's wrappers keep what they wrap: names that nobody else uses."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """``module``, or what is inside if it is a wrapper."""
+    while True:
+        children = dict(module.named_children())
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = children.get("module")
+        else:
+            inner = next((children[name] for name in _INNER if name in children), None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``module.named_modules()``, each once and parents first, without wrappers."""
+    seen = set[nn.Module]()
+
+    def walk(name: str, wrapped: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        module = unwrapped(wrapped)
+        if module in seen:
+            return
+        seen.add(module)
+        yield name, module
+        for key, child in module.named_children():
+            yield from walk(f"{name}.{key}" if name else key, child)
+
+    yield from walk("", module)
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``module`` by plain name, in the module's order, tied ones under their first name."""
+    found, seen = dict[str, nn.Parameter](), set[int]()
+    for path, part in named_modules(module):
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[f"{path}.{name}" if path else name] = parameter
+    return found
+
+
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers of ``module`` by plain name, in the module's order, shared ones under their first name."""
+    found, seen = dict[str, Tensor](), set[int]()
+    for path, part in named_modules(module):
+        for name, buffer in part.named_buffers(recurse=False):
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def plain_name(name: str) -> str:
+    """``name``, as a checkpoint or a state dict has it, without the prefixes of compiled and checkpointed
+    modules. ("module." stays: only the module tells whether it is a wrapper's.)"""
+    return ".".join(part for part in name.split(".") if part not in _INNER)
