@@ -115,6 +115,12 @@ class Connection:
         for it until somebody looks, and then a process of its own."""
         return self._thread.board
 
+    @property
+    def ticket(self) -> str:
+        """An invitation: the ticket that this peer came by, with some peers as further seeds, so that it
+        works when the first seeds are gone. It grows as this peer meets others."""
+        return str(self._thread.network.invitation)
+
     def close(self) -> None:
         """Leave the network. May be called twice."""
         self._thread.close()

@@ -48,6 +48,11 @@ class Peer:
         return self._thread.board
 
     @property
+    def ticket(self) -> str:
+        """An invitation that names some of the peers as further seeds (``Connection.ticket``)."""
+        return str(self._thread.network.invitation)
+
+    @property
     def position(self) -> float:
         """Where the swarm is, in rounds."""
         return self._sync.position
