@@ -52,14 +52,14 @@ class Acquaintances:
         self.maddrs = tuple(maddrs[: MAX_ACQUAINTANCES * MAX_ADDRESSES_EACH])
         self.manifest = manifest[:MAX_RECORD_BYTES]
 
-    def keep(self, records: Iterable[PeerRecord], manifest: bytes) -> None:
-        """Write whom we know now, unless that is nobody or those already kept. A disk that refuses is no
-        trouble."""
+    def keep(self, records: Iterable[PeerRecord], manifest: bytes) -> bool:
+        """Write whom we know now, unless that is nobody or those already kept; whether it was written. A disk
+        that refuses is no trouble."""
         maddrs: list[str] = []
         for record in list(records)[:MAX_ACQUAINTANCES]:
             maddrs += direct_maddrs(record)[:MAX_ADDRESSES_EACH]
         if not maddrs or (tuple(maddrs), manifest) == (self.maddrs, self.manifest):
-            return
+            return False
         self.maddrs, self.manifest = tuple(maddrs), manifest
         words = {"run": self._run.hex(), "maddrs": maddrs, "manifest": base64.b64encode(manifest).decode()}
         unfinished = self._path.with_suffix(".new")
@@ -69,4 +69,5 @@ class Acquaintances:
                 json.dump(words, file, indent=1)
             unfinished.replace(self._path)
         except OSError:
-            return  # the seeds are still asked
+            return False  # the seeds are still asked
+        return True

@@ -83,7 +83,6 @@ class Network:
         self._searching = defaultdict[int, asyncio.Lock](asyncio.Lock)
         self._published_at = self._manifest_kept_at = -1e9
         self._acquaintances = Acquaintances(config.folder / "acquaintances.json", ticket.run)
-        self._acquainted_at = -math.inf
         self._own_maddrs: tuple[str, ...] = ()
 
     @classmethod
@@ -251,19 +250,17 @@ class Network:
         new = {one for one in cells if self._found_at.get(one, -math.inf) <= began_at}
         self._found_at.update(dict.fromkeys(new, began_at))
         self._records.found([*records, *self._records.outside(new, self.run.cells)], time.monotonic())
-        self._remember(records, began_at)
+        self._remember(records)
         return records
 
-    def _remember(self, records: Sequence[PeerRecord], now: float) -> None:
+    def _remember(self, records: Sequence[PeerRecord]) -> None:
         """Keep in the folder whom this peer knows, those that it has used first, and a ticket that names
         some."""
-        if not records or now - self._acquainted_at < RECORD_RENEWED_S:
-            return
-        self._acquainted_at = now
-        used = self._records.used(MAX_ACQUAINTANCES)
-        peers = {record.peer for record in used}
-        known = [*used, *(record for record in records if record.peer not in peers)]
-        self._acquaintances.keep(known, self.discovery.sealed_manifest)
+        used = {record.peer for record in self._records.used(MAX_ACQUAINTANCES)}
+        known = sorted(records, key=lambda record: (record.peer not in used, record.peer))
+        if self._acquaintances.keep(known, self.discovery.sealed_manifest):
+            with contextlib.suppress(OSError):  # whoever needs it can ask this peer's owner
+                (self.config.folder / "ticket").write_text(f"{self.invitation}\n", encoding="ascii")
 
     @property
     def invitation(self) -> Ticket:

@@ -30,6 +30,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
@@ -191,6 +192,7 @@ class Connection:
             self._gather(node)
             self._catch_up(node)
             self._thread.caught_up()
+            buffers = self._take_buffers(node, model, is_new=saved is None)
         except BaseException:
             ledger.close()
             raise
@@ -203,7 +205,7 @@ class Connection:
         if warning := outer.stability_warning(run.outer, delayed=run.outer.rule in {"co2", "eager"}):
             self._thread.report(ev.Warned, {"text": warning})
         plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr)
-        return Peer(self._thread, ledger, plan_of_peer, progressed)
+        return Peer(self._thread, ledger, plan_of_peer, progressed, buffers)
 
     def _load(self, plan: FragmentPlan) -> Checkpoint:
         saved = checkpoints.load(self.config.folder / "checkpoint")
@@ -248,6 +250,26 @@ class Connection:
                     f"{GATHER_BOUND_S:.0f} s; start the others, or ask for fewer with --min-peers"
                 )
             time.sleep(0.02)
+
+    def _take_buffers(self, node: Node, model: nn.Module, is_new: bool) -> ModelBuffers:
+        """Begin with a donor's buffers, if this peer is new to a run that is under way."""
+        buffers = ModelBuffers(model)
+        if not buffers.size_bytes:
+            return buffers
+        if buffers.running:
+            text = (
+                f"buffers such as {buffers.running[0]} are each peer's own: rounds do not average them, and "
+                "a newcomer begins with a donor's"
+            )
+            self._thread.report(ev.Warned, {"text": text})
+        is_newcomer = is_new and any(agreed.version for agreed in node.agreed)
+        taken = self._thread.take_buffers(buffers.layout, buffers.size_bytes, is_newcomer)
+        if not is_newcomer:
+            return buffers
+        if trouble := buffers.load_(taken) if taken else "nobody gave them":
+            text = f"this peer goes on with buffers of its own, such as {buffers.names[0]}: {trouble}"
+            self._thread.report(ev.Warned, {"text": text})
+        return buffers
 
     def _catch_up(self, node: Node) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""

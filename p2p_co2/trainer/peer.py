@@ -17,6 +17,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError
 from p2p_co2.governor import Governor
 from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.plan import Plan
@@ -27,7 +28,15 @@ from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
 class Peer:
     """Made by ``Connection.start`` or ``join``. A context manager: leaving the block leaves the swarm."""
 
-    def __init__(self, thread: NetworkThread, ledger: TensorLedger, plan: Plan, start: Progressed) -> None:
+    def __init__(
+        self,
+        thread: NetworkThread,
+        ledger: TensorLedger,
+        plan: Plan,
+        start: Progressed,
+        buffers: ModelBuffers,
+    ) -> None:
+        self._buffers = buffers
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
         self._saver = Saver(plan, ledger, self._sync, thread.report)
@@ -77,6 +86,8 @@ class Peer:
         """
         self._sync.after_step(tokens, loss.detach() if isinstance(loss, Tensor) else loss)
         self._set_learning_rate()
+        if self._thread.wants_buffers:
+            self._thread.share_buffers(self._buffers.to_bytes())
         self._rest()
         self._saver.keep_up()
         return not (self._stopped or self.over)

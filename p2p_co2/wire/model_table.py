@@ -90,8 +90,8 @@ class ModelSummary:
         mine = self.rows[: len(theirs)] if len(theirs) < len(self.rows) else self.rows  # it may be cut short
         trained = sum(row.is_trained for row in self.rows)
         sizes = (
-            f"{self.numel:,} trained parameters in {trained} tensors here, "
-            f"{table.numel:,} in {table.tensors} there"
+            f"trained parameters: {self.numel:,} here (tensors: {trained}), "
+            f"{table.numel:,} there (tensors: {table.tensors})"
         )
         for row in mine:
             if row.name not in there:
