@@ -3,8 +3,8 @@
     python tests/own_loop_peer.py TICKET FOLDER KIND
 
 KIND "right" is the model that all peers share; "turned" has a matrix of the same size and another shape,
-"other-base" other frozen values. It says "joined at LOSS" with the held-out loss before its first step, "fresh at
-LOSS" with that of statistics of nothing, and "left at LOSS" after its last step; stop it with SIGINT.
+"other-base" other frozen values. It says its held-out loss: "joined at LOSS" before its first step, "fresh at
+LOSS" with statistics of nothing, "left at LOSS" after its last step; stop it with SIGINT.
 """
 
 from __future__ import annotations

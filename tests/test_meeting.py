@@ -18,7 +18,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, T
 from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.membership import SILENCE_CAP_S, TABLE_WITHIN_S, Left, Membership, OtherModel
 from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
-from p2p_co2.node.network import Network, leads_as_far, require_others_can_dial
+from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.summary import summarise, values_digest
@@ -349,6 +349,20 @@ def test_a_later_ticket_names_whom_newcomers_can_dial(
     maddr: str, seeds: tuple[str, ...], is_useful: bool
 ) -> None:
     assert leads_as_far(maddr, seeds) is is_useful
+
+
+@pytest.mark.parametrize(
+    ("maddrs", "grpc", "leads"),
+    [
+        ([HERE], [], False), ([HERE], ["127.0.0.1:4000", "[::1]:4000"], False), ([HERE, NEAR], [], True),
+        ([HERE], ["10.99.99.99:4000"], True), ([], [], True), (["nonsense"], [], True),
+        ([f"/ip4/127.0.0.1/tcp/1/p2p/{B}/p2p-circuit/p2p/{A}"], [], True),
+    ],
+)  # fmt: skip
+def test_a_record_that_leads_only_to_whoever_dials_it_is_of_no_use(
+    maddrs: list[str], grpc: list[str], leads: bool
+) -> None:
+    assert leads_elsewhere(PeerRecord(peer=A, maddrs=maddrs, grpc_addresses=grpc)) is leads
 
 
 # ---- whom it knew

@@ -84,6 +84,7 @@ class Network:
         self._published_at = self._manifest_kept_at = -1e9
         self._acquaintances = Acquaintances(config.folder / "acquaintances.json", ticket.run)
         self._own_maddrs: tuple[str, ...] = ()
+        self._is_on_one_machine = is_on_this_machine(ticket)
 
     @classmethod
     async def open(cls, ticket: Ticket, config: PeerConfig, on_refused: OnRefused) -> Network:
@@ -245,7 +246,8 @@ class Network:
             self._note_search(cells, began_at)
             raise
         self._note_search(cells, began_at)
-        records = [record for record in found if record.peer != self.identity.peer_id]
+        me, is_here = self.identity.peer_id, self._is_on_one_machine
+        records = [one for one in found if one.peer != me and (is_here or leads_elsewhere(one))]
         # One that began later may have ended before this one: what that found stays.
         new = {one for one in cells if self._found_at.get(one, -math.inf) <= began_at}
         self._found_at.update(dict.fromkeys(new, began_at))
@@ -417,7 +419,7 @@ def require_others_can_dial(config: PeerConfig, ticket: Ticket) -> None:
     """Raise ``ConfigError`` if a peer would tell others on other machines to dial their own: it would hear
     nobody, or live on relays."""
     host = config.announce_host or config.host
-    if not is_loopback_host(host) or all(_is_of_this_machine(seed) for seed in ticket.seeds):
+    if not is_loopback_host(host) or is_on_this_machine(ticket):
         return
     key = "announce_host" if config.announce_host else "host"
     raise ConfigError(
@@ -428,9 +430,21 @@ def require_others_can_dial(config: PeerConfig, ticket: Ticket) -> None:
     )
 
 
-def _is_of_this_machine(seed: str) -> bool:
-    kind, host = seed.split("/")[1:3]
-    return kind in {"ip4", "ip6"} and (is_loopback(host) or is_own(host))
+def is_on_this_machine(ticket: Ticket) -> bool:
+    """Whether all seeds are, as far as their addresses tell."""
+    places = [seed.split("/")[1:3] for seed in ticket.seeds]
+    return all(kind in {"ip4", "ip6"} and (is_loopback(host) or is_own(host)) for kind, host in places)
+
+
+def leads_elsewhere(record: PeerRecord) -> bool:
+    """Whether a record has an address that leads to another machine than the one that dials it, or none."""
+    hosts = [address.rpartition(":")[0].strip("[]") for address in record.grpc_addresses]
+    hosts += [
+        "a relay" if is_relayed(maddr) else maddr.split("/")[2]
+        for maddr in record.maddrs
+        if maddr.count("/") > 2
+    ]
+    return not hosts or not all(map(is_loopback_host, hosts))
 
 
 def lead_nowhere_else(seeds: Sequence[str]) -> bool:

@@ -38,6 +38,7 @@ from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.wire.model_table import ModelSummary
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 """A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
@@ -188,7 +189,9 @@ class Connection:
         )
         sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
         try:
-            node = self._thread.start_node(shape, sizes, ledger, summarise(model, plan))
+            summary = summarise(model, plan)
+            node = self._thread.start_node(shape, sizes, ledger, summary)
+            self._tell_of_unread(summary)
             self._gather(node)
             self._catch_up(node)
             self._thread.caught_up()
@@ -221,6 +224,12 @@ class Connection:
     def _tell_of_damaged(self, saved: Checkpoint | None) -> None:
         for damage in saved.passed_over if saved is not None else ():
             text = f"a checkpoint is damaged, went on from the checkpoint before it: {damage}"
+            self._thread.report(ev.Warned, {"text": text})
+
+    def _tell_of_unread(self, model: ModelSummary) -> None:
+        unread = [row.name for row in model.rows if not (row.is_trained or row.values)]
+        if unread:
+            text = f"torch does not show frozen values, so nobody compares them: {', '.join(unread[:4])}"
             self._thread.report(ev.Warned, {"text": text})
 
     def _in_doubt(self, node: Node, began_at: float) -> bool:
