@@ -236,13 +236,15 @@ class Membership:
     def found(self, peers: Iterable[PeerId], now: float) -> None:
         """The DHT lists these peers; those not yet live are pinged."""
         self.has_looked = True
-        listed = set(peers)
-        for peer, stranger in list(self.strangers.items()):
-            if peer not in listed and now - stranger.heard_at > SILENCE_CAP_S:
+        listed = list(peers)
+        for peer in self.strangers.keys() - set(listed):
+            if now - self.strangers[peer].heard_at > SILENCE_CAP_S:
                 del self.strangers[peer]
-        for peer in listed - {self.me} - self.strangers.keys():
-            if peer in self._live or len(self._candidates) >= MAX_PEERS:
+        for peer in listed:
+            if peer == self.me or peer in self._live or peer in self.strangers:
                 continue
+            if len(self._candidates) >= MAX_PEERS:
+                break
             self._candidates.setdefault(peer, now)
         self._greet(now)
         if self._next_heartbeat_at is None:

@@ -59,6 +59,26 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Further plain names of parameters that have several, and the first of each: what a state dict of the
+    module holds beyond ``named_parameters``."""
+    first = {id(parameter): name for name, parameter in named_parameters(module).items()}
+    found = dict[str, str]()
+
+    def walk(path: str, wrapped: nn.Module) -> None:
+        inner = unwrapped(wrapped)
+        for key, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}{key}"
+            if first[id(parameter)] != name:
+                found[name] = first[id(parameter)]
+        for key, child in inner._modules.items():
+            if child is not None:
+                walk(f"{path}{key}.", child)
+
+    walk("", module)
+    return found
+
+
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers of ``module`` by plain name, in the module's order, shared ones under their first name."""
     found, seen = dict[str, Tensor](), set[int]()
