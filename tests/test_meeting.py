@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from p2p_co2.catchup.buffers import AGAIN_S, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
+from p2p_co2.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
 from p2p_co2.catchup.goals import Outbox
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
@@ -24,7 +24,17 @@ from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.summary import summarise, values_digest
 from p2p_co2.transport.probe import ProbeServer
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Leave, ModelRow, ModelTable, PeerRecord, Ping, Status
+from p2p_co2.wire.messages_pb2 import (
+    Chunk,
+    Fetch,
+    Leave,
+    ModelRow,
+    ModelTable,
+    PeerRecord,
+    Ping,
+    Refusal,
+    Status,
+)
 from p2p_co2.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row
 from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
 from tests.test_membership import deliver, drain
@@ -295,6 +305,27 @@ def test_a_newcomer_takes_the_buffers_of_the_first_donor_that_gives_them() -> No
     newcomer[0].want([D], 112.0 + FRESH_S)  # and old values are not given
     exchange(newcomer, {D: donor}, 112.0 + FRESH_S)
     assert donor[0].is_wanted
+
+
+def test_what_breaks_the_rules_about_buffers_is_refused_and_another_donor_asked() -> None:
+    newcomer, out = sharing(10)
+    newcomer.want([B, C], 100.0)
+    asked = out.messages.pop()[1]
+    newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(10)), D, 100.0)  # not asked
+    with pytest.raises(RemoteProtocolError, match="wrong size"):
+        newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(9)), B, 100.0)
+    ((to, again),) = out.messages
+    assert to == C
+    newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(10)), C, 100.0)  # an old question
+    assert newcomer.taken == b""
+    newcomer.receive(Chunk(what=BUFFERS, request=again.request, data=bytes(10)), C, 100.0)
+    assert newcomer.taken == bytes(10)
+    with pytest.raises(RemoteProtocolError, match="unknown chunk"):
+        newcomer.receive(Fetch(what=BUFFERS, version=3, chunk=1), B, 100.0)
+    nothing, said = sharing(0)
+    nothing.receive(Fetch(what=BUFFERS, version=3, chunk=1 << 31), B, 100.0)
+    assert isinstance(said.messages[0][1], Refusal)
+    assert not nothing.is_wanted
 
 
 def test_with_no_donor_left_there_are_none() -> None:
