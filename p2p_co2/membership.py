@@ -19,6 +19,10 @@ only trains then (``rests``) tells so every ``quiet_beat_s``, says so beforehand
 ``QUIET_BEATS_MISSED`` of those; what changes is told at once all the same. That its process died, or its
 line, is noticed sooner: its links break.
 
+A peer that says that its model is another one than ours (``model_table``) is a stranger: never live, and
+told once by how ours differs, as it tells us. Law: whoever is live has our model, or does not say. Price: a
+liar can pass for either, and be in a round whose sizes it knows, or alone.
+
 Price: each peer still hears from each other one, so this serves groups of up to a few hundred, not thousands.
 In the quiet of a round a peer whose links are answered but that says nothing (a program that hangs) is taken
 for live for up to ``QUIET_BEATS_MISSED`` beats and one more.
@@ -33,10 +37,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.heartbeat import HEARTBEAT_S, LONGEST_HEARTBEAT_S, heartbeat_among_s, measure_every_s
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS, MAX_STRING
-from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
+from p2p_co2.wire.messages_pb2 import Leave, ModelTable, Ping, Pong, Status
+from p2p_co2.wire.model_table import Difference, ModelSummary
 from p2p_co2.wire.status import PeerStatus, read_status
 
 QUIET_BEATS_MISSED = 2.5
@@ -66,6 +72,8 @@ BROKEN_PER_GOODBYE = 4
 """Where peers end their run, so many links may break before goodbyes have come, for each that says it."""
 REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
+TABLE_WITHIN_S = 2.0
+"""A stranger's table is waited for this long before it is told that its model is another one."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,25 @@ class Left:
     reason: str
 
 
-MembershipEvent = Joined | Left
+@dataclass(frozen=True)
+class OtherModel:
+    """A peer that trains another model; ``difference``: from its table, None if it sent none."""
+
+    peer: PeerId
+    difference: Difference | None
+
+
+MembershipEvent = Joined | Left | OtherModel
+
+
+@dataclass
+class Stranger:
+    """A peer with another model. ``difference``: None until its table came."""
+
+    status: PeerStatus
+    since: float
+    heard_at: float
+    difference: Difference | None = None
 
 
 @dataclass
@@ -128,13 +154,17 @@ class PeerInfo:
 
 class Membership:
     """The five verbs of a machine, plus ``found`` (the DHT lists these) and ``unreachable`` (no carrier gets
-    through). ``quiet_s``: what ``quiet_beat_s`` says of this run's rounds."""
+    through). ``quiet_s``: what ``quiet_beat_s`` says of this run's rounds. ``model``: of this peer; None
+    compares none."""
 
-    def __init__(self, me: PeerId, quiet_s: float = 0.0) -> None:
-        self.me, self.quiet_s = me, quiet_s
+    def __init__(self, me: PeerId, quiet_s: float = 0.0, model: ModelSummary | None = None) -> None:
+        self.me, self.quiet_s, self.model = me, quiet_s, model
         self._rests = False
         self.status = Status()
         self._live: dict[PeerId, PeerInfo] = {}
+        self.strangers: dict[PeerId, Stranger] = {}
+        self._untold: set[PeerId] = set()
+        """Strangers of which no ``OtherModel`` has told yet."""
         self._candidates: dict[PeerId, float] = {}
         """Peers the DHT lists that are not live, and when to try them next."""
         self._one_way_until: dict[PeerId, float] = {}
@@ -150,7 +180,7 @@ class Membership:
         """Grows with everything that is news of the others, but not with their positions and counters."""
         self.has_looked = False  # whether the DHT has said whom it lists
         self.restarted: set[PeerId] = set()  # of whom ``take_restarted`` has yet to tell
-        self._outgoing: list[tuple[PeerId, Ping | Pong | Leave]] = []
+        self._outgoing: list[tuple[PeerId, Ping | Pong | Leave | ModelTable]] = []
         self._events: deque[MembershipEvent] = deque()
 
     @property
@@ -206,9 +236,15 @@ class Membership:
     def found(self, peers: Iterable[PeerId], now: float) -> None:
         """The DHT lists these peers; those not yet live are pinged."""
         self.has_looked = True
-        for peer in peers:
-            if peer == self.me or peer in self._live or len(self._candidates) >= MAX_PEERS:
+        listed = list(peers)
+        for peer in self.strangers.keys() - set(listed):
+            if now - self.strangers[peer].heard_at > SILENCE_CAP_S:
+                del self.strangers[peer]
+        for peer in listed:
+            if peer == self.me or peer in self._live or peer in self.strangers:
                 continue
+            if len(self._candidates) >= MAX_PEERS:
+                break
             self._candidates.setdefault(peer, now)
         self._greet(now)
         if self._next_heartbeat_at is None:
@@ -221,21 +257,33 @@ class Membership:
         self._fell_silent &= keep
 
     def receive(
-        self, message: Ping | Pong | Leave, sender: PeerId, now: float, status: PeerStatus | None = None
+        self,
+        message: Ping | Pong | Leave | ModelTable,
+        sender: PeerId,
+        now: float,
+        status: PeerStatus | None = None,
     ) -> None:
         """Handle one message of the membership part; raises ``RemoteProtocolError`` for nonsense in it.
         ``status``: what it says of its sender, if that was read already."""
-        if isinstance(message, Leave):
+        if isinstance(message, ModelTable):
+            self._hear_of_model(message, sender)
+        elif isinstance(message, Leave):
+            self.strangers.pop(sender, None)
             self._fell_silent.discard(sender)
             if sender in self._gone:  # its link broke before its goodbye came
                 self._gone[sender], self.revision = (self._gone[sender][0], True), self.revision + 1
             reason = message.reason[:MAX_STRING] or "no reason given"
             self._drop(sender, f"left: {reason}", now, with_word=True)
-            return
-        status = status or read_status(message.status)
+        else:
+            self._take_status(message, sender, status or read_status(message.status), now)
+
+    def _take_status(self, message: Ping | Pong, sender: PeerId, status: PeerStatus, now: float) -> None:
         if self._one_way_until and self._one_way_until.get(sender, 0.0) > now:
             return
-        info = self._heard(sender, status, now)
+        is_strange = self.model is not None and status.model not in (0, self.model.digest)
+        if is_strange:
+            self._heard_stranger(sender, status, now)
+        info = None if is_strange else self._heard(sender, status, now)
         if isinstance(message, Ping):
             if not message.nonce:
                 return
@@ -249,7 +297,7 @@ class Membership:
         if not (0 <= round_trip_s < SILENCE_CAP_S and math.isfinite(message.answered_at)):
             return
         if info is None:
-            return  # as many peers as we take are live already
+            return  # a stranger, or as many peers as we take are live already
         info.answered_us_at = now
         info.measured(round_trip_s, message.answered_at - (message.ping_sent_at + round_trip_s / 2))
 
@@ -299,6 +347,8 @@ class Membership:
             self._announce(now)
         if now >= self._greet_at:
             self._greet(now)
+        for peer in [peer for peer in self._untold if self._is_overdue(peer, now)]:
+            self._tell_of_stranger(peer)
         if self._next_heartbeat_at is None or now < self._next_heartbeat_at:
             return
         beat_s, quick_s = self.heartbeat_s, heartbeat_among_s(len(self._live))
@@ -326,7 +376,7 @@ class Membership:
             return None
         return min(self._announce_at, self._next_heartbeat_at, self._greet_at)
 
-    def messages_to_send(self) -> list[tuple[PeerId, Ping | Pong | Leave]]:
+    def messages_to_send(self) -> list[tuple[PeerId, Ping | Pong | Leave | ModelTable]]:
         messages, self._outgoing = self._outgoing, []
         return messages
 
@@ -336,7 +386,8 @@ class Membership:
     @property
     def longest(self) -> int:
         """Entries of the longest of the lists in ``held``: all have the same bound."""
-        return max(len(self._live), len(self._candidates), len(self._one_way_until))
+        held = len(self._live), len(self._candidates), len(self._one_way_until), len(self.strangers)
+        return max(held)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What strangers can make grow: (now, at most) by the name of the bound."""
@@ -344,7 +395,21 @@ class Membership:
             "MAX_PEERS live": (len(self._live), MAX_PEERS),
             "MAX_PEERS candidates": (len(self._candidates), MAX_PEERS),
             "MAX_PEERS one way": (len(self._one_way_until), MAX_PEERS),
+            "MAX_PEERS strangers": (len(self.strangers), MAX_PEERS),
         }
+
+    def outnumbered_by(self) -> Stranger | None:
+        """One of those with another model, if there are more of them than others with ours: of who trains,
+        if anybody does, else of who joins. So a lone liar keeps nobody out of a run with two honest peers.
+        Other threads may ask."""
+        strange, alike = list(self.strangers.values()), [info.status for info in list(self._live.values())]
+        statuses = [*alike, *(stranger.status for stranger in strange)]
+        if any(status.phase != Status.JOINING for status in statuses):
+            strange = [one for one in strange if one.status.phase != Status.JOINING]
+            alike = [status for status in alike if status.phase != Status.JOINING]
+        if len(strange) <= len(alike):
+            return None
+        return min(strange, key=lambda one: (one.difference is None, one.since))
 
     def positions(self, now: float, rounds_per_s: float) -> list[float]:
         """Where the training peers are now on the swarm clock, in rounds, from their last status; if none
@@ -366,6 +431,7 @@ class Membership:
     def _heard(self, peer: PeerId, status: PeerStatus, now: float) -> PeerInfo | None:
         """Note what a peer says of itself; None if as many peers as we take are live already."""
         info = self._live.get(peer)
+        self.strangers.pop(peer, None)
         if info is None:
             if len(self._live) >= MAX_PEERS:
                 return None
@@ -390,6 +456,42 @@ class Membership:
             info.versions, info.digests, info.view = status.versions, status.digests, None
             self.revision += 1
         return info
+
+    def _heard_stranger(self, peer: PeerId, status: PeerStatus, now: float) -> None:
+        """Note what a peer with another model says of itself, and tell it once by how ours differs."""
+        known = self.strangers.get(peer)
+        if known is not None and (known.status.model, known.status.process) == (status.model, status.process):
+            known.status, known.heard_at = status, now
+            return
+        if (known is None and len(self.strangers) >= MAX_PEERS) or self.model is None:
+            return
+        self._drop(peer, "its model is another one", now, with_word=True)
+        self._candidates.pop(peer, None)
+        self._fell_silent.discard(peer)
+        self.strangers[peer] = Stranger(status, now, now)
+        if known is None or known.status.model != status.model:
+            self._untold.add(peer)
+        self.revision += 1
+        self._tell([peer], now)  # first, since a table is taken from strangers only
+        self._outgoing.append((peer, self.model.message))
+
+    def _hear_of_model(self, table: ModelTable, peer: PeerId) -> None:
+        stranger = self.strangers.get(peer)
+        if self.model is None or stranger is None or stranger.difference is not None:
+            raise RemoteProtocolError("unasked model table", "it said nothing of another, or sent it")
+        stranger.difference = self.model.difference(table)
+        self.revision += 1
+        self._tell_of_stranger(peer)
+
+    def _is_overdue(self, peer: PeerId, now: float) -> bool:
+        stranger = self.strangers.get(peer)
+        return stranger is None or now - stranger.since > TABLE_WITHIN_S
+
+    def _tell_of_stranger(self, peer: PeerId) -> None:
+        if peer in self._untold:
+            self._untold.discard(peer)
+            if (stranger := self.strangers.get(peer)) is not None:
+                self._events.append(OtherModel(peer, stranger.difference))
 
     def _await_return(self, peer: PeerId, now: float) -> None:
         """Try a peer that is gone again in a while, as long as there is room: anybody can come and go."""

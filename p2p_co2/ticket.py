@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import base58
@@ -101,6 +102,23 @@ class Ticket:
             address = fields.take(fields.take(1)[0]).decode("latin-1")
             seeds.append(f"{address}/p2p/{peer_id_of(fields.take(_KEY_BYTES))}")
         return cls(run, peer_id_of(run_key), tuple(seeds))
+
+
+def is_seed_address(maddr: str) -> bool:
+    """Whether a ticket can name this multiaddr."""
+    try:
+        _split(maddr)
+    except TicketError:
+        return False
+    return True
+
+
+def by_peer(maddrs: Iterable[str]) -> dict[PeerId, list[str]]:
+    """Multiaddrs that end in /p2p/ID by that id: one peer may have several."""
+    found: dict[PeerId, list[str]] = {}
+    for maddr in maddrs:
+        found.setdefault(PeerId(maddr.rpartition("/p2p/")[2]), []).append(maddr)
+    return found
 
 
 class _Fields:

@@ -27,7 +27,7 @@ from tests.fuzz.play import STRANGER, Game, check_bounds
 from tests.fuzz.world import RUN, World, make_identity, run_virtual
 
 KINDS = {field.name for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
-KINDS -= CELL_KINDS | OUTLOOK_KINDS
+KINDS -= CELL_KINDS | OUTLOOK_KINDS | {"model_table"}  # a bench has no model to compare
 """Those between cells have a test like these of their own (``test_rounds_cells``)."""
 PATIENT = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MUTANTS_PER_MESSAGE, MESSAGES_PER_KIND = 6, 8

@@ -114,7 +114,7 @@ class Searchable:
 
     def __init__(self, clock: Clock, peers: Sequence[str]) -> None:
         self.clock, self.peers, self.trouble, self.takes_s = clock, peers, "", 1.0
-        self.software, self.cells, self.ages_s = "", 1, 0.0
+        self.software, self.cells, self.ages_s, self.sealed_manifest = "", 1, 0.0, b""
         self.answers: asyncio.Event | None = None
         self.searches = 0
 

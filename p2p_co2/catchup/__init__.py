@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 from p2p_co2.catchup.awake import Awake
+from p2p_co2.catchup.buffers import BUFFERS, FIRST_REQUEST, Buffers
 from p2p_co2.catchup.donor import Donor
 from p2p_co2.catchup.fetcher import Fetcher
 from p2p_co2.catchup.goals import (
@@ -45,7 +47,7 @@ from p2p_co2.catchup.manifest import chunk_at, chunk_count, chunk_digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.memory import Buffer, Joined
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Fetch, Refusal
+from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 
 __all__ = [
     "ROUND",
@@ -70,6 +72,13 @@ __all__ = [
 ]
 
 
+def is_about_buffers(message: CatchUpMessage) -> TypeGuard[Fetch | Chunk | Refusal]:
+    """Whether ``Buffers`` is to have it."""
+    if isinstance(message, Refusal):
+        return message.request >= FIRST_REQUEST
+    return message.what == BUFFERS and not isinstance(message, Manifest)
+
+
 class CatchUp:
     """Both sides behind the verbs of a machine. ``run`` is the run's digest; ``is_everywhere``: see
     ``History``."""
@@ -87,6 +96,7 @@ class CatchUp:
         self.donor = Donor(identity, run, shape, self._out)
         self.donor.history.is_everywhere = is_everywhere or self.donor.history.is_everywhere
         self._fetcher = Fetcher(run, shape, self._out)
+        self.buffers = Buffers(self._out)
         self._busy_at = -math.inf
         """When a round's bytes came last while anything was fetched."""
         self.awake = Awake()
@@ -178,12 +188,15 @@ class CatchUp:
         self.revision += 1
         if not isinstance(message, Refusal) and message.fragment >= self._fragments:
             raise RemoteProtocolError("unknown fragment", str(message.fragment))
-        if isinstance(message, Fetch):
+        if is_about_buffers(message):
+            self.buffers.receive(message, sender, now)
+        elif isinstance(message, Fetch):
             self.donor.receive(message, sender, now)
         else:
             self._fetcher.receive(message, sender, self.awake.of(now))
 
     def handle_timer(self, now: float) -> None:
+        self.buffers.handle_timer(now)
         if self._fetcher.is_idle and self.donor.get_timer() is None:
             return  # a node asks every time that it wakes up
         self.revision += 1
@@ -191,11 +204,10 @@ class CatchUp:
         self.donor.handle_timer(now)
 
     def get_timer(self) -> float | None:
-        fetcher_at, donor_at = self._fetcher.get_timer(), self.donor.get_timer()
-        if fetcher_at is None:
-            return donor_at
-        fetcher_at = self.awake.until(fetcher_at)
-        return fetcher_at if donor_at is None else min(fetcher_at, donor_at)
+        fetcher_at = self._fetcher.get_timer()
+        fetcher_at = fetcher_at if fetcher_at is None else self.awake.until(fetcher_at)
+        timers = (fetcher_at, self.donor.get_timer(), self.buffers.get_timer())
+        return min((at for at in timers if at is not None), default=None)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held for others and of others: (now, at most) by the name of the bound."""

@@ -170,18 +170,30 @@ class Discovery:
         (entries,) = await self._find([manifest_key(self._run)])
         for writer, sealed in entries.items():
             try:
-                manifest = self._records.manifest(writer, sealed)
+                if writer == run_key:
+                    return self.take_manifest(run_key, sealed)
+                self._records.manifest(writer, sealed)
             except RemoteProtocolError as error:
                 self._on_refused(NOBODY, error)
-                continue
-            _require_our_protocol(manifest)
-            self._sealed_manifest = sealed
-            self._records.spread(_cells_in(manifest.config))
-            return manifest
         raise TransportError(
             f"the settings of run {self._run[:8].hex()} are not in the DHT; ask the organiser to start "
             "a seed of this run"
         )
+
+    @property
+    def sealed_manifest(self) -> bytes:
+        """The run's signed settings, as they were published, fetched or taken; empty before that."""
+        return self._sealed_manifest
+
+    def take_manifest(self, run_key: PeerId, sealed: bytes) -> RunManifest:
+        """The manifest inside ``sealed``, which was kept elsewhere, as if it had been fetched. Raises
+        ``RemoteProtocolError`` if it is not the run's, ``TicketError`` as ``fetch_manifest``."""
+        self._records.run_key = run_key
+        manifest = self._records.manifest(run_key, sealed)
+        _require_our_protocol(manifest)
+        self._sealed_manifest = sealed
+        self._records.spread(_cells_in(manifest.config))
+        return manifest
 
     async def keep_manifest(self, lifetime_s: float = MAX_LIFETIME_S) -> None:
         """Store the manifest that we published or fetched once more, so that it outlives its author.

@@ -19,15 +19,23 @@ from contextlib import AsyncExitStack
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.discovery import Discovery
-from p2p_co2.errors import TicketError, TransportError
+from p2p_co2.errors import (
+    ConfigError,
+    EnvironmentFault,
+    RemoteProtocolError,
+    TicketError,
+    TransportError,
+)
+from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.peer_options import listening
 from p2p_co2.process import FolderLock
-from p2p_co2.ticket import Ticket
-from p2p_co2.transport.addresses import is_loopback, is_near, is_own
+from p2p_co2.ticket import Ticket, by_peer, is_seed_address
+from p2p_co2.transport.addresses import is_loopback, is_loopback_host, is_near, is_own
 from p2p_co2.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
+from p2p_co2.transport.clocks import clock_offsets_s, judge_clock
 from p2p_co2.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.transport.libp2p_control import own_maddrs, reach
+from p2p_co2.transport.libp2p_control import is_relayed, own_maddrs, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.transport.libp2p_relay import Places
 from p2p_co2.transport.libp2p_revival import end_if_hung, keep_alive
@@ -36,7 +44,7 @@ from p2p_co2.transport.probe_limits import address_of
 from p2p_co2.transport.slow import SlowCarriers, SlowLine
 from p2p_co2.wire.identity import Identity, PeerId, cell_of
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
 
 RECORD_LIFETIME_S = 60.0
 RECORD_RENEWED_S = 20.0
@@ -47,6 +55,10 @@ JUST_FOUND_S = 1.0
 each would ask all of it for a newer record, once for each carrier."""
 DAEMON_TIMEOUT_S = 15.0
 MAX_GRPC_ADDRESSES = 4
+MANIFEST_RENEWED_S = 600.0
+"""With the seeds away a peer stores the run's settings so often: as often as a seed does."""
+MAX_INVITERS = 5
+"""Peers that a later ticket names beside the seeds: it has to be short enough to be pasted."""
 MAX_REACHED_AGAIN = 16
 """Peers that a daemon that was started again is led to: with a seed that is down, nobody else knows them."""
 
@@ -70,7 +82,10 @@ class Network:
         """When the last search of each cell began that has ended, and the last that found what is known."""
         self._revived_at = -math.inf
         self._searching = defaultdict[int, asyncio.Lock](asyncio.Lock)
-        self._published_at = -1e9
+        self._published_at = self._manifest_kept_at = -1e9
+        self._acquaintances = Acquaintances(config.folder / "acquaintances.json", ticket.run)
+        self._own_maddrs: tuple[str, ...] = ()
+        self._is_on_one_machine = is_on_this_machine(ticket)
 
     @classmethod
     async def open(cls, ticket: Ticket, config: PeerConfig, on_refused: OnRefused) -> Network:
@@ -97,6 +112,7 @@ class Network:
 
     async def _open(self, on_refused: OnRefused) -> None:
         config = self.config
+        require_others_can_dial(config, self.ticket)
         self.p2p = await start_p2p(
             config.folder / "identity",
             config.host,
@@ -109,13 +125,49 @@ class Network:
         self.discovery = Discovery(self.p2p, self.identity, self.ticket.run, on_refused)
         self._stack.push_async_callback(self.discovery.close)
         self._stack.push_async_callback(end_if_hung, self.p2p)
-        await self.discovery.start(self.ticket.seeds)
-        manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
+        await self._compare_clocks(await self._meet_somebody())
+        manifest = await self._settings()
         self.run = RunConfig.from_canonical_bytes(manifest.config)
         if self.run.digest() != self.ticket.run:
             raise TicketError(
                 "the run's settings are not the ones this ticket was made for; ask for a new ticket"
             )
+
+    async def _meet_somebody(self) -> Sequence[str]:
+        """Join the DHT through a seed of the ticket, or else through somebody whom this peer knew; returns
+        whom it asked."""
+        try:
+            await self.discovery.start(self.ticket.seeds)
+        except TransportError:
+            known = self._acquaintances.maddrs
+            if not known or not await self._ask_acquaintances():
+                raise
+            return known
+        return self.ticket.seeds
+
+    async def _ask_acquaintances(self) -> bool:
+        """Whether somebody whom this peer knew leads into the DHT."""
+        try:
+            await self.discovery.rebootstrap(self._acquaintances.maddrs)
+        except TransportError:
+            return False
+        return True
+
+    async def _compare_clocks(self, asked: Sequence[str]) -> None:
+        """Raise ``EnvironmentFault`` if this machine's clock is so far off that others do not hear it."""
+        offsets_s = await clock_offsets_s(self.p2p, self.ticket.run, by_peer(asked))
+        if offsets_s and (judged := judge_clock(offsets_s)).state == "cannot":
+            raise EnvironmentFault(f"clock: {judged.measured}; {judged.advice}")
+
+    async def _settings(self) -> RunManifest:
+        """The run's, from the DHT, or as this peer kept them. Errors as ``fetch_manifest``."""
+        try:
+            return await self.discovery.fetch_manifest(self.ticket.run_key)
+        except TransportError as error:
+            try:
+                return self.discovery.take_manifest(self.ticket.run_key, self._acquaintances.manifest)
+            except RemoteProtocolError:
+                raise error from None  # none was kept, or not the run's
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         """Listen, and answer probes. Raises ``EnvironmentFault`` when a port is taken."""
@@ -149,6 +201,7 @@ class Network:
         if time.monotonic() - self._published_at < RECORD_RENEWED_S:
             return self._told(somebody_unmet)
         maddrs = await own_maddrs(self.p2p, DAEMON_TIMEOUT_S)
+        self._own_maddrs = tuple(maddrs)
         if self._places is not None:
             await self._places.renew()
             maddrs = [*(place.maddr for place in self._places.held), *maddrs]
@@ -194,12 +247,35 @@ class Network:
             self._note_search(cells, began_at)
             raise
         self._note_search(cells, began_at)
-        records = [record for record in found if record.peer != self.identity.peer_id]
+        me, is_here = self.identity.peer_id, self._is_on_one_machine
+        records = [one for one in found if one.peer != me and (is_here or leads_elsewhere(one))]
         # One that began later may have ended before this one: what that found stays.
         new = {one for one in cells if self._found_at.get(one, -math.inf) <= began_at}
         self._found_at.update(dict.fromkeys(new, began_at))
         self._records.found([*records, *self._records.outside(new, self.run.cells)], time.monotonic())
+        self._remember(records)
         return records
+
+    def _remember(self, records: Sequence[PeerRecord]) -> None:
+        """Keep in the folder whom this peer knows, those that it has used first, and a ticket that names
+        some."""
+        used = {record.peer for record in self._records.used(MAX_ACQUAINTANCES)}
+        known = sorted(records, key=lambda record: (record.peer not in used, record.peer))
+        if self._acquaintances.keep(known, self.discovery.sealed_manifest):
+            with contextlib.suppress(OSError):  # whoever needs it can ask this peer's owner
+                (self.config.folder / "ticket").write_text(f"{self.invitation}\n", encoding="ascii")
+
+    @property
+    def invitation(self) -> Ticket:
+        """The ticket, with this peer and some that it knows as further seeds, as far as a newcomer may be
+        able to dial them: it works when the first seeds are gone. Any thread may ask."""
+        known = {self.identity.peer_id: list(self._own_maddrs)}
+        known |= by_peer(self._acquaintances.maddrs)
+        seeds = list(self.ticket.seeds)
+        for maddrs in list(known.values())[:MAX_INVITERS]:
+            direct = [maddr for maddr in maddrs if not is_relayed(maddr) and is_seed_address(maddr)]
+            seeds += [maddr for maddr in direct if leads_as_far(maddr, self.ticket.seeds)][:1]
+        return Ticket(self.ticket.run, self.ticket.run_key, tuple(dict.fromkeys(seeds))[:MAX_ADDRESSES])
 
     def _note_search(self, cells: Iterable[int], began_at: float) -> None:
         for cell in cells if began_at >= self._revived_at else ():
@@ -250,7 +326,20 @@ class Network:
     async def rebootstrap(self) -> None:
         """Look for the seeds again; raises ``TransportError`` when none answers."""
         self._published_at = -1e9
-        await self.discovery.rebootstrap(self.ticket.seeds)
+        try:
+            await self.discovery.rebootstrap(self.ticket.seeds)
+        except TransportError:
+            await self._do_without_seeds()
+            raise
+
+    async def _do_without_seeds(self) -> None:
+        """Do what a seed would: keep the run's settings in the DHT. And find the way back, if nobody is
+        known."""
+        if not len(self._records):
+            await self._ask_acquaintances()
+        elif time.monotonic() - self._manifest_kept_at > MANIFEST_RENEWED_S:
+            await self.discovery.keep_manifest()
+            self._manifest_kept_at = time.monotonic()
 
     async def close(self) -> None:
         """Give everything back. May be called twice."""
@@ -312,6 +401,51 @@ def publishable(maddrs: Sequence[str]) -> list[str]:
             taken.append(maddr)
             room -= len(maddr)
     return taken
+
+
+def leads_as_far(maddr: str, seeds: Sequence[str]) -> bool:
+    """Whether who can dial the seeds of a ticket may be able to dial ``maddr``."""
+    host = maddr.split("/")[2]
+    if all(_is_loopback_maddr(seed) for seed in seeds):
+        return _is_loopback_maddr(maddr)
+    return not _is_loopback_maddr(maddr) if lead_nowhere_else(seeds) else not is_near(host)
+
+
+def _is_loopback_maddr(maddr: str) -> bool:
+    kind, host = maddr.split("/")[1:3]
+    return kind in {"ip4", "ip6"} and is_loopback(host)
+
+
+def require_others_can_dial(config: PeerConfig, ticket: Ticket) -> None:
+    """Raise ``ConfigError`` if a peer would tell others on other machines to dial their own: it would hear
+    nobody, or live on relays."""
+    host = config.announce_host or config.host
+    if not is_loopback_host(host) or is_on_this_machine(ticket):
+        return
+    key = "announce_host" if config.announce_host else "host"
+    raise ConfigError(
+        "this peer's settings",
+        key,
+        f"{host} leads nowhere from another machine, and the seeds are on others; listen on all addresses "
+        '(host "0.0.0.0") and leave announce_host out, or name there what others can dial',
+    )
+
+
+def is_on_this_machine(ticket: Ticket) -> bool:
+    """Whether all seeds are, as far as their addresses tell."""
+    places = [seed.split("/")[1:3] for seed in ticket.seeds]
+    return all(kind in {"ip4", "ip6"} and (is_loopback(host) or is_own(host)) for kind, host in places)
+
+
+def leads_elsewhere(record: PeerRecord) -> bool:
+    """Whether a record has an address that leads to another machine than the one that dials it, or none."""
+    hosts = [address.rpartition(":")[0].strip("[]") for address in record.grpc_addresses]
+    hosts += [
+        "a relay" if is_relayed(maddr) else maddr.split("/")[2]
+        for maddr in record.maddrs
+        if maddr.count("/") > 2
+    ]
+    return not hosts or not all(map(is_loopback_host, hosts))
 
 
 def lead_nowhere_else(seeds: Sequence[str]) -> bool:

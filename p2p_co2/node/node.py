@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from p2p_co2.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
-from p2p_co2.membership import Joined, Left, Membership
+from p2p_co2.membership import Joined, Left, Membership, OtherModel
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
@@ -38,6 +38,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope, Fetch, Status
+from p2p_co2.wire.model_table import ModelSummary
 
 QUIET_IDLE = 0.5
 """Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
@@ -68,6 +69,7 @@ class Node:
         clock: Clock = SYSTEM_CLOCK,
         make_links: MakeLinks = Links,
         open_message: Callable[[bytes, bytes], Opened] = opened,
+        model: ModelSummary | None = None,
     ) -> None:
         self.clock, self._make_links = clock, make_links
         self._unix_at_start = clock.unix() - clock.monotonic()
@@ -81,7 +83,8 @@ class Node:
         self.shape, self.group_size = shape, network.run.group_size
         self.agreed = list(agreed)
         pace = network.run.clock
-        self.membership = Membership(self.me, quiet_beat_s(pace.round_s) if pace.mode == "time" else 0.0)
+        quiet_s = quiet_beat_s(pace.round_s) if pace.mode == "time" else 0.0
+        self.membership = Membership(self.me, quiet_s, model)
         self.far = Far(self, network.run.cells, network.find_peers)
         self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, self.far.cells)
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
@@ -365,8 +368,12 @@ class Node:
 
     # ---- events of the membership machine
 
-    def _on_membership(self, event: Joined | Left) -> None:
+    def _on_membership(self, event: Joined | Left | OtherModel) -> None:
         now = self.now()
+        if isinstance(event, OtherModel):
+            why = f": {event.difference}" if event.difference is not None else ""
+            self.report(ev.Warned, text=f"peer {event.peer} trains another model and is left out{why}")
+            return
         if isinstance(event, Joined):
             self._finding.unreached.met(event.peer)
             self.report(ev.PeerJoined, other=event.peer)

@@ -148,6 +148,7 @@ class SwarmProgress:
                 process=self._node.process,
                 settled=self._is_at_rest,
                 heartbeat_s=heartbeat_s,
+                model=membership.model.digest if membership.model is not None else 0,
             )
         elif outlook.seen:
             for sight, aged in zip(self._status.sights, outlook.sights(self._node.now()), strict=False):

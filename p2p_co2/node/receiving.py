@@ -25,6 +25,7 @@ from p2p_co2.outlook import check_sights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_STATUS_BYTES
+from p2p_co2.wire.model_table import MAX_TABLE_BYTES
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
@@ -146,7 +147,7 @@ class Receiving:
     def _dispatch(self, opened: Opened, size_bytes: int, sender: PeerId, now: float) -> bool:
         """Give the body to its machine; False for bulk that nobody waited for."""
         node, kind, message, useful = self._node, opened.kind, opened.body, True
-        if kind in _MEMBERSHIP:
+        if kind in _MEMBERSHIP or kind == "model_table":
             self._take_membership(opened, size_bytes, sender, now)
         elif kind in OUTLOOK_KINDS:
             if size_bytes > MAX_STATUS_BYTES:
@@ -174,11 +175,11 @@ class Receiving:
     def _take_membership(self, opened: Opened, size_bytes: int, sender: PeerId, now: float) -> None:
         """What peers of one cell say of themselves."""
         node, kind, message = self._node, opened.kind, opened.body
-        if size_bytes > MAX_STATUS_BYTES:
+        if size_bytes > (MAX_STATUS_BYTES if kind in _MEMBERSHIP else 2 * MAX_TABLE_BYTES):
             raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
         if not node.far.is_near(sender):
             raise RemoteProtocolError("wrong cell", f"a {kind} from another cell")
-        if kind == "leave":
+        if kind in {"leave", "model_table"}:
             node.membership.receive(message, sender, now)
             return
         if kind == "ping" and message.nonce:

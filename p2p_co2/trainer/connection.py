@@ -32,6 +32,7 @@ from p2p_co2.rounds import PayloadShape
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
+from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.model_check import check_model
@@ -39,11 +40,16 @@ from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.rates import base_rates, check_factor
+from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.wire.model_table import ModelSummary
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 """A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
 others, who may only be slow to answer."""
+STRANGERS_ANSWER_S = 2.5
+"""Peers with another model are believed after this: the table that says how theirs differs has come, or does
+not, and so have those that have ours."""
 FP32_BYTES = 4
 GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``."""
@@ -130,6 +136,12 @@ class Connection:
         for it until somebody looks, and then a process of its own."""
         return self._thread.board
 
+    @property
+    def ticket(self) -> str:
+        """An invitation: the ticket that this peer came by, with some peers as further seeds, so that it
+        works when the first seeds are gone. It grows as this peer meets others."""
+        return str(self._thread.network.invitation)
+
     def close(self) -> None:
         """Leave the network. May be called twice."""
         self._thread.close()
@@ -153,8 +165,9 @@ class Connection:
         checkpoint; what it has is set aside.
 
         Blocks, bounded. Raises ``ConfigError`` (a model or optimizer that a swarm cannot train, as
-        ``model_check`` says; a model too small for the fragments; no checkpoint to resume from, or one of
-        another run or model), ``TransportError`` (not enough peers, or none that can help).
+        ``model_check`` says; a model too small for the fragments, or not the one that the run's peers train;
+        no checkpoint to resume from, or one of another run or model), ``TransportError`` (not enough peers,
+        or none that can help).
         """
         if start_over and resume:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
@@ -212,11 +225,14 @@ class Connection:
             )
         )
         sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
-        node = self._thread.start_node(shape, sizes, ledger)
         try:
-            self._gather()
+            summary = summarise(model, plan)
+            node = self._thread.start_node(shape, sizes, ledger, summary)
+            self._tell_of_unread(summary)
+            self._gather(node)
             self._catch_up(node)
             self._thread.caught_up()
+            buffers = self._take_buffers(node, model, is_new=not is_resumed)
         except BaseException:
             ledger.close()
             raise
@@ -231,7 +247,7 @@ class Connection:
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
         plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr)
-        return Peer(self._thread, ledger, plan_of_peer, progressed)
+        return Peer(self._thread, ledger, plan_of_peer, progressed, buffers)
 
     def _load(self, plan: FragmentPlan, model: nn.Module, resume: bool | None) -> Checkpoint | None:
         """The folder's checkpoint, if there is one or must be one."""
@@ -253,12 +269,33 @@ class Connection:
     def _warn(self, text: str) -> None:
         self._thread.report(ev.Warned, {"text": text})
 
-    def _gather(self) -> None:
+    def _tell_of_unread(self, model: ModelSummary) -> None:
+        unread = [row.name for row in model.rows if not (row.is_trained or row.values)]
+        if unread:
+            text = f"torch does not show frozen values, so nobody compares them: {', '.join(unread[:4])}"
+            self._thread.report(ev.Warned, {"text": text})
+
+    def _in_doubt(self, node: Node, began_at: float) -> bool:
+        """Whether those heard so far mostly train another model, which the next answers may change. Raises
+        ``ConfigError`` when they do not."""
+        now = time.monotonic()
+        stranger = node.membership.outnumbered_by()
+        if stranger is None:
+            return False
+        listened_s = LISTEN_TO_LISTED_S if self._thread.unheard_peers() else STRANGERS_ANSWER_S
+        if now - began_at > listened_s and node.now() - stranger.since > STRANGERS_ANSWER_S:
+            name, problem = stranger.difference or ("", "the others would not say how it differs")
+            raise ConfigError("the model is not the one that this run's peers train", name, problem)
+        return True
+
+    def _gather(self, node: Node) -> None:
         """Wait until enough peers are live."""
         wanted = self.config.min_peers - 1
-        ends_at = time.monotonic() + GATHER_BOUND_S
+        began_at = time.monotonic()
+        ends_at = began_at + GATHER_BOUND_S
         while self._thread.live_peers() < wanted:
             self._thread.check()
+            self._in_doubt(node, began_at)
             if time.monotonic() > ends_at:
                 raise TransportError(
                     f"only {self._thread.live_peers() + 1} of {self.config.min_peers} peers after "
@@ -266,12 +303,33 @@ class Connection:
                 )
             time.sleep(0.02)
 
+    def _take_buffers(self, node: Node, model: nn.Module, is_new: bool) -> ModelBuffers:
+        """Begin with a donor's buffers, if this peer is new to a run that is under way."""
+        buffers = ModelBuffers(model)
+        if not buffers.size_bytes:
+            return buffers
+        if buffers.running:
+            text = (
+                f"buffers such as {buffers.running[0]} are each peer's own: rounds do not average them, and "
+                "a newcomer begins with a donor's"
+            )
+            self._thread.report(ev.Warned, {"text": text})
+        is_newcomer = is_new and any(agreed.version for agreed in node.agreed)
+        taken = self._thread.take_buffers(buffers.layout, buffers.size_bytes, is_newcomer)
+        if not is_newcomer:
+            return buffers
+        if trouble := buffers.load_(taken) if taken else "nobody gave them":
+            text = f"this peer goes on with buffers of its own, such as {buffers.names[0]}: {trouble}"
+            self._thread.report(ev.Warned, {"text": text})
+        return buffers
+
     def _catch_up(self, node: Node) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""
         started_at = followed_at = given_at = time.monotonic()
         began_with, given = tuple(node.agreed), 0
         while True:
             self._thread.check()
+            in_doubt = self._in_doubt(node, started_at)
             now = time.monotonic()
             if (moved := sum(map(operator.ne, node.agreed, began_with))) > given:
                 given, given_at = moved, now
@@ -279,7 +337,7 @@ class Connection:
             waited_s, heard = now - started_at, node.progress.heard
             if not node.progress.left_behind or node.progress.may_be_back:
                 followed_at = now
-            if not node.progress.left_behind and (heard or self._thread.live_peers() == 0):
+            if not (in_doubt or node.progress.left_behind) and (heard or self._thread.live_peers() == 0):
                 unheard = self._thread.unheard_peers()
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 # Those who join as we do know no more than we: who is listed may be about to answer.

@@ -8,6 +8,7 @@ socket or file.
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import threading
 import time
@@ -31,9 +32,12 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Relayed
+from p2p_co2.wire.messages_pb2 import Relayed, Status
+from p2p_co2.wire.model_table import ModelSummary
 
 CLOSE_BOUND_S = 6.0
+MAX_BUFFER_DONORS, BUFFERS_BOUND_S, BUFFERS_BEAT_S = 3, 30.0, 0.02
+"""A newcomer asks so many for their buffers, and waits no longer."""
 _T = TypeVar("_T")
 
 
@@ -105,11 +109,13 @@ class NetworkThread:
             self._failure = self._failure or error  # on the loop nobody hears it: the training thread does
             raise
 
-    def start_node(self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger) -> Node:
+    def start_node(
+        self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger, model: ModelSummary
+    ) -> Node:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event)
+            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model=model)
             node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
@@ -145,6 +151,39 @@ class NetworkThread:
                 self._gate.close()
 
     # ---- what the training thread reads and asks
+
+    @property
+    def wants_buffers(self) -> bool:
+        """Whether a newcomer asks for this peer's buffers (``share_buffers``)."""
+        return self.node.catchup.buffers.is_wanted
+
+    def share_buffers(self, data: bytes) -> None:
+        """Give newcomers these values."""
+        self._loop.call_soon_threadsafe(lambda: self.node.catchup.buffers.publish(data, self.node.now()))
+
+    def take_buffers(self, layout: int, size_bytes: int, is_newcomer: bool) -> bytes:
+        """Serve buffers of this ``layout`` from now on; those of a peer that trains, if this one
+        ``is_newcomer``, or empty if nobody gave them in time."""
+
+        async def take() -> bytes:
+            node, buffers = self.node, self.node.catchup.buffers
+            buffers.layout, buffers.size_bytes = layout, size_bytes
+            if not is_newcomer:
+                return b""
+            here = tuple(agreed.digest for agreed in node.agreed)
+            training = {p: i for p, i in node.membership.live.items() if i.status.phase == Status.TRAINING}
+            donors = random.sample(sorted(training), len(training))
+            donors.sort(key=lambda peer: training[peer].digests != here)
+            buffers.want(donors[:MAX_BUFFER_DONORS], node.now())
+            ends_at = time.monotonic() + BUFFERS_BOUND_S
+            while buffers.is_asking and time.monotonic() < ends_at:
+                node.pump()
+                await asyncio.sleep(BUFFERS_BEAT_S)
+            taken = buffers.taken
+            buffers.give_up()
+            return taken
+
+        return self._ask(take())
 
     def offer(self, offer: Offer) -> None:
         self._loop.call_soon_threadsafe(self.node.offer, offer)

@@ -20,6 +20,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.fragments.names import named_parameters
 from p2p_co2.governor import Governor
 from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.model_check import Structure
 from p2p_co2.trainer.network_thread import NetworkThread
@@ -37,7 +38,15 @@ class Peer:
     ``measure_agreed`` give the final state.
     """
 
-    def __init__(self, thread: NetworkThread, ledger: TensorLedger, plan: Plan, start: Progressed) -> None:
+    def __init__(
+        self,
+        thread: NetworkThread,
+        ledger: TensorLedger,
+        plan: Plan,
+        start: Progressed,
+        buffers: ModelBuffers,
+    ) -> None:
+        self._buffers = buffers
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
         self._saver = Saver(plan, ledger, self._sync, thread.report)
@@ -61,6 +70,11 @@ class Peer:
         """The address of this peer's own page on the loopback; "" if ``PeerConfig.board`` is False, and after
         ``leave``."""
         return "" if self._left else self._thread.board
+
+    @property
+    def ticket(self) -> str:
+        """An invitation that names some of the peers as further seeds (``Connection.ticket``)."""
+        return str(self._thread.network.invitation)
 
     @property
     def position(self) -> float:
@@ -96,6 +110,8 @@ class Peer:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
             self._sync.after_step(count, value)
             self._rates.set(self._sync.position)
+            if self._thread.wants_buffers:
+                self._thread.share_buffers(self._buffers.to_bytes())
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint

@@ -41,6 +41,14 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
+def is_loopback_host(host: str) -> bool:
+    """The same of a host as people write it: a name may lead anywhere, but for this one."""
+    try:
+        return is_loopback(host)
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def is_own(address: str) -> bool:
     """Whether an IP address is one of this machine's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

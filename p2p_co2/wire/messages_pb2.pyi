@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind", "cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision", "cell_look", "cell_sight", "listen", "fetch", "manifest", "chunk", "refusal")
+    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind", "cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision", "cell_look", "cell_sight", "listen", "fetch", "manifest", "chunk", "refusal", "model_table")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Envelope(_message.Message):
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_TABLE_FIELD_NUMBER: _ClassVar[int]
     version: int
     run: bytes
     ping: Ping
@@ -67,10 +68,11 @@ class Envelope(_message.Message):
     manifest: Manifest
     chunk: Chunk
     refusal: Refusal
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., cell_ready: _Optional[_Union[CellReady, _Mapping]] = ..., cell_waiting: _Optional[_Union[CellWaiting, _Mapping]] = ..., cell_begin: _Optional[_Union[CellBegin, _Mapping]] = ..., cell_part: _Optional[_Union[CellPart, _Mapping]] = ..., cell_mean: _Optional[_Union[CellMean, _Mapping]] = ..., cell_result: _Optional[_Union[CellResult, _Mapping]] = ..., cell_decision: _Optional[_Union[CellDecision, _Mapping]] = ..., cell_look: _Optional[_Union[CellLook, _Mapping]] = ..., cell_sight: _Optional[_Union[CellSight, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    model_table: ModelTable
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., cell_ready: _Optional[_Union[CellReady, _Mapping]] = ..., cell_waiting: _Optional[_Union[CellWaiting, _Mapping]] = ..., cell_begin: _Optional[_Union[CellBegin, _Mapping]] = ..., cell_part: _Optional[_Union[CellPart, _Mapping]] = ..., cell_mean: _Optional[_Union[CellMean, _Mapping]] = ..., cell_result: _Optional[_Union[CellResult, _Mapping]] = ..., cell_decision: _Optional[_Union[CellDecision, _Mapping]] = ..., cell_look: _Optional[_Union[CellLook, _Mapping]] = ..., cell_sight: _Optional[_Union[CellSight, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "sights", "settled", "heartbeat_s", "finished", "process")
+    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "sights", "settled", "heartbeat_s", "finished", "process", "model")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         JOINING: _ClassVar[Status.Phase]
@@ -96,6 +98,7 @@ class Status(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     phase: Status.Phase
     position: float
     inner_steps: int
@@ -111,7 +114,8 @@ class Status(_message.Message):
     heartbeat_s: float
     finished: bytes
     process: int
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., sights: _Optional[_Iterable[_Union[CellSight, _Mapping]]] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ...) -> None: ...
+    model: int
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., sights: _Optional[_Iterable[_Union[CellSight, _Mapping]]] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce", "sent_at", "status")
@@ -140,6 +144,32 @@ class Leave(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class ModelRow(_message.Message):
+    __slots__ = ("name", "shape", "dtype", "trained", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    trained: bool
+    digest: bytes
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., trained: _Optional[bool] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class ModelTable(_message.Message):
+    __slots__ = ("model", "rows", "tensors", "numel")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    model: int
+    rows: _containers.RepeatedCompositeFieldContainer[ModelRow]
+    tensors: int
+    numel: int
+    def __init__(self, model: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[ModelRow, _Mapping]]] = ..., tensors: _Optional[int] = ..., numel: _Optional[int] = ...) -> None: ...
 
 class RoundKey(_message.Message):
     __slots__ = ("fragment", "round", "attempt")
@@ -549,8 +579,10 @@ class Fetch(_message.Message):
         __slots__ = ()
         ROUND: _ClassVar[Fetch.What]
         STATE: _ClassVar[Fetch.What]
+        BUFFERS: _ClassVar[Fetch.What]
     ROUND: Fetch.What
     STATE: Fetch.What
+    BUFFERS: Fetch.What
     WHAT_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]

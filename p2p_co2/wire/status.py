@@ -42,6 +42,7 @@ class PeerStatus(NamedTuple):
     sights: Sequence[Sight] = ()
     heartbeat_s: float = 0.0
     process: int = 0
+    model: int = 0
 
     def is_news_after(self, known: PeerStatus) -> bool:
         return self[:7] != known[:7]
@@ -73,6 +74,7 @@ def read_status(status: Status) -> PeerStatus:
         status.phase, tuple(status.versions[:]), tuple(status.digests[:]), status.upload_bytes_per_s,
         status.download_bytes_per_s, status.finished, status.settled, status.position,
         tuple(map(read_sight, sights)) if sights else (), status.heartbeat_s, status.process,
+        status.model,
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,8 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, RemoteProtocolError, TransportError
 from p2p_co2.peer_options import listening
-from p2p_co2.ticket import Ticket
+from p2p_co2.ticket import Ticket, by_peer
+from p2p_co2.transport.clocks import judge_clock
 from p2p_co2.transport.hivemind_quiet import P2P
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.wire.identity import Identity, PeerId
@@ -41,8 +41,6 @@ NETWORK_S = 22.0
 STARTUP_S = 6.0
 MAX_PEERS_ASKED = 4
 LOOKS = 3
-CLOCK_OK_S, CLOCK_CANNOT_S = 5.0, 45.0
-"""Records in the DHT live for 60 s of everybody's clock, and hellos are taken within 120 s."""
 SLOW_ROUND_TRIP_S = 0.5
 AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download", "round trips")
 """Findings that need somebody to ask."""
@@ -143,12 +141,9 @@ async def _start(identity_path: Path, config: PeerConfig) -> P2P:
 
 def seeds_of(ticket: Ticket) -> list[Target]:
     """The seeds of a ticket; one that has several addresses is one seed."""
-    maddrs: dict[str, list[str]] = {}
-    for maddr in ticket.seeds:
-        maddrs.setdefault(maddr.rpartition("/p2p/")[2], []).append(maddr)
     return [
-        Target(f"seed {number}", PeerId(peer), known, is_seed=True)
-        for number, (peer, known) in enumerate(maddrs.items(), 1)
+        Target(f"seed {number}", peer, known, is_seed=True)
+        for number, (peer, known) in enumerate(by_peer(ticket.seeds).items(), 1)
     ]
 
 
@@ -186,23 +181,9 @@ async def _look(ticket: Ticket, p2p: P2P, target: Target) -> None:
 
 
 def clock_finding(offsets_s: Sequence[float]) -> Finding:
-    """``offsets_s``: the others' clocks minus ours. One liar among three moves no median; of two that
-    disagree nobody knows who is right."""
-    middle = statistics.median(offsets_s)
-    others = f"{len(offsets_s)} other{'s' * (len(offsets_s) > 1)}"
-    words = f"{-middle:+.2f} s against {others}"
-    near = sum(abs(offset - middle) <= CLOCK_OK_S for offset in offsets_s)
-    if 2 * near <= len(offsets_s):
-        spread = max(offsets_s) - min(offsets_s)
-        advice = "somebody's clock is wrong; look at this machine's: date -u"
-        return Finding("clock", State.UNKNOWN, f"{others} differ by {spread:.0f} s", advice)
-    fix = "set it by the network: timedatectl set-ntp true"
-    if abs(middle) > CLOCK_CANNOT_S:
-        return Finding("clock", State.CANNOT, words, f"the others do not list or hear this peer; {fix}")
-    if abs(middle) > CLOCK_OK_S:
-        advice = f"from {CLOCK_CANNOT_S:.0f} s on the others do not hear this peer; {fix}"
-        return Finding("clock", State.LIMITED, words, advice)
-    return Finding("clock", State.OK, words)
+    """``offsets_s``: the others' clocks minus ours."""
+    judged = judge_clock(offsets_s)
+    return Finding("clock", State[judged.state.upper()], judged.measured, judged.advice)
 
 
 def round_trips_finding(known_s: dict[str, float], peers: int) -> Finding:

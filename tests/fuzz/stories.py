@@ -16,7 +16,7 @@ from p2p_co2.catchup import ROUND, STATE
 from p2p_co2.rounds.cells import council_order
 from p2p_co2.rounds.gathering import behind_message
 from p2p_co2.rounds.swarm import coordination_order
-from p2p_co2.wire.messages_pb2 import Envelope, Listen, RoundKey
+from p2p_co2.wire.messages_pb2 import Envelope, Listen, ModelRow, ModelTable, RoundKey
 from tests.fuzz.bench import LATENCY_S, Bench, Together, envelope
 from tests.fuzz.world import make_identity
 
@@ -227,4 +227,6 @@ def examples(cells: int = 0) -> dict[str, tuple[bytes, ...]]:
         envelope(Listen(key=RoundKey(fragment=0, round=1, attempt=attempt), state_digest=digest)): None
         for attempt in attempts
     }
+    table = ModelTable(model=1, rows=[ModelRow(name="0.weight", shape=[2], dtype="float32", trained=True)])
+    found["model_table"] = {envelope(table): None}  # these peers compare no models
     return {kind: tuple(list(some)[:: max(1, len(some) // 8)]) for kind, some in sorted(found.items())}

@@ -1,0 +1,442 @@
+"""What peers compare when they meet: models by their tables, clocks, addresses, and whom they knew."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from p2p_co2.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
+from p2p_co2.catchup.goals import Outbox
+from p2p_co2.config import PeerConfig
+from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
+from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.membership import SILENCE_CAP_S, TABLE_WITHIN_S, Left, Membership, OtherModel
+from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
+from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
+from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.buffers import ModelBuffers
+from p2p_co2.trainer.summary import summarise, values_digest
+from p2p_co2.transport.probe import ProbeServer
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import (
+    Chunk,
+    Fetch,
+    Leave,
+    ModelRow,
+    ModelTable,
+    PeerRecord,
+    Ping,
+    Refusal,
+    Status,
+)
+from p2p_co2.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row
+from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
+from tests.test_membership import deliver, drain
+
+A, B, C, D = (Identity.generate().peer_id for _ in range(4))
+
+
+def trunk(rows: int = 64, columns: int = 16) -> nn.Sequential:
+    """A frozen base and a trained matrix."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(columns, rows, bias=False))
+    model[0].requires_grad_(False)
+    return model
+
+
+def summary(model: nn.Module) -> ModelSummary:
+    return summarise(model, plan_fragments(model, 2))
+
+
+# ---- models: by hand
+
+
+def _frozen_value(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].weight[3, 3] += 1e-3
+
+
+DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object], str, str]] = {
+    "another base": (_frozen_value, "0.weight", "the frozen values differ"),
+    "base in bfloat16": (lambda model: model[0].bfloat16(), "0.weight", "bfloat16 there; load the same base"),
+    "unfrozen": (lambda model: model[0].weight.requires_grad_(), "0.weight", "frozen here and trained there"),
+    "one more": (lambda model: model.append(nn.Linear(2, 2)), "2.weight", "none of this name here"),
+    "renamed": (lambda model: model.append(model.pop(1)).insert(1, nn.Tanh()), "1.weight", "no"),
+    "live dtype": (lambda model: model[1].half(), "1.weight", "float32 here and float16 there"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_named(name: str) -> None:
+    change, parameter, words = DIFFERENCES[name]
+    mine, other = trunk(), trunk()
+    change(other)
+    here, there = summary(mine), summary(other)
+    assert here.digest != there.digest
+    found = here.difference(there.message)
+    assert found.name == parameter
+    assert words in found.problem
+
+
+def test_matrices_of_one_size_and_two_shapes_are_not_the_same_model() -> None:
+    here, there = summary(trunk(64, 16)), summary(trunk(16, 64))
+    found = here.difference(there.message)
+    assert str(found).startswith(
+        "1.weight: shape (64, 16) here and (16, 64) there; trained parameters: 1,024"
+    )
+
+
+def test_the_same_model_is_the_same_whatever_lies_round_it_and_however_it_lies_in_memory() -> None:
+    plain, strided = trunk(), trunk()
+    strided[0].weight.data = strided[0].weight.data.t().contiguous().t()
+    with torch.no_grad():
+        strided[1].weight.add_(1.0)  # what is trained is agreed on elsewhere
+    assert not strided[0].weight.is_contiguous()
+    assert summary(plain).digest == summary(strided).digest
+    wrapped = torch.compile(trunk(), backend="eager")
+    assert isinstance(wrapped, nn.Module)
+    assert summary(wrapped).rows == summary(plain).rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_default_dtype_changes_no_summary(dtype: torch.dtype) -> None:
+    model = trunk()
+    before = summary(model).digest
+    torch.set_default_dtype(dtype)
+    try:
+        assert summary(model).digest == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_values_are_digested_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
+    whole, turned = values_digest(values), values_digest(values.t())
+    monkeypatch.setattr("p2p_co2.trainer.summary.PIECE_BYTES", 100)
+    assert values_digest(values) == values_digest(values.t().contiguous().t()) == whole
+    assert values_digest(values.t()) == turned != whole
+
+
+def test_a_long_table_is_cut_short_and_still_compared() -> None:
+    rows = tuple(Row(f"layers.{number}.weight", (number,), "float32", True) for number in range(20_000))
+    here = ModelSummary(rows, bytes(32), 1)
+    there = ModelSummary((*rows[:-1], Row("last", (1,), "float32", True)), bytes(32), 1)
+    assert there.message.ByteSize() <= MAX_TABLE_BYTES + 100
+    assert here.difference(there.message).name == ""
+    early = ModelSummary((Row("first", (1,), "float32", True), *rows[1:]), bytes(32), 1)
+    assert here.difference(early.message).name == rows[0].name
+
+
+@pytest.mark.parametrize(
+    "row", [ModelRow(name="x" * 600), ModelRow(shape=[1] * 20), ModelRow(digest=b"x")], ids=str
+)
+def test_a_table_that_no_model_has_is_refused(row: ModelRow) -> None:
+    with pytest.raises(RemoteProtocolError, match="bad model table"):
+        summary(trunk()).difference(ModelTable(rows=[row]))
+
+
+# ---- models: peers that meet
+
+
+def meet(**models: ModelSummary | None) -> dict[PeerId, Membership]:
+    """Peers a to d with these models, of which the first finds all others; each says what it trains."""
+    names = dict(zip("abcd", (A, B, C, D), strict=True))
+    machines = {names[name]: Membership(names[name], model=model) for name, model in models.items()}
+    for peer, machine in machines.items():
+        joins = Status.JOINING if peer == A else Status.TRAINING
+        model = machine.model.digest if machine.model is not None else 0
+        machine.status = Status(phase=joins, process=1, model=model)
+    for machine in machines.values():
+        machine.found(machines, 100.0)
+    deliver(machines, 100.0)
+    return machines
+
+
+RIGHT, WRONG = summary(trunk(64, 16)), summary(trunk(16, 64))
+
+
+def test_peers_with_two_models_are_strangers_and_each_is_told_once_by_what_they_differ() -> None:
+    machines = meet(a=WRONG, b=RIGHT)
+    for mine, other in ((A, B), (B, A)):
+        machine = machines[mine]
+        assert not machine.live
+        (told,) = drain(machine)
+        assert isinstance(told, OtherModel)
+        assert told.peer == other
+        assert told.difference is not None
+        assert told.difference.name == "1.weight"
+        machine.found(machines, 105.0)
+        machine.handle_timer(106.0)
+        assert machine.messages_to_send() == []
+    assert machines[A].outnumbered_by() is machines[A].strangers[B]
+
+
+def test_who_does_not_name_its_model_is_taken() -> None:
+    machines = meet(a=RIGHT, b=None)
+    assert set(machines[A].live) == {B}
+    assert set(machines[B].live) == {A}
+
+
+def test_a_newcomer_goes_by_most_and_a_lone_liar_keeps_nobody_out() -> None:
+    one_each = meet(a=RIGHT, b=RIGHT, c=WRONG)
+    assert set(one_each[A].live) == {B}
+    assert one_each[A].outnumbered_by() is None
+    outnumbered = meet(a=RIGHT, b=RIGHT, c=WRONG, d=WRONG)[A]
+    assert outnumbered.outnumbered_by() is not None
+
+
+def test_of_those_who_train_one_counts_more_than_any_that_join() -> None:
+    machine = meet(a=RIGHT, b=RIGHT, c=WRONG, d=WRONG)[A]
+    for stranger in machine.strangers.values():
+        stranger.status = stranger.status._replace(phase=Status.JOINING)
+    assert machine.outnumbered_by() is None
+
+
+def test_one_that_sends_no_table_is_told_of_all_the_same() -> None:
+    machine = Membership(A, model=RIGHT)
+    machine.receive(Ping(status=Status(model=7)), B, 100.0)
+    machine.handle_timer(100.0 + TABLE_WITHIN_S / 2)
+    assert drain(machine) == []
+    machine.handle_timer(100.0 + 2 * TABLE_WITHIN_S)
+    assert drain(machine) == [OtherModel(B, None)]
+
+
+def test_a_peer_that_comes_back_with_another_model_is_no_member_and_with_the_right_one_is() -> None:
+    machine = Membership(A, model=RIGHT)
+    right, wrong = Status(model=RIGHT.digest, process=1), Status(model=WRONG.digest, process=2)
+    machine.receive(Ping(status=right), B, 100.0)
+    machine.receive(Ping(status=wrong), B, 101.0)
+    assert not machine.live
+    assert any(isinstance(event, Left) for event in drain(machine))
+    machine.receive(Ping(status=right), B, 102.0)
+    assert set(machine.live) == {B}
+    assert not machine.strangers
+
+
+def test_strangers_that_leave_or_are_listed_no_more_are_forgotten() -> None:
+    machine = Membership(A, model=RIGHT)
+    for peer in (B, C, D):
+        machine.receive(Ping(status=Status(model=7)), peer, 100.0)
+    machine.receive(Leave(), B, 101.0)
+    machine.found([C], 101.0 + SILENCE_CAP_S)
+    assert set(machine.strangers) == {C}
+
+
+def test_a_table_that_nobody_waits_for_is_counted() -> None:
+    machine = Membership(A, model=RIGHT)
+    with pytest.raises(RemoteProtocolError, match="unasked"):
+        machine.receive(WRONG.message, B, 100.0)
+    machine.receive(Ping(status=Status(model=7)), B, 100.0)
+    machine.receive(WRONG.message, B, 100.0)
+    with pytest.raises(RemoteProtocolError, match="unasked"):
+        machine.receive(WRONG.message, B, 100.0)
+
+
+# ---- buffers
+
+Sharing = tuple[Buffers, Outbox]
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def test_buffers_go_from_one_model_to_another_whole_or_not_at_all() -> None:
+    donor, newcomer = normalised(), normalised()
+    donor(5.0 + torch.randn(32, 4, generator=torch.Generator().manual_seed(1)))
+    donor.register_buffer("not_saved", torch.ones(3), persistent=False)
+    given, taken = ModelBuffers(donor), ModelBuffers(newcomer)
+    assert given.running == ["1.running_mean", "1.running_var"]
+    assert given.layout == taken.layout
+    assert given.size_bytes == 4 * 4 * 2 + 8
+    before = taken.to_bytes()
+    assert "bytes" in taken.load_(given.to_bytes()[:-1])
+    donor[1].running_var[2] = torch.inf  # type: ignore[index]
+    assert "1.running_var is not finite" in taken.load_(given.to_bytes())
+    assert taken.to_bytes() == before
+    donor[1].running_var[2] = 1.0  # type: ignore[index]
+    assert taken.load_(given.to_bytes()) == ""
+    assert all(map(torch.equal, donor[1].buffers(), newcomer[1].buffers()))  # type: ignore[index]
+
+
+def sharing(size_bytes: int, layout: int = 3) -> Sharing:
+    out = Outbox()
+    machine = Buffers(out)
+    machine.layout, machine.size_bytes = layout, size_bytes
+    return machine, out
+
+
+def exchange(
+    newcomer: tuple[Buffers, Outbox], donors: dict[PeerId, tuple[Buffers, Outbox]], now: float
+) -> None:
+    machine, out = newcomer
+    while out.messages:
+        to, question = out.messages.pop(0)
+        if to in donors:
+            donors[to][0].receive(question, A, now)  # type: ignore[arg-type]
+            for _, answer in donors[to][1].messages:
+                machine.receive(answer, to, now)  # type: ignore[arg-type]
+            donors[to][1].messages.clear()
+
+
+def test_a_newcomer_takes_the_buffers_of_the_first_donor_that_gives_them() -> None:
+    size = 2 * LEAST_CHUNK_BYTES + 5
+    values = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    newcomer, other, donor = sharing(size), sharing(size, layout=4), sharing(size)
+    newcomer[0].want([B, C, D], 100.0)
+    exchange(newcomer, {C: other, D: donor}, 100.0)  # B says nothing
+    assert newcomer[0].get_timer() == 100.0 + SILENT_S
+    newcomer[0].handle_timer(100.0 + SILENT_S)
+    exchange(newcomer, {C: other, D: donor}, 111.0)
+    assert donor[0].is_wanted
+    assert newcomer[0].taken == b""
+    donor[0].publish(values, 111.0)
+    assert not donor[0].is_wanted
+    newcomer[0].handle_timer(111.0 + AGAIN_S)
+    exchange(newcomer, {D: donor}, 111.0 + AGAIN_S)
+    assert newcomer[0].taken == values
+    assert newcomer[0].get_timer() is None
+    newcomer[0].want([D], 112.0 + FRESH_S)  # and old values are not given
+    exchange(newcomer, {D: donor}, 112.0 + FRESH_S)
+    assert donor[0].is_wanted
+
+
+def test_what_breaks_the_rules_about_buffers_is_refused_and_another_donor_asked() -> None:
+    newcomer, out = sharing(10)
+    newcomer.want([B, C], 100.0)
+    asked = out.messages.pop()[1]
+    newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(10)), D, 100.0)  # not asked
+    with pytest.raises(RemoteProtocolError, match="wrong size"):
+        newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(9)), B, 100.0)
+    ((to, again),) = out.messages
+    assert to == C
+    newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(10)), C, 100.0)  # an old question
+    assert newcomer.taken == b""
+    newcomer.receive(Chunk(what=BUFFERS, request=again.request, data=bytes(10)), C, 100.0)
+    assert newcomer.taken == bytes(10)
+    with pytest.raises(RemoteProtocolError, match="unknown chunk"):
+        newcomer.receive(Fetch(what=BUFFERS, version=3, chunk=1), B, 100.0)
+    nothing, said = sharing(0)
+    nothing.receive(Fetch(what=BUFFERS, version=3, chunk=1 << 31), B, 100.0)
+    assert isinstance(said.messages[0][1], Refusal)
+    assert not nothing.is_wanted
+
+
+def test_with_no_donor_left_there_are_none() -> None:
+    newcomer = sharing(10)
+    newcomer[0].want([B], 100.0)
+    newcomer[0].handle_timer(100.0 + SILENT_S)
+    assert not newcomer[0].is_asking
+    assert newcomer[0].taken == b""
+    assert newcomer[0].get_timer() is None
+
+
+# ---- clocks and addresses
+
+
+@pytest.mark.parametrize("offset_s", [90.0, -3600.0])
+async def test_who_joins_with_another_time_is_refused(tmp_path: Path, offset_s: float) -> None:
+    async with open_member(tmp_path / "seed", []) as seed:
+        await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
+        probes = ProbeServer(seed.p2p, RUN, clock=lambda: time.time() + offset_s)
+        await probes.start()
+        ticket = Ticket(RUN, seed.identity.peer_id, (DEAD, *seed.maddrs))
+        with pytest.raises(EnvironmentFault, match=r"clock: .* against 1 other; .* timedatectl"):
+            await Network.open(ticket, PeerConfig(folder=tmp_path / "peer"), lambda *_: None)
+        await probes.close()
+
+
+PUBLIC = f"/ip4/203.0.113.5/tcp/31000/p2p/{A}"
+NEAR = f"/ip4/10.99.99.99/tcp/31000/p2p/{A}"
+HERE = f"/ip4/127.0.0.1/tcp/31000/p2p/{A}"
+
+
+@pytest.mark.parametrize("seed", [PUBLIC, NEAR, f"/dns4/seed.example.org/tcp/31000/p2p/{A}"])
+@pytest.mark.parametrize("key", ["host", "announce_host"])
+@pytest.mark.parametrize("place", ["127.0.0.1", "localhost", "::1"])
+def test_loopback_is_refused_where_the_seeds_are_elsewhere(seed: str, key: str, place: str) -> None:
+    config = PeerConfig().model_copy(update={"host": "0.0.0.0", key: place})
+    with pytest.raises(ConfigError, match=f"settings: {key}: {place} leads nowhere"):
+        require_others_can_dial(config, Ticket(RUN, A, (seed,)))
+    require_others_can_dial(config, Ticket(RUN, A, (HERE,)))
+    good = config.model_copy(update={"host": "0.0.0.0", "announce_host": ""})
+    require_others_can_dial(good, Ticket(RUN, A, (seed,)))
+
+
+@pytest.mark.parametrize(
+    ("maddr", "seeds", "is_useful"),
+    [
+        (HERE, (HERE,), True), (NEAR, (HERE,), False), (NEAR, (NEAR,), True), (HERE, (NEAR,), False),
+        (PUBLIC, (PUBLIC, NEAR), True), (NEAR, (PUBLIC,), False), (HERE, (PUBLIC,), False),
+    ],
+)  # fmt: skip
+def test_a_later_ticket_names_whom_newcomers_can_dial(
+    maddr: str, seeds: tuple[str, ...], is_useful: bool
+) -> None:
+    assert leads_as_far(maddr, seeds) is is_useful
+
+
+@pytest.mark.parametrize(
+    ("maddrs", "grpc", "leads"),
+    [
+        ([HERE], [], False), ([HERE], ["127.0.0.1:4000", "[::1]:4000"], False), ([HERE, NEAR], [], True),
+        ([HERE], ["10.99.99.99:4000"], True), ([], [], True), (["nonsense"], [], True),
+        ([f"/ip4/127.0.0.1/tcp/1/p2p/{B}/p2p-circuit/p2p/{A}"], [], True),
+    ],
+)  # fmt: skip
+def test_a_record_that_leads_only_to_whoever_dials_it_is_of_no_use(
+    maddrs: list[str], grpc: list[str], leads: bool
+) -> None:
+    assert leads_elsewhere(PeerRecord(peer=A, maddrs=maddrs, grpc_addresses=grpc)) is leads
+
+
+# ---- whom it knew
+
+
+def test_acquaintances_are_kept_for_their_own_run_and_within_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "acquaintances.json"
+    relayed = f"/ip4/203.0.113.5/tcp/1/p2p/{B}/p2p-circuit/p2p/{A}"
+    assert not Acquaintances(path, RUN).keep([PeerRecord(peer=A, maddrs=[relayed, "nonsense"])], b"")
+    assert Acquaintances(path, RUN).keep([PeerRecord(peer=A, maddrs=[relayed, PUBLIC])] * 99, b"signed")
+    assert path.stat().st_mode & 0o777 == 0o600
+    kept = Acquaintances(path, RUN)
+    assert kept.maddrs == (PUBLIC,) * MAX_ACQUAINTANCES
+    assert kept.manifest == b"signed"
+    assert not kept.keep([PeerRecord(peer=A, maddrs=[PUBLIC])] * MAX_ACQUAINTANCES, b"signed")
+    other = Acquaintances(path, bytes(32))
+    assert (other.maddrs, other.manifest) == ((), b"")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": 3}', json.dumps({"run": RUN.hex(), "maddrs": 1})])
+def test_a_damaged_file_is_no_help_and_no_trouble(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "acquaintances.json"
+    path.write_text(text)
+    assert Acquaintances(path, RUN).maddrs == ()
+
+
+async def test_with_the_seeds_gone_a_peer_asks_whom_it_knew_and_has_kept_the_runs_settings(
+    tmp_path: Path,
+) -> None:
+    async with open_member(tmp_path / "other", []) as other:
+        async with open_member(tmp_path / "seed", other.maddrs) as seed:
+            await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
+            sealed, key = seed.discovery.sealed_manifest, seed.identity.peer_id
+        ticket, config = Ticket(RUN, key, (DEAD,)), PeerConfig(folder=tmp_path / "peer")
+        with pytest.raises(TransportError, match="no seed can be reached"):
+            await Network.open(ticket, config, lambda *_: None)
+        known = Acquaintances(config.folder / "acquaintances.json", RUN)
+        assert known.keep([other.record], sealed)
+        network = await Network.open(ticket, config, lambda *_: None)
+        try:
+            assert network.run == CONFIG
+            await other.discovery.publish_self(other.record, 60.0)
+            assert [record.peer for record in await network.find_peers()] == [other.identity.peer_id]
+            assert other.maddrs[0] in network.invitation.seeds
+        finally:
+            await network.close()
