@@ -41,13 +41,15 @@ if TYPE_CHECKING:
 class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
     ``data``: recipe options that are this peer's own affair (its text). ``resume``: go on from the
-    checkpoint in ``config.folder``. ``parent``: leave when that process ends; 0 for none."""
+    checkpoint in ``config.folder``. ``start_over``: begin anew, whatever was trained before. ``parent``:
+    leave when that process ends; 0 for none."""
 
     ticket: str
     config: PeerConfig
     recipe: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
     resume: bool = False
+    start_over: bool = False
     parent: int = 0
 
 
@@ -198,7 +200,9 @@ def _train(
     model = recipe.model.to(device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
     running.go_on()
-    peer = connection.start(model, optimizer, recipe.learning_rate, resume=options.resume)
+    peer = connection.start(
+        model, optimizer, recipe.learning_rate, resume=options.resume, start_over=options.start_over
+    )
     running.take(peer)
     sequences = options.config.batch or recipe.default_batch
     measuring = AgreedLoss(recipe.held_out, peer.peer_id)

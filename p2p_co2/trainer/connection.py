@@ -30,6 +30,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.rounds import PayloadShape
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.beginning import Beginning
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.network_thread import NetworkThread
@@ -76,6 +77,7 @@ def join(
     optimizer: Optimizer,
     config: PeerConfig | None = None,
     on_event: EventSink = lambda event: None,
+    start_over: bool = False,
 ) -> Peer:
     """``connect`` and ``start`` in one: for one's own training loop. Use the peer as a context manager.
 
@@ -85,7 +87,7 @@ def join(
     if connection.board:
         print(f"board: {connection.board}", file=sys.stderr, flush=True)
     try:
-        return connection.start(model, optimizer)
+        return connection.start(model, optimizer, start_over=start_over)
     except BaseException:
         connection.close()
         raise
@@ -121,19 +123,23 @@ class Connection:
         optimizer: Optimizer,
         learning_rate: Callable[[float], float] | None = None,
         resume: bool = False,
+        start_over: bool = False,
     ) -> Peer:
         """Become a training peer: cut the model, resume from this peer's checkpoint if asked, wait for
         ``min_peers``, catch up with the swarm.
 
         ``model``'s parameters must be those that every peer starts from (same recipe, same seed); they are
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
-        to a factor on each group's learning rate. Blocks, bounded. Raises ``ConfigError`` (model too small
-        for the fragments, no checkpoint to resume from, or one of another run), ``TransportError`` (not
-        enough peers, or none that can help).
+        to a factor on each group's learning rate. ``start_over``: begin anew what others have trained and
+        left. Blocks, bounded. Raises ``RunOver`` (the run has had its last round), ``ConfigError`` (model too
+        small for the fragments, no checkpoint to resume from, or one of another run), ``TransportError``
+        (not enough peers, none that can help, or all that trained this run have left).
         """
         run = self.run
         plan = plan_fragments(model, run.fragments)
         saved = self._load(plan) if resume else None
+        beginning = Beginning(self._thread, run.clock.rounds, saved, start_over)
+        beginning.refuse_if_over()
         codec = get_codec(run.codec.name)
         live = LiveParameters(model, plan)
         me = self._thread.network.identity.peer_id
@@ -179,7 +185,7 @@ class Connection:
         node = self._thread.start_node(shape, sizes, ledger)
         try:
             self._gather()
-            self._catch_up(node)
+            self._catch_up(node, beginning)
             self._thread.caught_up()
         except BaseException:
             ledger.close()
@@ -224,7 +230,7 @@ class Connection:
                 )
             time.sleep(0.02)
 
-    def _catch_up(self, node: Node) -> None:
+    def _catch_up(self, node: Node, beginning: Beginning) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""
         started_at = followed_at = given_at = time.monotonic()
         began_with, given = tuple(node.agreed), 0
@@ -242,7 +248,8 @@ class Connection:
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 # Those who join as we do know no more than we: who is listed may be about to answer.
                 found = waited_s > 0.2 and (node.progress.met or not unheard or listened)
-                if found and self._thread.abreast() if heard else listened:
+                is_there = found and self._thread.abreast() if heard else listened
+                if is_there and (node.progress.met or beginning.is_allowed(waited_s > LISTEN_TO_LISTED_S)):
                     return
             if now - followed_at > LEFT_BEHIND_BOUND_S:
                 raise TransportError(

@@ -23,6 +23,7 @@ from p2p_co2.gate import Gate
 from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
+from p2p_co2.node.placing import Placing
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
 from p2p_co2.rounds import Offer, PayloadShape
@@ -31,7 +32,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Relayed
+from p2p_co2.wire.messages_pb2 import Relayed, RunPosition
 
 CLOSE_BOUND_S = 6.0
 _T = TypeVar("_T")
@@ -49,6 +50,8 @@ class NetworkThread:
         self._network: Network | None = None
         self._node: Node | None = None
         self._node_task: asyncio.Task[None] | None = None
+        self._placing: Placing | None = None
+        self._placing_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._closed = False
         self._kept = KeptChunks(config.folder / "catching-up")
@@ -113,6 +116,8 @@ class NetworkThread:
             node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
+            self._placing = Placing(self.network, node)
+            self._placing_task = asyncio.create_task(self._placing.run(), name="leave word of the run")
             if self._reporting is not None:
                 await self._reporting.start(node)
             return node
@@ -193,6 +198,15 @@ class NetworkThread:
     def live_peers(self) -> int:
         return self.node.live_peers()
 
+    def run_position(self) -> RunPosition | None:
+        """Where the run was when its peers last said so; None if nobody ever did. Blocks, bounded. Raises
+        ``TransportError``."""
+        return self._ask(self.network.run_position())
+
+    def is_listed_empty(self) -> bool:
+        """Whether the DHT lists no other peer. Blocks, bounded. Raises ``TransportError``."""
+        return not self._ask(self.network.find_peers())
+
     def unheard_peers(self) -> int:
         return self.node.unheard_peers()
 
@@ -256,6 +270,9 @@ class NetworkThread:
             raise
 
     async def _shut_down(self) -> None:
+        if self._placing is not None and self._placing_task is not None:
+            self._placing_task.cancel()
+            await self._placing.say_last()
         if self._reporting is not None:
             await self._reporting.close()
         if self._node is not None and self._node_task is not None:
