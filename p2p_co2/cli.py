@@ -24,12 +24,10 @@ from typing import Annotated
 import typer
 
 from p2p_co2 import cli_checks, cli_views
-from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
+from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 from p2p_co2.peer_options import peer_config
 
 hand_over()
-RUN_OVER = 3
-"""Exit status of a ``join`` that comes too late."""
 HELP_ORDER = (
     "demo", "init", "plan", "rehearse", "simulate", "seed", "doctor", "join", "board", "watch", "export",
     "sample", "eval",

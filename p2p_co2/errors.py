@@ -37,8 +37,12 @@ class TicketError(P2PCo2Error):
     """The ticket is damaged, of another version, or for another run."""
 
 
+RUN_OVER = 3
+"""Exit status of ``p2p-co2 join`` for ``RunOver``."""
+
+
 class RunOver(TicketError):
-    """The run has had its last round, and nobody of it is left. The console script exits with 3."""
+    """The run has had its last round, and nobody of it is left."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
