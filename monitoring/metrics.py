@@ -25,7 +25,7 @@ MAX_PEERS = 512
 MAX_FRAGMENTS = 256
 PREFIX = "p2p_co2_"
 STATES = (
-    "starting", "joining", "training", "draining", "paused", "finished", "left", "gone", "silent",
+    "starting", "joining", "behind", "training", "draining", "paused", "finished", "left", "gone", "silent",
     "unreachable", "unknown",
 )  # fmt: skip
 

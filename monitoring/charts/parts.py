@@ -21,6 +21,7 @@ OUTCOMES = {
     "committed": (BLUE, ""),
     "partial": (SKY, "p"),
     "late": (ORANGE, "L"),
+    "alone": (PURPLE, ""),
     "aborted": (VERMILLION, "A"),
     "open": ("#9aa0a6", "o"),
 }
@@ -29,6 +30,7 @@ OUTCOME_WORDS = {
     "committed": "committed",
     "partial": "committed without some (p)",
     "late": "late (L)",
+    "alone": "by one peer, alone (1)",
     "aborted": "aborted (A)",
     "open": "open (o)",
 }

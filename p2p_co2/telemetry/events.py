@@ -390,6 +390,8 @@ class Recalled(Event):
     skipped_sends: dict[str, int] = field(default_factory=dict)
     caught_up: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    rounds_alone: int = 0
+    """Rounds that it made with nobody else."""
     loss_at: tuple[float, ...] = ()
     """Training loss so far, thinned: when, and (in the next two) at which position and what."""
     loss_position: tuple[float, ...] = ()
