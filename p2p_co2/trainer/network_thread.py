@@ -32,7 +32,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Relayed, RunPosition
+from p2p_co2.wire.messages_pb2 import Relayed, RunPosition, Status
 
 CLOSE_BOUND_S = 6.0
 _T = TypeVar("_T")
@@ -197,6 +197,11 @@ class NetworkThread:
 
     def live_peers(self) -> int:
         return self.node.live_peers()
+
+    def live_trainers(self) -> list[str]:
+        """The other peers that train, as they said last."""
+        live = list(self.node.membership.live.items())  # one step: the loop's thread may not come between
+        return [peer for peer, info in live if info.status.phase == Status.TRAINING]
 
     def run_position(self) -> RunPosition | None:
         """Where the run was when its peers last said so; None if nobody ever did. Blocks, bounded. Raises
