@@ -113,7 +113,7 @@ def line(name: str, data: list[Any], colour: str, **more: Any) -> Options:  # EC
         "name": name,
         "data": data,
         "showSymbol": False,
-        "connectNulls": True,
+        "connectNulls": False,
         "lineStyle": {"width": 2, "color": colour},
         "itemStyle": {"color": colour},
         **more,

@@ -80,8 +80,9 @@ class NetworkThread:
         self._network = self._ask(Network.open(self._ticket, self._config, self._refused))
         self._reporting = Reporting(self._network, self._loop, self._count_refusal)
         if self._config.board:
-            history = (self._config.folder / "board.sqlite").resolve()
-            command = [sys.executable, "-P", "-m", "monitoring", "peer", "--history", str(history)]
+            folder = self._config.folder.resolve()
+            command = [sys.executable, "-P", "-m", "monitoring", "peer"]
+            command += ["--history", str(folder / "board.sqlite"), "--journal", str(folder / "events.jsonl")]
             self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
 
     def on_event(self, event: ev.Event) -> None:
