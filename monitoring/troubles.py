@@ -189,7 +189,16 @@ def _of_alike(told: Sequence[tuple[float, str, Event]], labels: Mapping[str, str
             advice = "its work goes into the next one; if that goes on, look at the peer that is named"
             return _trouble(peer, (BAD, what, advice, at))
         case MessageRefused():
-            what = f"{who} refuses messages of {name(event.other)}: {plain(event.reason, 80)}"
+            refuse = f"refuse{'s'[: len(writers) == 1]} messages of {name(event.other)}"
+            what = f"{who} {refuse}: {plain(event.reason, 80)}"
             return _trouble(peer, (ODD, what, "its owner should install the organiser's version", at))
     text = event.text if isinstance(event, Warned) else event.kind
-    return _trouble(peer, (ODD, f"{who} warns: {plain(text, 200)}", "its own terminal or log says more", at))
+    return _trouble(
+        peer,
+        (
+            ODD,
+            f"{who} warn{'s'[: len(writers) == 1]}: {plain(text, 200)}",
+            "its own terminal or log says more",
+            at,
+        ),
+    )

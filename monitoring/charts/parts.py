@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ OUTCOME_WORDS = {
     "open": "open (o)",
 }
 MAX_NAMED = 6
+GAP_S = 180.0
+"""Without a sample for so long, and for longer than usual, a line is broken."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,15 @@ def value_axis(palette: Palette, **more: Any) -> Options:  # ECharts' own axis o
 
 
 def points(rows: Series, column: int, scale: float = 1.0) -> list[list[float | None]]:
-    return [[row[0] * 1000, known(row[column] * scale)] for row in rows]
+    """(milliseconds, value); where nothing was sampled for long the line is broken."""
+    apart = sorted(after[0] - before[0] for before, after in itertools.pairwise(rows))
+    most_s = max(6 * apart[len(apart) // 2], GAP_S) if apart else math.inf
+    made: list[list[float | None]] = []
+    for number, row in enumerate(rows):
+        if number and row[0] - rows[number - 1][0] > most_s:
+            made.append([rows[number - 1][0] * 1000 + 1, None])
+        made.append([row[0] * 1000, known(row[column] * scale)])
+    return made
 
 
 def known(value: float, digits: int = 4) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from p2p_co2.errors import TransportError
 from p2p_co2.node.unreachable import Unreachable
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord, Status
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
@@ -25,12 +24,6 @@ if TYPE_CHECKING:
 FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
 QUICK_FINDS = 10
 ALONE_BEFORE_REBOOTSTRAP_S = 20.0
-ALONE_S = 30.0
-ALONE = (
-    "nobody else is here: rounds are made alone, and nothing is exchanged; invite others with p2p-co2 join "
-    "TICKET (the word that the seed printed)"
-)
-"""Said once, by a peer that has trained alone for ``ALONE_S``."""
 GREET_SEEDS_S = 20.0
 """How often the ticket's seeds are looked for again, whether we miss them or not."""
 
@@ -43,15 +36,12 @@ class Finding:
         self.unreached = Unreachable()
         self._trouble = ""
         self._alone_since = self._seeds_greeted_at = node.now()
-        self._trains_alone_since = math.inf
-        self._has_told_of_alone = False
 
     async def run(self) -> None:
         finds = 0
         self._seeds_greeted_at = self._node.now()
         while True:
             await self._look()
-            self._look_whether_alone()
             self._node.pump()
             finds += 1
             node = self._node
@@ -87,17 +77,6 @@ class Finding:
         membership.forget(peers)
         membership.status = self._node.progress.status()  # who is found learns where we are, not were
         membership.found(peers, self._node.now())
-
-    def _look_whether_alone(self) -> None:
-        """Warn once who has trained for long without anybody else: all looks well from inside."""
-        node, now = self._node, self._node.now()
-        if node.progress.local.phase != Status.TRAINING or node.live_peers():
-            self._trains_alone_since = math.inf
-            return
-        self._trains_alone_since = min(self._trains_alone_since, now)
-        if now - self._trains_alone_since >= ALONE_S and not self._has_told_of_alone:
-            self._has_told_of_alone = True
-            node.report(ev.Warned, text=ALONE)
 
     def _tell_of_ways(self, trouble: str, records: Sequence[PeerRecord]) -> None:
         """Warn of what keeps others from reaching this peer, and of those that it cannot reach."""

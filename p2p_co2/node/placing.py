@@ -2,7 +2,8 @@
 
 Without it a peer that hears nobody cannot tell a run that never began from one that is over, and would train
 it once more, alone. Law: nothing here ends a peer or holds it up; what the DHT refuses is tried again, and
-told by ``finding``, which meets the same refusal. Price: a record of some 300 bytes a minute, for each node
+told by ``finding``, which meets the same refusal. And it tells a peer that trains alone so: from inside all
+looks well. Price: a record of some 300 bytes a minute, for each node
 that keeps it.
 """
 
@@ -10,13 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 from p2p_co2.errors import TransportError
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
+from p2p_co2.telemetry.events import Warned
 from p2p_co2.wire.messages_pb2 import Status
 
 LOOK_S = 1.0
+ALONE_S = 30.0
+ALONE = (
+    "nobody else is here: rounds are made alone, and nothing is exchanged; invite others with p2p-co2 join "
+    "TICKET (the word that the seed printed)"
+)
+"""Said once, by a peer that has trained alone for ``ALONE_S``."""
 LAST_WORD_S = 1.5
 """How long a peer that leaves waits for its last word to be taken."""
 
@@ -26,11 +35,24 @@ class Placing:
 
     def __init__(self, network: Network, node: Node) -> None:
         self._network, self._node = network, node
+        self._alone_since, self._has_told_of_alone = math.inf, False
 
     async def run(self) -> None:
         while True:
+            self.look_whether_alone()
             await self._say(is_last=False)
             await asyncio.sleep(LOOK_S)
+
+    def look_whether_alone(self) -> None:
+        """Warn once who has trained for long without anybody else."""
+        node, now = self._node, self._node.now()
+        if node.progress.local.phase != Status.TRAINING or node.live_peers():
+            self._alone_since = math.inf
+            return
+        self._alone_since = min(self._alone_since, now)
+        if now - self._alone_since >= ALONE_S and not self._has_told_of_alone:
+            self._has_told_of_alone = True
+            node.report(Warned, text=ALONE)
 
     async def say_last(self) -> None:
         """Bounded."""
