@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from typing import TYPE_CHECKING
 
 from p2p_co2.errors import TransportError
-from p2p_co2.node.network import Network
-from p2p_co2.node.node import Node
 from p2p_co2.telemetry.events import Warned
 from p2p_co2.wire.messages_pb2 import Status
+
+if TYPE_CHECKING:
+    from p2p_co2.node.network import Network
+    from p2p_co2.node.node import Node
 
 LOOK_S = 1.0
 ALONE_S = 30.0
