@@ -292,7 +292,7 @@ class Model:
     def _samples(self, facts: SwarmFacts) -> dict[str, tuple[float, ...]]:
         rows = {peer.peer: _sample(peer) for peer in facts.peers if peer.state in ONLINE}
         online = [peer for peer in facts.peers if peer.state in ONLINE]
-        if not online or self.state.phase == "lost":
+        if not online or (self.state.phase == "lost" and not self._replaying):
             # Nothing is heard: lines end here, and a later one begins anew.
             unknown = tuple(float(facts.tokens) if name == "tokens" else math.nan for name in MEASURES)
             return {SWARM: unknown}

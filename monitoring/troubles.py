@@ -47,7 +47,7 @@ def troubles(
     found: list[Trouble] = []
     if state.phase == "lost":
         what = f"The swarm is out of reach: {plain(state.words, 240)}"
-        found.append(_trouble("", (BAD, what, "see whether this machine and the seed are online", now)))
+        found.append(_trouble("", (BAD, what, "what is shown is old, and it is looked for again", now)))
     leading = max((sum(peer.versions) for peer in peers if peer.versions), default=0)
     # With the swarm out of reach everybody is silent to us, which says nothing of anybody.
     for peer in peers if state.phase != "lost" else ():

@@ -96,6 +96,20 @@ def test_a_run_that_all_have_left_is_refused_to_who_has_no_checkpoint() -> None:
     assert beginning(Alone(said(60)), saved=41.0).is_allowed(has_waited=False)  # from before its end
 
 
+def test_while_no_seed_answers_only_who_has_a_checkpoint_goes_on() -> None:
+    class Deaf(Alone):
+        def run_position(self) -> RunPosition | None:
+            raise TransportError("no seed says where the run is")
+
+    for saved in (None, 11.0):
+        made = beginning(Deaf(None), saved=saved)
+        made.refuse_if_over()
+        assert not made.is_allowed(has_waited=False)
+    assert made.is_allowed(has_waited=True)
+    with pytest.raises(TransportError, match="no seed"):
+        beginning(Deaf(None)).is_allowed(has_waited=True)
+
+
 def test_newcomers_that_meet_only_each_other_wait_for_a_while_and_are_refused() -> None:
     alone = Alone(said(12.3), live=1)
     made = beginning(alone)

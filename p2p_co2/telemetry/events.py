@@ -167,7 +167,7 @@ class RoundBegan(Event):
 @dataclass(frozen=True, kw_only=True)
 class RoundCommitted(Event):
     """Written by every member that learned of it. ``contributors`` reached every part, ``partial`` only
-    some."""
+    some. In a group of one nothing was exchanged: readers count it as made alone."""
 
     kind: ClassVar[str] = "round_committed"
     fragment: int

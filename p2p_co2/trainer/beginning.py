@@ -8,6 +8,7 @@ a run in which nobody trains, until one says ``start_over``.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from p2p_co2.checkpoint import Checkpoint
@@ -30,19 +31,26 @@ class Beginning:
 
     def refuse_if_over(self) -> None:
         """Before anything large is made: raises ``RunOver`` if the run has ended and nobody is listed."""
-        if self._start_over or not self._rounds or not self._thread.is_listed_empty():
+        if self._start_over or not self._rounds:
             return
-        if self._is_over(self._thread.run_position()):
-            raise RunOver(self._rounds)
+        with contextlib.suppress(TransportError):  # it is asked once more before anything is begun
+            if self._is_over(self._thread.run_position()) and self._thread.is_listed_empty():
+                raise RunOver(self._rounds)
 
     def is_allowed(self, has_waited: bool) -> bool:
         """Whether to begin without having met anybody. False: wait, somebody that is heard may be about to
         come back with the state; raises instead once this peer ``has_waited`` or hears nobody: ``RunOver``,
-        ``TransportError``."""
+        ``TransportError`` (all have left, or no seed says whether they have)."""
         if self._start_over:
             return True
         if not self._has_asked:
-            self._refusal, self._has_asked = self._refused(self._thread.run_position()), True
+            try:
+                last = self._thread.run_position()
+            except TransportError:
+                if has_waited and self._saved is None:
+                    raise
+                return has_waited
+            self._refusal, self._has_asked = self._refused(last), True
         if self._refusal is not None and (has_waited or not self._thread.live_peers()):
             raise self._refusal
         return self._refusal is None

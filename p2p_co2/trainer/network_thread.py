@@ -134,6 +134,7 @@ class NetworkThread:
         if self._thread.is_alive():
             try:
                 self._close_board()
+                self._ask(self._say_where_it_was())
                 self._ask(self._shut_down(), CLOSE_BOUND_S)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
@@ -275,10 +276,12 @@ class NetworkThread:
             future.cancel()
             raise
 
-    async def _shut_down(self) -> None:
+    async def _say_where_it_was(self) -> None:
         if self._placing is not None and self._placing_task is not None:
             self._placing_task.cancel()
             await self._placing.say_last()
+
+    async def _shut_down(self) -> None:
         if self._reporting is not None:
             await self._reporting.close()
         if self._node is not None and self._node_task is not None:
