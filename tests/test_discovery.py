@@ -34,7 +34,7 @@ from p2p_co2.transport.hivemind_quiet import (
 from p2p_co2.transport.libp2p_control import own_maddrs, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING, PROTOCOL_VERSION
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_RECORD_BYTES, MAX_STRING, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 from tests.transport_peers import PATIENCE_S, free_port
 
@@ -370,6 +370,36 @@ def test_a_record_is_only_good_where_it_belongs() -> None:
     assert not records.validate(dht_record(MY_KEY, ME.peer_id, ME.seal(rec.MANIFEST_CONTEXT, content)))
     assert not records.validate(dht_record(rec.manifest_key(RUN), ME.peer_id, sealed))
     assert not records.validate(dht_record(rec.decision_key(RUN, 0, 1), ME.peer_id, sealed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "lives_s", "is_right"),
+    [
+        ({}, rec.POSITION_LIFETIME_S, True),
+        ({}, rec.POSITION_LIFETIME_S + 60, False),
+        ({"written_at": time.time() - 9 * 86400}, rec.POSITION_LIFETIME_S, False),  # its end goes with it
+        ({"written_at": time.time() + 2 * rec.CLOCK_SLACK_S}, 60.0, False),
+        ({"written_at": float("nan")}, 60.0, False),
+        ({"position": float("nan")}, 60.0, False),
+        ({"position": float("inf")}, 60.0, False),
+        ({"position": -1.0}, 60.0, False),
+        ({"versions": [1] * (MAX_FRAGMENTS + 1)}, 60.0, False),
+        ({"software": "x" * (MAX_STRING + 1)}, 60.0, False),
+        ({"run": bytes(32)}, 60.0, False),
+        ({"peer": OTHER.peer_id}, 60.0, False),
+    ],
+)
+def test_a_position_is_checked(changes: dict[str, object], lives_s: float, is_right: bool) -> None:
+    records, reasons = make_records()
+    values = {"peer": ME.peer_id, "run": RUN, "position": 2.5, "written_at": time.time(), **changes}
+    sealed = ME.seal(rec.POSITION_CONTEXT, RunPosition(**values).SerializeToString())  # type: ignore[arg-type]
+    shard = rec.shard_of(ME.peer_id)
+    key = rec.position_key(RUN, shard)
+    assert records.validate(dht_record(key, ME.peer_id, sealed, lives_s)) is is_right
+    assert reasons == (not is_right) * ["wrong record"]
+    other_shard = rec.position_key(RUN, (shard + 1) % rec.PEER_SHARDS)
+    assert not records.validate(dht_record(other_shard, ME.peer_id, sealed, 60.0))
+    assert not records.validate(dht_record(key, OTHER.peer_id, sealed, 60.0))
 
 
 def test_only_the_run_key_writes_the_manifest() -> None:
