@@ -50,11 +50,12 @@ REPLAY_STEPS = 600
 
 
 class Model:
-    """One swarm. ``history`` may be in memory; ``now`` is unix seconds."""
+    """One swarm. ``history`` may be in memory; ``now`` is unix seconds. ``rounds_kept``: in the view; all go
+    into the history."""
 
-    def __init__(self, feed: Feed, history: History) -> None:
+    def __init__(self, feed: Feed, history: History, rounds_kept: int = ROUNDS_KEPT) -> None:
         self.feed, self.history = feed, history
-        self.view = SwarmView(rounds_kept=ROUNDS_KEPT)
+        self.view = SwarmView(rounds_kept=rounds_kept)
         self.sightings: dict[str, Sighting] = {}
         self.now = 0.0
         self.trouble_with_history = history.trouble

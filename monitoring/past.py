@@ -19,8 +19,10 @@ from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.feed import FeedState, News
 from p2p_co2.telemetry.journal import newest_events
 
-MAX_PAST_BYTES = 16 << 20
-"""Some twelve hours of a peer."""
+MAX_PAST_BYTES = 4 << 20
+"""Some three hours of a peer."""
+ROUNDS_KEPT = 192
+"""At a time: each step of the past looks at all of them."""
 
 
 def recall_journal(journal: Path, me: str, run: RunConfig | None, history: History) -> None:
@@ -34,7 +36,7 @@ def recall_journal(journal: Path, me: str, run: RunConfig | None, history: Histo
     ]
     if not events:
         return
-    model = Model(_Past(events, run, me), history)
+    model = Model(_Past(events, run, me), history, ROUNDS_KEPT)
     model.step(now)
     model.keep(now)
 

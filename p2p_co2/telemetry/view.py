@@ -109,8 +109,9 @@ class RoundView:
     @property
     def outcome(self) -> str:
         """ "committed", "alone" (by one peer, with nobody else), "aborted" (every attempt) or "open"."""
-        if self.is_committed:
-            return "alone" if self.group_size == 1 else "committed"
+        sizes = [report.group_size for report in self.reports.values() if report.committed]
+        if sizes:
+            return "alone" if max(sizes) == 1 else "committed"
         return "aborted" if any(report.aborts for report in self.reports.values()) else "open"
 
     @property
@@ -126,6 +127,8 @@ class RoundView:
         those who know of the commit are asked, since the others may have lost just the answer
         (``missed_by``).
         """
+        if not any(report.aborts for report in self.reports.values()):
+            return Counter()
         committed = self.is_committed
         asked = {peer: report for peer, report in self.reports.items() if report.committed or not committed}
         best = min(asked, key=lambda peer: (-asked[peer].attempts_aborted, peer), default=None)
@@ -360,7 +363,8 @@ class SwarmView:
         """Aborted rounds of the swarm by reason, each counted once."""
         total = Counter(self.settled.aborts)
         for view in self.rounds.values():
-            total += view.aborts
+            if aborts := view.aborts:
+                total += aborts
         return total
 
     @property
