@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from bootstrap.seed import keep_positions, read_positions
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.discovery.records import TOGETHER_S, run_position
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
+from p2p_co2.observer import Observer
 from p2p_co2.telemetry.events import FragmentApplied
 from p2p_co2.trainer.beginning import Beginning
 from p2p_co2.wire.messages_pb2 import RunPosition
@@ -118,6 +120,28 @@ def test_newcomers_that_meet_only_each_other_wait_for_a_while_and_are_refused() 
     assert not made.is_allowed(has_waited=False)  # asked once
     with pytest.raises(TransportError, match="the others left"):
         made.is_allowed(has_waited=True)
+
+
+@pytest.mark.parametrize(
+    ("last", "rounds", "words"),
+    [
+        (None, 60, "nobody trains now"),
+        (said(60), 60, "the run ended at round 60"),
+        (said(12.3), 60, "all left at round 12.3; the run goes on when one with a checkpoint is back"),
+        (said(99), 0, "all left at round 99.0; the run goes on when one with a checkpoint is back"),
+    ],
+)
+def test_who_looks_at_a_run_without_peers_is_told_where_it_was(
+    last: RunPosition | None, rounds: int, words: str
+) -> None:
+    observer: Any = SimpleNamespace(
+        _lock=threading.Lock(), _poller=SimpleNamespace(answering=0), _last=last,
+        _run=SimpleNamespace(clock=SimpleNamespace(rounds=rounds)),
+    )  # fmt: skip
+    observer._last_words = lambda: Observer._last_words(observer)
+    state = Observer._found(observer, 0)
+    assert state.phase == "connected"
+    assert state.words == f"the seed answers, but no peer is listed: {words}"
 
 
 def test_a_seed_that_is_started_again_knows_where_the_run_was(tmp_path: Path) -> None:
