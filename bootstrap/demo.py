@@ -35,7 +35,7 @@ from bootstrap.local_swarm import (
     require_all_alive,
 )
 from p2p_co2.config import RunConfig, write_toml
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import RUN_OVER, ConfigError
 from p2p_co2.process import ctrl_c_ends, full_disk_named, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
@@ -288,7 +288,9 @@ class RunningDemo:
 
     def _report_deaths(self) -> None:
         for child in self.swarm.dead_unasked():
-            if child.name not in self.deaths:
+            if child.name == self.latecomer and child.exit_status() == RUN_OVER:
+                self._note_too_late()
+            elif child.name not in self.deaths:
                 self.deaths[child.name] = (
                     f"{child.name} ended unexpectedly with status {child.exit_status()}; "
                     f"its last lines ({child.log}):\n{child.last_lines()}"
@@ -309,13 +311,18 @@ class RunningDemo:
         return not any(child.running() for name, child in self.peers.items() if name != self.latecomer)
 
     def _end_latecomer(self) -> None:
-        """Who is up only when all others have left finds nobody to catch up from, and would train a run of
-        its own from the beginning: end it."""
+        """Who is up only when all others have left finds nobody to catch up from: end it."""
         late = self.latecomer
         if not late or late in self.caught_up or not self.peers[late].running():
             return
-        up_s = time.time() - self.peers[late].started_at
         self.swarm.kill(self.peers[late])
+        self._note_too_late()
+
+    def _note_too_late(self) -> None:
+        late = self.latecomer
+        if late in self.killed:
+            return
+        up_s = time.time() - self.peers[late].started_at
         self.killed += (late,)
         self.notes.append(
             f"{late} came too late and was ended: {up_s:.0f} s after its start it had not caught up, and the "

@@ -2,7 +2,8 @@
 
 Laws: the identity lies in the folder, so a seed that is started again (with a fixed port) is the one that its
 tickets name; the settings are signed by the first seed's key alone, and a further seed passes them on
-unchanged; what the DHT forgets is published again; a libp2p daemon that dies or hangs is started anew, where
+unchanged; what the DHT forgets is published again, and where the run was outlives this process (the file
+``positions``); a libp2p daemon that dies or hangs is started anew, where
 it was. A seed may be away for a while: peers that know each other go on without it. It imports no torch, so
 it needs little memory.
 """
@@ -10,9 +11,11 @@ it needs little memory.
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import ipaddress
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +35,7 @@ from p2p_co2.process import (
 from p2p_co2.run_recipe import is_own
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_ADDRESSES
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
 
 if TYPE_CHECKING:
     from p2p_co2.discovery import Discovery
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 RENEW_S = 600.0
 """Between two publications of the settings; far below the time for which the DHT keeps them."""
 _LOOK_EVERY_S = 10.0
+POSITIONS_EVERY_S = 60.0
+"""Between two looks where the run is; each is kept for the case of a restart."""
 _DAEMON_TIMEOUT_S = 15.0
 MAX_SEED_ADDRESSES = 8
 """Of one seed in a ticket: a ticket has to be short enough to be pasted."""
@@ -191,6 +196,7 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
         discovery = Discovery(p2p, seed.identity, seed.run_digest, refused)
         stack.push_async_callback(discovery.close)
         run = await _publish(seed, discovery, say)
+        discovery.hold_positions(read_positions(options.folder))
         probes = ProbeServer(p2p, seed.run_digest)
         stack.push_async_callback(probes.close)
         await probes.start()
@@ -202,7 +208,7 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
             say("the port is a free one: for a ticket that outlives a restart, give --port")
         stack.push_async_callback(end_if_hung, p2p)
         async with asyncio.TaskGroup() as group:
-            group.create_task(_keep_up(discovery, say), name="keep up")
+            group.create_task(_keep_up(discovery, options.folder, say), name="keep up")
             group.create_task(_keep_daemon(p2p, seed, discovery, ticket, say), name="keep the daemon")
 
 
@@ -245,9 +251,10 @@ async def _publish(seed: _Seed, discovery: Discovery, say: Callable[[str], None]
     return RunConfig.from_canonical_bytes(manifest.config)
 
 
-async def _keep_up(discovery: Discovery, say: Callable[[str], None]) -> None:
-    """Publish the settings again and again, and tell how many peers there are when that changes."""
-    renew_at = time.monotonic() + RENEW_S
+async def _keep_up(discovery: Discovery, folder: Path, say: Callable[[str], None]) -> None:
+    """Publish the settings again and again, keep where the run is, and tell how many peers there are when
+    that changes."""
+    renew_at, positions_at = time.monotonic() + RENEW_S, time.monotonic()
     peers = 0
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
@@ -256,12 +263,44 @@ async def _keep_up(discovery: Discovery, say: Callable[[str], None]) -> None:
                 await discovery.keep_manifest()
                 renew_at = time.monotonic() + RENEW_S
             found = len(await discovery.find_peers())
-        except TransportError as error:
+            if time.monotonic() > positions_at or found < peers:  # who left said where it was
+                keep_positions(folder, await discovery.gather_positions())
+                positions_at = time.monotonic() + POSITIONS_EVERY_S
+        except (TransportError, EnvironmentFault) as error:
             say(f"{time.strftime('%H:%M:%S')} warning: {error}")
             continue
         if found != peers:
             peers = found
             say(f"{time.strftime('%H:%M:%S')} peers: {peers}")
+
+
+def keep_positions(folder: Path, sealed: Iterable[tuple[str, bytes]]) -> None:
+    """Write where the run is, one sealed word of a peer to a line. Raises ``EnvironmentFault``."""
+    lines = [f"{writer} {base64.b64encode(value).decode('ascii')}\n" for writer, value in sealed]
+    try:
+        (folder / "positions.new").write_text("".join(lines), encoding="ascii")
+        (folder / "positions.new").replace(folder / "positions")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write to {folder}: {error.strerror}") from None
+
+
+def read_positions(folder: Path) -> list[tuple[str, bytes]]:
+    """What ``keep_positions`` wrote; empty without a file, and without what is damaged in it."""
+    found = list[tuple[str, bytes]]()
+    try:
+        with (folder / "positions").open("rb") as file:
+            lines = file.read(2 * MAX_PEERS * MAX_RECORD_BYTES).split(b"\n")
+    except OSError:
+        return found  # a first start
+    for line in lines[:MAX_PEERS]:
+        writer, _, value = line.partition(b" ")
+        if not value:
+            continue
+        try:
+            found.append((writer.decode("ascii"), base64.b64decode(value, validate=True)))
+        except (UnicodeDecodeError, binascii.Error):
+            continue  # of a torn write
+    return found
 
 
 async def _keep_daemon(

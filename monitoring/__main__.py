@@ -22,6 +22,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m monitoring")
     parser.add_argument("source", help="'peer', or a run's folder")
     parser.add_argument("--history", type=Path, default=None)
+    parser.add_argument(
+        "--journal", type=Path, default=None, help="what the peer wrote before anybody looked"
+    )
     parser.add_argument("listener_fd", type=int)
     parser.add_argument("relay_fd", type=int)
     given = parser.parse_args()
@@ -29,7 +32,7 @@ def main() -> int:
     listener, relay = take_over(given.listener_fd, given.relay_fd)
     if given.source == "peer":
         feed = RelayedFeed(relay)
-        return run_behind_gate(feed, listener, given.history, feed.gone)
+        return run_behind_gate(feed, listener, given.history, feed.gone, given.journal)
     return run_behind_gate(JournalFeed(Path(given.source)), listener, given.history)
 
 

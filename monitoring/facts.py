@@ -33,7 +33,7 @@ class PeerFacts(_Frozen):
     label: str = Field(description="Short and unique here: its name, or the end of its id.")
     name: str = Field(description="Own word.")
     state: str = Field(
-        description="starting, joining, training, draining, paused, finished, left, gone, silent, "
+        description="starting, joining, behind, training, draining, paused, finished, left, gone, silent, "
         "unreachable or unknown."
     )
     reason: str = Field(description="Why it is in that state, in words; may be empty.")
@@ -86,7 +86,7 @@ class Trouble(_Frozen):
     """Something that is wrong now."""
 
     peer: str = Field(description="Peer id; empty if it is about the whole swarm.")
-    words: str = Field(description="What and why, in one sentence.")
+    words: str = Field(description="What and why, in one sentence, and what to do.")
     severity: str = Field(description='"bad" or "odd".')
     since_at: float = Field(description="Unix seconds.")
 
@@ -97,7 +97,9 @@ class RoundFacts(_Frozen):
     fragment: int
     round: int = Field(description="The outer version that it would make.")
     at: float = Field(description="Unix seconds of its newest news.")
-    outcome: str = Field(description='"open", "committed", "partial", "late" or "aborted".')
+    outcome: str = Field(
+        description='"open", "committed", "partial", "late", "alone" (by one peer) or "aborted".'
+    )
     group_size: int
     contributors: int
     staleness: int = Field(description="Of the most stale outer step that came of it; -1 if unknown.")
@@ -119,14 +121,20 @@ class SwarmFacts(_Frozen):
     parameters: int = Field(description="Own word of the peers.")
     round_s: float | None = Field(description="Seconds per round; null if rounds go by steps.")
     rounds_total: int = Field(description="When the run ends; 0 for never.")
-    position: float = Field(description="Median position of the peers that train, rounds.")
+    position: float = Field(description="Where the run is, rounds: median of the peers that are in it.")
     peers_online: int
     peers_known: int
+    loss: float | None = Field(
+        description="loss_agreed, or loss_training where that is older than two rounds, in loss_unit."
+    )
+    loss_kind: str = Field(description='"held-out" or "training": which of them that is.')
     loss_agreed: float | None = Field(
         description="Newest held-out loss of the agreed parameters, in loss_unit."
     )
     loss_agreed_at: float | None
-    loss_training: float | None = Field(description="Mean of the peers' training losses, in loss_unit.")
+    loss_training: float | None = Field(
+        description="Mean of the training losses of the peers that are in the run, in loss_unit."
+    )
     loss_unit: str = Field(description="Known for the built-in recipe; empty where only its author knows.")
     tokens: int = Field(description="Sum of the peers' own words.")
     tokens_counted: float = Field(description="By signed decisions.")
@@ -139,7 +147,8 @@ class SwarmFacts(_Frozen):
     )
     up_bytes: int = Field(description="Sum of the peers' own words.")
     up_bytes_per_s: float = Field(description="Sum over the peers.")
-    rounds_committed: int
+    rounds_committed: int = Field(description="By several peers.")
+    rounds_alone: int = Field(description="Made by one peer with nobody else: nothing was exchanged.")
     rounds_aborted: int
     rounds_counted: int = Field(description="Committed rounds whose signed decision was checked.")
     staleness: dict[str, int] = Field(description="Applied outer steps by staleness.")

@@ -25,7 +25,7 @@ MAX_PEERS = 512
 MAX_FRAGMENTS = 256
 PREFIX = "p2p_co2_"
 STATES = (
-    "starting", "joining", "training", "draining", "paused", "finished", "left", "gone", "silent",
+    "starting", "joining", "behind", "training", "draining", "paused", "finished", "left", "gone", "silent",
     "unreachable", "unknown",
 )  # fmt: skip
 
@@ -91,8 +91,13 @@ _SWARM_COUNTERS: tuple[tuple[str, str, Callable[[SwarmFacts], float | None]], ..
     ("swarm_sent_bytes", "Bytes sent by all peers.", lambda facts: float(facts.up_bytes)),
     (
         "swarm_rounds_committed",
-        "Rounds committed since the run began.",
+        "Rounds that several peers committed since the run began.",
         lambda facts: float(facts.rounds_committed),
+    ),
+    (
+        "swarm_rounds_alone",
+        "Rounds that one peer made with nobody else.",
+        lambda facts: float(facts.rounds_alone),
     ),
     (
         "swarm_rounds_aborted",
@@ -113,14 +118,22 @@ _SWARM_GAUGES: tuple[tuple[str, str, Callable[[SwarmFacts], float | None]], ...]
         "Held-out loss of the agreed parameters, in the recipe's unit.",
         lambda facts: facts.loss_agreed,
     ),
-    ("swarm_training_loss", "Mean training loss, in the recipe's unit.", lambda facts: facts.loss_training),
+    (
+        "swarm_training_loss",
+        "Mean training loss, in the recipe's unit, while anybody is online.",
+        lambda facts: facts.loss_training if facts.peers_online else None,
+    ),
     (
         "swarm_predicted_utilisation_ratio",
         "Compute utilisation that the planner expects of these links.",
         lambda facts: facts.utilisation_predicted,
     ),
-    ("swarm_utilisation_ratio", "Mean compute utilisation.", lambda facts: facts.utilisation),
-    ("swarm_position_rounds", "Median position of the peers that train.", lambda facts: facts.position),
+    (
+        "swarm_utilisation_ratio",
+        "Mean compute utilisation, while anybody is online.",
+        lambda facts: facts.utilisation if facts.peers_online else None,
+    ),
+    ("swarm_position_rounds", "Where the run is, in rounds.", lambda facts: facts.position),
     (
         "swarm_staleness_mean_steps",
         "Mean staleness of applied outer steps.",

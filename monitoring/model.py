@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable
 
 from monitoring.facts import PeerFacts, SwarmFacts
-from monitoring.history import SWARM, TIERS, Batch, Happening, History, RoundRow
+from monitoring.history import MEASURES, SWARM, TIERS, Batch, Happening, History, RoundRow
 from monitoring.peer_state import ONLINE
 from monitoring.predicted import EVERY_S, predicted_utilisation
+from monitoring.standing import is_behind
 from monitoring.swarm_facts import Known, Pace, round_facts, round_s, swarm_facts
 from monitoring.words import describe
 from p2p_co2.config import RunConfig
@@ -49,11 +50,12 @@ REPLAY_STEPS = 600
 
 
 class Model:
-    """One swarm. ``history`` may be in memory; ``now`` is unix seconds."""
+    """One swarm. ``history`` may be in memory; ``now`` is unix seconds. ``rounds_kept``: in the view; all go
+    into the history."""
 
-    def __init__(self, feed: Feed, history: History) -> None:
+    def __init__(self, feed: Feed, history: History, rounds_kept: int = ROUNDS_KEPT) -> None:
         self.feed, self.history = feed, history
-        self.view = SwarmView(rounds_kept=ROUNDS_KEPT)
+        self.view = SwarmView(rounds_kept=rounds_kept)
         self.sightings: dict[str, Sighting] = {}
         self.now = 0.0
         self.trouble_with_history = history.trouble
@@ -63,6 +65,8 @@ class Model:
         self._paces: dict[str, Pace] = {}
         self._labels: dict[str, str] = {}
         self._replaying = False
+        self._position = 0.0
+        """Of the run, when facts were made last."""
         self._tokens: int | None = None
         """Of the whole swarm since the last ``_settle``; None until they are asked for."""
         self._said_at: dict[str, float] = {}
@@ -78,6 +82,8 @@ class Model:
         self._known_until = history.newest_happening_at()
         """Happenings up to then (unix seconds) are kept already: a feed tells old ones again after a
         restart."""
+        self._sampled_until = history.span()[1]
+        """The same of samples."""
         self._kept_rounds = {(line.kind, line.fragment, line.round) for line in history.happenings(500)}
         self._counted_before = set(history.counted_rounds())
         self.view.counted.update(history.counted())
@@ -100,18 +106,21 @@ class Model:
     def step(self, now: float) -> None:
         """Take in what is new."""
         news = self.feed.take()
+        self.now = max(now, self.now) if not self.feed.is_whole else self.now
         for sighting in news.sightings:
             self.sightings.pop(sighting.peer, None)  # newest last
             self.sightings[sighting.peer] = sighting
             self._sighted_at[sighting.peer] = now
         self._labels = self.view.labels()
-        if self.feed.is_whole and _span_s(news.events) > REPLAY_FROM_S:
+        past = [event for event in news.events if self.feed.is_whole or event.peer == self.feed.me]
+        if _span_s(past) > REPLAY_FROM_S:
             self._replaying = True
-            self._replay(news.events)
+            self._replay(past)
             self._replaying = False
-        else:
-            for event in news.events:
-                self._add(event)
+            others = [] if self.feed.is_whole else news.events
+            news.events = [event for event in others if event.peer != self.feed.me]
+        for event in news.events:
+            self._add(event)
         if not self.feed.is_whole:
             self._received_at.update(dict.fromkeys((event.peer for event in news.events), now))
         self._forget()
@@ -139,18 +148,35 @@ class Model:
         return max(own_at, left_at, self._sighted_at.get(peer, 0.0))
 
     def _replay(self, events: list[Event]) -> None:
-        """Take in a run's past in its own time, so that there are samples of it."""
-        step_s = max(TIERS[0][0], _span_s(events) / REPLAY_STEPS)
-        ordered = sorted(events, key=lambda event: event.at)
-        until = ordered[0].at + step_s
+        """Take in a past in its own time, so that there are samples of it: a run's, or that of the peer that
+        the board belongs to, which may begin with what its older events come to."""
+        for event in events:
+            if isinstance(event, Recalled):
+                self._add(event)
+                self._recollect(event.peer)
+        ordered = sorted((one for one in events if not isinstance(one, Recalled)), key=lambda event: event.at)
+        step_s = max(TIERS[0][0], _span_s(ordered) / REPLAY_STEPS)
+        until = ordered[0].at + step_s if ordered else math.inf
         for event in ordered:
             if event.at >= until:
                 self.now = until
                 self._settle()
-                self._keep(self._made_batch(over=False))
+                if until > self._sampled_until:
+                    self._keep(self._made_batch(over=False))
                 self.retold()
                 until = max(until + step_s, event.at)
             self._add(event)
+
+    def _recollect(self, peer: str) -> None:
+        """Keep what this board's own peer remembers of its loss before its oldest event: nothing else of that
+        time is known."""
+        known = self.view.peers.get(peer)
+        if peer != self.feed.me or known is None:
+            return
+        for at, _, loss in known.history.points:
+            if self._sampled_until < at < self.now:
+                row = tuple(loss if name == "loss" else math.nan for name in MEASURES)
+                self._keep(Batch(at=at, samples={peer: row, SWARM: row}, fragments={}))
 
     def _settle(self) -> None:
         """What follows from the events taken in, at ``now``."""
@@ -166,6 +192,7 @@ class Model:
         """The swarm at the last step."""
         if self._facts is None:
             self._facts = facts = swarm_facts(self._known())
+            self._position = facts.position
             if abs(self.now - self._predicted_at) >= EVERY_S:
                 self._predicted_at = self.now
                 of = (facts.parameters, facts.fragments, facts.peers)
@@ -182,7 +209,8 @@ class Model:
             self._label(event.peer, event.name)
         if isinstance(event, RoundBegan | RoundCommitted | RoundAborted | RoundCounted):
             self._changed_rounds.add((event.fragment, event.round))
-        if isinstance(event, AgreedMeasured) and math.isfinite(event.loss):
+        is_old = isinstance(event, AgreedMeasured) and is_behind(event.position, self._position)
+        if isinstance(event, AgreedMeasured) and math.isfinite(event.loss) and not is_old:
             if self._tokens is None:
                 self._tokens = self.view.totals.tokens
             self._agreed.append((event.at, float(self._tokens), event.loss))
@@ -265,6 +293,10 @@ class Model:
     def _samples(self, facts: SwarmFacts) -> dict[str, tuple[float, ...]]:
         rows = {peer.peer: _sample(peer) for peer in facts.peers if peer.state in ONLINE}
         online = [peer for peer in facts.peers if peer.state in ONLINE]
+        if not online or (self.state.phase == "lost" and not self._replaying):
+            # Nothing is heard: lines end here, and a later one begins anew.
+            unknown = tuple(float(facts.tokens) if name == "tokens" else math.nan for name in MEASURES)
+            return {SWARM: unknown}
         rows[SWARM] = (
             float(facts.tokens), facts.tokens_per_s, _nan(facts.loss_training), _nan(facts.utilisation),
             facts.up_bytes_per_s, sum(peer.down_bytes_per_s or 0.0 for peer in facts.peers),

@@ -12,7 +12,7 @@ from p2p_co2.telemetry.peer_view import PeerView
 
 SILENT_AFTER_S = 10.0
 GONE_AFTER_S = 3.0
-ONLINE = frozenset({"starting", "joining", "training", "draining", "paused"})
+ONLINE = frozenset({"starting", "joining", "training", "draining", "paused", "behind"})
 OVER = frozenset({"finished", "left"})
 LEFT_PREFIX = "left: "
 """How membership begins the reason of a peer that said goodbye."""

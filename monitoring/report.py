@@ -54,7 +54,8 @@ def _at_the_end(facts: SwarmFacts, agreed: Sequence[tuple[float, float, float]])
     at, _, loss = max(agreed, default=(-math.inf, 0.0, 0.0))
     if at <= (facts.loss_agreed_at or 0.0):
         return facts
-    return facts.model_copy(update={"loss_agreed": loss, "loss_agreed_at": at})
+    headline = {"loss": loss, "loss_kind": "held-out"}
+    return facts.model_copy(update={"loss_agreed": loss, "loss_agreed_at": at, **headline})
 
 
 def _page(model: Model, facts: SwarmFacts) -> str:
@@ -166,12 +167,17 @@ def _legend() -> str:
 
 
 def _tiles(facts: SwarmFacts) -> str:
-    measured = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
-    kind = "held-out, agreed parameters" if facts.loss_agreed is not None else "training, mean of peers"
+    is_held_out = facts.loss_kind == "held-out"
+    kind = "held-out, agreed parameters" if is_held_out else "training, mean of peers"
     tiles = (
-        ("Loss", figure(measured, 3), facts.loss_unit.replace(" per ", "/"), kind),
+        ("Loss", figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind),
         ("Peers", figure(facts.peers_known), "", f"{facts.peers_online} online at the end"),
-        ("Rounds committed", figure(facts.rounds_committed), "", f"{facts.rounds_aborted} aborted"),
+        (
+            "Rounds committed",
+            figure(facts.rounds_committed),
+            "",
+            f"{f'{facts.rounds_alone} alone, ' if facts.rounds_alone else ''}{facts.rounds_aborted} aborted",
+        ),
         ("Tokens trained", figure(facts.tokens), "", f"{figure(facts.tokens_counted)} counted by the group"),
         ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps", "0: within its own round"),
         ("Send to apply", figure(facts.sync_delay_steps_mean, 1), "inner steps", "mean"),

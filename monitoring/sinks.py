@@ -96,10 +96,13 @@ def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:
 def figures_of(facts: SwarmFacts) -> dict[str, float]:
     """What a sink gets: the swarm's figures, and some of each peer's, by name."""
     found: dict[str, float | None] = {
-        "swarm/loss_agreed": facts.loss_agreed, "swarm/loss_training": facts.loss_training,
+        "swarm/loss_agreed": facts.loss_agreed if facts.peers_online else None,
+        "swarm/loss_training": facts.loss_training if facts.peers_online else None,
         "swarm/peers_online": float(facts.peers_online), "swarm/tokens_per_s": facts.tokens_per_s,
-        "swarm/utilisation": facts.utilisation, "swarm/up_bytes_per_s": facts.up_bytes_per_s,
+        "swarm/utilisation": facts.utilisation if facts.peers_online else None,
+        "swarm/up_bytes_per_s": facts.up_bytes_per_s,
         "swarm/rounds_committed": float(facts.rounds_committed),
+        "swarm/rounds_alone": float(facts.rounds_alone),
         "swarm/rounds_aborted": float(facts.rounds_aborted), "swarm/staleness_mean": facts.staleness_mean,
         "swarm/sync_delay_steps_mean": facts.sync_delay_steps_mean,
     }  # fmt: skip

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from monitoring.standing import in_the_run
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry.peer_view import PeerView
@@ -46,13 +47,15 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
     ``wall_s``: first to last event of any peer. ``tokens``: trained by all peers together. ``rounds``: see
     ``_rounds``; ``bytes``: see ``_bytes``. ``staleness``, ``sync_delay_steps``: over all outer steps applied
     by any peer; see ``events.FragmentApplied``. ``utilisation``: of a peer, seconds in inner steps over
-    seconds since its first inner step began. ``exposed_s``: seconds the training thread stood still for
+    seconds since its first inner step began; in the mean are those that were not behind the run when
+    they were last heard. ``exposed_s``: seconds the training thread stood still for
     communication. ``digests_equal``: at least one peer finished and all that finished hold the same digest of
     the agreed state. ``carriers``: open links by carrier, counted in each direction. ``versions``: software;
     ``outer_versions``: newest outer version per fragment.
     """
     labels = view.labels()
     peers = {labels[peer.peer]: peer for peer in view.started_peers}
+    counted = [labels[peer.peer] for peer in in_the_run(view.started_peers)]
     used = {name: peer.utilisation for name, peer in peers.items()}
     exposed_s = {name: round(peer.totals.exposed_s, 3) for name, peer in peers.items()}
     config = facts.config
@@ -74,7 +77,7 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "gap_max": _rounded(view.gap_max, 4),
         "bytes": _bytes(view, _fragments(view, config)),
         "utilisation": {
-            "mean": _rounded(_mean(value for value in used.values() if value is not None), 4),
+            "mean": _rounded(_mean(value for name in counted if (value := used[name]) is not None), 4),
             "per_peer": {name: _rounded(value, 4) for name, value in used.items()},
         },
         "exposed_s": {"max": max(exposed_s.values(), default=0.0), "per_peer": exposed_s},
@@ -104,8 +107,10 @@ def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
         if not peer["finished"]:
             why = f", {peer['left_reason']}" if peer["left_reason"] else ""
             reasons.append(f"peer {name} did not finish (last phase {peer['phase'] or 'unknown'}{why})")
-    if table and not summary["rounds"]["committed"]:
-        reasons.append("no round was committed")
+    rounds, by_one = summary["rounds"], summary["expected_peers"] == 1
+    if table and not rounds["committed"] and not (by_one and rounds["alone"]):
+        alone = f": {rounds['alone']} were made by one peer alone" if rounds["alone"] else ""
+        reasons.append(f"no round was committed{alone}")
     finished = {name: peer["digest"] for name, peer in table.items() if peer["finished"]}
     if finished and not summary["digests_equal"]:
         held = ", ".join(f"{name} {digest[:12] or 'none'}" for name, digest in finished.items())
@@ -121,7 +126,8 @@ def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
 
 
 def _rounds(view: SwarmView) -> dict[str, Any]:
-    """``committed``, ``aborted``: rounds of the swarm, each once. ``partial``: committed with somebody
+    """``committed``, ``aborted``: rounds of the swarm, each once; ``alone``: made by one peer, with nobody
+    else. ``partial``: committed with somebody
     missing from the mean of some part. ``missed``: committed, but given up by some member. ``duration_s``:
     from a member's offer to its knowing of the commit, the slowest member of each round."""
     committed = [known for known in view.rounds.values() if known.outcome == "committed"]
@@ -129,6 +135,7 @@ def _rounds(view: SwarmView) -> dict[str, Any]:
     reasons = view.abort_reasons
     return {
         "committed": len(committed),
+        "alone": view.alone,
         "aborted": reasons.total(),
         "abort_reasons": dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
         "open": sum(known.outcome == "open" for known in view.rounds.values()),

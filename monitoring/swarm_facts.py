@@ -7,13 +7,14 @@ Law: whatever a peer said, no fact is negative, infinite or unbounded, and none 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from monitoring.facts import LinkFacts, PeerFacts, RoundFacts, SwarmFacts
 from monitoring.peer_state import ONLINE, OVER, peer_state
-from monitoring.troubles import median_position, troubles
+from monitoring.standing import ENDED, TRAINS, is_behind, run_position
+from monitoring.troubles import troubles
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry.events import LinkMeasured
@@ -27,6 +28,8 @@ RATE_OVER_S, RATE_FROM_S = 10.0, 3.0
 MAX_FRAGMENTS = 256
 ASKS_PER_S = 64.0
 """As in ``reports.poller``: with more peers each is asked less often, and silence means less."""
+NOT_IN_THE_RUN = frozenset({"starting", "joining", "behind", "unknown"})
+"""States of peers whose figures are not the run's."""
 LATE_RULES = frozenset({"co2", "eager"})
 """Apply rules whose answers are one outer step old by design."""
 
@@ -100,18 +103,23 @@ def swarm_facts(known: Known) -> SwarmFacts:
     """The swarm at ``known.now``."""
     view, run = known.view, known.run
     labels = known.labels
-    peers = tuple(
-        sorted(
-            (_peer_facts(known, peer, labels.get(peer.peer)) for peer in _listed(known)),
-            key=lambda facts: facts.label,
-        )
-    )
+    unsorted = [_peer_facts(known, peer, labels.get(peer.peer)) for peer in _listed(known)]
+    at = _run_position(unsorted)
+    peers = tuple(sorted((_placed(peer, at) for peer in unsorted), key=lambda facts: facts.label))
     online = [peer for peer in peers if peer.state in ONLINE]
-    agreed = max((peer.agreed.points[-1] for peer in view.peers.values() if peer.agreed.points), default=None)
+    in_run = [peer for peer in peers if peer.state not in NOT_IN_THE_RUN]
+    figures = [peer for peer in in_run if peer.state in ONLINE] or in_run
+    measured = {peer.peer for peer in in_run}
+    agreed = max(
+        (one.agreed.points[-1] for one in view.peers.values() if one.agreed.points and one.peer in measured),
+        default=None,
+    )
     staleness = view.staleness
-    used = [peer.utilisation for peer in online or peers if peer.utilisation is not None]
-    losses = [peer.loss for peer in online or peers if peer.loss is not None]
-    fragments, totals = known.fragments, view.totals
+    used = [peer.utilisation for peer in figures if peer.utilisation is not None]
+    losses = [peer.loss for peer in figures if peer.loss is not None]
+    training = sum(losses) / len(losses) if losses else None
+    is_old = agreed is None or (training is not None and is_behind(agreed[1], at))
+    fragments, totals, committed = known.fragments, view.totals, _committed(known)
     return SwarmFacts(
         at=known.now,
         run=run.name if run else "",
@@ -123,31 +131,61 @@ def swarm_facts(known: Known) -> SwarmFacts:
         parameters=max((peer.parameters for peer in view.peers.values()), default=0),
         round_s=round_s(known),
         rounds_total=run.clock.rounds if run else 0,
-        position=median_position(peers),
+        position=at,
         peers_online=len(online),
         peers_known=len(peers),
+        loss=training if agreed is None or is_old else agreed[2],
+        loss_kind="training" if is_old else "held-out",
         loss_agreed=agreed[2] if agreed else None,
         loss_agreed_at=agreed[0] if agreed else None,
-        loss_training=sum(losses) / len(losses) if losses else None,
+        loss_training=training,
         loss_unit=loss_unit(run.recipe) if run else "",
         tokens=totals.tokens,
         tokens_counted=known.counted / fragments if fragments else 0.0,
-        tokens_per_s=sum(peer.tokens_per_s for peer in online),
+        tokens_per_s=sum(peer.tokens_per_s for peer in figures),
         utilisation=sum(used) / len(used) if used else None,
         utilisation_predicted=known.predicted,
         up_bytes=totals.up_bytes,
         up_bytes_per_s=sum(peer.up_bytes_per_s or 0.0 for peer in peers),
-        rounds_committed=_committed(known),
+        rounds_committed=committed,
+        rounds_alone=view.alone,
         rounds_aborted=view.abort_reasons.total(),
         rounds_counted=view.counted_rounds,
         staleness={str(value): staleness[value] for value in sorted(staleness)},
         staleness_mean=mean_of(staleness),
         sync_delay_steps_mean=mean_of(view.sync_delay_steps),
         abort_reasons=dict(view.abort_reasons.most_common(16)),
-        troubles=troubles(view, labels, peers, known.sightings, known.state, known.now),
+        troubles=()
+        if _is_over(known, peers, at)
+        else troubles(view, labels, peers, known.sightings, known.state, known.now),
         peers=peers,
         rounds=tuple(_newest_rounds(known)),
     )
+
+
+def _run_position(peers: Sequence[PeerFacts]) -> float:
+    trains = [peer.position for peer in peers if peer.state in TRAINS]
+    ended = [
+        (peer.last_seen_at or 0.0, peer.position)
+        for peer in peers
+        if peer.state in ENDED and peer.position > 0
+    ]
+    return run_position(trains, ended)
+
+
+def _placed(peer: PeerFacts, at: float) -> PeerFacts:
+    """``peer`` with the state "behind" if the run, which is at ``at``, is further on than it."""
+    if peer.state not in TRAINS or not is_behind(peer.position, at):
+        return peer
+    words = f"at round {peer.position:.1f}, the run is at {at:.1f}: it has not caught up, or begins anew"
+    return peer.model_copy(update={"state": "behind", "reason": words})
+
+
+def _is_over(known: Known, peers: Sequence[PeerFacts], at: float) -> bool:
+    """Whether the run has had its last round, or all have left it: then nothing is wrong with it any more."""
+    rounds = known.run.clock.rounds if known.run else 0
+    has_ended = at >= rounds > 0 and all(peer.state != "training" for peer in peers)
+    return has_ended or (bool(peers) and all(peer.state in OVER for peer in peers))
 
 
 def _listed(known: Known) -> Iterable[PeerView]:
@@ -252,10 +290,11 @@ def round_s(known: Known) -> float | None:
 
 
 def _committed(known: Known) -> int:
-    """Rounds committed since the run began: each outer version is one. Seen rounds where versions lag."""
+    """Rounds committed since the run began: each outer version is one, but for those that a peer made alone.
+    Seen rounds where versions lag."""
     columns = zip(*(peer.versions for peer in known.view.peers.values() if peer.versions), strict=False)
     reached = sum(sorted(column)[len(column) // 2] for column in columns)
-    return max(int(reached), known.view.committed)
+    return max(int(reached) - known.view.alone, known.view.committed)
 
 
 def _needed_bytes_per_s(known: Known, peer: PeerView) -> float | None:

@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from monitoring.standing import in_the_run
 from monitoring.words import UNKNOWN, clock, figure, news, percent, plain, size
 from p2p_co2.telemetry.peer_view import PeerView
 from p2p_co2.telemetry.view import SwarmView, mean_of
@@ -124,7 +125,7 @@ def swarm_frame(
 def plain_line(view: SwarmView, elapsed_s: float, trained_s: float | None, expected_s: float | None) -> str:
     """The state of the swarm in one line of plain text; times as for ``swarm_frame``."""
     peers = view.started_peers
-    losses = [peer.loss for peer in peers if peer.loss is not None]
+    losses = [peer.loss for peer in in_the_run(peers) if peer.loss is not None]
     loss = sum(losses) / len(losses) if losses else None
     if expected_s is None:
         of = ""
@@ -135,7 +136,7 @@ def plain_line(view: SwarmView, elapsed_s: float, trained_s: float | None, expec
         f"[{clock(elapsed_s)}{of}] {len(peers)} peers, "
         f"{figure(sum(peer.totals.inner_steps for peer in peers))} inner steps, "
         f"loss {figure(loss, 3)}, {figure(sum(peer.tokens_per_s for peer in peers))} tokens/s, "
-        f"rounds {view.committed} committed {aborted} aborted, "
+        f"rounds {view.committed} committed {f'{view.alone} alone ' if view.alone else ''}{aborted} aborted, "
         f"staleness {figure(mean_of(view.staleness), 2)}, "
         f"up {size(sum(peer.totals.up_bytes for peer in peers))}"
     )
@@ -254,6 +255,9 @@ def _rounds_line(view: SwarmView) -> Text:
     line = Text("rounds: ")
     line.append(str(view.committed), style="bold green")
     line.append(" committed, ")
+    if view.alone:
+        line.append(str(view.alone), style="bold yellow")
+        line.append(" alone, ")
     line.append(str(reasons.total()), style="bold red" if reasons else "bold")
     line.append(" aborted")
     if reasons:

@@ -26,10 +26,10 @@ PLAIN_EVERY_S = 10.0
 _LINES_BESIDE_PEERS = 20
 _BAR_CELLS = 30
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
-                 "unreachable": "red", "unknown": "yellow"}  # fmt: skip
+                 "unreachable": "red", "unknown": "yellow", "behind": "yellow"}  # fmt: skip
 _CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
 _OUTCOME_STYLES = {"committed": ("■", "blue"), "partial": ("p", "cyan"), "late": ("L", "yellow"),
-                   "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
+                   "alone": ("1", "magenta"), "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
 
 
 def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None) -> int:
@@ -67,15 +67,19 @@ def line(facts: SwarmFacts) -> str:
     """The swarm in one line of plain text."""
     if not facts.peers_known:
         return f"{facts.connection}: {plain(facts.connection_words, 200)}"
-    loss = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
     count = len(facts.troubles)
-    wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 120)}" if count else ""
+    wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
     return (
         f"{facts.peers_online} of {facts.peers_known} peers, round {figure(facts.position, 1)}, "
-        f"loss {figure(loss, 3)}, {figure(facts.tokens)} tokens, {figure(facts.tokens_per_s)} tokens/s, "
-        f"rounds {facts.rounds_committed} committed {facts.rounds_aborted} aborted, "
+        f"loss {figure(facts.loss, 3)} ({facts.loss_kind}), {figure(facts.tokens)} tokens, "
+        f"{figure(facts.tokens_per_s)} tokens/s, "
+        f"rounds {facts.rounds_committed} committed {_alone(facts)}{facts.rounds_aborted} aborted, "
         f"staleness {figure(facts.staleness_mean, 2)}, up {size(facts.up_bytes)}{wrong}"
     )
+
+
+def _alone(facts: SwarmFacts) -> str:
+    return f"{facts.rounds_alone} alone " if facts.rounds_alone else ""
 
 
 def frame(facts: SwarmFacts, width: int, height: int) -> RenderableType:
@@ -93,17 +97,16 @@ def frame(facts: SwarmFacts, width: int, height: int) -> RenderableType:
 
 
 def _head(facts: SwarmFacts) -> RenderableType:
-    loss = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
-    kind = "training"
-    if facts.loss_agreed is not None:
-        kind = f"held-out{ago(facts.loss_agreed_at, facts.at)}"
+    kind = facts.loss_kind
+    if kind == "held-out":
+        kind += ago(facts.loss_agreed_at, facts.at)
     of = f" of {facts.rounds_total}" if facts.rounds_total else ""
     title = Text.assemble(
         (plain(facts.run or "a run", 64), "bold"), f"  {plain(facts.place, 80)}  ",
         (facts.connection, _CONNECTION_STYLES.get(facts.connection, "red")),
     )  # fmt: skip
     first = Text.assemble(
-        "loss ", (figure(loss, 3), "bold"), f" {facts.loss_unit} ({kind})   peers ",
+        "loss ", (figure(facts.loss, 3), "bold"), f" {facts.loss_unit} ({kind})   peers ",
         (f"{facts.peers_online} of {facts.peers_known}", "bold"), "   round ",
         (f"{figure(facts.position, 1)}{of}", "bold"), "   utilisation ", (percent(facts.utilisation), "bold"),
     )  # fmt: skip
@@ -111,7 +114,8 @@ def _head(facts: SwarmFacts) -> RenderableType:
         "tokens ", (figure(facts.tokens), "bold"), "   ", (figure(facts.tokens_per_s), "bold"),
         " tokens/s   sent ", (f"{size(facts.up_bytes_per_s)}/s", "bold"),
         f" ({size(facts.up_bytes)})\nrounds ",
-        (figure(facts.rounds_committed), "bold"), f" committed, {facts.rounds_aborted} aborted",
+        (figure(facts.rounds_committed), "bold"), " committed, ",
+        f"{_alone(facts)}{facts.rounds_aborted} aborted",
     )  # fmt: skip
     return Group(title, first, second)
 
@@ -120,8 +124,8 @@ def _troubles(facts: SwarmFacts) -> RenderableType:
     if not facts.troubles:
         return Text("nothing is wrong", style="green")
     rows = [
-        Text(f"! {plain(trouble.words, 200)}", style="red" if trouble.severity == "bad" else "yellow",
-             no_wrap=True, overflow="ellipsis")
+        Text(f"! {plain(trouble.words, 300)}", style="red" if trouble.severity == "bad" else "yellow",
+             overflow="fold")
         for trouble in facts.troubles[:4]
     ]  # fmt: skip
     return Group(*rows)
@@ -189,7 +193,7 @@ def _staleness(facts: SwarmFacts, width: int) -> RenderableType:
     )
     rows.append(
         Text(
-            "rounds, newest right (■ committed, p without some, L late, A aborted)\n"
+            "rounds, newest right (■ committed, p without some, L late, 1 alone, A aborted)\n"
             f"  oldest fragment: merged {clock(oldest)} ago"
         )
     )

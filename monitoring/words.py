@@ -173,6 +173,8 @@ def _words_of_round(event: RoundCommitted | RoundAborted | SendSkipped, me: str)
         case RoundCommitted():
             share = f"{event.contributors} of {event.group_size} are in the mean"
             words = f"round {event.round} of fragment {event.fragment} committed: {share}, "
+            if event.group_size == 1:
+                return "", f"{me} made round {event.round} of fragment {event.fragment} alone"
             return f"commit {event.fragment} {event.round}", f"{words}{figure(event.duration_s, 2)} s at {me}"
         case RoundAborted():
             words = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"

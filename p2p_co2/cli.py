@@ -3,7 +3,8 @@
 It stands above the applications and is the only place that wires them together (the demo of ``bootstrap`` is
 watched by ``monitoring`` through an observer handed in here). Laws: ``--help`` and ``--version`` import
 neither torch nor hivemind; a mistake of the user's gives one line on stderr that says how to mend it and exit
-status 2 (this machine or the network at fault: 1), never a traceback. A traceback is left to bugs.
+status 2 (this machine or the network at fault: 1; the run over: 3), never a traceback. A traceback is left to
+bugs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Annotated
 import typer
 
 from p2p_co2 import cli_checks, cli_views
-from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error, TicketError
+from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 from p2p_co2.peer_options import peer_config
 
 hand_over()
@@ -57,12 +58,18 @@ def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> in
     except LocalProtocolError:
         raise  # a bug of ours: the traceback is the report
     except P2PCo2Error as error:
-        return _report(str(error), 2 if isinstance(error, ConfigError | TicketError) else 1)
+        return _report(str(error), _status_of(error))
     except OSError as error:
         if error.strerror is None:
             raise
         return _report(_in_words(error), 1)
     return 0
+
+
+def _status_of(error: P2PCo2Error) -> int:
+    if isinstance(error, RunOver):
+        return RUN_OVER
+    return 2 if isinstance(error, ConfigError | TicketError) else 1
 
 
 def _in_words(error: OSError) -> str:
@@ -177,7 +184,7 @@ def join(
         typer.Option("--resume", help="Insist on the checkpoint in the folder: it is gone on from anyway."),
     ] = False,
     start_over: Annotated[
-        bool, typer.Option("--start-over", help="Begin anew, although the folder has a checkpoint.")
+        bool, typer.Option("--start-over", help="Begin anew, whatever was trained before.")
     ] = False,
     checkpoint_every: Annotated[
         float | None,

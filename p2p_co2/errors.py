@@ -3,6 +3,7 @@
     P2PCo2Error
     ├── ConfigError            your input: the message says which file, which key, and what would be right
     ├── TicketError            a wrong or foreign invitation: ask the organiser for a new one
+    │   └── RunOver            the run has had its last round
     ├── EnvironmentFault       this machine: port in use, disk full, no permission; the message has the fix
     ├── RemoteProtocolError    a peer broke the rules: drop the message, count it against the peer
     ├── LocalProtocolError     we broke the rules: a bug here, crash loudly
@@ -34,6 +35,18 @@ class ConfigError(P2PCo2Error):
 
 class TicketError(P2PCo2Error):
     """The ticket is damaged, of another version, or for another run."""
+
+
+RUN_OVER = 3
+"""Exit status of ``p2p-co2 join`` for ``RunOver``."""
+
+
+class RunOver(TicketError):
+    """The run has had its last round, and nobody of it is left."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        super().__init__(f"this run ended at round {rounds}; ask for a newer ticket")
 
 
 class EnvironmentFault(P2PCo2Error):

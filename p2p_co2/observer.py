@@ -26,6 +26,7 @@ from p2p_co2.telemetry.feed import FeedState, News
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.asking import Asking
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import RunPosition
 
 FIND_S = 5.0
 RETRY_S = 5.0
@@ -45,6 +46,8 @@ class Observer:
         self._lock = threading.Lock()
         self._poller = Poller(self._ticket.run)
         self._run: RunConfig | None = None
+        self._last: RunPosition | None = None
+        """Where the run was when its peers last said so."""
         self._state = FeedState("connecting", "looking for a seed of the run")
         self._heard_at = 0.0
         self._loop = uvloop.new_event_loop()
@@ -150,6 +153,7 @@ class Observer:
                     self._poller.listed(peers, time.monotonic(), time.time())
                 if not self._poller.answering:
                     await network.rebootstrap()  # nobody trains, or nobody is there: only a seed can tell
+                    self._last = await network.run_position()
                 failed_since = None
             except TransportError as error:
                 failed_since = failed_since or time.monotonic()
@@ -164,8 +168,16 @@ class Observer:
         with self._lock:
             answering = self._poller.answering
         if not listed and not answering:
-            return FeedState("connected", "the seed answers, but no peer is listed: nobody trains now")
+            return FeedState("connected", f"the seed answers, but no peer is listed: {self._last_words()}")
         return FeedState("connected", f"{answering} of {max(listed, answering)} peers answer")
+
+    def _last_words(self) -> str:
+        last, rounds = self._last, self._run.clock.rounds if self._run is not None else 0
+        if last is None:
+            return "nobody trains now"
+        if last.position >= rounds > 0:
+            return f"the run ended at round {rounds}"
+        return f"all left at round {last.position:.1f}; the run goes on when one with a checkpoint is back"
 
     async def _ask_all(self, network: Network, asking: Asking, tasks: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(MAX_AT_ONCE)

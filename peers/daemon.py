@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.node.placing import ALONE
 from p2p_co2.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.run_recipe import load_run_recipe
-from p2p_co2.telemetry.events import Event, PeerStarted
+from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity
@@ -41,7 +42,8 @@ class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
     ``data``: recipe options that are this peer's own affair (its text). ``resume``: there must be a
     checkpoint in ``config.folder`` to go on from; one that is there is gone on from anyway, unless
-    ``start_over``. ``parent``: leave when that process ends; 0 for none."""
+    ``start_over``: begin anew, whatever was trained before. ``parent``: leave when that process ends; 0 for
+    none."""
 
     ticket: str
     config: PeerConfig
@@ -114,6 +116,8 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
             if isinstance(event, PeerStarted) and event.resumed_from:
                 at = f"step {event.inner_steps}, round {event.position:.2f}"
                 watch.say(f"resumed from {event.resumed_from}: {at}")
+            if isinstance(event, Warned) and event.text == ALONE:
+                watch.say(f"to invite somebody: p2p-co2 join {options.ticket}")
 
         _join_and_train(options, device, running, on_event, watch.say)
         if journal.failed:
@@ -209,8 +213,9 @@ def _train(
     )
     running.take(peer)
     sequences = options.config.batch or recipe.default_batch
-    measuring = AgreedLoss(recipe.held_out, peer.peer_id)
+    measuring = AgreedLoss(recipe.glance or recipe.held_out)
     with peer:
+        measuring.begin(peer)
         for batch in recipe.batches(_data_seed(connection.run, options.config, peer.inner_steps), sequences):
             optimizer.zero_grad(set_to_none=True)
             loss = recipe.loss(model, batch)

@@ -1,14 +1,13 @@
 """When a peer measures the held-out loss of the agreed parameters, so that boards can draw it.
 
-Law: measuring costs at most ``SHARE`` of the training thread's time: the next one is as far away as the last
-one was long, over ``SHARE``. All peers of one version hold the same agreed parameters and the same held-out
-data, so each measures rarely and their points together make one curve; where a peer begins is drawn from its
-id, so that they do not measure all at once.
+All peers of one version hold the same agreed parameters and the same held-out data, so one measurement a
+round is enough, and they take turns: their points together make one curve, from the state that all start
+from. Law: measuring costs at most ``SHARE`` of the training thread's time, but for each peer's first one; who
+has spent its share passes its turn on to nobody, and readers take the training loss meanwhile.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,22 +17,33 @@ if TYPE_CHECKING:
 
     from p2p_co2.trainer import Peer
 
-SHARE = 0.003
-FIRST_WITHIN_S = 30.0
-AT_MOST_EVERY_S = 15.0
+SHARE = 0.005
+AT_MOST_EVERY_S = 10.0
 
 
 class AgreedLoss:
-    """``held_out``: the recipe's; None measures nothing. ``peer_id`` spreads the peers."""
+    """``held_out``: loss of a model on a small slice that nobody trains on; None measures nothing."""
 
-    def __init__(self, held_out: Callable[[nn.Module], float] | None, peer_id: str) -> None:
+    def __init__(self, held_out: Callable[[nn.Module], float] | None) -> None:
         self._held_out = held_out
-        spread = hashlib.sha256(peer_id.encode()).digest()[0] / 255
-        self._next_at = time.monotonic() + 5.0 + FIRST_WITHIN_S * spread
+        self._next_at = 0.0
+        self._round = -1
+        """The last one whose turn was looked at."""
+
+    def begin(self, peer: Peer) -> None:
+        """Before the first step: where the run, or this peer, begins."""
+        self._round = int(peer.position)
+        self._measure(peer)
 
     def after_step(self, peer: Peer) -> None:
-        """Measure if it is time."""
-        if self._held_out is None or time.monotonic() < self._next_at:
+        """Measure if a round has begun that is this peer's to measure."""
+        if int(peer.position) == self._round or self._held_out is None:
             return
-        duration_s = peer.measure_agreed(self._held_out)
-        self._next_at = time.monotonic() + max(AT_MOST_EVERY_S, duration_s / SHARE)
+        self._round = int(peer.position)
+        if peer.has_turn(self._round) and time.monotonic() >= self._next_at:
+            self._measure(peer)
+
+    def _measure(self, peer: Peer) -> None:
+        if self._held_out is not None:
+            duration_s = peer.measure_agreed(self._held_out)
+            self._next_at = time.monotonic() + max(AT_MOST_EVERY_S, duration_s / SHARE)

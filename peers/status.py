@@ -48,7 +48,7 @@ class StatusLines:
         self._lock = threading.Lock()
         self._next_at = 0.0
         self._carriers: dict[str, str] = {}
-        self._committed = self._aborted = 0
+        self._committed = self._alone = self._aborted = 0
         self._staleness = 0
         self._deadlines: dict[int, tuple[float, float]] = {}
 
@@ -78,7 +78,8 @@ class StatusLines:
             case PeerLeft():
                 self._carriers.pop(event.other, None)
             case RoundCommitted():
-                self._committed += 1
+                self._committed += event.group_size > 1
+                self._alone += event.group_size == 1
             case RoundAborted():
                 self._aborted += 1
             case FragmentApplied():
@@ -138,7 +139,8 @@ class StatusLines:
             f"loss {now.loss:.3f}" if math.isfinite(now.loss) else "loss -",
             f"{now.tokens_per_s:,.0f} tokens/s",
             f"links: {carriers}",
-            f"{self._committed} committed, {self._aborted} aborted",
+            f"{self._committed} committed, "
+            f"{f'{self._alone} alone, ' if self._alone else ''}{self._aborted} aborted",
             f"staleness {self._staleness}",
             f"up {now.up_bytes / 1e6:.1f} MB, down {now.down_bytes / 1e6:.1f} MB",
             f"stood still {now.exposed_s:.1f} s",

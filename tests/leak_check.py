@@ -65,7 +65,7 @@ def cycle(ticket: str, folder: Path) -> None:
     config = PeerConfig(folder=folder)
     connection = connect(ticket, config, lambda event: None)
     try:
-        with connection.start(model, optimizer) as peer:
+        with connection.start(model, optimizer, start_over=True) as peer:
             for step in range(40):
                 loss = model(torch.randn(8, WIDTH)).square().mean()
                 optimizer.zero_grad()

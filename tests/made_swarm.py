@@ -154,7 +154,7 @@ class MadeSwarm:
                 weights=weights,
             )
         )  # fmt: skip
-        if fragment == 0 and number % 4 == 1:
+        if fragment == 0 and number % 2 == 1:
             loss = 1.45 + 4.0 / (1 + t / 20) ** 0.6
             found.append(
                 ev.AgreedMeasured(

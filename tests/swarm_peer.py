@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--die-at", default="")
     parser.add_argument("--die-after", type=int, default=2)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--start-over", action="store_true")
     parser.add_argument("--no-board", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -90,7 +91,9 @@ def main() -> None:
         data = torch.Generator().manual_seed(options.seed)
         connection = connect(options.ticket, config, on_event)
         print("board:", connection.board or "none", flush=True)
-        peer = connection.start(model, optimizer, resume=options.resume)  # type: ignore[arg-type]
+        peer = connection.start(
+            model, optimizer, resume=options.resume, start_over=options.start_over,  # type: ignore[arg-type]
+        )  # fmt: skip
         signal.signal(signal.SIGINT, lambda *_: peer.stop())
         with peer:
             while True:

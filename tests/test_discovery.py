@@ -34,8 +34,8 @@ from p2p_co2.transport.hivemind_quiet import (
 from p2p_co2.transport.libp2p_control import own_maddrs, reach
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_RECORD_BYTES, MAX_STRING, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 from tests.transport_peers import PATIENCE_S, free_port
 
 CONFIG = RunConfig(name="test")
@@ -110,6 +110,33 @@ async def test_a_decision_is_found_by_everybody(tmp_path: Path) -> None:
         largest = os.urandom(4096)  # what an announcement takes at most
         await a.discovery.publish_decision(2, 8, largest, LIFETIME_S)
         assert await seed.discovery.fetch_decision(2, 8) == {a.identity.peer_id: largest}
+
+
+async def test_where_a_run_is_is_known_when_everybody_has_left(tmp_path: Path) -> None:
+    """Also by a seed that was started again, and by one that no peer has told."""
+    async with open_member(tmp_path / "seed", []) as seed:
+        assert await seed.discovery.find_positions() == []
+        async with open_member(tmp_path / "a", seed.maddrs) as a, open_member(tmp_path / "b", a.maddrs) as b:
+            assert await a.discovery.find_positions() == []
+            await a.discovery.publish_position(RunPosition(position=1.0, versions=[1]))
+            await a.discovery.publish_position(RunPosition(position=2.5, versions=[2, 3], software="test"))
+            await b.discovery.publish_position(RunPosition(position=2.0, versions=[2, 2]))
+            kept = await seed.discovery.gather_positions()
+            writers = {a.identity.peer_id, b.identity.peer_id}
+            assert {writer for writer, _ in kept} == writers
+        async with open_member(tmp_path / "late", seed.maddrs) as late:
+            said = {one.peer: one for one in await late.discovery.find_positions()}
+            assert said.keys() == writers
+            of_a = said[a.identity.peer_id]
+            assert (of_a.position, list(of_a.versions), of_a.software) == (2.5, [2, 3], "test")
+    async with open_member(tmp_path / "again", []) as again:
+        again.discovery.hold_positions([*kept, ("stranger", kept[0][1])])
+        assert [error.reason for error in again.refused] == ["foreign record"]
+        async with open_member(tmp_path / "later", again.maddrs) as later:
+            assert {one.peer for one in await later.discovery.find_positions()} == writers
+    with pytest.raises(TransportError):
+        async with open_member(tmp_path / "alone", seed.maddrs):
+            raise AssertionError("nobody is there to join")
 
 
 async def test_the_manifest_outlives_its_author(tmp_path: Path) -> None:
@@ -343,6 +370,36 @@ def test_a_record_is_only_good_where_it_belongs() -> None:
     assert not records.validate(dht_record(MY_KEY, ME.peer_id, ME.seal(rec.MANIFEST_CONTEXT, content)))
     assert not records.validate(dht_record(rec.manifest_key(RUN), ME.peer_id, sealed))
     assert not records.validate(dht_record(rec.decision_key(RUN, 0, 1), ME.peer_id, sealed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "lives_s", "is_right"),
+    [
+        ({}, rec.POSITION_LIFETIME_S, True),
+        ({}, rec.POSITION_LIFETIME_S + 60, False),
+        ({"written_at": time.time() - 9 * 86400}, rec.POSITION_LIFETIME_S, False),  # its end goes with it
+        ({"written_at": time.time() + 2 * rec.CLOCK_SLACK_S}, 60.0, False),
+        ({"written_at": float("nan")}, 60.0, False),
+        ({"position": float("nan")}, 60.0, False),
+        ({"position": float("inf")}, 60.0, False),
+        ({"position": -1.0}, 60.0, False),
+        ({"versions": [1] * (MAX_FRAGMENTS + 1)}, 60.0, False),
+        ({"software": "x" * (MAX_STRING + 1)}, 60.0, False),
+        ({"run": bytes(32)}, 60.0, False),
+        ({"peer": OTHER.peer_id}, 60.0, False),
+    ],
+)
+def test_a_position_is_checked(changes: dict[str, object], lives_s: float, is_right: bool) -> None:
+    records, reasons = make_records()
+    values = {"peer": ME.peer_id, "run": RUN, "position": 2.5, "written_at": time.time(), **changes}
+    sealed = ME.seal(rec.POSITION_CONTEXT, RunPosition(**values).SerializeToString())  # type: ignore[arg-type]
+    shard = rec.shard_of(ME.peer_id)
+    key = rec.position_key(RUN, shard)
+    assert records.validate(dht_record(key, ME.peer_id, sealed, lives_s)) is is_right
+    assert reasons == (not is_right) * ["wrong record"]
+    other_shard = rec.position_key(RUN, (shard + 1) % rec.PEER_SHARDS)
+    assert not records.validate(dht_record(other_shard, ME.peer_id, sealed, 60.0))
+    assert not records.validate(dht_record(key, OTHER.peer_id, sealed, 60.0))
 
 
 def test_only_the_run_key_writes_the_manifest() -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.config import RunConfig
-from p2p_co2.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, Records
+from p2p_co2.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, POSITION_CONTEXT, Records
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.gate import receive_relayed
 from p2p_co2.node.receiving import CELL_KINDS
@@ -97,6 +97,10 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
     wire.RunManifest: (
         wire.RunManifest(run=RUN, config=CONFIG, recipe_digest=bytes(32), published_at=NOW),
         lambda data: records().manifest(THEM.peer_id, THEM.seal(MANIFEST_CONTEXT, data)),
+    ),
+    wire.RunPosition: (
+        wire.RunPosition(peer=THEM.peer_id, run=RUN, position=2.5, versions=[2], written_at=NOW),
+        lambda data: records().position(THEM.peer_id, THEM.seal(POSITION_CONTEXT, data)),
     ),
     wire.Signed: (
         wire.Signed.FromString(THEM.seal(b"something", b"content")),

@@ -244,7 +244,8 @@ def test_out_of_reach_is_said_once_and_not_of_every_peer() -> None:
     feed.state = FeedState("lost", "no seed can be reached")
     model.step(START + 90)
     words = [trouble.words for trouble in model.facts().troubles]
-    assert words == ["The swarm is out of reach: no seed can be reached"]
+    advice = "what is shown is old, and it is looked for again"
+    assert words == [f"The swarm is out of reach: no seed can be reached; {advice}"]
     model.history.close()
 
 

@@ -161,7 +161,7 @@ def test_the_terminal_shows_swarm_and_staleness(model: Model) -> None:
         assert "peer-1" in text
         assert "staleness" in text
         assert max(len(row) for row in text.splitlines()) <= width
-    assert "5 troubles: Round 13" in line(model.facts())
+    assert "4 troubles: Round 13" in line(model.facts())
 
 
 def test_the_terminal_says_how_old_the_held_out_loss_is(model: Model) -> None:

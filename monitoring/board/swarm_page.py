@@ -53,11 +53,10 @@ class SwarmPage:
 
     def refresh(self, facts: SwarmFacts) -> None:
         tiles = self._tiles
-        measured = facts.loss_agreed if facts.loss_agreed is not None else facts.loss_training
         kind = "training, mean of peers"
-        if facts.loss_agreed is not None:
+        if facts.loss_kind == "held-out":
             kind = f"held-out{ago(facts.loss_agreed_at, facts.at)}; agreed parameters"
-        tiles["loss"].set(figure(measured, 3), facts.loss_unit.replace(" per ", "/"), kind)
+        tiles["loss"].set(figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind)
         tiles["peers-online"].set(figure(facts.peers_online), "", f"of {facts.peers_known} known")
         total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
         every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
@@ -74,6 +73,7 @@ class SwarmPage:
         tiles["rounds"].set(
             figure(facts.rounds_committed),
             "",
+            f"{f'{facts.rounds_alone} alone, ' if facts.rounds_alone else ''}"
             f"{facts.rounds_aborted} aborted, {facts.rounds_counted} checked",
         )
         if facts.troubles != self._shown:
@@ -84,7 +84,9 @@ class SwarmPage:
         self._troubles.clear()
         with self._troubles:
             if not facts.troubles:
-                ui.label("Nothing: every peer is heard, and rounds commit.").classes("b-fine")
+                ended = facts.rounds_total and facts.position >= facts.rounds_total
+                words = "The run is over." if ended else "Nothing: every peer is heard, and rounds commit."
+                ui.label(words).classes("b-fine")
             for trouble in facts.troubles:
                 with ui.element("div").classes(f"b-row {trouble.severity}"):
                     ui.label("Wrong" if trouble.severity == "bad" else "Note").classes("b-mark")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ OUTCOMES = {
     "committed": (BLUE, ""),
     "partial": (SKY, "p"),
     "late": (ORANGE, "L"),
+    "alone": (PURPLE, ""),
     "aborted": (VERMILLION, "A"),
     "open": ("#9aa0a6", "o"),
 }
@@ -29,10 +31,13 @@ OUTCOME_WORDS = {
     "committed": "committed",
     "partial": "committed without some (p)",
     "late": "late (L)",
+    "alone": "by one peer, alone (1)",
     "aborted": "aborted (A)",
     "open": "open (o)",
 }
 MAX_NAMED = 6
+GAP_S = 180.0
+"""Without a sample for so long, and for longer than usual, a line is broken."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,15 @@ def value_axis(palette: Palette, **more: Any) -> Options:  # ECharts' own axis o
 
 
 def points(rows: Series, column: int, scale: float = 1.0) -> list[list[float | None]]:
-    return [[row[0] * 1000, known(row[column] * scale)] for row in rows]
+    """(milliseconds, value); where nothing was sampled for long the line is broken."""
+    apart = sorted(after[0] - before[0] for before, after in itertools.pairwise(rows))
+    most_s = max(6 * apart[len(apart) // 2], GAP_S) if apart else math.inf
+    made: list[list[float | None]] = []
+    for number, row in enumerate(rows):
+        if number and row[0] - rows[number - 1][0] > most_s:
+            made.append([rows[number - 1][0] * 1000 + 1, None])
+        made.append([row[0] * 1000, known(row[column] * scale)])
+    return made
 
 
 def known(value: float, digits: int = 4) -> float | None:
@@ -111,7 +124,7 @@ def line(name: str, data: list[Any], colour: str, **more: Any) -> Options:  # EC
         "name": name,
         "data": data,
         "showSymbol": False,
-        "connectNulls": True,
+        "connectNulls": False,
         "lineStyle": {"width": 2, "color": colour},
         "itemStyle": {"color": colour},
         **more,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from p2p_co2 import __version__
@@ -24,12 +24,17 @@ from p2p_co2.discovery.records import (
     MAX_LIFETIME_S,
     NOBODY,
     PEER_CONTEXT,
+    PEER_SHARDS,
+    POSITION_CONTEXT,
+    POSITION_LIFETIME_S,
     OnForged,
     Records,
     decision_key,
     manifest_key,
     peers_key,
+    position_key,
     run_digest,
+    shard_of,
 )
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.transport.base import CLOSE_TIMEOUT_S
@@ -38,6 +43,7 @@ from p2p_co2.transport.hivemind_quiet import (
     P2P,
     DHTNode,
     DictionaryDHTValue,
+    MSGPackSerializer,
     P2PDaemonError,
     PeerID,
     ValueWithExpiration,
@@ -47,7 +53,7 @@ from p2p_co2.transport.libp2p_control import daemon_errors, reach
 from p2p_co2.transport.libp2p_daemon import require_daemon
 from p2p_co2.wire.identity import Identity, PeerId, public_key_of
 from p2p_co2.wire.limits import MAX_CELLS, MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
 REACH_TIMEOUT_S = 10.0
 """Bound on reaching the seeds, all at once."""
@@ -73,6 +79,8 @@ class Discovery:
         self._on_refused = on_refused
         self._records = Records(run, on_refused, get_dht_time)
         self._sealed_manifest = b""
+        self._seeds = frozenset[PeerId]()
+        """Whom this node joined through: they outlast the peers."""
         self._node: DHTNode | None = None
 
     async def start(self, initial_peers: Sequence[str]) -> None:
@@ -207,6 +215,68 @@ class Discovery:
             manifest_key(self._run), run_key, self._sealed_manifest, get_dht_time() + lifetime_s
         )
 
+    async def publish_position(self, said: RunPosition) -> None:
+        """Tell those that come later where the run is. The seeds are told themselves: they are there when all
+        peers have left. Raises ``TransportError``."""
+        own, me = RunPosition(), self._identity.peer_id
+        own.CopyFrom(said)
+        own.peer, own.run, own.written_at = me, self._run, get_dht_time()
+        sealed = self._identity.seal(POSITION_CONTEXT, own.SerializeToString())
+        key, ends_at = position_key(self._run, shard_of(me)), own.written_at + POSITION_LIFETIME_S
+        entry = [DHTID.generate(source=key)], [MSGPackSerializer.dumps(sealed)], [ends_at], [me]
+        call = self._running().protocol.call_store  # gives None where nobody answers
+        async with self._calling(f"no seed took a record within {CALL_TIMEOUT_S:.0f} s"):
+            await asyncio.gather(*(call(PeerID.from_base58(seed), *entry) for seed in self._seeds))
+        await self._store(key, me, sealed, ends_at, POSITION_LIFETIME_S)
+
+    async def find_positions(self) -> list[RunPosition]:
+        """Where each peer was that ever said so, checked, as the seeds have it. Raises ``TransportError`` if
+        none of them answers."""
+        keys = [DHTID.generate(source=position_key(self._run, shard)) for shard in range(PEER_SHARDS)]
+        call = self._running().protocol.call_find  # gives None where nobody answers
+        async with self._calling(f"no seed answered within {CALL_TIMEOUT_S:.0f} s"):
+            answers = await asyncio.gather(*(call(PeerID.from_base58(seed), keys) for seed in self._seeds))
+        if self._seeds and not any(answers):
+            raise TransportError("no seed says where the run is; is the organiser's seed still up?")
+        found = [held for answer in answers if answer for held, _ in answer.values() if held is not None]
+        packed = [
+            entry
+            for held in found
+            if isinstance(held.value, DictionaryDHTValue)
+            for entry in held.value.items()
+        ]
+        return list(self._positions((w, MSGPackSerializer.loads(e.value)) for w, e in packed).values())
+
+    async def gather_positions(self) -> list[tuple[str, bytes]]:
+        """For a seed: hold what all of the DHT knows of positions, and return it sealed, by writer;
+        ``hold_positions`` takes it back after a restart. Raises ``TransportError``."""
+        found = await self._find([position_key(self._run, shard) for shard in range(PEER_SHARDS)])
+        sealed = [entry for entries in found for entry in entries.items()]
+        self.hold_positions(sealed)
+        return sealed
+
+    def hold_positions(self, sealed: Iterable[tuple[str, bytes]]) -> None:
+        """Answer for these from now on; what is no position of this run is reported and dropped."""
+        sealed, storage = list(sealed), self._running().protocol.storage
+        for writer, said in self._positions(sealed).items():
+            key = DHTID.generate(source=position_key(self._run, shard_of(writer)))
+            value = MSGPackSerializer.dumps(dict(sealed)[writer])
+            storage.store(key, value, said.written_at + POSITION_LIFETIME_S, subkey=writer)
+
+    def _positions(self, sealed: Iterable[tuple[str, bytes]]) -> dict[PeerId, RunPosition]:
+        """The newest position of this run by each writer; anything else is reported."""
+        newest = dict[PeerId, RunPosition]()
+        for writer, value in sealed:
+            try:
+                said = self._records.position(writer, value)
+            except RemoteProtocolError as error:
+                self._on_refused(NOBODY, error)
+                continue
+            known = newest.get(PeerId(writer))
+            if known is None or said.written_at > known.written_at:
+                newest[PeerId(writer)] = said
+        return newest
+
     async def publish_decision(self, fragment: int, round_: int, decision: bytes, lifetime_s: float) -> None:
         """Publish what ``rounds.announcement`` made of a decision under our name; a whole ``Decision`` of a
         large group does not fit. Raises ``TransportError``."""
@@ -247,6 +317,7 @@ class Discovery:
     async def _join(self, seeds: Sequence[str]) -> None:
         node = self._running()
         others = [seed for seed in seeds if not seed.endswith(f"/p2p/{self._identity.peer_id}")]
+        self._seeds = frozenset(PeerId(seed.rpartition("/p2p/")[2]) for seed in others)
         if not others:
             return
         causes = await asyncio.gather(*(self._greet(seed) for seed in others))
@@ -290,9 +361,11 @@ class Discovery:
                     raise
             await asyncio.sleep(BACKOFF_STEP_S)
 
-    async def _store(self, key: str, writer: PeerId, sealed: bytes, expires_at: float) -> None:
+    async def _store(
+        self, key: str, writer: PeerId, sealed: bytes, expires_at: float, most_s: float = MAX_LIFETIME_S
+    ) -> None:
         lifetime_s = expires_at - get_dht_time()
-        if len(sealed) > MAX_RECORD_BYTES or not 0 < lifetime_s <= MAX_LIFETIME_S:
+        if len(sealed) > MAX_RECORD_BYTES or not 0 < lifetime_s <= most_s:
             raise LocalProtocolError(
                 f"a record of {len(sealed)} bytes for {lifetime_s:.0f} s is out of bounds"
             )

@@ -5,6 +5,11 @@ where a peer can be reached, what the run is (only the run's key may write it), 
 stores or reads a record checks it, so a forged one gets nowhere, and nobody can overwrite the entry of
 another. Keys contain the run's digest.
 
+A fourth kind says where the run is. It outlives its writer: with nobody left it is how a newcomer knows that
+the run has been trained already. Law: ``run_position`` believes what half of those say that were there last,
+so one liar among several moves nothing. Ids are free: whoever has a ticket can make many, and claim an end
+that never came. While anybody trains no newcomer asks; later the lie costs a ``--start-over``.
+
 Peers are spread over ``PEER_SHARDS`` keys by the digest of their id: the DHT answers with all entries of a
 key at once, and one key with thousands of entries would not fit into a message. Everything is bounded:
 ``MAX_RECORD_BYTES`` per value, ``MAX_ENTRIES`` per key, ``MAX_LIFETIME_S``. Price: ids are free to make, so a
@@ -15,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,17 +29,23 @@ from google.protobuf.message import DecodeError
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.transport.hivemind_quiet import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
 from p2p_co2.wire.identity import PeerId, cell_of, unseal
-from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
-from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
 PEER_CONTEXT = b"p2p-co2 peer record"
 MANIFEST_CONTEXT = b"p2p-co2 run manifest"
+POSITION_CONTEXT = b"p2p-co2 run position"
 DECISION_CONTEXT = b"p2p-co2 published decision"
 PEER_SHARDS = 8
 MAX_ENTRIES = MAX_PEERS // PEER_SHARDS
 """Writers under one key of the DHT."""
 MAX_LIFETIME_S = 48 * 3600.0
 CLOCK_SLACK_S = 300.0
+POSITION_LIFETIME_S = 30 * 86400.0
+"""A position is asked for when everybody is gone, which may be long ago."""
+POSITION_RENEWED_S = 60.0
+TOGETHER_S = 3 * POSITION_RENEWED_S
+"""Who wrote within this time of the newest position was there at the end."""
 NOBODY = PeerId("")
 OnForged = Callable[[PeerId, RemoteProtocolError], None]
 """(``NOBODY``, what is wrong): the DHT does not say who handed over a record."""
@@ -57,12 +68,25 @@ def shard_of(peer: PeerId) -> int:
     return hashlib.sha256(peer.encode()).digest()[0] % PEER_SHARDS
 
 
+def position_key(run: bytes, shard: int) -> str:
+    return f"p2p-co2/{run.hex()}/position/{shard}"
+
+
 def manifest_key(run: bytes) -> str:
     return f"p2p-co2/{run.hex()}/manifest"
 
 
 def decision_key(run: bytes, fragment: int, round_: int) -> str:
     return f"p2p-co2/{run.hex()}/decision/{fragment}/{round_}"
+
+
+def run_position(said: Sequence[RunPosition]) -> RunPosition | None:
+    """What at least half of those claim, or more, that were there last; None if nobody was."""
+    newest_at = max((one.written_at for one in said), default=0.0)
+    last = sorted(
+        (one for one in said if one.written_at >= newest_at - TOGETHER_S), key=lambda one: one.position
+    )
+    return last[len(last) // 2] if last else None
 
 
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no annotations
@@ -78,6 +102,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
         self.stored_under: Callable[[bytes], Collection[str]] = lambda _: ()
         self.spread(1)
         self._manifest = _key_id(manifest_key(run))
+        self._positions = {_key_id(position_key(run, shard)): shard for shard in range(PEER_SHARDS)}
         self._unseal = lru_cache(maxsize=MAX_PEERS)(unseal)  # a record is met many times and checked once
 
     def spread(self, cells: int) -> None:
@@ -132,6 +157,21 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             raise RemoteProtocolError("wrong manifest", "out of bounds")
         return manifest
 
+    def position(self, writer: str, sealed: bytes) -> RunPosition:
+        """The run's position inside a value, as its writer says; raises ``RemoteProtocolError``."""
+        said = RunPosition()
+        _parse(said, self._open(POSITION_CONTEXT, writer, sealed))
+        if said.peer != writer or said.run != self._run:
+            raise RemoteProtocolError("wrong record", f"position by {said.peer[:64]!r}")
+        if (
+            len(said.versions) > MAX_FRAGMENTS
+            or len(said.software) > MAX_STRING
+            or not 0 <= said.position < math.inf  # written so that NaN is refused
+            or not said.written_at <= self._clock() + CLOCK_SLACK_S
+        ):
+            raise RemoteProtocolError("wrong record", f"position by {writer}: out of bounds")
+        return said
+
     def decision(self, writer: str, sealed: bytes) -> bytes:
         """The published decision inside a value; raises ``RemoteProtocolError``."""
         return self._open(DECISION_CONTEXT, writer, sealed)
@@ -143,6 +183,11 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             if self._peers[record.key] != self.shard_of(PeerId(writer)):
                 raise RemoteProtocolError("wrong record", f"of peer {writer}: wrong shard")
             latest = min(latest, content.expires_at + 1.0)  # so an old record cannot be kept alive by others
+        elif record.key in self._positions:
+            if self._positions[record.key] != shard_of(PeerId(writer)):
+                raise RemoteProtocolError("wrong record", f"position by {writer}: wrong shard")
+            # Its end follows from what it says: who keeps an old one alive cannot outlast a newer one.
+            latest = self.position(writer, sealed).written_at + POSITION_LIFETIME_S + 1.0
         elif record.key == self._manifest:
             self.manifest(writer, sealed)
         else:
@@ -163,7 +208,7 @@ def _key_id(key: str) -> bytes:
     return bytes(DHTID.generate(source=key).to_bytes())
 
 
-def _parse(message: PeerRecord | RunManifest, content: bytes) -> None:
+def _parse(message: PeerRecord | RunManifest | RunPosition, content: bytes) -> None:
     try:
         message.ParseFromString(content)
     except DecodeError:

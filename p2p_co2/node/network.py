@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.discovery import Discovery
+from p2p_co2.discovery.records import POSITION_RENEWED_S, run_position
 from p2p_co2.errors import (
     ConfigError,
     EnvironmentFault,
@@ -44,7 +45,7 @@ from p2p_co2.transport.probe_limits import address_of
 from p2p_co2.transport.slow import SlowCarriers, SlowLine
 from p2p_co2.wire.identity import Identity, PeerId, cell_of
 from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
-from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
 RECORD_LIFETIME_S = 60.0
 RECORD_RENEWED_S = 20.0
@@ -82,7 +83,7 @@ class Network:
         """When the last search of each cell began that has ended, and the last that found what is known."""
         self._revived_at = -math.inf
         self._searching = defaultdict[int, asyncio.Lock](asyncio.Lock)
-        self._published_at = self._manifest_kept_at = -1e9
+        self._published_at = self._placed_at = self._manifest_kept_at = -1e9
         self._acquaintances = Acquaintances(config.folder / "acquaintances.json", ticket.run)
         self._own_maddrs: tuple[str, ...] = ()
         self._is_on_one_machine = is_on_this_machine(ticket)
@@ -220,6 +221,20 @@ class Network:
         await self.discovery.publish_self(record, RECORD_LIFETIME_S)
         self._published_at = time.monotonic()
         return self._told(somebody_unmet)
+
+    async def publish_position(self, position: float, versions: Sequence[int], is_last: bool = False) -> None:
+        """Leave word of where the run is for those that come when everybody has left, if the last one grows
+        old. Raises ``TransportError``."""
+        if not is_last and time.monotonic() - self._placed_at < POSITION_RENEWED_S:
+            return
+        said = RunPosition(position=position, versions=versions, software=self.software)
+        await self.discovery.publish_position(said)
+        self._placed_at = time.monotonic()
+
+    async def run_position(self) -> RunPosition | None:
+        """Where the run was when its peers last said so; None if nobody ever did. Raises
+        ``TransportError``."""
+        return run_position(await self.discovery.find_positions())
 
     def _told(self, somebody_unmet: bool) -> str:
         """What is to be said: news once, trouble as long as it lasts and somebody is out of reach."""

@@ -36,7 +36,7 @@ BYTE_GPT = "byte-gpt"
 BYTE_GPT_VERSION = 1
 """Raised when a change makes the built-in model differ for the same options."""
 WARMUP_ROUNDS = 0.5
-_HELD_OUT_WINDOWS = 128
+_HELD_OUT_WINDOWS, _GLANCE_WINDOWS = 128, 16
 _SHAPE_OPTIONS: dict[str, int] = Shape()._asdict()
 _OTHER_OPTIONS = {"batch": 8, "learning_rate": 2e-3, "warmup_rounds": WARMUP_ROUNDS, "text": "", "tokens": ""}
 
@@ -66,7 +66,9 @@ class Recipe:
     ``batches(seed, batch)``: an endless iterator of batches of ``batch`` sequences; peers pass different
     seeds. ``loss(model, batch)``: a scalar to go backward from. ``tokens(batch)``: what the batch weighs in
     the mean. ``learning_rate(position)``: factor on the optimizer's own rates at this many rounds since the
-    run began, the same for a newcomer. ``held_out(model)``: loss on data that nobody trains on.
+    run began, the same for a newcomer. ``held_out(model)``: loss on data that nobody trains on;
+    ``glance(model)``: the same on a small slice, always the same one, to be looked at while training goes on
+    (None: ``held_out``).
     ``generate(model, prompt, length, seed)``: text. ``default_batch``: sequences per inner step where a peer
     sets none.
     """
@@ -78,6 +80,7 @@ class Recipe:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = default_optimizer
     learning_rate: Callable[[float], float] = warm_up
     held_out: Callable[[nn.Module], float] | None = None
+    glance: Callable[[nn.Module], float] | None = None
     generate: Callable[[nn.Module, str, int, int], str] | None = None
     default_batch: int = 8
 
@@ -140,7 +143,8 @@ def _byte_gpt(options: Mapping[str, str | int | float | bool]) -> Recipe:
         loss=next_token_loss,
         optimizer=partial(_adamw, float(settings["learning_rate"])),
         learning_rate=partial(warm_up, rounds=float(settings["warmup_rounds"])),
-        held_out=partial(_held_out_loss, corpus, shape.context),
+        held_out=partial(_held_out_loss, corpus, shape.context, _HELD_OUT_WINDOWS),
+        glance=partial(_held_out_loss, corpus, shape.context, _GLANCE_WINDOWS),
         generate=None if tokens else sample_text,
         default_batch=int(settings["batch"]),
     )
@@ -155,10 +159,11 @@ def _windows(tokens: Tensor, context: int, seed: int, batch: int) -> Iterator[tu
         yield windows[:, :-1], windows[:, 1:]
 
 
-def _held_out_loss(corpus: Corpus, context: int, model: nn.Module) -> float:
-    """Mean loss over a fixed draw of held-out windows, the same on every peer with the same text."""
+def _held_out_loss(corpus: Corpus, context: int, windows: int, model: nn.Module) -> float:
+    """Mean loss over a fixed draw of held-out windows (four batches of them), the same on every peer with the
+    same text."""
     context = min(context, len(corpus.held_out) - 1)
-    batches = _windows(corpus.held_out, context, 0, _HELD_OUT_WINDOWS // 4)
+    batches = _windows(corpus.held_out, context, 0, windows // 4)
     was_training = model.training
     model.eval()
     with torch.no_grad():

@@ -167,7 +167,7 @@ class RoundBegan(Event):
 @dataclass(frozen=True, kw_only=True)
 class RoundCommitted(Event):
     """Written by every member that learned of it. ``contributors`` reached every part, ``partial`` only
-    some."""
+    some. In a group of one nothing was exchanged: readers count it as made alone."""
 
     kind: ClassVar[str] = "round_committed"
     fragment: int
@@ -409,6 +409,8 @@ class Recalled(Event):
     skipped_sends: dict[str, int] = field(default_factory=dict)
     caught_up: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    rounds_alone: int = 0
+    """Rounds that it made with nobody else."""
     loss_at: tuple[float, ...] = ()
     """Training loss so far, thinned: when, and (in the next two) at which position and what."""
     loss_position: tuple[float, ...] = ()

@@ -187,6 +187,21 @@ def read_events(path: Path) -> EventReader:
         raise EnvironmentFault(f"cannot read the event journal {path}: {error.strerror}") from None
 
 
+def newest_events(path: Path, most_bytes: int) -> list[Event]:
+    """The events in the last ``most_bytes`` of a journal, oldest first; what is no event is skipped, and a
+    file that cannot be read has none."""
+    skipped = Counter[str]()
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                return []
+            file.seek(max(0, found.st_size - most_bytes))
+            return list(_parsed(_Lines(skipped).feed(file.read(most_bytes)), skipped))
+    except OSError:
+        return []
+
+
 def parse_event(line: bytes) -> Event:
     """One line as an event; raises ``ValueError`` with a short cause if it is none."""
     try:

@@ -8,7 +8,7 @@ the journals of its peers were interleaved. Everything here is bounded; the boun
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -28,6 +28,7 @@ from p2p_co2.telemetry.events import (
     PeerStarted,
     Progress,
     Recalled,
+    RoundCommitted,
     SendSkipped,
 )
 
@@ -38,6 +39,7 @@ OTHERS = "(others)"
 MAX_LINKS = 4096
 """Most other peers whose links are remembered."""
 MAX_DIGITS = 17
+MAX_RECENT_SENDS = 64
 MAX_VALUES = 1024
 """Most distinct values of a histogram; others are left out of it."""
 
@@ -115,7 +117,8 @@ class PeerView:
     ``seen_left``: (at, reason) by the other peer that said so. ``payload_bytes``: last payload by fragment.
     ``applied``: newest outer step by fragment, ``applied_at`` when it (or a state that was caught up with)
     reached the live parameters; ``links``: newest measurement by other peer; ``agreed``: held-out loss of the
-    agreed parameters; ``in_flight_s``: time from send to apply, over all outer steps.
+    agreed parameters; ``in_flight_s``: time from send to apply, over all outer steps; ``recent_sends``: (at,
+    why it was skipped, "" if it was not); ``rounds_alone``: made with nobody else.
     """
 
     peer: str
@@ -148,6 +151,8 @@ class PeerView:
     payload_bytes: dict[int, int] = field(default_factory=dict)
     relative_error_max: float = 0.0
     skipped_sends: Counter[str] = field(default_factory=Counter)
+    recent_sends: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_SENDS))
+    rounds_alone: int = 0
     caught_up: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     refused_from: Counter[str] = field(default_factory=Counter)
@@ -203,12 +208,16 @@ class PeerView:
                 self._finish(event)
             case FragmentSent():
                 self.sends += 1
+                self.recent_sends.append((event.at, ""))
                 self.payload_bytes[event.fragment] = event.payload_bytes
                 self.relative_error_max = _larger(self.relative_error_max, event.relative_error)
             case FragmentApplied():
                 self._apply(event)
             case SendSkipped():
                 count(self.skipped_sends, event.reason)
+                self.recent_sends.append((event.at, event.reason or "no reason given"))
+            case RoundCommitted():
+                self.rounds_alone += event.group_size == 1
             case CaughtUp():
                 count(self.caught_up, event.how)
                 self.applied_at[event.fragment] = event.at
@@ -289,7 +298,7 @@ class PeerView:
         self.first_seen_at = min(event.first_seen_at, self.first_seen_at or event.at)
         for name in (
             "name", "pid", "software", "device", "run", "parameters", "fragments", "phase", "position",
-            "versions", "upload_cap_bytes_per_s", "sends", "in_flight_s",
+            "versions", "upload_cap_bytes_per_s", "sends", "in_flight_s", "rounds_alone",
         ):  # fmt: skip
             setattr(self, name, getattr(event, name))
         self.loss = event.loss if math.isfinite(event.loss) else None
@@ -347,6 +356,7 @@ def recalled(view: PeerView, at: float) -> Recalled:
         skipped_sends=dict(view.skipped_sends),
         caught_up=dict(view.caught_up),
         refused=dict(view.refused),
+        rounds_alone=view.rounds_alone,
         loss_at=tuple(at for at, _, _ in points),
         loss_position=tuple(position for _, position, _ in points),
         loss_value=tuple(loss for _, _, loss in points),

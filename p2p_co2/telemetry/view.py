@@ -110,10 +110,16 @@ class RoundView:
 
     @property
     def outcome(self) -> str:
-        """ "committed", "aborted" (every attempt so far) or "open"."""
-        if any(report.committed for report in self.reports.values()):
-            return "committed"
+        """ "committed", "alone" (by one peer, with nobody else), "aborted" (every attempt) or "open"."""
+        sizes = [report.group_size for report in self.reports.values() if report.committed]
+        if sizes:
+            return "alone" if max(sizes) == 1 else "committed"
         return "aborted" if any(report.aborts for report in self.reports.values()) else "open"
+
+    @property
+    def is_committed(self) -> bool:
+        """By several or by one."""
+        return any(report.committed for report in self.reports.values())
 
     @property
     def aborts(self) -> Counter[str]:
@@ -123,7 +129,9 @@ class RoundView:
         those who know of the commit are asked, since the others may have lost just the answer
         (``missed_by``).
         """
-        committed = self.outcome == "committed"
+        if not any(report.aborts for report in self.reports.values()):
+            return Counter()
+        committed = self.is_committed
         asked = {peer: report for peer, report in self.reports.items() if report.committed or not committed}
         best = min(asked, key=lambda peer: (-asked[peer].attempts_aborted, peer), default=None)
         return Counter(asked[best].aborts) if best is not None else Counter()
@@ -131,7 +139,7 @@ class RoundView:
     @property
     def missed_by(self) -> tuple[str, ...]:
         """Peers that gave this round up although others committed it."""
-        if self.outcome != "committed":
+        if not self.is_committed:
             return ()
         return tuple(
             sorted(peer for peer, report in self.reports.items() if report.aborts and not report.committed)
@@ -176,6 +184,7 @@ class Settled:
     """What rounds and peers that are kept no more come to."""
 
     committed: int = 0
+    alone: int = 0
     missed: int = 0
     aborts: Counter[str] = field(default_factory=Counter)
     totals: Counters = field(default_factory=Counters)
@@ -189,6 +198,7 @@ class Settled:
 
     def add(self, view: RoundView) -> None:
         self.committed += view.outcome == "committed"
+        self.alone += view.outcome == "alone"
         self.missed += bool(view.missed_by)
         self.aborts += view.aborts
 
@@ -267,6 +277,7 @@ class SwarmView:
         self.forgotten[peer] = PeerView(
             peer, previous=known.previous, current=known.current, staleness=known.staleness,
             fragment_staleness=known.fragment_staleness, sync_delay_steps=known.sync_delay_steps,
+            rounds_alone=known.rounds_alone,
         )  # fmt: skip
         if len(self.forgotten) > MAX_FORGOTTEN:
             self.settled.add_peer(self.forgotten.pop(next(iter(self.forgotten))))
@@ -340,15 +351,22 @@ class SwarmView:
 
     @property
     def committed(self) -> int:
-        """Committed rounds of the swarm, each counted once."""
+        """Rounds of the swarm that several peers committed, each counted once."""
         return self.settled.committed + sum(view.outcome == "committed" for view in self.rounds.values())
+
+    @property
+    def alone(self) -> int:
+        """Rounds that one peer made with nobody else: nothing was exchanged."""
+        seen = self.settled.alone + sum(view.outcome == "alone" for view in self.rounds.values())
+        return max(seen, max((peer.rounds_alone for peer in self._all()), default=0))
 
     @property
     def abort_reasons(self) -> Counter[str]:
         """Aborted rounds of the swarm by reason, each counted once."""
         total = Counter(self.settled.aborts)
         for view in self.rounds.values():
-            total += view.aborts
+            if aborts := view.aborts:
+                total += aborts
         return total
 
     @property

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -32,6 +32,7 @@ from p2p_co2.rounds import PayloadShape
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
+from p2p_co2.trainer.beginning import Beginning
 from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
@@ -161,13 +162,13 @@ class Connection:
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
         to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made); without
         it a resumed peer's rates are the saved ones. ``resume``: None goes on from the folder's checkpoint if
-        it has one; True: it must, False: anew. ``start_over``: begin anew although the folder has a
-        checkpoint; what it has is set aside.
+        it has one; True: it must, False: anew. ``start_over``: begin anew, whatever others have trained and
+        left, and although the folder has a checkpoint, which is set aside.
 
-        Blocks, bounded. Raises ``ConfigError`` (a model or optimizer that a swarm cannot train, as
-        ``model_check`` says; a model too small for the fragments, or not the one that the run's peers train;
-        no checkpoint to resume from, or one of another run or model), ``TransportError`` (not enough peers,
-        or none that can help).
+        Blocks, bounded. Raises ``RunOver`` (the run has had its last round), ``ConfigError`` (a model or
+        optimizer that a swarm cannot train, as ``model_check`` says; a model too small for the fragments, or
+        not the one that the run's peers train; no checkpoint to resume from, or one of another run or model),
+        ``TransportError`` (not enough peers, none that can help, or all that trained this run have left).
         """
         if start_over and resume:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
@@ -179,6 +180,9 @@ class Connection:
         run = self.run
         plan = plan_fragments(model, run.fragments)
         saved = self._load(plan, model, resume)
+        resumed_at = None if saved is None else saved.position
+        beginning = Beginning(self._thread, run.clock.rounds, resumed_at, start_over)
+        beginning.refuse_if_over()
         codec = get_codec(run.codec.name)
         live = LiveParameters(model, plan)
         me = self._thread.network.identity.peer_id
@@ -207,47 +211,55 @@ class Connection:
             chunk_bytes=ledger.chunk_bytes,
             weight_cap=run.weight_cap,
         )
-        self._on_event(
-            ev.PeerStarted(
-                at=time.time(),
-                peer=me,
-                name=self.config.name,
-                pid=os.getpid(),
-                software=self._thread.network.software,
-                device=str(next(model.parameters()).device),
-                parameters=plan.numel,
-                fragments=len(plan.fragments),
-                run=run.digest().hex(),
-                upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
-                resumed_from=str(self._checkpoints) if is_resumed else "",
-                inner_steps=progressed.inner_steps,
-                position=progressed.position,
-            )
-        )
+        self._tell_of_start(model, plan, progressed, is_resumed)
         sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
         try:
             summary = summarise(model, plan)
             node = self._thread.start_node(shape, sizes, ledger, summary)
             self._tell_of_unread(summary)
             self._gather(node)
-            self._catch_up(node)
+            self._catch_up(node, beginning)
             self._thread.caught_up()
             buffers = self._take_buffers(node, model, is_new=not is_resumed)
         except BaseException:
             ledger.close()
             raise
-        others = self._thread.swarm_position()
-        if others is not None:
-            at_swarm = others[0] + (time.monotonic() - others[1]) * self._thread.rounds_per_s()
-            progressed = Progressed(
-                max(at_swarm, progressed.position), progressed.inner_steps, progressed.tokens
-            )
+        progressed = self._caught_up(progressed)
         if warning := outer.stability_warning(run.outer, delayed=run.outer.rule in {"co2", "eager"}):
-            self._thread.report(ev.Warned, {"text": warning})
+            self._warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
         plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr)
         return Peer(self._thread, ledger, plan_of_peer, progressed, buffers)
+
+    def _tell_of_start(
+        self, model: nn.Module, plan: FragmentPlan, progressed: Progressed, is_resumed: bool
+    ) -> None:
+        self._on_event(
+            ev.PeerStarted(
+                at=time.time(),
+                peer=self._thread.network.identity.peer_id,
+                name=self.config.name,
+                pid=os.getpid(),
+                software=self._thread.network.software,
+                device=str(next(model.parameters()).device),
+                parameters=plan.numel,
+                fragments=len(plan.fragments),
+                run=self.run.digest().hex(),
+                upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
+                resumed_from=str(self._checkpoints) if is_resumed else "",
+                inner_steps=progressed.inner_steps,
+                position=progressed.position,
+            )
+        )
+
+    def _caught_up(self, progressed: Progressed) -> Progressed:
+        """``progressed`` at the swarm's position, if that is further on."""
+        others = self._thread.swarm_position()
+        if others is None:
+            return progressed
+        at_swarm = others[0] + (time.monotonic() - others[1]) * self._thread.rounds_per_s()
+        return replace(progressed, position=max(at_swarm, progressed.position))
 
     def _load(self, plan: FragmentPlan, model: nn.Module, resume: bool | None) -> Checkpoint | None:
         """The folder's checkpoint, if there is one or must be one."""
@@ -309,21 +321,19 @@ class Connection:
         if not buffers.size_bytes:
             return buffers
         if buffers.running:
-            text = (
+            self._warn(
                 f"buffers such as {buffers.running[0]} are each peer's own: rounds do not average them, and "
                 "a newcomer begins with a donor's"
             )
-            self._thread.report(ev.Warned, {"text": text})
         is_newcomer = is_new and any(agreed.version for agreed in node.agreed)
         taken = self._thread.take_buffers(buffers.layout, buffers.size_bytes, is_newcomer)
         if not is_newcomer:
             return buffers
         if trouble := buffers.load_(taken) if taken else "nobody gave them":
-            text = f"this peer goes on with buffers of its own, such as {buffers.names[0]}: {trouble}"
-            self._thread.report(ev.Warned, {"text": text})
+            self._warn(f"this peer goes on with buffers of its own, such as {buffers.names[0]}: {trouble}")
         return buffers
 
-    def _catch_up(self, node: Node) -> None:
+    def _catch_up(self, node: Node, beginning: Beginning) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""
         started_at = followed_at = given_at = time.monotonic()
         began_with, given = tuple(node.agreed), 0
@@ -342,7 +352,8 @@ class Connection:
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 # Those who join as we do know no more than we: who is listed may be about to answer.
                 found = waited_s > 0.2 and (node.progress.met or not unheard or listened)
-                if found and self._thread.abreast() if heard else listened:
+                is_there = found and self._thread.abreast() if heard else listened
+                if is_there and (node.progress.met or beginning.is_allowed(waited_s > LISTEN_TO_LISTED_S)):
                     return
             if now - followed_at > LEFT_BEHIND_BOUND_S:
                 raise TransportError(

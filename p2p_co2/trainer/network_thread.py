@@ -24,6 +24,7 @@ from p2p_co2.gate import Gate
 from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
+from p2p_co2.node.placing import Placing
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
 from p2p_co2.rounds import Offer, PayloadShape
@@ -32,7 +33,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Relayed, Status
+from p2p_co2.wire.messages_pb2 import Relayed, RunPosition, Status
 from p2p_co2.wire.model_table import ModelSummary
 
 CLOSE_BOUND_S = 6.0
@@ -53,6 +54,8 @@ class NetworkThread:
         self._network: Network | None = None
         self._node: Node | None = None
         self._node_task: asyncio.Task[None] | None = None
+        self._placing: Placing | None = None
+        self._placing_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._closed = False
         self._kept = KeptChunks(config.folder / "catching-up")
@@ -81,8 +84,9 @@ class NetworkThread:
         self._network = self._ask(Network.open(self._ticket, self._config, self._refused))
         self._reporting = Reporting(self._network, self._loop, self._count_refusal)
         if self._config.board:
-            history = (self._config.folder / "board.sqlite").resolve()
-            command = [sys.executable, "-P", "-m", "monitoring", "peer", "--history", str(history)]
+            folder = self._config.folder.resolve()
+            command = [sys.executable, "-P", "-m", "monitoring", "peer"]
+            command += ["--history", str(folder / "board.sqlite"), "--journal", str(folder / "events.jsonl")]
             self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
 
     def on_event(self, event: ev.Event) -> None:
@@ -119,6 +123,8 @@ class NetworkThread:
             node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
+            self._placing = Placing(self.network, node)
+            self._placing_task = asyncio.create_task(self._placing.run(), name="leave word of the run")
             if self._reporting is not None:
                 await self._reporting.start(node)
             return node
@@ -134,6 +140,7 @@ class NetworkThread:
         if self._thread.is_alive():
             try:
                 self._close_board()
+                self._ask(self._say_where_it_was())
                 self._ask(self._shut_down(), CLOSE_BOUND_S)
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
@@ -232,6 +239,20 @@ class NetworkThread:
     def live_peers(self) -> int:
         return self.node.live_peers()
 
+    def live_trainers(self) -> list[str]:
+        """The other peers that train, as they said last."""
+        live = list(self.node.membership.live.items())  # one step: the loop's thread may not come between
+        return [peer for peer, info in live if info.status.phase == Status.TRAINING]
+
+    def run_position(self) -> RunPosition | None:
+        """Where the run was when its peers last said so; None if nobody ever did. Blocks, bounded. Raises
+        ``TransportError``."""
+        return self._ask(self.network.run_position())
+
+    def is_listed_empty(self) -> bool:
+        """Whether the DHT lists no other peer. Blocks, bounded. Raises ``TransportError``."""
+        return not self._ask(self.network.find_peers())
+
     def unheard_peers(self) -> int:
         return self.node.unheard_peers()
 
@@ -293,6 +314,11 @@ class NetworkThread:
         except BaseException:
             future.cancel()
             raise
+
+    async def _say_where_it_was(self) -> None:
+        if self._placing is not None and self._placing_task is not None:
+            self._placing_task.cancel()
+            await self._placing.say_last()
 
     async def _shut_down(self) -> None:
         if self._reporting is not None:

@@ -208,6 +208,12 @@ class Peer:
         """Who this peer is to the others."""
         return self._thread.network.identity.peer_id
 
+    def has_turn(self, number: int) -> bool:
+        """Whether ``number`` (of a round, say) falls on this peer, of those that train now: for work that one
+        of them is enough for. All of them agree on it as long as nobody comes or goes."""
+        trainers = sorted((self.peer_id, *self._thread.live_trainers()))
+        return trainers[number % len(trainers)] == self.peer_id
+
     def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:
         """Report the agreed parameters' loss, in whatever unit ``held_out`` gives it, as an event; how long
         it took, seconds.

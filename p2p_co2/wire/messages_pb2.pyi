@@ -687,6 +687,22 @@ class RunManifest(_message.Message):
     protocol: int
     def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., published_at: _Optional[float] = ..., protocol: _Optional[int] = ...) -> None: ...
 
+class RunPosition(_message.Message):
+    __slots__ = ("peer", "run", "position", "versions", "software", "written_at")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_AT_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    run: bytes
+    position: float
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    software: str
+    written_at: float
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ...) -> None: ...
+
 class Signed(_message.Message):
     __slots__ = ("signer", "content", "signature")
     SIGNER_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,198 @@
+"""Joining a run that is over, or that all have left: refused by hand, and by processes on loopback."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bootstrap.seed import keep_positions, read_positions
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.discovery.records import TOGETHER_S, run_position
+from p2p_co2.errors import RUN_OVER, RunOver, TransportError
+from p2p_co2.observer import Observer
+from p2p_co2.telemetry.events import FragmentApplied
+from p2p_co2.trainer.beginning import Beginning
+from p2p_co2.wire.messages_pb2 import RunPosition
+from tests.campaign import RECIPE
+from tests.swarms import START_BOUND_S, Swarm, swarm
+
+
+def said(position: float, at: float = 0.0) -> RunPosition:
+    return RunPosition(position=position, written_at=at)
+
+
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        ([], None),
+        ([said(12.3)], 12.3),
+        ([said(60, 1000), said(5, 100), said(5, 100), said(5, 100)], 60),  # who left early is not asked
+        ([said(60, 1000), said(59, 990)], 60),
+        ([said(12, 1000), said(12.5, 990), said(60, 1001)], 12.5),  # one liar among three
+        ([said(12, 1000), said(60, 1000), said(60, 1000)], 60),
+        ([said(60, 0.0), said(2, TOGETHER_S + 1)], 2),  # somebody began anew
+    ],
+)
+def test_the_runs_position_is_what_half_of_those_say_that_were_there_last(
+    claims: list[RunPosition], expected: float | None
+) -> None:
+    for order in (claims, claims[::-1]):
+        found = run_position(order)
+        assert (found.position if found is not None else None) == expected
+
+
+class Alone:
+    """A network thread that hears ``live`` peers, of which none has joined."""
+
+    def __init__(self, last: RunPosition | None, live: int = 0, listed: int = 0) -> None:
+        self.last, self.live, self.listed = last, live, listed
+
+    def run_position(self) -> RunPosition | None:
+        return self.last
+
+    def live_peers(self) -> int:
+        return self.live
+
+    def is_listed_empty(self) -> bool:
+        return not self.listed
+
+
+def beginning(alone: Alone, rounds: int = 60, saved: float | None = None, over: bool = False) -> Beginning:
+    thread: Any = alone
+    return Beginning(thread, rounds, saved, over)
+
+
+def test_a_run_that_nobody_has_trained_is_begun() -> None:
+    made = beginning(Alone(None))
+    made.refuse_if_over()
+    assert made.is_allowed(has_waited=False)
+
+
+@pytest.mark.parametrize("saved", [None, 60.0])
+def test_a_run_that_is_over_is_refused_before_anything_large(saved: float | None) -> None:
+    with pytest.raises(RunOver, match=r"^this run ended at round 60; ask for a newer ticket$"):
+        beginning(Alone(said(60)), saved=saved).refuse_if_over()
+    listed = beginning(Alone(said(60), listed=2), saved=saved)  # they may still be there, or just have left
+    listed.refuse_if_over()
+    with pytest.raises(RunOver):
+        listed.is_allowed(has_waited=False)
+    beginning(Alone(said(60)), saved=saved, over=True).refuse_if_over()
+    beginning(Alone(said(60)), rounds=0, saved=saved).refuse_if_over()
+
+
+def test_a_run_that_all_have_left_is_refused_to_who_has_no_checkpoint() -> None:
+    left = r"the others left at round 12\.3; join with the checkpoint .* begin anew with --start-over"
+    for rounds in (0, 60):
+        made = beginning(Alone(said(12.3)), rounds)
+        made.refuse_if_over()
+        with pytest.raises(TransportError, match=left):
+            made.is_allowed(has_waited=False)
+        assert beginning(Alone(said(12.3)), rounds, saved=11.0).is_allowed(has_waited=False)
+        assert beginning(Alone(said(12.3)), rounds, over=True).is_allowed(has_waited=False)
+    assert beginning(Alone(said(60)), saved=41.0).is_allowed(has_waited=False)  # from before its end
+
+
+def test_while_no_seed_answers_only_who_has_a_checkpoint_goes_on() -> None:
+    class Deaf(Alone):
+        def run_position(self) -> RunPosition | None:
+            raise TransportError("no seed says where the run is")
+
+    for saved in (None, 11.0):
+        made = beginning(Deaf(None), saved=saved)
+        made.refuse_if_over()
+        assert not made.is_allowed(has_waited=False)
+    assert made.is_allowed(has_waited=True)
+    with pytest.raises(TransportError, match="no seed"):
+        beginning(Deaf(None)).is_allowed(has_waited=True)
+
+
+def test_newcomers_that_meet_only_each_other_wait_for_a_while_and_are_refused() -> None:
+    alone = Alone(said(12.3), live=1)
+    made = beginning(alone)
+    assert not made.is_allowed(has_waited=False)
+    alone.last = None
+    assert not made.is_allowed(has_waited=False)  # asked once
+    with pytest.raises(TransportError, match="the others left"):
+        made.is_allowed(has_waited=True)
+
+
+@pytest.mark.parametrize(
+    ("last", "rounds", "words"),
+    [
+        (None, 60, "nobody trains now"),
+        (said(60), 60, "the run ended at round 60"),
+        (said(12.3), 60, "all left at round 12.3; the run goes on when one with a checkpoint is back"),
+        (said(99), 0, "all left at round 99.0; the run goes on when one with a checkpoint is back"),
+    ],
+)
+def test_who_looks_at_a_run_without_peers_is_told_where_it_was(
+    last: RunPosition | None, rounds: int, words: str
+) -> None:
+    observer: Any = SimpleNamespace(
+        _lock=threading.Lock(), _poller=SimpleNamespace(answering=0), _last=last,
+        _run=SimpleNamespace(clock=SimpleNamespace(rounds=rounds)),
+    )  # fmt: skip
+    observer._last_words = lambda: Observer._last_words(observer)
+    state = Observer._found(observer, 0)
+    assert state.phase == "connected"
+    assert state.words == f"the seed answers, but no peer is listed: {words}"
+
+
+def test_a_seed_that_is_started_again_knows_where_the_run_was(tmp_path: Path) -> None:
+    assert read_positions(tmp_path) == []
+    kept = [("12D3KooWa", b"sealed\n\0"), ("12D3KooWb", b"x")]
+    keep_positions(tmp_path, kept)
+    assert read_positions(tmp_path) == kept
+    with (tmp_path / "positions").open("ab") as file:
+        file.write(b"12D3KooWc c2Vh*ZWQ=\n\xff\xfe eA==\ntorn")
+    assert read_positions(tmp_path) == kept
+
+
+def refused(running: Swarm, name: str, *arguments: str) -> str:
+    """What a peer said that is expected to end at once."""
+    assert running.start_peer(name, *arguments).wait(START_BOUND_S) != 0
+    return running.log(name)
+
+
+def made_run(name: str, rounds: int) -> RunConfig:
+    clock = ClockConfig(mode="time", round_s=1.0, rounds=rounds)
+    return RunConfig(name=name, recipe=RECIPE, fragments=2, clock=clock)
+
+
+def train_two(running: Swarm) -> None:
+    for name in ("a", "b"):
+        running.start_peer(name, "--min-peers", "2", "--seed", str(ord(name)))
+
+
+@pytest.mark.swarm
+def test_who_joins_a_run_that_is_over_is_told_and_ends_with_status_3(tmp_path: Path) -> None:
+    with swarm(tmp_path, made_run("over", rounds=4)) as running:
+        train_two(running)
+        running.wait("a", "b")
+        join = ["-m", "p2p_co2.cli", "join", running.ticket, "--recipe", RECIPE, "--no-board"]
+        late = running.start("late", [sys.executable, *join, "--folder", str(tmp_path / "late")])
+        assert "RunOver: this run ended at round 4" in refused(running, "a", "--resume")
+        assert late.wait(START_BOUND_S) == RUN_OVER
+        assert "error: this run ended at round 4; ask for a newer ticket" in running.log("late")
+        assert not running.events("late")
+        running.start_peer("anew", "--start-over")
+        running.wait("anew")
+
+
+@pytest.mark.swarm
+def test_who_joins_a_run_that_all_have_left_is_refused_unless_it_begins_anew(tmp_path: Path) -> None:
+    with swarm(tmp_path, made_run("left", rounds=0)) as running:
+        train_two(running)
+        for name in ("a", "b"):
+            running.wait_for(name, FragmentApplied, count=6)
+        for name in ("a", "b"):  # their last word is the one that they left as they trained
+            running.processes[name].kill()
+            running.processes[name].wait()
+        assert "TransportError: the others left at round" in refused(running, "late")
+        running.start_peer("anew", "--start-over")
+        running.wait_for("anew", FragmentApplied)
