@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from p2p_co2.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
@@ -39,7 +40,7 @@ from p2p_co2.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row
 from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
 from tests.test_membership import deliver, drain
 
-A, B, C, D = (Identity.generate().peer_id for _ in range(4))
+A, B, C, D = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))).peer_id for n in range(4))
 
 
 def trunk(rows: int = 64, columns: int = 16) -> nn.Sequential:
