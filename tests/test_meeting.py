@@ -441,3 +441,33 @@ async def test_with_the_seeds_gone_a_peer_asks_whom_it_knew_and_has_kept_the_run
             assert other.maddrs[0] in network.invitation.seeds
         finally:
             await network.close()
+
+
+async def test_peers_keep_the_runs_settings_for_newcomers_when_the_seed_is_gone(tmp_path: Path) -> None:
+    networks: list[Network] = []
+
+    async def join(name: str, ticket: Ticket) -> Network:
+        network = await Network.open(ticket, PeerConfig(folder=tmp_path / name), lambda *_: None)
+        networks.append(network)
+        await network.publish_self()
+        return network
+
+    try:
+        async with open_member(tmp_path / "seed", []) as seed:
+            await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
+            ticket = Ticket(RUN, seed.identity.peer_id, tuple(seed.maddrs))
+            one, two = await join("one", ticket), await join("two", ticket)
+            assert [record.peer for record in await one.find_peers()] == [two.identity.peer_id]
+        later = Ticket.parse((tmp_path / "one" / "ticket").read_text())
+        assert {seed.rpartition("/")[2] for seed in later.seeds} == {
+            seed.identity.peer_id, one.identity.peer_id, two.identity.peer_id,
+        }  # fmt: skip
+        with pytest.raises(TransportError, match="no seed can be reached"):
+            await one.rebootstrap()
+        newcomer = await join("newcomer", later)
+        assert newcomer.run == CONFIG
+        known = {one.identity.peer_id, two.identity.peer_id}
+        assert {record.peer for record in await newcomer.find_peers()} == known
+    finally:
+        for network in networks:
+            await network.close()
