@@ -46,7 +46,7 @@ CASES = {
     "undefended": (3, 1, False),
 }
 """(honest peers, liars, whether the run file has the defence)"""
-END_BOUND_S = 900.0
+END_BOUND_S = 3600.0
 Figures = dict[str, Any]
 
 

@@ -35,9 +35,6 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer, large_buffer
 from p2p_co2.outer.norms import magnitude, norm_shift, square_sum_of
 
-FEWEST_CLIPPED = 3
-"""Slices at least that have a median: of two nothing says which one is too long."""
-
 
 class Mean(NamedTuple):
     """``encoded``: a mean; ``weights``: what each part counted with in it, at most what was asked for it, in
@@ -91,7 +88,7 @@ def clipped_mean(codec: Codec, parts: Sequence[Part], into: Codec | None = None)
     """The ``Rule`` of ``median_clipped``: each slice counts for less by as much as it is too long. Arguments
     and errors as ``mean_of_parts``."""
     _in_order(codec, parts)
-    if len(parts) < FEWEST_CLIPPED:
+    if len(parts) == 1:
         return weighted_mean(codec, parts, into)
     norms = [slice_norm(codec, peer, payload) for peer, _, payload in parts]
     weights = median_clipped(norms, [weight for _, weight, _ in parts])
@@ -104,12 +101,13 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[fl
     times the median norm. In the sum that is each slice clipped to the median norm; the divisor is what is
     left of the weights, so that clipping some does not make the whole step shorter.
 
-    Of an even number the lower middle one is the median: half of the slices may have any size. Slices of
-    zeros have no say: of a matrix that most peers did not use (an expert, an adapter at its start) the
-    others' work would come to nothing. Nothing is clipped where fewer than ``FEWEST_CLIPPED`` are left.
+    Of an even number the lower middle one is the median: half of the slices may have any size, and of two
+    the shorter one is believed, since noise does more harm than a step that is too short. Slices of zeros
+    have no say: of a matrix that most peers did not use (an expert, an adapter at its start) the others' work
+    would come to nothing.
     """
     sizes = [norm for norm in norms if norm > 0]
-    if len(sizes) < FEWEST_CLIPPED:
+    if not sizes:
         return tuple(weights)
     median = median_low(sizes)
     pairs = zip(norms, weights, strict=True)

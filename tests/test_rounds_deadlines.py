@@ -104,6 +104,10 @@ def test_ready_is_waited_for_at_most_a_share_of_the_time_between_rounds() -> Non
         history.arrived(round_, 5.0)
     assert history.deadline_s(9) == 6.25
     assert history.deadline_s(9, cadence.gather_cap_s(9)) == 2.0
+    by_steps = Cadence(0.0, limits.GATHER_SHARE_BY_STEPS)
+    for round_, at in [(1, 100.0), (2, 108.0)]:
+        by_steps.committed(round_, at)
+    assert by_steps.gather_cap_s(3) == 6.0
 
 
 def test_who_missed_two_deadlines_is_not_awaited_until_it_is_in_time() -> None:

@@ -25,7 +25,15 @@ from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work
-from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, PeerLeft, TrainingEnded, Warned
+from p2p_co2.telemetry.events import (
+    CaughtUp,
+    Event,
+    PeerFinished,
+    PeerLeft,
+    RoundCommitted,
+    TrainingEnded,
+    Warned,
+)
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import Envelope, Part, PeerRecord
@@ -403,3 +411,23 @@ def test_who_missed_a_round_loads_it_while_others_make_the_next_one() -> None:
     assert result.violations == []
     assert result.counts.get("round_aborted", 0) == 0
     assert how == ["replay"]
+
+
+def test_peers_that_count_steps_are_in_nearly_all_means_however_far_apart_their_points_are() -> None:
+    """They start up to a third of a round apart, and nothing brings them together."""
+    clock = ClockConfig(mode="steps", inner_steps_per_round=30, rounds=15)
+    settings = Settings(
+        run=RunConfig(name="steps", clock=clock),
+        peers=4,
+        seed=2,
+        min_peers=4,
+        profile="fibre",
+        step_s=0.2,
+        speed_spread=1.02,
+    )
+    log, held = EventLog(digests=False), dict[tuple[int, int], int]()
+    log.readers_of[RoundCommitted].append(
+        lambda event: held.update({(event.fragment, event.round): event.contributors})
+    )
+    assert Swarm(settings, log).run().violations == []
+    assert sum(held.values()) > 0.95 * 4 * len(held)

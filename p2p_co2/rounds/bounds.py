@@ -63,6 +63,9 @@ CHEAP_S, CHEAP_SHARE = 0.25, 1 / 8
 short enough for everybody."""
 GATHER_SHARE = 1 / 4
 """Of the time between two rounds of a fragment, what READYs are waited for at most."""
+GATHER_SHARE_BY_STEPS = 3 / 4
+"""The same where rounds count inner steps. Peers have no common clock there: their points lie as far apart as
+they started and as their speeds took them; with a quarter of a round whoever is further off is missing."""
 VOTES_FLOOR_S = 0.1
 """How long a quorum waits at the least for the votes of the others."""
 COMPLETE_FLOOR_S, COMPLETE_DEADLINES = 30.0, 4.0

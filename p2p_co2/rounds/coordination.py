@@ -46,7 +46,8 @@ class Coordination:
         """Per fragment, from BEGIN to the last slice, as the parts that we own have seen it."""
         # A council waits long for its first cells, and so do they.
         planned_s = swarm.shape.round_s if swarm.cells == 1 else 0.0
-        self.cadences = [Cadence(planned_s) for _ in range(fragments)]
+        share = bounds.GATHER_SHARE_BY_STEPS if swarm.shape.counts_steps else bounds.GATHER_SHARE
+        self.cadences = [Cadence(planned_s, share) for _ in range(fragments)]
         self._votes = [Durations() for _ in range(fragments)]
         """Per fragment, from a quorum to the last vote."""
         self._votes_until: OrderedDict[bytes, float] = OrderedDict()

@@ -96,10 +96,11 @@ class ReadyHistory:
 
 class Cadence:
     """How often the rounds of one fragment are made, from the commits that this peer has learned of; before,
-    as the run plans it (``planned_s``, 0 if it does not): a newcomer may be the next to coordinate."""
+    as the run plans it (``planned_s``, 0 if it does not): a newcomer may be the next to coordinate. READYs
+    are waited for a ``share`` of that time at most."""
 
-    def __init__(self, planned_s: float = 0.0) -> None:
-        self._planned_s = planned_s
+    def __init__(self, planned_s: float = 0.0, share: float = bounds.GATHER_SHARE) -> None:
+        self._planned_s, self._share = planned_s, share
         self._last: tuple[int, float] | None = None
         self._periods: deque[float] = deque(maxlen=WINDOW // 2)
 
@@ -117,7 +118,7 @@ class Cadence:
     def gather_cap_s(self, round_: int) -> float:
         """What READYs of a round are waited for at most. Peers that start a run together are not there at
         the same moment: what it plans says nothing of their first round."""
-        share_s = bounds.GATHER_SHARE * (self.period_s if self._periods or round_ > 1 else 0.0)
+        share_s = self._share * (self.period_s if self._periods or round_ > 1 else 0.0)
         return (
             min(bounds.GATHER_CAP_S, max(share_s, bounds.GATHER_FLOOR_S)) if share_s else bounds.GATHER_CAP_S
         )

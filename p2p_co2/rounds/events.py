@@ -25,7 +25,8 @@ class PayloadShape:
     the run's time between two rounds of a fragment, 0 where it counts inner steps.
     ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; ``chunk_bytes``: of states
     and past means, what is asked for at once, 0: as the states suggest. A simulation whose bytes stand for
-    ``scale`` real ones each counts both in its own. ``weight_cap``: the run's."""
+    ``scale`` real ones each counts both in its own. ``weight_cap``: the run's; ``counts_steps``: whether
+    rounds are so many inner steps."""
 
     block_bytes: int
     blocks: tuple[int, ...]
@@ -35,6 +36,7 @@ class PayloadShape:
     chunk_bytes: int = 0
     scale: float = 1.0
     weight_cap: float = 0.0
+    counts_steps: bool = False
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:

@@ -159,6 +159,7 @@ class Swarm:
             self._chunk_bytes(),
             self.internet.scale,
             settings.run.weight_cap,
+            clock.mode == "steps",
         )
         self.starts = starts(settings.blocks, self.state_bytes, self.shape.chunk_bytes)
         self.books = Books(self.starts, lambda: self.world.now, settings.run.weight_cap)

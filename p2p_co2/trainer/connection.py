@@ -210,6 +210,7 @@ class Connection:
             run.clock.round_s if run.clock.mode == "time" else 0.0,
             chunk_bytes=ledger.chunk_bytes,
             weight_cap=run.weight_cap,
+            counts_steps=run.clock.mode == "steps",
         )
         self._tell_of_start(model, plan, progressed, is_resumed)
         sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
