@@ -19,6 +19,7 @@ from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
+from p2p_co2.schedule import Stage
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
@@ -63,8 +64,11 @@ class RecordingWire:
     def over(self) -> frozenset[int]:
         return self.ended
 
-    def awaits_begin(self, fragment: int) -> bool:
-        return fragment in self.awaiting
+    def is_line_busy(self) -> bool:
+        return self.is_busy
+
+    def stage(self, fragment: int) -> Stage:
+        return "asking" if fragment in self.awaiting else ""
 
     def traffic_bytes(self) -> tuple[int, int]:
         return 0, 0

@@ -39,6 +39,8 @@ from p2p_co2.wire.messages_pb2 import (
 ASKED_BESIDE = 3
 """Members that are asked for the outcome beside who decides: all asking all would be a thousand questions."""
 RESEND_S = 1.0
+import os
+FR = float(os.environ.get('FR','1'))
 """A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
 
 
@@ -80,6 +82,7 @@ class Member:
             for part, owner in enumerate(attempt.owners)
         ]
         self._jobs: dict[int, PartJob] = {}
+        self._own_parts, self._averaged_parts = len(mine), 0
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
         self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
@@ -161,6 +164,7 @@ class Member:
     def _averaged(self, part: int, contributors: Contributors, now: float) -> None:
         """The encoded mean of our own part is made, and in its place."""
         self._parts[part].hold(contributors, self.attempt)
+        self._averaged_parts += 1
         self._check(now)
 
     def listen(self, peer: PeerId) -> bool:
@@ -340,6 +344,11 @@ class Member:
         self._ask_outcome()
         lost = [part for part, state in enumerate(self._parts) if self._is_lost(state, now)]
         self._tell(self._parts_outcome(), lost, now)
+
+    @property
+    def has_means(self) -> bool:
+        """Whether half of our own parts are averaged, or a mean has come; other threads may ask."""
+        return len(self._here_at) >= FR * len(self._parts)
 
     def leads(self) -> bool:
         """Whether we follow ourselves as a successor: then it is on us to decide."""

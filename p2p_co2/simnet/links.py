@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from p2p_co2.node.envelope import Unsent
-from p2p_co2.node.lanes import Bulk, Piece
+from p2p_co2.node.lanes import BeginOrder, Bulk, Piece, place_of
 from p2p_co2.node.links import (
     MAX_CONTROL_BYTES,
     MAX_LANES,
@@ -68,7 +68,7 @@ class VirtualLinks:
         self._opening: dict[PeerId, _Lane] = {}
         """Those of them in which anything may wait."""
         self._used: dict[str, str] = {}
-        self._queued_bytes = 0
+        self._queued_bytes, self._order = 0, BeginOrder()
         self._going_up: deque[tuple[float, _Lane, int]] = deque()
         """Bulk on the uplink: when it will have left, whose it is, how much."""
         self._measured_bytes = 0.0
@@ -140,7 +140,8 @@ class VirtualLinks:
         ):
             return False
         if bulk:
-            lane.bulk.append(Bulk(data, piece, served))
+            message = Bulk(data, piece, served, self._order.of(piece))
+            lane.bulk.insert(place_of(message, lane.bulk), message)
         else:
             lane.control.append(data)
         if lane.path is None:
