@@ -64,7 +64,7 @@ class RecordingWire:
     def over(self) -> frozenset[int]:
         return self.ended
 
-    def is_line_busy(self) -> bool:
+    def is_line_full(self) -> bool:
         return self.is_busy
 
     def stage(self, fragment: int) -> Stage:

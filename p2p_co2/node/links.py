@@ -120,9 +120,10 @@ class Links:
         return self._meter.bytes_per_s
 
     @property
-    def queued_bytes(self) -> int:
-        """Bulk that waits for all peers together; other threads may ask."""
-        return self._queued_bytes
+    def is_full(self) -> bool:
+        """Whether bulk waits for most peers: then it is our line that it waits for, and not theirs. Other threads may ask."""
+        lanes = list(self._lanes.values())
+        return 2 * sum(bool(lane.bulk) for lane in lanes) > len(lanes)
 
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
         """How fast these peers want bulk data from us; others take what comes."""

@@ -357,9 +357,9 @@ class Node:
         """How far the round of our offer is; other threads may ask."""
         return self.rounds.stage(fragment)
 
-    def is_line_busy(self) -> bool:
+    def is_line_full(self) -> bool:
         """Whether bulk waits for our line; other threads may ask."""
-        return self._links is not None and self._links.queued_bytes > 0
+        return self._links is not None and self._links.is_full
 
     def upload_bytes_per_s(self) -> float:
         """What this peer can send: measured, at most its own cap; 0 when not measured yet."""

@@ -191,7 +191,7 @@ class Rounds:
         """How far the round of our offer is; other threads may ask."""
         member, asking = self._fragments[fragment].member, self._fragments[fragment].asking
         if member is not None:
-            return "means" if member.has_means else "slices"
+            return "means" if member.brings_means else "slices"
         return "" if asking is None else "asking"
 
     def is_everywhere(self, fragment: int, version: int) -> bool:

@@ -39,8 +39,8 @@ from p2p_co2.wire.messages_pb2 import (
 ASKED_BESIDE = 3
 """Members that are asked for the outcome beside who decides: all asking all would be a thousand questions."""
 RESEND_S = 1.0
-import os
-FR = float(os.environ.get('FR','1'))
+MEANS_COME = 1 / 4
+"""Of all parts: when the means of so many have come from other owners, our own slices have left."""
 """A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
 
 
@@ -82,7 +82,6 @@ class Member:
             for part, owner in enumerate(attempt.owners)
         ]
         self._jobs: dict[int, PartJob] = {}
-        self._own_parts, self._averaged_parts = len(mine), 0
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
         self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
@@ -164,7 +163,6 @@ class Member:
     def _averaged(self, part: int, contributors: Contributors, now: float) -> None:
         """The encoded mean of our own part is made, and in its place."""
         self._parts[part].hold(contributors, self.attempt)
-        self._averaged_parts += 1
         self._check(now)
 
     def listen(self, peer: PeerId) -> bool:
@@ -346,9 +344,9 @@ class Member:
         self._tell(self._parts_outcome(), lost, now)
 
     @property
-    def has_means(self) -> bool:
-        """Whether half of our own parts are averaged, or a mean has come; other threads may ask."""
-        return len(self._here_at) >= FR * len(self._parts)
+    def brings_means(self) -> bool:
+        """Whether our slices have left, as the means of others tell; other threads may ask."""
+        return len(self._here_at) >= MEANS_COME * len(self._parts)
 
     def leads(self) -> bool:
         """Whether we follow ourselves as a successor: then it is on us to decide."""

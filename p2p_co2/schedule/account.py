@@ -76,16 +76,16 @@ class WorkAccount:
         """Fragments whose point has passed and that are not sent yet, with the number of their first one."""
         self._tick = self._full_until = 0
         """The last point that has passed, and the one until which the line counts as full."""
-        self._is_line_busy = False
+        self._is_line_full = False
         self._has_offered = [False] * self._count
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
 
-    def due(self, last_position: float, position: float, is_line_busy: bool = False) -> list[int]:
+    def due(self, last_position: float, position: float, is_line_full: bool = False) -> list[int]:
         """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
         points; on a full line those with the fewest outer steps first, which all peers count alike.
-        ``is_line_busy``: bulk waits for it."""
-        self._is_line_busy = is_line_busy
+        ``is_line_full``: bulk waits for it."""
+        self._is_line_full = is_line_full
         points = due(self._count, last_position, position)
         self._tick = last_tick(self._count, position)
         for fragment in points:
@@ -111,16 +111,13 @@ class WorkAccount:
         """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
         when it gets there. One has the line until its slices have left; where nobody answers, and before it
         is encoded, for the time between two points. Of steps that are longer than that, each sends several."""
-        if not self._is_full:
-            return False
-        takes = 0
-        for fragment, sent in self.in_flight.items():
-            at = stage(fragment)
-            takes += at == "slices" or (at != "means" and now - sent.at < self._round_s)
-        is_held = takes > step_s / self._tick_s
-        if is_held:
+        stages = {fragment: stage(fragment) for fragment in self.in_flight}
+        begun = [fragment for fragment, at in stages.items() if at == "slices"]
+        early = [f for f, at in stages.items() if at in ("", "asking")]
+        early = [f for f in early if now - self.in_flight[f].at < self._round_s]
+        if begun:
             self._note_full()
-        return is_held
+        return self._is_full and len(begun) + len(early) > step_s / self._tick_s
 
     @property
     def _is_full(self) -> bool:
@@ -129,7 +126,7 @@ class WorkAccount:
     def _note_full(self) -> None:
         """If bulk waits for the line, it counts as full for a round from now on. Else it is others, or the
         way's length, that rounds wait for: one after the other they would take longer."""
-        if self._is_line_busy:
+        if self._is_line_full:
             self._full_until = self._tick + self._count
 
     def forget_missed(self) -> None:

@@ -91,6 +91,12 @@ class VirtualLinks:
         return self._shown_bytes_per_s if self._measured_bytes >= MEASURED_AFTER_BYTES else 0.0
 
     @property
+    def is_full(self) -> bool:
+        """As ``Links.is_full``."""
+        self._count_gone()
+        return 2 * sum(lane.bulk_bytes > 0 for lane in self._lanes.values()) > len(self._lanes)
+
+    @property
     def queued_bytes(self) -> int:
         """Bulk that waits for all peers together."""
         self._count_gone()

@@ -177,7 +177,7 @@ class Training:
         self.tokens += self._pace.tokens
         self._take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        due = self._account.due(last, self.position, self._node.is_line_busy())
+        due = self._account.due(last, self.position, self._node.is_line_full())
         sent = [fragment for fragment in due if self._send(fragment)]
         await self._await_first(sent)
         self.exposed_s += self._now() - entered_at

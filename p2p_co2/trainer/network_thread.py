@@ -182,9 +182,9 @@ class NetworkThread:
         """How far the round of the fragment's offer is."""
         return self.node.stage(fragment)
 
-    def is_line_busy(self) -> bool:
+    def is_line_full(self) -> bool:
         """Whether bulk waits for our line."""
-        return self.node.is_line_busy()
+        return self.node.is_line_full()
 
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""

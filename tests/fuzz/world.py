@@ -221,8 +221,8 @@ class Trainer:
     def stage(self, fragment: int) -> Stage:
         return self.node.stage(fragment)
 
-    def is_line_busy(self) -> bool:
-        return self.node.is_line_busy()
+    def is_line_full(self) -> bool:
+        return self.node.is_line_full()
 
     def traffic_bytes(self) -> tuple[int, int]:
         return self.node.traffic_bytes()
