@@ -41,6 +41,8 @@ class RecordingWire:
         self.now: Callable[[], float] = lambda: 0.0
         self.ended: frozenset[int] = frozenset()
         self.awaiting = set[int]()
+        self.stages = dict[int, Stage]()
+        self.is_full = False
         self.broken: BaseException | None = None
 
     def offer(self, offer: Offer) -> None:
@@ -65,10 +67,10 @@ class RecordingWire:
         return self.ended
 
     def is_line_full(self) -> bool:
-        return self.is_busy
+        return self.is_full
 
     def stage(self, fragment: int) -> Stage:
-        return "asking" if fragment in self.awaiting else ""
+        return "asking" if fragment in self.awaiting else self.stages.get(fragment, "")
 
     def traffic_bytes(self) -> tuple[int, int]:
         return 0, 0
