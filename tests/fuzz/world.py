@@ -152,6 +152,9 @@ class Beside:
     async def daemon_ended(self) -> str:
         return await asyncio.get_running_loop().create_future()
 
+    async def greet_seeds(self) -> None:
+        pass
+
     async def rebootstrap(self) -> None:
         return None
 
