@@ -95,6 +95,34 @@ def test_a_short_burst_that_buffers_took_says_nothing_of_a_line_that_was_seen() 
     assert meter.bytes_per_s == pytest.approx(9e6, rel=0.01)
 
 
+@pytest.mark.parametrize(("is_far", "known_again"), [(True, 120e6), (False, 120e6)])
+def test_a_low_rate_of_busy_first_seconds_does_not_stay_for_good(is_far: bool, known_again: float) -> None:
+    """At 1 Gbit/s each later exchange is over before it can be seen arriving, and nothing contradicted what
+    was measured while the processes started: their peer was partial in 54 of 56 rounds."""
+    meter, now = UploadMeter(), 1000.0
+
+    def exchange(megabytes: int, rate: float, looks: bool) -> None:
+        nonlocal now
+        for number in range(2 * megabytes):
+            meter.started(now)
+            now += 0.5e6 / rate
+            if looks:
+                meter.came(int(0.5e6), 0.5e6 / rate, True, now)
+            meter.finished("bcd"[number % 3], 500_000, now)
+        if is_far and not looks:
+            meter.came(0, 0.0, False, now)  # it was looked at, but too shortly
+        now += 1.0
+        assert meter.rest(now)
+
+    exchange(6, 5e6, looks=is_far)
+    assert meter.bytes_per_s == pytest.approx(5e6, rel=0.1)
+    exchange(6, known_again, looks=False)
+    assert (meter.bytes_per_s == pytest.approx(5e6, rel=0.1)) == is_far  # once may be a buffer
+    for _ in range(10):
+        exchange(6, known_again, looks=False)
+    assert meter.bytes_per_s == pytest.approx(known_again, rel=0.1)
+
+
 def test_a_fast_line_that_has_become_faster_is_found_out_though_its_bursts_are_short() -> None:
     """Above ``FAST_BYTES_PER_S`` bulk takes no turns, so nothing else keeps the bursts from being short."""
     meter, now = UploadMeter(), 1000.0

@@ -166,7 +166,7 @@ def test_with_time_to_spare_a_delay_is_that_of_the_round_alone() -> None:
 
 
 def test_a_link_that_needs_two_and_a_half_rounds_is_never_idle() -> None:
-    # Two points pass while a round is open, so the next one is sent when it ends.
+    # Points pass while a round is open, so the next one is sent when it ends.
     shown = flow([plain_time(2.5)], round_s=1.0)
     assert shown.to_apply_s == pytest.approx(2.5)
     assert shown.staleness == 2
@@ -174,8 +174,8 @@ def test_a_link_that_needs_two_and_a_half_rounds_is_never_idle() -> None:
     assert shown.busy_share == pytest.approx(1.0)
 
 
-def test_transfers_at_the_same_time_share_the_link() -> None:
-    # Two fragments half a round apart, 0.6 of a round each: they overlap, and the link is always busy.
+def test_transfers_take_turns_on_a_full_link() -> None:
+    # Two fragments half a round apart, 0.6 of a round each: they queue, and the link is always busy.
     shown = flow([plain_time(0.6)] * 2, round_s=1.0)
     assert shown.busy_share == pytest.approx(1.0, abs=0.05)
     assert shown.to_apply_s > 0.6
@@ -186,7 +186,17 @@ def test_twice_the_load_of_the_link_halves_what_is_sent() -> None:
     shown = flow([plain_time(0.5)] * 4, round_s=1.0)
     assert shown.sent_share == pytest.approx(0.5, abs=0.1)
     assert shown.busy_share > 0.95
-    assert shown.staleness >= 1
+    # Each is sent when half of the last one is over, and answered before its next point.
+    assert shown.to_apply_s == pytest.approx(0.75)
+    assert shown.staleness == 0
+
+
+def test_a_link_that_lacks_a_little_is_used_whole() -> None:
+    """Where every second point was made up only by the next one, half of the rounds were lost."""
+    shown = flow([plain_time(1.1, rest_s=0.02)], round_s=1.0)
+    assert shown.sent_share == pytest.approx(1 / 1.12, abs=0.04)
+    several = flow([plain_time(0.275, rest_s=0.02)] * 4, round_s=1.0)
+    assert several.sent_share == pytest.approx(1 / 1.1, abs=0.03)
 
 
 def test_what_is_open_when_a_round_is_full_by_hand() -> None:

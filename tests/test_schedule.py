@@ -19,6 +19,7 @@ from p2p_co2.schedule import (
     Ending,
     Lag,
     LastOffers,
+    Stage,
     SwarmClock,
     WorkAccount,
     due,
@@ -209,46 +210,102 @@ def test_an_outcome_that_ends_no_offer_leaves_it_in_flight() -> None:
     assert (made.in_flight, made.taken, made.versions) == ({}, [2, 0], [1, 0])
 
 
-@pytest.mark.parametrize(("mode", "sent"), [("time", [0, 1]), ("steps", [0])])
-def test_by_the_clock_a_fragment_that_missed_two_points_is_due_at_once(mode: str, sent: list[int]) -> None:
-    made = account(mode)
-    send(made, 1, 0.5, 140)
-    assert made.due(0.9, 1.0) == [0]
-    assert not made.may_send(1, awaits_begin=False)
-    assert not made.may_send(1, awaits_begin=False)
-    assert made.due(1.9, 2.0) == [0]  # its round is open
-    end(made, 1, 2.9)
-    assert made.due(2.9, 3.0) == sent
-    if mode == "time":
-        assert made.may_send(1, awaits_begin=False)
-        assert made.due(3.9, 4.0) == [0]
+def pass_points(made: WorkAccount, last: float, position: float, *, awaits_begin: bool = False) -> list[int]:
+    """What may be sent there."""
+    return [fragment for fragment in made.due(last, position) if made.may_send(fragment, awaits_begin)]
 
 
-@pytest.mark.parametrize(("mode", "count", "sent"), [("time", 1, [0]), ("time", 2, []), ("steps", 1, [])])
-def test_by_the_clock_a_single_fragment_that_missed_a_point_is_due_at_once(
-    mode: str, count: int, sent: list[int]
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("mode", "is_due"), [("time", True), ("steps", False)])
+def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_as_soon_as_its_round_has_ended(
+    mode: str, count: int, is_due: bool
 ) -> None:
-    """Of members that met a mean around their point, some before and some after it, these waited a round
-    longer."""
+    """Where an exchange takes a little longer than a round, every second point was passed in flight, and the
+    line stood idle until the next one."""
     made = account(mode, count=count)
     send(made, 0, 1.0, 140)
-    assert not made.may_send(0, awaits_begin=False)
+    assert 0 not in pass_points(made, 1.9, 2.0)
+    assert 0 not in made.due(2.0, 2.1)
     end(made, 0, 2.1)
-    assert made.due(2.1, 2.2) == sent
+    assert (0 in pass_points(made, 2.1, 2.2)) == is_due
+    send(made, 0, 2.2, 150)
+    end(made, 0, 2.3)
+    assert 0 not in made.due(2.3, 2.4)  # once
+    assert 0 in made.due(2.9, 3.0)
 
 
 def test_an_offer_made_before_the_others_is_that_of_the_point_at_which_they_make_theirs() -> None:
     """It was early at every point after that, and weighed a round less than it could."""
     made = account(count=1)
     send(made, 0, 0.9, 140)
-    assert not made.may_send(0, awaits_begin=True)
+    assert pass_points(made, 0.9, 1.0, awaits_begin=True) == []
     end(made, 0, 2.1)
     assert made.due(2.1, 2.2) == []
 
 
+def is_held(made: WorkAccount, stages: dict[int, Stage], step_s: float = 0.1, now: float = 0.0) -> bool:
+    return made.is_held(lambda fragment: stages.get(fragment, ""), step_s, now)
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_line_full", "held"),
+    [("slices", True, True), ("slices", False, False), ("means", True, False)],
+)
+def test_on_a_full_line_the_next_fragment_waits_until_the_slices_of_the_last_have_left(
+    stage: Stage, is_line_full: bool, held: bool
+) -> None:
+    """Where bulk waits for nobody's line, rounds wait for others or for a long way: side by side."""
+    made = account(round_s=4.0)
+    send(made, 0, 1.0, 140)
+    assert made.due(1.4, 1.5, is_line_full) == [1]
+    assert is_held(made, {0: stage}) == held
+    assert made.due(1.5, 1.6, is_line_full) == [1]  # it waits
+    assert not is_held(made, {0: "means"})
+
+
+def test_where_the_line_has_been_full_a_fragment_that_awaits_its_begin_has_it_for_a_round_at_most() -> None:
+    """Else all that wait would be sent in the moment in which a round has ended, and come to the line
+    together. But nobody may answer."""
+    made = account(round_s=4.0)
+    send(made, 0, 1.0, 140)
+    made.due(1.4, 1.5, is_line_full=True)
+    assert is_held(made, {0: "slices"})
+    end(made, 0, 1.9)
+    made.due(1.9, 2.0)
+    send(made, 0, 2.0, 150)  # at 10 s
+    assert is_held(made, {0: ""}, now=10.1)
+    assert is_held(made, {0: "asking"}, now=13.9)
+    assert not is_held(made, {0: "asking"}, now=14.1)
+    made.due(2.0, 3.1)  # a round later the line counts as full no more
+    assert not is_held(made, {0: "asking"}, now=11.0)
+
+
+def test_steps_that_are_longer_than_the_time_between_two_points_send_several_fragments() -> None:
+    """With one in each step a round would take four of them."""
+    made = account(round_s=4.0, count=4)
+    send(made, 0, 1.0, 140)
+    made.due(1.2, 1.5, is_line_full=True)
+    stages: dict[int, Stage] = {0: "slices"}
+    assert is_held(made, stages, step_s=0.9)
+    assert not is_held(made, stages, step_s=1.1)
+    send(made, 1, 1.5, 140)
+    assert is_held(made, {**stages, 1: "asking"}, step_s=1.1, now=7.5)
+
+
+def test_on_a_full_line_all_peers_send_the_fragments_in_one_order() -> None:
+    """That of their outer steps: which point passed while a round was in flight differs from peer to peer."""
+    made = account(round_s=4.0, count=4)
+    made.versions = [3, 2, 3, 2]
+    assert made.due(0.9, 1.75) == [0, 1, 2, 3]
+    send(made, 0, 1.75, 140)
+    assert made.due(1.75, 1.8, is_line_full=True) == [1, 2, 3]
+    assert is_held(made, {0: "slices"})
+    assert made.due(1.8, 1.9, is_line_full=True) == [1, 3, 2]
+
+
 @pytest.mark.parametrize(
     ("round_s", "share", "sent"),
-    [(4.0, 0.0, [0, 1]), (4.0, 0.5, [0]), (ALONE_S, 0.0, [0, 1]), (60.0, 0.0, [0])],
+    [(4.0, 0.0, [1, 0]), (4.0, 0.5, [0]), (ALONE_S, 0.0, [1, 0]), (60.0, 0.0, [0])],
 )
 def test_who_has_no_part_in_a_mean_is_due_at_once_in_short_rounds(
     round_s: float, share: float, sent: list[int]
@@ -267,7 +324,7 @@ def test_a_newcomer_that_loaded_a_round_offers_at_its_point() -> None:
     assert made.due(0.9, 1.0) == [0]
 
 
-@pytest.mark.parametrize(("round_s", "sent"), [(4.0, [0, 1]), (60.0, [0])])
+@pytest.mark.parametrize(("round_s", "sent"), [(4.0, [1, 0]), (60.0, [0])])
 def test_who_loaded_what_others_made_is_due_at_once_in_short_rounds(round_s: float, sent: list[int]) -> None:
     made = account(round_s=round_s)
     made.left_out(1)  # at first it loads what it is to begin with
@@ -278,11 +335,22 @@ def test_who_loaded_what_others_made_is_due_at_once_in_short_rounds(round_s: flo
     assert made.due(0.9, 1.0) == sent
 
 
+def test_who_loaded_what_others_made_is_due_at_once_in_long_rounds_too_where_the_line_is_full() -> None:
+    """There the others send as soon as their round has ended."""
+    made = account(round_s=60.0)
+    send(made, 1, 0.5, 140)
+    made.due(0.9, 1.0, is_line_full=True)
+    assert is_held(made, {1: "slices"})
+    send(made, 0, 1.0, 140)
+    made.meet(1, 1, True)
+    made.left_out(1)
+    assert made.due(1.0, 1.1) == [1]
+
+
 def test_points_of_a_rest_are_not_made_up() -> None:
     made = account()
     send(made, 1, 0.5, 140)
-    assert not made.may_send(1, awaits_begin=False)
-    assert not made.may_send(1, awaits_begin=False)
+    assert pass_points(made, 0.9, 2.5) == [0]
     made.forget_missed()
     end(made, 1, 2.9)
     assert made.due(2.9, 3.0) == [0]

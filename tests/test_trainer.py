@@ -150,7 +150,7 @@ def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.M
     bench.ledger.close()
 
 
-def test_by_the_clock_a_fragment_that_missed_two_points_is_sent_when_its_round_has_ended(
+def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_when_the_round_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
@@ -163,17 +163,39 @@ def test_by_the_clock_a_fragment_that_missed_two_points_is_sent_when_its_round_h
 
     step(6)  # fragment 1 is due at 2 s, fragment 0 at 4 s, fragment 1 again at 6 s
     bench.commit(1)
-    assert step(1) == [1, 0]  # one point missed: it waits for the next
-    step(11)  # sent at 10 s; fragment 0 has missed 8, 12 and 16 s, fragment 1 14 and 18 s
+    assert step(1) == [1, 0, 1]
+    step(11)  # fragment 0 has missed 8, 12 and 16 s, fragment 1 10, 14 and 18 s
     bench.commit(1)
     assert step(1) == [1, 0, 1, 1]
     bench.commit(1)
     assert step(2) == [1, 0, 1, 1]  # it has caught up: no other before its next point
+    assert step(1) == [1, 0, 1, 1, 1]
     bench.wire.awaiting.add(1)
     step(9)
     bench.commit(1)
-    assert step(3) == [1, 0, 1, 1, 1]  # at 26 and 30 s it waited for those who sent theirs then
+    assert step(2) == [1, 0, 1, 1, 1]  # at 26 and 30 s it waited for those who sent theirs then
     assert step(1) == [1, 0, 1, 1, 1, 1]
+
+
+def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its snapshot is taken then: of fresh work."""
+    bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
+
+    def step(times: int) -> list[int]:
+        for _ in range(times):
+            bench.ledger.outcomes.now_s[0] += 1.0  # type: ignore[attr-defined]
+            bench.step()
+        return [offer.fragment for offer in bench.wire.offers]
+
+    bench.wire.is_full = True
+    assert step(3) == [1]
+    bench.wire.stages[1] = "slices"
+    assert step(2) == [1]  # fragment 0 is due at 4 s
+    bench.wire.stages[1] = "means"
+    assert step(1) == [1, 0]
+    assert len(bench.wire.seen(ev.SendSkipped)) == 1  # at 6 s: fragment 1's is open
 
 
 def test_staleness_counts_the_points_between_send_and_apply(bench: Bench) -> None:

@@ -19,6 +19,7 @@ from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.rounds import Offer
+from p2p_co2.schedule import Stage
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
@@ -40,6 +41,8 @@ class RecordingWire:
         self.now: Callable[[], float] = lambda: 0.0
         self.ended: frozenset[int] = frozenset()
         self.awaiting = set[int]()
+        self.stages = dict[int, Stage]()
+        self.is_full = False
         self.broken: BaseException | None = None
 
     def offer(self, offer: Offer) -> None:
@@ -63,8 +66,11 @@ class RecordingWire:
     def over(self) -> frozenset[int]:
         return self.ended
 
-    def awaits_begin(self, fragment: int) -> bool:
-        return fragment in self.awaiting
+    def is_line_full(self) -> bool:
+        return self.is_full
+
+    def stage(self, fragment: int) -> Stage:
+        return "asking" if fragment in self.awaiting else self.stages.get(fragment, "")
 
     def traffic_bytes(self) -> tuple[int, int]:
         return 0, 0

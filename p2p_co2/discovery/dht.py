@@ -61,6 +61,9 @@ BACKOFF_STEP_S = 0.5
 """Between two tries while libp2p does not dial: it waits 5 s after a first failure, longer after more."""
 CALL_TIMEOUT_S = 15.0
 """Bound on one store or search."""
+BUCKET_SIZE = 8
+"""Kademlia's k, as BitTorrent has it: a search asks at least so many nodes, and each names so many others. Of
+hivemind's 20 a search for peers among 24 cost 270 kB. A record is on five nodes."""
 MAX_STORED_KEYS = 16384
 """Keys that this node keeps for the swarm; beyond it those that expire first are dropped."""
 
@@ -82,6 +85,8 @@ class Discovery:
         self._seeds = frozenset[PeerId]()
         """Whom this node joined through: they outlast the peers."""
         self._node: DHTNode | None = None
+        self._seed_nodes: dict[PeerId, DHTID] = {}
+        """The DHT's own id of each seed that answered: another one is another process."""
 
     async def start(self, initial_peers: Sequence[str]) -> None:
         """Join the DHT through any of the seeds (multiaddrs that end in /p2p/ID); without seeds begin a new
@@ -93,6 +98,7 @@ class Discovery:
             node = await DHTNode.create(
                 p2p=self._p2p,
                 record_validator=self._records,
+                bucket_size=BUCKET_SIZE,
                 cache_locally=False,
                 cache_nearest=0,
                 cache_on_store=False,
@@ -110,6 +116,16 @@ class Discovery:
         errors."""
         self._running().blacklist.clear()
         await self._join(initial_peers)
+
+    async def greet(self, seeds: Sequence[str]) -> bool:
+        """Be known to the seeds, at the price of a message to each. Whether one of them was started anew: it
+        has forgotten what it kept, and this node has joined again. Raises ``TransportError``."""
+        known = dict(self._seed_nodes)
+        await self._greet_all(self._others(seeds))
+        is_anew = known != self._seed_nodes
+        if is_anew:
+            await self._look_around()
+        return is_anew
 
     async def publish_self(self, record: PeerRecord, lifetime_s: float) -> None:
         """Publish where we can be reached; again before ``lifetime_s`` is over. Raises ``TransportError``."""
@@ -315,19 +331,30 @@ class Discovery:
         await asyncio.gather(*strays, return_exceptions=True)
 
     async def _join(self, seeds: Sequence[str]) -> None:
-        node = self._running()
-        others = [seed for seed in seeds if not seed.endswith(f"/p2p/{self._identity.peer_id}")]
+        others = self._others(seeds)
         self._seeds = frozenset(PeerId(seed.rpartition("/p2p/")[2]) for seed in others)
-        if not others:
-            return
+        if others:
+            await self._greet_all(others)
+            await self._look_around()
+
+    def _others(self, seeds: Sequence[str]) -> list[str]:
+        """All but this node itself."""
+        return [seed for seed in seeds if not seed.endswith(f"/p2p/{self._identity.peer_id}")]
+
+    async def _greet_all(self, others: Sequence[str]) -> None:
+        """Greet seeds; raises ``TransportError`` if there are some and none answers."""
         causes = await asyncio.gather(*(self._greet(seed) for seed in others))
-        if all(causes):
+        if others and all(causes):
             raise TransportError(
                 "no seed can be reached; is this machine online, and the organiser's seed up? A ticket of "
                 "another seed works too ("
                 + "; ".join(f"{_place(seed)}: {cause}" for seed, cause in zip(others, causes, strict=True))
                 + ")"
             )
+
+    async def _look_around(self) -> None:
+        """Fill the table with those who are near."""
+        node = self._running()
         await asyncio.sleep(0)  # hivemind enters those who answered into its table in tasks of their own
         with daemon_errors(""):
             try:
@@ -346,7 +373,10 @@ class Discovery:
                 known = await self._running().protocol.call_ping(PeerID.from_base58(peer))
         except (TransportError, RemoteProtocolError) as error:
             return str(error)
-        return "" if known is not None else "it is there, but does not serve a DHT"
+        if known is None:
+            return "it is there, but does not serve a DHT"
+        self._seed_nodes[peer] = known
+        return ""
 
     async def _reach(self, peer: PeerId, seed: str) -> None:
         """Reach a seed. One that was away is tried until libp2p may dial again: after a failure the daemon

@@ -1,7 +1,8 @@
 """Keeps this peer listed in the DHT, and finds who else is.
 
 Law: nothing here ends a peer. What the DHT refuses is told and tried again; a peer that cannot be listed
-still looks, since others may be found that could never find it.
+still looks, since others may be found that could never find it. A search costs as much as there are peers
+listed, so among many that are all heard it is rare: who is new looks by itself, and greets all it finds.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ if TYPE_CHECKING:
 FIND_PEERS_QUICKLY_S, FIND_PEERS_S = 1.0, 10.0
 QUICK_FINDS = 10
 ALONE_BEFORE_REBOOTSTRAP_S = 20.0
+FEW_PEERS, RARELY_TIMES = 4, 6.0
+"""Among so many peers, all heard, it is looked for others every ``FIND_PEERS_S``; among more as many times
+less often, down to the second of these. Who comes or goes makes it look again as among few."""
 GREET_SEEDS_S = 20.0
 """How often the ticket's seeds are looked for again, whether we miss them or not."""
+
+
+def find_every_s(live: int) -> float:
+    """Seconds between two searches of one that hears ``live`` peers, all that are listed, and none less than
+    the last time."""
+    return FIND_PEERS_S * min(RARELY_TIMES, max(1.0, live / FEW_PEERS))
 
 
 class Finding:
@@ -35,6 +45,8 @@ class Finding:
         self._node, self._network = node, network
         self.unreached = Unreachable()
         self._trouble = ""
+        self._found_at, self._found_among = -1e9, frozenset[PeerId]()
+        """When it was looked for others last, and who was heard then."""
         self._alone_since = self._seeds_greeted_at = node.now()
 
     async def run(self) -> None:
@@ -57,13 +69,22 @@ class Finding:
         except TransportError as error:
             errors.append(str(error))
         try:
-            records = await self._network.find_peers(self._node.far.cell)
-            self._tell_of_ways(trouble, records)
-            await self._take(records)
+            if self._is_due():
+                records = await self._network.find_peers(self._node.far.cell)
+                self._tell_of_ways(trouble, records)
+                await self._take(records)
+                self._found_at, self._found_among = self._node.now(), frozenset(self._node.membership.live)
         except TransportError as error:
             errors.append(str(error))
         if errors:
             self._node.report(ev.Warned, text=f"peer discovery: {'; '.join(dict.fromkeys(errors))}")
+
+    def _is_due(self) -> bool:
+        """Whether to look for others."""
+        membership = self._node.membership
+        live = frozenset(membership.live)
+        is_calm = bool(live) and live == self._found_among and not membership.unheard
+        return not is_calm or self._node.now() - self._found_at >= find_every_s(len(live))
 
     async def _take(self, records: Sequence[PeerRecord]) -> None:
         """Greet those who are listed; among nobody, ask the seeds again whom else they know."""
@@ -91,7 +112,7 @@ class Finding:
         it would find nobody. Seeds that are away are no trouble."""
         self._seeds_greeted_at = self._node.now()
         with contextlib.suppress(TransportError):
-            await self._network.rebootstrap()
+            await self._network.greet_seeds()
 
     def _again_s(self) -> float:
         """In the quiet of a long round newcomers find us; a record must be renewed all the same."""

@@ -5,15 +5,19 @@ it has learned to be. So bulk over far ways takes turns: at little more than the
 what is under way waits for little (then turns bind, and not TCP's shares), and a lane that has less left to
 carry than another that waits leaves it a turn before each of its own.
 
+In a lane, pieces of a round that began earlier go before those of later ones: of two rounds on a full line the
+first ends as soon as it would alone, and all members order them alike.
+
 Laws: a lane never waits for one that does not ask, and leaves one turn at most before each of its own; turns
-are at the rate of a ``LinePace``. Price: the connections' round trips are looked at 25 times a second.
+are at the rate of a ``LinePace``; what is no piece is overtaken only by rounds that had begun before it
+came. Price: the connections' round trips are looked at 25 times a second.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +41,8 @@ CRAWLS_OF = 8
 at 5 kB/s of 1 MB/s for good, and from 50 kB/s it took four seconds."""
 _PIECES = frozenset({"part", "mean", "cell_part", "cell_mean"})
 """Kinds of messages that are pieces."""
+ATTEMPTS_KEPT = 256
+"""Whose order is remembered: many more than are open at once."""
 COMMON_OF = 4
 """The lane counts on which what is under way waits least, once one of so many has been left out."""
 
@@ -72,11 +78,41 @@ class Bulk(NamedTuple):
     piece: Piece | None
     is_served: bool = False
     """Whether the receiver asked for it."""
+    order: int = 0
+    """Those with a lower one go first."""
 
     def is_stale(self, attempt: bytes, means: bool) -> bool:
         """Whether it is of ``attempt``; of its means only if ``means``."""
         piece = self.piece
         return piece is not None and piece.attempt == attempt and (means or not piece.is_mean)
+
+
+class BeginOrder:
+    """The order in which bulk goes: attempts in the order in which we began to send pieces of them."""
+
+    def __init__(self) -> None:
+        self._begun: OrderedDict[bytes, int] = OrderedDict()
+        self._last = 0
+
+    def of(self, piece: Piece | None) -> int:
+        """Of the next message; what is no piece goes with the last round that has begun."""
+        if piece is None:
+            return self._last
+        if piece.attempt not in self._begun:
+            self._last += 1
+            self._begun[piece.attempt] = self._last
+            if len(self._begun) > ATTEMPTS_KEPT:
+                self._begun.popitem(last=False)
+        return self._begun[piece.attempt]
+
+
+def place_of(message: Bulk, bulk: Sequence[Bulk]) -> int:
+    """Where in ``bulk`` a message waits: before those of later rounds, but never before the first, which may
+    have its turn."""
+    place = len(bulk)
+    while place > 1 and bulk[place - 1].order > message.order:
+        place -= 1
+    return place
 
 
 @dataclass
@@ -127,8 +163,8 @@ class Lane:
         return data
 
     def put(self, message: Bulk, *, first: bool = False) -> None:
-        """Let bulk wait: behind all that does, or before it."""
-        (self.bulk.appendleft if first else self.bulk.append)(message)
+        """Let bulk wait: in its order, or before all that does."""
+        self.bulk.insert(0 if first else place_of(message, self.bulk), message)
         self.bulk_bytes += len(message.data)
         self.served_bytes += len(message.data) if message.is_served else 0
 

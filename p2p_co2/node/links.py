@@ -35,7 +35,7 @@ from functools import partial
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.node.envelope import Unsent
-from p2p_co2.node.lanes import Bulk, Lane, LineTurns, Piece, UnderWay
+from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, LineTurns, Piece, UnderWay
 from p2p_co2.node.meter import Pace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Carrier, Link
@@ -105,6 +105,7 @@ class Links:
         self._cap = Pace(upload_cap_bytes_per_s)
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, Lane] = {}
+        self._order = BeginOrder()
         self._turns = LineTurns(self._lanes, self._meter)
         self._used: dict[str, str] = {}
         self._queued_bytes = 0
@@ -117,6 +118,12 @@ class Links:
         """What the link has shown it can carry; 0 until measured."""
         self._meter.rest(time.monotonic())
         return self._meter.bytes_per_s
+
+    @property
+    def is_full(self) -> bool:
+        """Whether bulk waits for most peers: then it is our line that it waits for, and not theirs. Other threads may ask."""
+        lanes = list(self._lanes.values())
+        return 2 * sum(bool(lane.bulk) for lane in lanes) > len(lanes)
 
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
         """How fast these peers want bulk data from us; others take what comes."""
@@ -138,7 +145,7 @@ class Links:
             overasked = served and lane.served_bytes + len(data) > MAX_SERVED_BYTES
             if overasked or not self._make_room(lane, len(data)):
                 return False
-            lane.put(Bulk(data, piece, served))
+            lane.put(Bulk(data, piece, served, self._order.of(piece)))
             self._queued_bytes += len(data)
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL or lane.control_bytes + len(data) > MAX_CONTROL_BYTES:

@@ -48,6 +48,10 @@ SWALLOWED_TIMES = 1.5
 a line of 12 MB/s seemed to carry 20 to 85 where six connections took 2 to 8 MB in a tenth of a second. Bulk
 takes turns at less than that, so a line that has become faster is not mistaken for it; where it takes none,
 because the line is too fast for that, what receivers acknowledged in so short a burst tells the two apart."""
+UNPROVED_IN_A_ROW = 8
+"""A rate that so many later bursts have exceeded, each too short to be seen arriving, is old: it is unknown
+again, and counts like the others'. What was measured in the first busy seconds of a fast line stayed for
+good, and its peer was asked for a part of its work in each round."""
 _MAX_MARKS = 512
 MAX_RECEIVERS = 64
 """Whose opinions are remembered."""
@@ -245,11 +249,16 @@ class UploadMeter:
             if is_rough and not known.is_rough:
                 rate, is_rough = _came_at_least(seen), False
                 if rate <= swallowed_from:
+                    unproved = 0 if rate else known.unproved + 1
+                    self._seen[to] = known._replace(unproved=unproved)
+                    if unproved >= UNPROVED_IN_A_ROW:
+                        del self._seen[to]
                     continue
             kept = known.rates if is_rough or not known.is_rough else ()
             self._seen.pop(to, None)
             self._seen[to] = Opinion((*kept, rate)[-BURSTS_KEPT:], last_at, is_rough)
         if not self._seen:
+            self.bytes_per_s = 0.0
             return
         newest_at = next(reversed(self._seen.values())).at
         while len(self._seen) > MAX_RECEIVERS or newest_at - next(iter(self._seen.values())).at > OF_LATE_S:
@@ -264,6 +273,8 @@ class Opinion(NamedTuple):
     rates: tuple[float, ...] = ()
     at: float = -1e9
     is_rough: bool = True
+    unproved: int = 0
+    """Bursts since then that went faster, and were too short to show how fast."""
 
 
 def _believed(rates: Sequence[float]) -> float:

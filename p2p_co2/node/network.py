@@ -338,6 +338,12 @@ class Network:
             if isinstance(trouble, BaseException) and not isinstance(trouble, TransportError):
                 raise trouble
 
+    async def greet_seeds(self) -> None:
+        """Be known to the seeds; to one that was started anew, and with it the others, as ``rebootstrap``
+        does. Raises ``TransportError`` when none answers."""
+        if await self.discovery.greet(self.ticket.seeds):
+            self._published_at = -1e9
+
     async def rebootstrap(self) -> None:
         """Look for the seeds again; raises ``TransportError`` when none answers."""
         self._published_at = -1e9

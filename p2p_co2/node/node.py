@@ -34,6 +34,7 @@ from p2p_co2.node.progress import LocalProgress, SwarmProgress
 from p2p_co2.node.receiving import BULK, Receiving
 from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
 from p2p_co2.rounds import Offer, PayloadShape, Rounds
+from p2p_co2.schedule import Stage
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import PROTOCOL_VERSION
@@ -354,6 +355,14 @@ class Node:
     def download_bytes_per_s(self) -> float:
         """This peer's download cap; 0 for none."""
         return self._network.config.limits.download_bytes_per_s
+
+    def stage(self, fragment: int) -> Stage:
+        """How far the round of our offer is; other threads may ask."""
+        return self.rounds.stage(fragment)
+
+    def is_line_full(self) -> bool:
+        """Whether bulk waits for our line; other threads may ask."""
+        return self._links is not None and self._links.is_full
 
     def upload_bytes_per_s(self) -> float:
         """What this peer can send: measured, at most its own cap; 0 when not measured yet."""

@@ -1,9 +1,9 @@
 """What happens when rounds follow one another on links that are shared: delay, staleness, sends left out.
 
-A fragment whose round is still open at its next schedule point is not sent again (the trainer's
-``SendSkipped``), and after two such points as soon as that round has ended, so a link that is too slow shows
-as staleness and not as an ever longer queue. Simulated: rounds that are open at the same time share the links
-equally (processor sharing).
+A fragment whose round is still open at its next schedule point is sent again as soon as that round has ended
+(the trainer's ``SendSkipped``), and fragments take turns on a full line: one is sent when half of the last
+one's transfer is over (``schedule.account``), and of transfers that are open the oldest goes first
+(``node.lanes``). So a link that is too slow shows as fewer sends and not as an ever longer queue.
 
 Law: deterministic; with time to spare a fragment's delay is exactly that of its round alone. Price: one
 shared link stands for all of them, and every peer sends at the same moment.
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2p_co2.planning.exchange import RoundTime
-from p2p_co2.schedule import overdue_points
 
 _SIMULATED_SENDS = 4096
 _MOST_ROUNDS = 48
@@ -41,84 +40,90 @@ class Flow:
 
 @dataclass
 class _Open:
-    """A round under way. ``left_s``: of its transfer, with the links to itself; ``rest_s``: what comes after
-    it, until the merge is ready at ``ready_at``."""
+    """A round under way. ``half_s``: of its transfer, with the link to itself; ``left_s``: what is left of
+    that; ``rest_s``: what comes after it, until the merge is ready at ``ready_at``."""
 
     fragment: int
     sent_at: float
+    half_s: float
     left_s: float
     rest_s: float
     ready_at: float = math.inf
 
 
 class _Links:
-    """One shared link and the rounds that are open on it, simulated."""
+    """One shared link, the rounds that are open on it, the oldest first, and the fragments that wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: Sequence[RoundTime]) -> None:
         self.now = self.busy_s = 0.0
         self.open: list[_Open] = []
+        self.waiting: list[int] = []
+        self.sent_at: list[float] = []
+        self._times = times
 
-    def send(self, fragment: int, time: RoundTime) -> None:
-        begun = _Open(fragment, self.now, time.transfer_s, time.to_apply_s - time.transfer_s)
+    def is_open(self, fragment: int) -> bool:
+        return any(r.fragment == fragment for r in self.open)
+
+    def send(self) -> None:
+        """What waits and has its turn."""
+        for fragment in list(self.waiting):
+            moving = [r for r in self.open if r.left_s > 0]
+            has_room = not moving or (len(moving) == 1 and moving[0].left_s <= moving[0].half_s)
+            if has_room and not self.is_open(fragment):
+                self.waiting.remove(fragment)
+                self._send(fragment, self._times[fragment])
+
+    def _send(self, fragment: int, time: RoundTime) -> None:
+        rest_s = time.to_apply_s - time.transfer_s
+        begun = _Open(fragment, self.now, time.transfer_s / 2, time.transfer_s, rest_s)
         if not begun.left_s:
             begun.ready_at = self.now + begun.rest_s
         self.open.append(begun)
+        self.sent_at.append(self.now)
 
     def advance(self, until: float) -> list[_Open]:
-        """Work, equal shares to all transfers, until then or until rounds have ended, whichever is sooner:
-        those that have."""
-        while True:
-            ended = [r for r in self.open if r.ready_at <= self.now]
-            self.open = [r for r in self.open if r.ready_at > self.now]
-            if ended or self.now >= until:
-                return ended
-            self._work(min(until, min((r.ready_at for r in self.open), default=until)))
-
-    def _work(self, until: float) -> None:
-        moving = [r for r in self.open if r.left_s > 0]
-        if not moving:
-            self.now = until
-            return
-        least_s = min(r.left_s for r in moving)
-        ends_at = self.now + least_s * len(moving)
-        until = min(until, ends_at)
-        step_s = (until - self.now) / len(moving)
-        for r in moving:
-            r.left_s = 0.0 if ends_at <= until and r.left_s == least_s else max(0.0, r.left_s - step_s)
-            if not r.left_s:
-                r.ready_at = until + r.rest_s
-        self.busy_s += until - self.now
+        """Let the oldest transfer go on until then, or until it has ended or leaves room, or rounds have
+        ended, whichever is sooner: the rounds that have ended."""
+        first = next((r for r in self.open if r.left_s > 0), None)
+        until = min([until, *(r.ready_at for r in self.open)])
+        if first is not None:
+            is_first_half = first.left_s > first.half_s
+            turns_at = self.now + first.left_s - (first.half_s if is_first_half else 0.0)
+            worked_s = min(until, turns_at) - self.now
+            first.left_s -= worked_s
+            if turns_at <= until:
+                first.left_s = first.half_s if is_first_half else 0.0
+                until = turns_at
+            if not first.left_s:
+                first.ready_at = until + first.rest_s
+            self.busy_s += worked_s
         self.now = until
+        ended = [r for r in self.open if r.ready_at <= self.now]
+        self.open = [r for r in self.open if r.ready_at > self.now]
+        return ended
 
 
 def flow(times: Sequence[RoundTime], round_s: float) -> Flow:
     """All fragments' rounds (one ``RoundTime`` each), a schedule point per fragment and ``round_s``."""
-    count, links = len(times), _Links()
+    count, links = len(times), _Links(times)
     points = count * max(8, min(_MOST_ROUNDS, _SIMULATED_SENDS // count))
     counted_from = _UNCOUNTED * points * round_s / count
-    missed = [0] * count
     delays: list[float] = []
     left: list[float] = []
-    sent = due = 0
+    due = 0
     for point in range(points):
         fragment, due_at = point % count, point * round_s / count
         while (ended := links.advance(due_at)) or links.now < due_at:
             delays += [r.ready_at - r.sent_at for r in ended if r.sent_at >= counted_from]
-            for r in ended:
-                if missed[r.fragment] >= overdue_points(count):
-                    missed[r.fragment] = 0
-                    sent += links.now >= counted_from
-                    links.send(r.fragment, times[r.fragment])
+            links.send()
         is_counted = due_at >= counted_from
         due += is_counted
         if fragment == 0 and is_counted:
             left.append(math.fsum(r.left_s for r in links.open))
-        if any(r.fragment == fragment for r in links.open):
-            missed[fragment] += 1
-        else:
-            missed[fragment] = 0
-            sent += is_counted
-            links.send(fragment, times[fragment])
+        if fragment not in links.waiting:
+            links.waiting.append(fragment)
+        links.send()
+    sent = sum(at >= counted_from for at in links.sent_at)
     if not delays:  # not one round was over by then: all of them, one beside the other
         rest_s = max(time.to_apply_s - time.transfer_s for time in times)
         delays = [sum(time.transfer_s for time in times) + rest_s]

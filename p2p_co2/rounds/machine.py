@@ -36,6 +36,7 @@ from p2p_co2.rounds.fragment import FragmentRounds
 from p2p_co2.rounds.makers import ENOUGH, NO_ATTEMPT, Makers
 from p2p_co2.rounds.member import Member
 from p2p_co2.rounds.swarm import OTHERS_KEPT, Outlet, Swarm
+from p2p_co2.schedule import Stage
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, PeerId
 
@@ -186,9 +187,12 @@ class Rounds:
         """Whether a slice of ``peer`` is in one of the last means that we know of."""
         return any(fragment.verdicts.has_worked(peer) for fragment in self._fragments)
 
-    def awaits_begin(self, fragment: int) -> bool:
-        """Whether our offer waits for its round to begin; other threads may ask."""
-        return self._fragments[fragment].asking is not None
+    def stage(self, fragment: int) -> Stage:
+        """How far the round of our offer is; other threads may ask."""
+        member, asking = self._fragments[fragment].member, self._fragments[fragment].asking
+        if member is not None:
+            return "means" if member.brings_means else "slices"
+        return "" if asking is None else "asking"
 
     def is_everywhere(self, fragment: int, version: int) -> bool:
         """Whether all live peers are known to hold ``version``: they say so, or they are in the round after

@@ -39,6 +39,8 @@ from p2p_co2.wire.messages_pb2 import (
 ASKED_BESIDE = 3
 """Members that are asked for the outcome beside who decides: all asking all would be a thousand questions."""
 RESEND_S = 1.0
+MEANS_COME = 1 / 4
+"""Of all parts: when the means of so many have come from other owners, our own slices have left."""
 """A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
 
 
@@ -340,6 +342,11 @@ class Member:
         self._ask_outcome()
         lost = [part for part, state in enumerate(self._parts) if self._is_lost(state, now)]
         self._tell(self._parts_outcome(), lost, now)
+
+    @property
+    def brings_means(self) -> bool:
+        """Whether our slices have left, as the means of others tell; other threads may ask."""
+        return len(self._here_at) >= MEANS_COME * len(self._parts)
 
     def leads(self) -> bool:
         """Whether we follow ourselves as a successor: then it is on us to decide."""

@@ -10,8 +10,8 @@ from p2p_co2.schedule.account import (
     FIRST_ROUND_BOUND_S,
     Lag,
     Sent,
+    Stage,
     WorkAccount,
-    overdue_points,
 )
 from p2p_co2.schedule.clock import SLEW, SwarmClock
 from p2p_co2.schedule.ending import (
@@ -46,12 +46,12 @@ __all__ = [
     "Lag",
     "LastOffers",
     "Sent",
+    "Stage",
     "SwarmClock",
     "WorkAccount",
     "due",
     "few_at_once",
     "flush_bound_s",
-    "overdue_points",
     "points_passed",
     "settle_bound_s",
 ]

@@ -2,19 +2,23 @@
 network or clock. ``trainer`` and ``simnet`` keep the same account.
 
 Laws: a fragment has one offer in flight at most; work that no mean has counted is in the weight of the next
-offer, and is offered again at the end; deterministic, ``now`` is an argument. Price: a point that passes
-while the last round of a fragment is in flight is left out, and shows as staleness.
+offer, and is offered again at the end; deterministic, ``now`` is an argument. By the clock a point that
+passes while the last round of a fragment is in flight is made up as soon as that round has ended: all members
+see it end at about the same time. Where that happens the line is full, and fragments take turns on it, in the
+order of their points: the next snapshot is taken when the slices of the last one have left. So the line is
+never idle, and an answer is as fresh as the line allows. Price: what is made up late shows as staleness.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from p2p_co2.config import RunConfig
 from p2p_co2.schedule.ending import flush_bound_s
-from p2p_co2.schedule.points import due, points_passed
+from p2p_co2.schedule.points import due, last_tick, points_passed
 
 FIRST_ROUND_BOUND_S = 15.0
 """Training waits at most this long for the first rounds of what was sent in one step, if it waits at all."""
@@ -25,14 +29,9 @@ DISTINCT = 2.0**-10
 must not take the offer of its last process for its own."""
 
 
-def overdue_points(count: int) -> int:
-    """A fragment of ``count`` that missed so many schedule points is sent as soon as its round has ended.
-
-    Members meet the same mean up to an inner step apart, and the next point may lie between them: of a single
-    fragment, who missed it must not be a round behind those who did not. Several fragments take turns on the
-    line: sent after one missed point, they would come to it together, and each take longer.
-    """
-    return 1 if count == 1 else 2
+Stage = Literal["", "asking", "slices", "means"]
+"""How far the round of an offer is: not known yet, or over; its READY waits for BEGIN; it has begun, and our
+slices wait for the line; they have left."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,9 @@ class WorkAccount:
 
     def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
         self._count, self._by_time = len(versions), run.clock.mode == "time"
-        self._overdue = overdue_points(self._count)
+        self._round_s = run.clock.round_s
+        self._tick_s = run.clock.round_s / self._count
+        """From one fragment's point to the next one's, by the clock."""
         self._are_rounds_short = run.clock.round_s <= ALONE_S
         self._awaited_rounds, self._rounds = run.outer.blocking_rounds, run.clock.rounds
         self.versions = list(versions)
@@ -71,35 +72,68 @@ class WorkAccount:
         self._contributed_tokens = [float(tokens)] * self._count
         """Tokens whose work has been counted. Of an offer that was counted in part, that share: what is
         contributed each time is a part at random, so the parts' mean age is their weight."""
-        self._missed = [0] * self._count
-        """Schedule points in a row that passed while the fragment's last round was in flight."""
+        self._waiting: dict[int, int] = {}
+        """Fragments whose point has passed and that are not sent yet, with the number of their first one."""
+        self._tick = self._full_until = 0
+        """The last point that has passed, and the one until which the line counts as full."""
+        self._is_line_full = False
         self._has_offered = [False] * self._count
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
 
-    def due(self, last_position: float, position: float) -> list[int]:
-        """Fragments that passed a point on the way to ``position``; then those to be sent before their next
-        point, since the line brings less than a round in a round: their rounds ended at one moment for all
-        members, whose next points may be a whole round apart."""
+    def due(self, last_position: float, position: float, is_line_full: bool = False) -> list[int]:
+        """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
+        points; on a full line those with the fewest outer steps first, which all peers count alike.
+        ``is_line_full``: bulk waits for it."""
+        self._is_line_full = is_line_full
         points = due(self._count, last_position, position)
-        if not self._by_time:
-            return list(points)
-        late = [fragment for fragment, missed in enumerate(self._missed) if missed >= self._overdue]
-        return [*points, *(f for f in late if f not in self.in_flight and f not in points)]
+        self._tick = last_tick(self._count, position)
+        for fragment in points:
+            self._waiting.setdefault(fragment, self._last_point_of(fragment))
+        waiting = sorted(
+            self._waiting, key=lambda f: (self.versions[f], f) if self._is_full else (self._waiting[f], f)
+        )
+        return [fragment for fragment in waiting if fragment not in self.in_flight or fragment in points]
+
+    def _last_point_of(self, fragment: int) -> int:
+        return self._tick - (self._tick - fragment) % self._count
 
     def may_send(self, fragment: int, awaits_begin: bool) -> bool:
-        """Whether a fragment that is due can be sent; if not, its point is counted as missed. One that
-        ``awaits_begin`` was sent before the others' were: it waits for what they send at this point."""
+        """Whether a fragment that is due can be sent. If not, its point is made up once its round has ended,
+        by the clock. One that ``awaits_begin`` was sent before the others' were: it waits for what they send
+        at this point."""
         is_free = fragment not in self.in_flight
-        if is_free:
-            self._missed[fragment] = 0
-        elif not awaits_begin:
-            self._missed[fragment] += 1
+        if not is_free and (awaits_begin or not self._by_time):
+            self._waiting.pop(fragment, None)
+        elif not is_free:
+            self._note_full()
         return is_free
+
+    def is_held(self, stage: Callable[[int], Stage], step_s: float, now: float) -> bool:
+        """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
+        when it gets there. One has the line until its slices have left; where nobody answers, and before it
+        is encoded, for the time between two points. Of steps that are longer than that, each sends several."""
+        stages = {fragment: stage(fragment) for fragment in self.in_flight}
+        begun = [fragment for fragment, at in stages.items() if at == "slices"]
+        early = [f for f, at in stages.items() if at in ("", "asking")]
+        early = [f for f in early if now - self.in_flight[f].at < self._round_s]
+        if begun:
+            self._note_full()
+        return self._is_full and len(begun) + len(early) > step_s / self._tick_s
+
+    @property
+    def _is_full(self) -> bool:
+        return self._tick < self._full_until
+
+    def _note_full(self) -> None:
+        """If bulk waits for the line, it counts as full for a round from now on. Else it is others, or the
+        way's length, that rounds wait for: one after the other they would take longer."""
+        if self._is_line_full:
+            self._full_until = self._tick + self._count
 
     def forget_missed(self) -> None:
         """After a rest: its points are not made up."""
-        self._missed = [0] * self._count
+        self._waiting.clear()
 
     def send(
         self, fragment: int, *, position: float, inner_steps: int, tokens: int, now: float, chance: float
@@ -107,6 +141,7 @@ class WorkAccount:
         """An offer sets out: its weight. ``chance``: 0 to 1, at random."""
         points = points_passed(fragment, self._count, position)
         self.in_flight[fragment] = Sent(inner_steps, now, points, tokens)
+        self._waiting.pop(fragment, None)
         self._has_offered[fragment] = True
         return max(1, tokens - self._contributed_tokens[fragment]) + DISTINCT * chance
 
@@ -123,11 +158,13 @@ class WorkAccount:
         return self.in_flight.pop(fragment, None) if ends_offer else self.in_flight.get(fragment)
 
     def left_out(self, fragment: int) -> None:
-        """The others have made a round without us, and its state is ours now: in short rounds we are due at
-        once, since they may be ready for the next. Who waited for its own point would come late to that one
-        too, and to all that follow: of 256 peers in eight cells, with rounds of 10 s, more and more."""
-        if self._are_rounds_short and self._has_offered[fragment]:
-            self._missed[fragment] = self._overdue
+        """The others have made a round without us, and its state is ours now: in short rounds, and where the
+        line is full, we are due at once, since they may be ready for the next. Who waited for its own point
+        would come late to that one too, and to all that follow: of 256 peers in eight cells, with rounds of
+        10 s, more and more."""
+        is_soon = self._are_rounds_short or self._is_full
+        if is_soon and self._by_time and self._has_offered[fragment]:
+            self._waiting.setdefault(fragment, self._last_point_of(fragment))
 
     def step(
         self, fragment: int, sent: Sent | None, share: float, *, position: float, inner_steps: int, now: float

@@ -19,7 +19,7 @@ count as 1."""
 
 def points_passed(fragment: int, count: int, position: float) -> int:
     """How many schedule points of ``fragment`` (of ``count``) lie at or before ``position``, in rounds."""
-    ticks = _ticks(count, position)
+    ticks = last_tick(count, position)
     return ticks // count if fragment == 0 else (ticks - fragment + count) // count
 
 
@@ -29,9 +29,11 @@ def due(count: int, last_position: float, position: float) -> tuple[int, ...]:
 
     Each at most once: a peer that slept through several rounds sends each fragment once.
     """
-    first, last = _ticks(count, last_position) + 1, _ticks(count, position)
+    first, last = last_tick(count, last_position) + 1, last_tick(count, position)
     return tuple(tick % count for tick in range(first, min(last, first + count - 1) + 1))
 
 
-def _ticks(count: int, position: float) -> int:
+def last_tick(count: int, position: float) -> int:
+    """The number of the last point at or before ``position``, of all ``count`` fragments; 0 before the
+    first."""
     return max(0, math.floor(position * count + _TOLERANCE))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from p2p_co2.node.envelope import Unsent
-from p2p_co2.node.lanes import Bulk, Piece
+from p2p_co2.node.lanes import BeginOrder, Bulk, Piece, place_of
 from p2p_co2.node.links import (
     MAX_CONTROL_BYTES,
     MAX_LANES,
@@ -68,7 +68,7 @@ class VirtualLinks:
         self._opening: dict[PeerId, _Lane] = {}
         """Those of them in which anything may wait."""
         self._used: dict[str, str] = {}
-        self._queued_bytes = 0
+        self._queued_bytes, self._order = 0, BeginOrder()
         self._going_up: deque[tuple[float, _Lane, int]] = deque()
         """Bulk on the uplink: when it will have left, whose it is, how much."""
         self._measured_bytes = 0.0
@@ -89,6 +89,12 @@ class VirtualLinks:
     @property
     def upload_bytes_per_s(self) -> float:
         return self._shown_bytes_per_s if self._measured_bytes >= MEASURED_AFTER_BYTES else 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """As ``Links.is_full``."""
+        self._count_gone()
+        return 2 * sum(lane.bulk_bytes > 0 for lane in self._lanes.values()) > len(self._lanes)
 
     @property
     def queued_bytes(self) -> int:
@@ -140,7 +146,8 @@ class VirtualLinks:
         ):
             return False
         if bulk:
-            lane.bulk.append(Bulk(data, piece, served))
+            message = Bulk(data, piece, served, self._order.of(piece))
+            lane.bulk.insert(place_of(message, lane.bulk), message)
         else:
             lane.control.append(data)
         if lane.path is None:

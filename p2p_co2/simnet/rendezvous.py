@@ -184,6 +184,9 @@ class Doorway:
         forever: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await forever
 
+    async def greet_seeds(self) -> None:
+        await self.rebootstrap()
+
     async def rebootstrap(self) -> None:
         self._published_at = -1e9
         await self._lookup(self._rendezvous.seed_answers, "no seed can be reached")

@@ -177,7 +177,8 @@ class Training:
         self.tokens += self._pace.tokens
         self._take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        sent = [fragment for fragment in self._account.due(last, self.position) if self._send(fragment)]
+        due = self._account.due(last, self.position, self._node.is_line_full())
+        sent = [fragment for fragment in due if self._send(fragment)]
         await self._await_first(sent)
         self.exposed_s += self._now() - entered_at
         if self._now() - self._reported_at >= self._report_every_s:
@@ -192,9 +193,11 @@ class Training:
         return self.clock.position(now, self.inner_steps)
 
     def _send(self, fragment: int) -> bool:
-        if not self._account.may_send(fragment, self._node.rounds.awaits_begin(fragment)):
+        if not self._account.may_send(fragment, self._node.stage(fragment) == "asking"):
             reason = "the fragment's previous round is still in flight"
             self._node.report(ev.SendSkipped, fragment=fragment, reason=reason)
+            return False
+        if self._account.is_held(self._node.stage, self._pace.step_s, self._now()):
             return False
         self._offer(fragment)
         return True

@@ -28,7 +28,7 @@ from p2p_co2.node.placing import Placing
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
 from p2p_co2.rounds import Offer, PayloadShape
-from p2p_co2.schedule import LOADS_QUIET_S
+from p2p_co2.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
@@ -224,9 +224,13 @@ class NetworkThread:
         """Fragments of which no more rounds are made in this run."""
         return self.node.progress.over
 
-    def awaits_begin(self, fragment: int) -> bool:
-        """Whether the fragment's offer waits for its round to begin."""
-        return self.node.rounds.awaits_begin(fragment)
+    def stage(self, fragment: int) -> Stage:
+        """How far the round of the fragment's offer is."""
+        return self.node.stage(fragment)
+
+    def is_line_full(self) -> bool:
+        """Whether bulk waits for our line."""
+        return self.node.is_line_full()
 
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""

@@ -32,6 +32,7 @@ from p2p_co2.schedule import (
     LOADS_CAP_S,
     STILL_LOADS,
     Ending,
+    Stage,
     SwarmClock,
     WorkAccount,
     settle_bound_s,
@@ -64,7 +65,8 @@ class Wire(Protocol):
     def loads(self, settled: bool) -> bool: ...
     def tell_what_is_missing(self) -> None: ...
     def over(self) -> frozenset[int]: ...
-    def awaits_begin(self, fragment: int) -> bool: ...
+    def stage(self, fragment: int) -> Stage: ...
+    def is_line_full(self) -> bool: ...
     def traffic_bytes(self) -> tuple[int, int]: ...
     def failure(self) -> BaseException | None: ...
     def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None: ...
@@ -104,8 +106,6 @@ class Synchroniser:
         self._is_flushing, self._told_finished = False, frozenset[int]()
         self._encoding: Future[None] | None = None
         """Of the last snapshot."""
-        self._put_off: list[int] = []
-        """Fragments that are due, and whose snapshot would wait behind another one: at most half of all."""
         self._held: deque[tuple[int, Outcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
         self._started_at = time.monotonic()
@@ -158,8 +158,8 @@ class Synchroniser:
         is_encoded = self._is_encoded()  # before its merge, which has the snapshot's memory, is taken
         self.take_outcomes()
         last, self.position = self.position, self._advance(entered_at)
-        due = [] if is_too_late else self._account.due(last, self.position)
-        if due or self._put_off:
+        due = [] if is_too_late else self._account.due(last, self.position, self._wire.is_line_full())
+        if due:
             self.on_look()
         self._await_first(self._send_due(due, is_encoded, entered_at - self._returned_at))
         self._returned_at = entered_at
@@ -187,28 +187,24 @@ class Synchroniser:
         instead: of fresher work, and without room of its own."""
         return self._encoding is None or self._encoding.done()
 
-    def _send_due(self, points: Sequence[int], is_encoded: bool, step_s: float) -> list[int]:
-        """Offer what is due: what was put off, and what passed a point just now. Returns what was sent. At
-        most half of the fragments wait: one that waits for its next point has lost a round."""
-        due, sent = list(dict.fromkeys([*self._put_off, *points])), list[int]()
+    def _send_due(self, due: Sequence[int], is_encoded: bool, step_s: float) -> list[int]:
+        """Offer what is due and has its turn. Returns what was sent. At most half of the fragments wait for a
+        snapshot's memory: one that waits for its next point has lost a round."""
+        sent = list[int]()
         one_by_one = step_s < PUT_OFF_BELOW_S and not self._account.awaited(due)
-        self._put_off = []
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
-            may_wait = fragment not in self._account.in_flight and 2 * waiting <= self._count
-            if may_wait and (not is_encoded or (one_by_one and sent)):
-                self._put_off.append(fragment)
-            elif self._send(fragment):
+            stage = self._wire.stage(fragment)
+            if not self._account.may_send(fragment, stage == "asking"):
+                reason = "the fragment's previous round is still in flight"
+                self._report(ev.SendSkipped, fragment=fragment, reason=reason)
+                continue
+            if self._account.is_held(self._wire.stage, step_s, time.monotonic()):
+                continue
+            is_busy = not is_encoded or (one_by_one and bool(sent))
+            if not (is_busy and 2 * waiting <= self._count):
+                self._offer(fragment)
                 sent.append(fragment)
         return sent
-
-    def _send(self, fragment: int) -> bool:
-        """Offer it, unless its last round is still in flight; whether it did."""
-        if not self._account.may_send(fragment, self._wire.awaits_begin(fragment)):
-            reason = "the fragment's previous round is still in flight"
-            self._report(ev.SendSkipped, fragment=fragment, reason=reason)
-            return False
-        self._offer(fragment)
-        return True
 
     def _await_first(self, sent: Sequence[int]) -> None:
         """Stand still for the first rounds of what was just sent, if the run file asks for it."""
@@ -285,7 +281,6 @@ class Synchroniser:
             self._first_step_at += rested_s
         self.position, self.phase = self._advance(time.monotonic()), Status.TRAINING
         self._account.forget_missed()
-        self._put_off.clear()
         self._report(ev.Resumed, paused_s=rested_s)
         self.report()
 

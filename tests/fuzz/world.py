@@ -31,6 +31,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.surroundings import Clock
 from p2p_co2.rounds import Offer, PayloadShape
+from p2p_co2.schedule import Stage
 from p2p_co2.telemetry.events import Event, MessageRefused
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
@@ -151,6 +152,9 @@ class Beside:
     async def daemon_ended(self) -> str:
         return await asyncio.get_running_loop().create_future()
 
+    async def greet_seeds(self) -> None:
+        pass
+
     async def rebootstrap(self) -> None:
         return None
 
@@ -217,8 +221,11 @@ class Trainer:
     def over(self) -> frozenset[int]:
         return self.node.progress.over
 
-    def awaits_begin(self, fragment: int) -> bool:
-        return self.node.rounds.awaits_begin(fragment)
+    def stage(self, fragment: int) -> Stage:
+        return self.node.stage(fragment)
+
+    def is_line_full(self) -> bool:
+        return self.node.is_line_full()
 
     def traffic_bytes(self) -> tuple[int, int]:
         return self.node.traffic_bytes()
