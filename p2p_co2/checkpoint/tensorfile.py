@@ -139,7 +139,7 @@ class Writing:
         """Replace the values [start, stop) of a floating-point tensor that was ``put``: ``new`` maps fp32
         values to as many."""
         dtype = self._dtypes[name]
-        values = torch.empty(stop - start, dtype=dtype)
+        values = torch.empty(stop - start, dtype=dtype, device="cpu")
         view, at = _view(values), self._places[name][0] + start * dtype.itemsize
         with self._faults():
             _read_at(self._file, view, at)
@@ -279,7 +279,9 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
         yield _view(flat)
         return
     count = max(1, _STAGED_BYTES // flat.element_size())
-    staged = torch.empty(min(count, flat.numel()), dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
+    staged = torch.empty(
+        min(count, flat.numel()), dtype=flat.dtype, device="cpu", pin_memory=flat.device.type == "cuda"
+    )
     for piece in torch.split(flat, count):
         yield _view(staged[: piece.numel()].copy_(piece))
 
@@ -349,10 +351,10 @@ def _read(
     expected = metadata.pop(_DIGEST_KEY)
     digest = hashlib.sha256(length_bytes + text.replace(expected.encode(), _NO_DIGEST.encode(), 1))
     tensors: dict[str, Tensor] = {}
-    scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
     for entry in entries:
         if wanted(entry.name):
-            tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
+            tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             pieces: Iterator[Tensor] = iter((tensors[entry.name].reshape(-1).view(torch.uint8),))
         else:
             pieces = _scratches(scratch, entry.numel * entry.dtype.itemsize)

@@ -113,7 +113,8 @@ class Peer:
             at = 0
             for part in fragment.slices:
                 stop = at + part.stop - part.start
-                values = flat.setdefault(part.name, torch.empty(shapes[part.name].numel()))
+                numel = shapes[part.name].numel()
+                values = flat.setdefault(part.name, torch.empty(numel, dtype=torch.float32, device="cpu"))
                 values[part.start : part.stop] = state.params[at:stop]
                 at = stop
         return {name: values.view(shapes[name]) for name, values in flat.items()}

@@ -119,6 +119,7 @@ class Synchroniser:
         """Called when a fragment's live parameters were replaced because they were not finite."""
         self.on_moment: Callable[[Moment], None] = lambda moment: None
         """Called when the live parameters fit the agreed states that it brings: save them together."""
+        self._chance = random.Random()  # the program's own draws are not ours to take
         self._saving_s = 0.0  # of the time in ``after_step``, in ``on_moment``
 
     @property
@@ -197,7 +198,7 @@ class Synchroniser:
         """Take a snapshot, which takes a fragment's size in fp32 until it is encoded, and offer it."""
         weight = self._account.send(
             fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
-            now=time.monotonic(), chance=random.random(),
+            now=time.monotonic(), chance=self._chance.random(),
         )  # fmt: skip
         is_last = self._is_flushing or self._account.is_over(self.position)
 
