@@ -8,6 +8,7 @@ socket or file.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -50,7 +51,7 @@ class NetworkThread:
         self._node: Node | None = None
         self._node_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._kept = KeptChunks(config.folder / "catching-up")
 
     @property
@@ -121,8 +122,9 @@ class NetworkThread:
         return self._node
 
     def close(self) -> None:
-        """End node, network and loop. May be called twice."""
-        if self._closed:
+        """End node, network and loop. May be called twice; in a forked child, which has no part in them, it
+        does nothing."""
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         if self._thread.is_alive():

@@ -3,6 +3,7 @@ end."""
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from p2p_co2.checkpoint import swarm_digest
 from p2p_co2.config import RunConfig
-from p2p_co2.errors import EnvironmentFault, LocalProtocolError
+from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.governor import Governor
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
@@ -32,6 +33,7 @@ class Peer:
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
         self._saver = Saver(plan, ledger, self._sync, thread.report)
         self._stopped = self._left = False
+        self._process = os.getpid()
         self._governor = Governor(plan.config.limits.hours)
         self._sync.on_reset = self._forget_optimizer
         self._sync.take_outcomes()  # the first step starts from what catching up brought
@@ -70,6 +72,7 @@ class Peer:
         leave the loop then. Raises only for faults of this machine (``EnvironmentFault``) and bugs, never for
         what another peer did.
         """
+        self._must_be_here()
         self._sync.after_step(tokens, loss.detach() if isinstance(loss, Tensor) else loss)
         self._set_learning_rate()
         self._rest()
@@ -107,6 +110,7 @@ class Peer:
     def agreed_parameters(self) -> dict[str, Tensor]:
         """A copy of the agreed parameters by name (fp32, host memory): evaluate and publish these, not the
         live ones."""
+        self._must_be_here()
         shapes = {name: parameter.shape for name, parameter in self._plan.model.named_parameters()}
         flat: dict[str, Tensor] = {}
         for fragment, state in zip(self._plan.fragments.fragments, self._ledger.states(), strict=True):
@@ -131,6 +135,7 @@ class Peer:
         They take the live ones' place in the model meanwhile: one more copy of them for that time. Counted as
         a pause, neither training nor communication.
         """
+        self._must_be_here()
         started_at = time.monotonic()
         parameters = dict(self._plan.model.named_parameters())
         live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -152,11 +157,18 @@ class Peer:
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is whole. Raises ``EnvironmentFault`` if the disk
         refuses; the previous one stays."""
+        self._must_be_here()
         started_at = time.monotonic()
         try:
             self._saver.save()
         finally:
             self._sync.pause(time.monotonic() - started_at)
+
+    def _must_be_here(self) -> None:
+        if os.getpid() != self._process:
+            raise ConfigError(
+                "peer", "", "belongs to the process that joined, and this one was forked from it: step there"
+            )
 
     def _forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
@@ -169,10 +181,11 @@ class Peer:
         """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
         goodbye.
 
-        Bounded; may be called twice. After it no thread, process or socket of this peer is left. Raises
-        ``EnvironmentFault`` if the last checkpoint cannot be written; the one before it stays.
+        Bounded; may be called twice; does nothing in a child that was forked. After it no thread, process or
+        socket of this peer is left. Raises ``EnvironmentFault`` if the last checkpoint cannot be written; the
+        one before it stays.
         """
-        if self._left:
+        if self._left or os.getpid() != self._process:
             return
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}

@@ -34,6 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
+from p2p_co2.process import shut_in_forks_at
 from p2p_co2.transport.addresses import is_own
 from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
 from p2p_co2.transport.probe_limits import address_of
@@ -280,6 +281,7 @@ async def _start(arguments: list[str], timeout_s: float) -> P2P:
         await daemon.stop()
         raise
     p2p.daemon, p2p.arguments = daemon, tuple(arguments)
+    shut_in_forks_at(str(p2p._client_listen_maddr).removeprefix("/unix"))
     return p2p
 
 
@@ -298,6 +300,7 @@ def launch_for(p2p: DaemonP2P, any_port: bool) -> Daemon:
 def _launch(arguments: list[str]) -> Daemon:
     binary = Path(str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd"))
     folder = _make_folder()
+    shut_in_forks_at(str(_control_socket(folder)))  # else the daemon would live as long as a forked child
     try:
         process = subprocess.Popen(
             [str(binary), f"-listen=/unix{_control_socket(folder)}", *arguments],
