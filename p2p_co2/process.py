@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import platform
+import runpy
 import signal
 import socket
 import stat
@@ -23,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -30,6 +32,12 @@ from typing import Any, Protocol
 from p2p_co2.errors import EnvironmentFault
 
 _PR_SET_PDEATHSIG = 1
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = frozenset({"p2p_co2", "peers", "bootstrap", "monitoring"})
+_PROGRAM = (
+    "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
+    "from p2p_co2.process import run_program; sys.path.remove(root); run_program(module)"
+)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -63,6 +71,36 @@ def processes_below(pid: int) -> list[int]:
         for child in children:
             found += [child, *processes_below(child)]
     return found
+
+
+def program(module: str, *arguments: str) -> list[str]:
+    """The command line that runs one of our programs with this interpreter, wherever it is started.
+
+    A user's own ``peers.py`` or ``monitoring`` folder must not be run instead, or be imported by it: the
+    current folder is not searched, and our packages are those that lie beside this one.
+    """
+    return [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), module, *arguments]
+
+
+def run_program(module: str) -> None:
+    """What ``program`` starts."""
+    own_packages_first()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def own_packages_first() -> None:
+    """Have our packages found before others of their names, which ``PYTHONPATH`` may hold. For programs of
+    ours; a user's own is left as it is, and imports none of these."""
+    if _OwnPackages not in sys.meta_path:
+        sys.meta_path.insert(0, _OwnPackages)
+
+
+class _OwnPackages:
+    """A finder for ``sys.meta_path``."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(_ROOT)]) if name in _PACKAGES else None
 
 
 class HasDescriptor(Protocol):

@@ -61,6 +61,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     this version does not know).
     """
     return_large_blocks()  # before there are threads: each stays with the arena that it had
+    config = config.model_copy(update={"folder": config.folder.absolute()})  # wherever the program goes later
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
         thread.open()
@@ -115,6 +116,7 @@ class Connection:
         """Leave the network. May be called twice."""
         self._thread.close()
 
+    @torch.inference_mode(False)
     def start(
         self,
         model: nn.Module,

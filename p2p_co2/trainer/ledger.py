@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from p2p_co2.averaging import HostileSlice, admit, mean_of_parts
@@ -72,13 +73,21 @@ class Moment:
     so nothing waits for a step, or takes memory for a copy."""
 
 
+def _compute_as_all_do() -> None:
+    """For the thread that computes what all peers agree on. It begins with its parent's settings of the
+    processor, and one that flushes tiny numbers to zero would get other bits."""
+    torch.set_flush_denormal(False)
+
+
 class TensorLedger:
     """Implements ``node.ledger.Ledger``. ``close`` ends the worker thread."""
 
     def __init__(self, codec: Codec, fragments: Sequence[FragmentLedger]) -> None:
         self._codec, self._sums = codec, get_codec("fp32")
         self._fragments = list(fragments)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
+        )
         self.outcomes: queue.SimpleQueue[Outcome | Moment] = queue.SimpleQueue()
         self._told = [0] * len(self._fragments)
         """Outcomes of each fragment so far."""

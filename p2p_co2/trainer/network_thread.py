@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -26,6 +25,7 @@ from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
+from p2p_co2.process import program
 from p2p_co2.rounds import Offer, PayloadShape
 from p2p_co2.schedule import LOADS_QUIET_S
 from p2p_co2.telemetry import events as ev
@@ -79,7 +79,7 @@ class NetworkThread:
         self._reporting = Reporting(self._network, self._loop, self._count_refusal)
         if self._config.board:
             history = (self._config.folder / "board.sqlite").resolve()
-            command = [sys.executable, "-P", "-m", "monitoring", "peer", "--history", str(history)]
+            command = program("monitoring", "peer", "--history", str(history))
             self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
 
     def on_event(self, event: ev.Event) -> None:

@@ -64,6 +64,7 @@ class Peer:
         rounds = self._plan.run.clock.rounds
         return rounds > 0 and self._sync.position >= rounds
 
+    @torch.inference_mode(False)  # what is made here is changed in other threads, which are not in it
     def step(self, tokens: int, loss: float | Tensor) -> bool:
         """Tell the swarm of one inner optimizer step over ``tokens`` tokens with training ``loss``.
 
