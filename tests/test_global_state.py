@@ -7,11 +7,13 @@ of ours names its dtype and device, and every draw comes from a generator of our
 from __future__ import annotations
 
 import ast
+import random
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from p2p_co2.transport.hivemind_quiet import DHTID
 from tests.test_architecture import ROOT, sources
 
 FLOATS = {"empty", "zeros", "ones", "full", "eye", "linspace", "logspace", "scalar_tensor", "empty_strided"}
@@ -81,3 +83,12 @@ def test_every_draw_is_from_a_generator_of_its_own() -> None:
             if is_pythons or is_numpys or is_torchs or (seeds and path != MAY_SEED):
                 global_draws.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     assert not global_draws, "\n".join(global_draws)
+
+
+def test_hivemind_draws_from_a_generator_of_its_own() -> None:
+    random.seed(7)
+    before = random.getstate()
+    first, second = DHTID.generate(), DHTID.generate()
+    assert random.getstate() == before
+    random.seed(7)
+    assert len({first, second, DHTID.generate()}) == 3, "peers that seed alike would have one id"

@@ -30,14 +30,14 @@ def filled(value: float) -> bytes:
 
 
 async def test_what_is_agreed_is_not_flushed_to_zero_where_the_program_asks_for_that() -> None:
-    tiny = 2.0**-140
+    tiny = filled(2.0**-140)
     torch.set_flush_denormal(True)
     try:
         ledger = make_ledger()
-        mean = await ledger.reduce(0, [("a", 1.0, filled(tiny)), ("b", 1.0, filled(tiny))])
+        mean = await ledger.reduce(0, [("a", 1.0, tiny), ("b", 1.0, tiny)])
     finally:
         torch.set_flush_denormal(False)
-    assert bytes(mean) == filled(tiny)
+    assert bytes(mean) == tiny
     ledger.close()
 
 
