@@ -387,12 +387,15 @@ def test_litter_of_killed_processes_is_swept(own_tmp: Path) -> None:
     anothers.rmdir()
 
 
+def talking() -> subprocess.Popen[bytes]:
+    """A process with another below it, which has its output too."""
+    script = "sleep 600 & echo last words; exec sleep 600"
+    return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+
 async def test_a_daemons_end_is_seen_while_another_process_holds_its_output(tmp_path: Path) -> None:
     """As a child does that was forked at the moment of its start."""
-    script = "sleep 600 & echo last words; exec sleep 600"
-    process = subprocess.Popen(
-        ["sh", "-c", script], stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-    )
+    process = talking()
     try:
         daemon = libp2p_daemon.Daemon(process, tmp_path / "folder")
         await until(lambda: bool(daemon.output))
