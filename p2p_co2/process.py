@@ -133,7 +133,10 @@ def left_to_others(place: str | int) -> None:
 def _shut() -> None:
     """In a child: what is ours leads nowhere from now on. The numbers stay taken: whoever holds one and
     closes it later must not hit a file of the child's."""
+    timeout_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # it would make the parent's sockets, too, non-blocking that we look at
     ours = [end.fileno() for end in list(_ends)] + [fd for fd in _sockets() if _places_of(fd) & _places]
+    socket.setdefaulttimeout(timeout_s)
     with suppress(OSError):  # of no memory or descriptors: nothing that a child could do
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in ours:

@@ -27,9 +27,12 @@ def test_a_forked_child_has_neither_the_lock_nor_the_sockets_and_the_parent_keep
     here = socket.create_server(("127.0.0.1", 0))
     port = here.getsockname()[1]
     shut_in_forks_at(port)
+    others = socket.socket()
+    socket.setdefaulttimeout(1.0)
     told, tell = os.pipe()
     ended, end = os.pipe()
     child = os.fork()
+    socket.setdefaulttimeout(None)
     if child == 0:
         lock.release()  # closes what the number leads to here
         os.write(tell, os.readlink(f"/proc/self/fd/{here.fileno()}").encode())
@@ -39,6 +42,8 @@ def test_a_forked_child_has_neither_the_lock_nor_the_sockets_and_the_parent_keep
     try:
         os.close(ended)
         assert os.read(told, 99) == b"/dev/null"
+        assert os.get_blocking(others.fileno()), "the program's sockets stay as they are"
+        others.close()
         assert is_kept(tmp_path)
         socket.create_connection(("127.0.0.1", port)).close()
         lock.release()
