@@ -30,13 +30,12 @@ from bootstrap.local_swarm import (
     LocalSwarm,
     environment,
     new_run_folder,
-    program,
     remove_empty_run_folder,
     require_all_alive,
 )
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import RUN_OVER, ConfigError
-from p2p_co2.process import ctrl_c_ends, full_disk_named, require_supported_platform
+from p2p_co2.process import ctrl_c_ends, full_disk_named, program, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 

@@ -30,9 +30,10 @@ from types import TracebackType
 from typing import Literal
 
 from bootstrap import forwarder, netns
-from bootstrap.local_swarm import environment, program
+from bootstrap.local_swarm import environment
 from bootstrap.wan import QUEUE_S, WanLink
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.process import program
 from p2p_co2.profiles import LinkProfile
 
 Delay = Literal["netem", "forwarder"]

@@ -13,7 +13,6 @@ import os
 import signal
 import site
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,15 +188,6 @@ def require_all_alive(peers: Iterable[Child]) -> None:
                 f"{child.name} ended before the training began, with status {child.exit_status()}; "
                 f"its last lines ({child.log}):\n{child.last_lines()}"
             )
-
-
-def program(module: str, *arguments: str) -> list[str]:
-    """The command line that runs one of our programs with this interpreter.
-
-    ``-P`` keeps the current folder off the module path: a user's own folder called ``peers`` must not be run
-    instead.
-    """
-    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment(threads: int = 1) -> dict[str, str]:

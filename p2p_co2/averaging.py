@@ -72,7 +72,7 @@ def admit(codec: Codec, payload: Buffer, blocks: int) -> Tensor:
             "wrong size", f"{len(view)} bytes for {blocks} {codec.name} blocks of {codec.block_bytes} bytes"
         )
     if not blocks:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     # torch has no read-only tensors and warns about read-only memory.
     tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
     codec.check(tensor)
@@ -163,7 +163,9 @@ def mean_of_parts(codec: Codec, parts: Sequence[Part], into: Codec | None = None
         if found >= 0:
             raise HostileSlice(peers[found], RemoteProtocolError("not finite", f"in a {codec.name} slice"))
         return result
-    scratch = torch.empty(2, min(step, size) // codec.block_bytes * codec.block_values)
+    scratch = torch.empty(
+        2, min(step, size) // codec.block_bytes * codec.block_values, dtype=torch.float32, device="cpu"
+    )
     for start in range(0, size, step):
         stop = min(start + step, size)
         total, values = scratch[:, : (stop - start) // codec.block_bytes * codec.block_values]

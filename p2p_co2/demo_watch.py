@@ -21,6 +21,7 @@ from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
 from p2p_co2.config import RunConfig
 from p2p_co2.gate import Gate
+from p2p_co2.process import program
 from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.view import SwarmView
 
@@ -36,7 +37,7 @@ class DemoWatch:
         self._folder = folder
         self._gate: Gate | None = None
         if board:
-            command = [sys.executable, "-P", "-m", "monitoring", str(folder.resolve())]
+            command = program("monitoring", str(folder.resolve()))
             self._gate = Gate("127.0.0.1", 0, command)
             print(f"board: {self._gate.address}", flush=True)
         expected_s = config.clock.rounds * config.clock.round_s

@@ -30,6 +30,7 @@ from functools import partial
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import EnvironmentFault, P2PCo2Error
+from p2p_co2.process import shut_in_forks
 from p2p_co2.wire.messages_pb2 import Relayed
 
 HEADER_BYTES = 4
@@ -54,6 +55,7 @@ class Gate:
     def __init__(self, host: str, port: int, command: Sequence[str], ask: Ask | None = None) -> None:
         self._command, self._ask = list(command), ask
         self._listener = _listening(host, port)
+        shut_in_forks(self._listener)
         port = self._listener.getsockname()[1]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         """What to open in a browser."""
@@ -100,6 +102,8 @@ class Gate:
     def _serve_once(self) -> None:
         """Run the program until it ends; answer what it asks meanwhile."""
         ours, theirs = socket.socketpair()
+        shut_in_forks(ours)
+        theirs.setblocking(True)  # whatever the default timeout of sockets here: the program reads it
         with ours, theirs:
             handed = (self._listener.fileno(), theirs.fileno())
             try:
@@ -174,6 +178,7 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(64)
+        listener.setblocking(True)  # whatever the default timeout of sockets here: the program inherits it
     except OSError as error:
         listener.close()
         raise EnvironmentFault(

@@ -1,8 +1,10 @@
 """This process among others: is the machine one we run on, who may stop us, and what do we leave behind.
 
 Laws: the first SIGINT or SIGTERM asks, the second ends at once, and even then no process below this one
-survives (the libp2p daemon would keep its port). Sources: signal(7), prctl(2) PR_SET_PDEATHSIG, proc(5).
-Price: Linux only, as is the libp2p daemon's wheel.
+survives (the libp2p daemon would keep its port); a child that is forked from it, as a DataLoader's workers
+are, holds nothing of ours open, so that a folder and ports are free when their process ends, whoever outlives
+it. Sources: signal(7), prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2). Price: Linux only, as is the
+libp2p daemon's wheel; a look at its open files for each child that is forked.
 """
 
 from __future__ import annotations
@@ -12,19 +14,30 @@ import errno
 import fcntl
 import os
 import platform
+import runpy
 import signal
+import socket
+import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from p2p_co2.errors import EnvironmentFault
 
 _PR_SET_PDEATHSIG = 1
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = frozenset({"p2p_co2", "peers", "bootstrap", "monitoring"})
+_PROGRAM = (
+    "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
+    "from p2p_co2.process import run_program; sys.path.remove(root); run_program(module)"
+)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -58,6 +71,105 @@ def processes_below(pid: int) -> list[int]:
         for child in children:
             found += [child, *processes_below(child)]
     return found
+
+
+def program(module: str, *arguments: str) -> list[str]:
+    """The command line that runs one of our programs with this interpreter, wherever it is started.
+
+    A user's own ``peers.py`` or ``monitoring`` folder must not be run instead, or be imported by it: the
+    current folder is not searched, and our packages are those that lie beside this one.
+    """
+    return [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), module, *arguments]
+
+
+def run_program(module: str) -> None:
+    """What ``program`` starts."""
+    own_packages_first()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def own_packages_first() -> None:
+    """Have our packages found before others of their names, which ``PYTHONPATH`` may hold. For programs of
+    ours; a user's own is left as it is, and imports none of these."""
+    if _OwnPackages not in sys.meta_path:
+        sys.meta_path.insert(0, _OwnPackages)
+
+
+class _OwnPackages:
+    """A finder for ``sys.meta_path``."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(_ROOT)]) if name in _PACKAGES else None
+
+
+class HasDescriptor(Protocol):
+    """A socket or file; -1 once it is closed."""
+
+    def fileno(self) -> int: ...
+
+
+_ends: weakref.WeakSet[HasDescriptor] = weakref.WeakSet()
+_places: set[str | int] = set()
+
+
+def shut_in_forks(*ends: HasDescriptor) -> None:
+    """Have these be closed in every child that is forked from this process, and in no other way."""
+    for end in ends:
+        _ends.add(end)
+
+
+def shut_in_forks_at(place: str | int) -> None:
+    """Likewise all sockets at ``place``: a unix socket's path, a TCP port of ours. For those that a library
+    opens, which hands out no descriptors."""
+    _places.add(place)
+
+
+def left_to_others(place: str | int) -> None:
+    """``place`` is not ours any more."""
+    _places.discard(place)
+
+
+def _shut() -> None:
+    """In a child: what is ours leads nowhere from now on. The numbers stay taken: whoever holds one and
+    closes it later must not hit a file of the child's."""
+    timeout_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # it would make the parent's sockets, too, non-blocking that we look at
+    ours = [end.fileno() for end in list(_ends)] + [fd for fd in _sockets() if _places_of(fd) & _places]
+    socket.setdefaulttimeout(timeout_s)
+    with suppress(OSError):  # of no memory or descriptors: nothing that a child could do
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in ours:
+            if descriptor >= 0:
+                os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+    _ends.clear()
+    _places.clear()
+
+
+def _sockets() -> list[int]:
+    """Descriptors of this process's sockets, if it may have any of ours."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if _places else ():
+        with suppress(OSError):  # the folder's own is gone
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.append(int(name))
+    return found
+
+
+def _places_of(descriptor: int) -> set[str | int]:
+    """Where a socket is, and, of a unix socket, where it leads to."""
+    places = set[str | int]()
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
+        is_unix = end.family == socket.AF_UNIX
+        name = end.getsockname()
+        places.add(name if is_unix else name[1])
+        if is_unix:
+            places.add(end.getpeername())
+    return places
+
+
+os.register_at_fork(after_in_child=_shut)
 
 
 class StopSignals:
@@ -172,7 +284,8 @@ def ctrl_c_ends(words: str = "stopped", give_back: Callable[[], None] | None = N
 class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
-    The lock is the kernel's (flock(2)), so it ends with the process however that ends. Raises
+    The lock is the kernel's (flock(2)), so it ends with the process however that ends, and forked children
+    do not keep it. Raises
     ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
     """
 
@@ -185,6 +298,7 @@ class FolderLock:
             raise EnvironmentFault(
                 f"cannot use the folder {folder}: {error.strerror}; choose another one with --folder"
             ) from None
+        shut_in_forks(self)
         if not self._taken():
             holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
             self.release()
@@ -210,6 +324,9 @@ class FolderLock:
             else:
                 return True
         return False
+
+    def fileno(self) -> int:
+        return -1 if self._file is None else self._file
 
     def release(self) -> None:
         """Let others have the folder; may be called twice."""

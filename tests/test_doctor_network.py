@@ -21,11 +21,12 @@ from swarms import swarm
 
 from bootstrap import netns
 from bootstrap.internet import Internet
-from bootstrap.local_swarm import LocalSwarm, environment, program
+from bootstrap.local_swarm import LocalSwarm, environment
 from bootstrap.plan.links import GivenLink, read_links
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.discovery import Discovery
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.process import program
 from p2p_co2.profiles import LinkProfile
 from p2p_co2.ticket import Ticket
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p

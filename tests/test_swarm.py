@@ -15,8 +15,9 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from bootstrap.local_swarm import Child, LocalSwarm, environment, program
+from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.config import ClockConfig, RunConfig, write_toml
+from p2p_co2.process import program
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import (
     Event,

@@ -29,6 +29,18 @@ def filled(value: float) -> bytes:
     return torch.full((BLOCK,), value).numpy().tobytes()
 
 
+async def test_what_is_agreed_is_not_flushed_to_zero_where_the_program_asks_for_that() -> None:
+    tiny = filled(2.0**-140)
+    torch.set_flush_denormal(True)
+    try:
+        ledger = make_ledger()
+        mean = await ledger.reduce(0, [("a", 1.0, tiny), ("b", 1.0, tiny)])
+    finally:
+        torch.set_flush_denormal(False)
+    assert bytes(mean) == tiny
+    ledger.close()
+
+
 async def test_a_hostile_slice_is_refused_and_named() -> None:
     ledger = make_ledger()
     good = torch.ones(BLOCK).numpy().tobytes()

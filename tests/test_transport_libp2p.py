@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -202,8 +205,8 @@ async def test_who_is_cancelled_again_amid_a_start_or_an_end_leaves_nothing(
     started: list[libp2p_daemon.Daemon] = []
     launch = libp2p_daemon._launch
 
-    async def launch_and_tell(arguments: list[str]) -> libp2p_daemon.Daemon:
-        started.append(await launch(arguments))
+    def launch_and_tell(arguments: list[str]) -> libp2p_daemon.Daemon:
+        started.append(launch(arguments))
         return started[-1]
 
     monkeypatch.setattr(libp2p_daemon, "_launch", launch_and_tell)
@@ -223,7 +226,7 @@ async def test_who_is_cancelled_again_amid_a_start_or_an_end_leaves_nothing(
     (daemon,) = started
     assert not daemon.folder.exists()
     async with asyncio.timeout(PATIENCE_S):
-        await daemon.process.wait()
+        await daemon.wait_exit()
 
 
 async def test_daemon_has_our_identity_and_ends_with_us(tmp_path: Path) -> None:
@@ -236,6 +239,37 @@ async def test_daemon_has_our_identity_and_ends_with_us(tmp_path: Path) -> None:
     await stop_p2p(p2p)
     assert await ended
     assert process.returncode is not None
+
+
+def take_children(_number: int, _frame: object) -> None:
+    """A program's own handler, which takes the exit status of any child."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.parametrize("taken_by", [signal.SIG_IGN, signal.SIG_DFL, take_children])
+async def test_the_daemons_end_is_seen_whoever_takes_the_signal_of_children(
+    taken_by: Any, tmp_path: Path
+) -> None:
+    Identity.load_or_create(tmp_path / "id")
+    before = signal.getsignal(signal.SIGCHLD)
+    p2p = await start_p2p(tmp_path / "id")
+    try:
+        assert signal.getsignal(signal.SIGCHLD) is before, "it is the program's"
+        signal.signal(signal.SIGCHLD, taken_by)
+        process = p2p.daemon.process
+        os.kill(process.pid, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await wait_p2p_exit(p2p)
+            await stop_p2p(p2p)
+            other = await start_p2p(tmp_path / "id")
+            await stop_p2p(other)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        await stop_p2p(p2p)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if "daemon" in name], names
 
 
 async def test_a_dead_daemon_is_said(tmp_path: Path) -> None:
@@ -353,16 +387,24 @@ def test_litter_of_killed_processes_is_swept(own_tmp: Path) -> None:
     anothers.rmdir()
 
 
-async def test_ending_a_daemon_leaves_its_exit_status_to_the_loop(tmp_path: Path) -> None:
-    """The process object looks whether it has ended before it signals, and who looks takes that away."""
-    process = await asyncio.create_subprocess_exec("sleep", "600", stdout=asyncio.subprocess.PIPE)
-    daemon = libp2p_daemon.Daemon(process, tmp_path / "folder")
-    looked: list[str] = []
-    popen = process._transport.get_extra_info("subprocess")  # type: ignore[attr-defined]
-    popen.poll = lambda: looked.append("looked")
-    await daemon.stop()
-    assert process.returncode == -signal.SIGTERM
-    assert not looked
+def talking() -> subprocess.Popen[bytes]:
+    """A process with another below it, which has its output too."""
+    script = "sleep 600 & echo last words; exec sleep 600"
+    return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+
+async def test_a_daemons_end_is_seen_while_another_process_holds_its_output(tmp_path: Path) -> None:
+    """As a child does that was forked at the moment of its start."""
+    process = talking()
+    try:
+        daemon = libp2p_daemon.Daemon(process, tmp_path / "folder")
+        await until(lambda: bool(daemon.output))
+        async with asyncio.timeout(PATIENCE_S):
+            await daemon.stop()
+            assert await daemon.wait_exit() == "last words"
+        assert process.returncode == -signal.SIGTERM
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def test_a_daemon_that_takes_no_more_questions_does_not_answer(tmp_path: Path) -> None:

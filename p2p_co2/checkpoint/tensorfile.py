@@ -268,10 +268,10 @@ def _read(
     expected = metadata.pop(_DIGEST_KEY)
     digest = hashlib.sha256(length_bytes + text.replace(expected.encode(), _NO_DIGEST.encode(), 1))
     tensors: dict[str, Tensor] = {}
-    scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
     for entry in entries:
         if wanted(entry.name):
-            tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
+            tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             pieces: Iterator[Tensor] = iter((tensors[entry.name].reshape(-1).view(torch.uint8),))
         else:
             pieces = _scratches(scratch, entry.numel * entry.dtype.itemsize)

@@ -155,7 +155,10 @@ class Codec(ABC):
             return False
         sound = passes.kernel.decode(self.in_passes, payload, values, self._scale_limit_bits, whole)
         if left:
-            last, row = torch.empty(self.block_values), memoryview(payload)[whole * self.block_bytes :]
+            last, row = (
+                torch.empty(self.block_values, dtype=torch.float32, device="cpu"),
+                memoryview(payload)[whole * self.block_bytes :],
+            )
             sound += passes.kernel.decode(self.in_passes, row, last, self._scale_limit_bits, 1)
             values[-left:] = last[:left]
         return sound == self.blocks(len(values))
@@ -223,9 +226,9 @@ class ScaledCodec(Codec):
 
     def __init__(self) -> None:
         self.block_bytes = SCALE_BYTES + self.block_values * self.code_bits // 8
-        limit = torch.tensor(LARGEST / self.largest_code, dtype=torch.float64).float()
+        limit = torch.tensor(LARGEST / self.largest_code, dtype=torch.float64, device="cpu").float()
         if limit.double() * self.largest_code > LARGEST:
-            limit = torch.nextafter(limit, torch.zeros(()))
+            limit = torch.nextafter(limit, torch.zeros((), dtype=torch.float32, device="cpu"))
         self.scale_limit = limit.item()
         self._scale_limit_bits = int(limit.view(torch.int32))
 

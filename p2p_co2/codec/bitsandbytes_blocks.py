@@ -88,7 +88,7 @@ class Int8(ScaledCodec):
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         scratch = torch.empty_like(values)
         # By a tensor: a GPU divides by a number as it multiplies by its inverse, which rounds otherwise.
-        steps = torch.full((), 127.0, device=values.device)
+        steps = torch.full((), 127.0, dtype=torch.float32, device=values.device)
         scale = _flushed(absmax(values, scratch)).div_(steps).clamp_(max=self.scale_limit)
         self._write_scales(rows, scale)
         # The nearest entry of a linear table is a rounding; a zero scale gives the code of zero.
@@ -110,6 +110,6 @@ def _flushed(most: Tensor) -> Tensor:
 @cache
 def _pair_table(values: tuple[float, ...], device: torch.device) -> Tensor:
     """For each byte the fp32 bits of its two values, in order, as one int64: [256] on ``device``."""
-    table = torch.tensor(values, dtype=torch.float32)
-    byte = torch.arange(256)
+    table = torch.tensor(values, dtype=torch.float32, device="cpu")
+    byte = torch.arange(256, dtype=torch.int64, device="cpu")
     return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).view(torch.int64).view(256).to(device)

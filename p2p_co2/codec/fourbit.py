@@ -42,7 +42,7 @@ class FourBitCodec(ScaledCodec):
 
     def __init__(self) -> None:
         self.largest_code = max(map(abs, self.steps_of_codes)) * self.unit
-        self._levels = torch.tensor(self.steps_of_codes, dtype=torch.float32)
+        self._levels = torch.tensor(self.steps_of_codes, dtype=torch.float32, device="cpu")
         super().__init__()
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
@@ -50,7 +50,7 @@ class FourBitCodec(ScaledCodec):
             return super().decode(payload, out)
         rows = self._rows(payload)
         if out is None:
-            out = torch.empty(len(rows) * self.block_values, dtype=torch.float32)
+            out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device="cpu")
         must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
         native.kernel.decode(
             rows, self.half_scales, self.unit, self._levels, self.zero, out, native.kernel.vectors
@@ -107,7 +107,7 @@ class E3M0(FourBitCodec):
 def _quad_table(steps: tuple[int, ...], device: torch.device) -> Tensor:
     """For each two bytes, first byte low, the steps of their four values in order, as one int32: [65536] on
     ``device``."""
-    table = torch.tensor(steps, dtype=torch.int8)
-    word = torch.arange(1 << 16)
+    table = torch.tensor(steps, dtype=torch.int8, device="cpu")
+    word = torch.arange(1 << 16, dtype=torch.int64, device="cpu")
     quads = torch.stack([table[word >> shift & 15] for shift in (0, 4, 8, 12)], dim=1)
     return quads.view(torch.int32).view(-1).to(device)

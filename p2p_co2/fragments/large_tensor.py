@@ -16,5 +16,5 @@ def large_tensor(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A new tensor [numel] on the CPU that holds anything. Any thread."""
     size_bytes = numel * dtype.itemsize
     if size_bytes < POOLED_BYTES:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     return torch.frombuffer(large_buffer(size_bytes), dtype=dtype)

@@ -47,6 +47,10 @@ class StepReport(NamedTuple):
     clipped_share: float
 
 
+def _fresh(numel: int) -> Tensor:
+    return torch.empty(numel, dtype=torch.float32, device="cpu")
+
+
 def step(
     config: OuterConfig,
     state: OuterState,
@@ -54,7 +58,7 @@ def step(
     base_version: int,
     out: Tensor | None = None,
     consume: bool = False,
-    new: Callable[[int], Tensor] = torch.empty,
+    new: Callable[[int], Tensor] = _fresh,
 ) -> tuple[OuterState, StepReport]:
     """Apply the committed mean outer gradient of one round.
 

@@ -49,7 +49,8 @@ def step_in_place(
     gap, mean_square = gap_and_mean_square(config, state, norm, state.version - base_version)
     if not cannot_fail(config, state, largest, 1.0 / gap):
         return None
-    bound, scratch = clip_bound(config, mean_square), torch.empty(min(_WIDTH, size))
+    bound = clip_bound(config, mean_square)
+    scratch = torch.empty(min(_WIDTH, size), dtype=torch.float32, device="cpu")
     clipped, energy, largest_change = 0, 0.0, 0.0
     for at in _pieces(size):
         momentum = state.momentum[at]

@@ -36,10 +36,10 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.mix_in = nn.Linear(width, 3 * width, bias=False)
-        self.mix_out = nn.Linear(width, width, bias=False)
-        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
-        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+        self.mix_in = nn.Linear(width, 3 * width, bias=False, dtype=torch.float32)
+        self.mix_out = nn.Linear(width, width, bias=False, dtype=torch.float32)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False, dtype=torch.float32)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False, dtype=torch.float32)
         bound = (3.0 / width) ** 0.5  # uniform with the deviation width ** -0.5
         for layer in (self.mix_in, self.mlp_in):
             nn.init.uniform_(layer.weight, -bound, bound)
@@ -64,12 +64,14 @@ class ByteGPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.embedding = nn.Embedding(shape.vocab_size, shape.width, dtype=torch.float32)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.smear = nn.Parameter(torch.full((shape.width,), 0.5))
+        device = self.embedding.weight.device
+        self.smear = nn.Parameter(torch.full((shape.width,), 0.5, dtype=torch.float32, device=device))
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
         half = shape.width // shape.heads // 2
-        angles = torch.arange(shape.context)[:, None] * 1000.0 ** (-torch.arange(half) / half)
+        places = torch.arange(shape.context, dtype=torch.float32, device=device)
+        angles = places[:, None] * 1000.0 ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -100,10 +102,10 @@ def sample_text(model: nn.Module, prompt: str, length: int, seed: int, temperatu
     """
     assert isinstance(model, ByteGPT)
     device = model.embedding.weight.device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     text = list(prompt.encode()) or [ord("\n")]
     for _ in range(length):
-        context = torch.tensor([text[-model.shape.context :]], device=device)
+        context = torch.tensor([text[-model.shape.context :]], dtype=torch.int64, device=device)
         chances = (model(context)[0, -1].float().cpu() / temperature).softmax(0)
         text.append(int(torch.multinomial(chances, 1, generator=generator)))
     return bytes(text).decode("utf-8", errors="replace")

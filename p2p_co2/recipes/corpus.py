@@ -190,7 +190,11 @@ def _read_text(path: Path) -> bytes:
 
 
 def _bytes_tensor(content: bytearray) -> Tensor:
-    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(content, dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _text_error(problem: str) -> ConfigError:

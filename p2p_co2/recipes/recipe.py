@@ -98,9 +98,13 @@ def load_recipe(name: str, options: Mapping[str, str | int | float | bool], seed
             name, "", "this run is trained by a program of its own: run that program with the ticket instead"
         )
     make = partial(_byte_gpt, options) if name == BYTE_GPT else partial(_user_recipe, name, options)
-    with torch.random.fork_rng(devices=[]):
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
         torch.manual_seed(seed)
-        return make()
+        made = make()
+    if not used:  # accelerators that nobody had drawn from were seeded too: as the user's own seed has them
+        torch.cuda.manual_seed_all(torch.initial_seed())
+    return made
 
 
 def recipe_digest(name: str, options: Mapping[str, str | int | float | bool]) -> str:
@@ -126,7 +130,8 @@ def recipe_digest(name: str, options: Mapping[str, str | int | float | bool]) ->
 
 def _byte_gpt(options: Mapping[str, str | int | float | bool]) -> Recipe:
     shape, settings = _check_options(options)
-    model = ByteGPT(shape)  # first, so that no other draw comes before it
+    with torch.device("cpu"):  # else another default device would draw another start
+        model = ByteGPT(shape)  # first, so that no other draw comes before it
     text, tokens = str(settings["text"]), str(settings["tokens"])
     if tokens:
         corpus = token_corpus(Path(tokens).expanduser(), shape.vocab_size)
@@ -152,9 +157,12 @@ def _byte_gpt(options: Mapping[str, str | int | float | bool]) -> Recipe:
 
 def _windows(tokens: Tensor, context: int, seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Random windows for ever: inputs and targets, int64 [batch, context]."""
-    generator, span = torch.Generator().manual_seed(seed), torch.arange(context + 1)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    span = torch.arange(context + 1, dtype=torch.int64, device="cpu")
     while True:
-        starts = torch.randint(len(tokens) - context, (batch, 1), generator=generator)
+        starts = torch.randint(
+            len(tokens) - context, (batch, 1), generator=generator, dtype=torch.int64, device="cpu"
+        )
         windows = tokens[starts + span].long()
         yield windows[:, :-1], windows[:, 1:]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -74,6 +75,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     """
     _check_call(ticket, config, on_event)
     return_large_blocks()  # before there are threads: each stays with the arena that it had
+    config = config.model_copy(update={"folder": config.folder.absolute()})  # wherever the program goes later
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
         thread.open()
@@ -147,6 +149,7 @@ class Connection:
         """Leave the network. May be called twice."""
         self._thread.close()
 
+    @torch.inference_mode(False)
     def start(
         self,
         model: nn.Module,

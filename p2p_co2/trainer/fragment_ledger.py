@@ -179,7 +179,7 @@ class FragmentLedger:
         if stale is not None:
             was, gap, share = stale
             size = self.state.params.numel()
-            self._offset = kept = torch.empty(size) if self._is_exact else ScaledInt4(size)
+            self._offset = kept = _exact(size) if self._is_exact else ScaledInt4(size)
             for at in self._pieces():
                 correction = outer.eager_correction(self._run.outer, gap, share, fresh.counted(at), was[at])
                 set_piece(kept, at, correction.neg_())
@@ -336,7 +336,7 @@ class FragmentLedger:
         """The state is about to move on, and with it what the offset may be read from."""
         if isinstance(self._offset, FromStep | Sum):
             size = self.state.params.numel()
-            room = torch.empty(size) if self._is_exact else ScaledFp16(size, piece_values(self._codec))
+            room = _exact(size) if self._is_exact else ScaledFp16(size, piece_values(self._codec))
             for at in self._pieces():
                 set_piece(room, at, self._offset[at])
             self._offset = room
@@ -445,3 +445,7 @@ class FragmentLedger:
         share = sum(size * one for size, one in zip(sizes, shares, strict=True)) / sum(sizes)
         assert isinstance(mine.gradient, FromPayload)
         self._stale = (mine.gradient.as_counted(), report.gap, share)
+
+
+def _exact(numel: int) -> Tensor:
+    return torch.empty(numel, dtype=torch.float32, device="cpu")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from p2p_co2.averaging import HostileSlice, Rule, admit, weighted_mean
@@ -62,6 +63,12 @@ class Moment:
     loans: list[Loan]
 
 
+def _compute_as_all_do() -> None:
+    """For the thread that computes what all peers agree on. It begins with its parent's settings of the
+    processor, and one that flushes tiny numbers to zero would get other bits."""
+    torch.set_flush_denormal(False)
+
+
 class TensorLedger:
     """Implements ``node.ledger.Ledger``. ``rule``: how slices are averaged; over several cells those of one
     cell, whose means are then averaged as they are. ``close`` ends the worker thread."""
@@ -70,7 +77,9 @@ class TensorLedger:
         self._rule = rule
         self._codec, self._sums = codec, get_codec("fp32")
         self._fragments = list(fragments)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 tensors")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
+        )
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._told = [0] * len(self._fragments)
         """Outcomes of each fragment so far."""

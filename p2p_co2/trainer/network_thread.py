@@ -8,8 +8,8 @@ socket or file.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -27,6 +27,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.node.placing import Placing
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
+from p2p_co2.process import program
 from p2p_co2.rounds import Offer, PayloadShape
 from p2p_co2.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.telemetry import events as ev
@@ -57,7 +58,7 @@ class NetworkThread:
         self._placing: Placing | None = None
         self._placing_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._kept = KeptChunks(config.folder / "catching-up")
 
     @property
@@ -85,8 +86,8 @@ class NetworkThread:
         self._reporting = Reporting(self._network, self._loop, self._count_refusal)
         if self._config.board:
             folder = self._config.folder.resolve()
-            command = [sys.executable, "-P", "-m", "monitoring", "peer"]
-            command += ["--history", str(folder / "board.sqlite"), "--journal", str(folder / "events.jsonl")]
+            history, journal = folder / "board.sqlite", folder / "events.jsonl"
+            command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))
             self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
 
     def on_event(self, event: ev.Event) -> None:
@@ -133,8 +134,9 @@ class NetworkThread:
         return self._node
 
     def close(self) -> None:
-        """End node, network and loop. May be called twice."""
-        if self._closed:
+        """End node, network and loop. May be called twice; in a forked child, which has no part in them, it
+        does nothing."""
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         if self._thread.is_alive():
@@ -179,7 +181,7 @@ class NetworkThread:
                 return b""
             here = tuple(agreed.digest for agreed in node.agreed)
             training = {p: i for p, i in node.membership.live.items() if i.status.phase == Status.TRAINING}
-            donors = random.sample(sorted(training), len(training))
+            donors = random.Random().sample(sorted(training), len(training))
             donors.sort(key=lambda peer: training[peer].digests != here)
             buffers.want(donors[:MAX_BUFFER_DONORS], node.now())
             ends_at = time.monotonic() + BUFFERS_BOUND_S

@@ -44,7 +44,8 @@ class OfferEncoding:
         is not finite."""
         size, codec = self.snapshot.numel(), self.codec
         payload = large_tensor(codec.payload_bytes(size), torch.uint8)
-        scratch = torch.empty(codec.blocks(min(piece_values(codec), size)) * codec.block_values)
+        most = codec.blocks(min(piece_values(codec), size)) * codec.block_values
+        scratch = torch.empty(most, dtype=torch.float32, device="cpu")
         lost = energy = 0.0
         for at in pieces(codec, size):
             first, blocks = at.start // codec.block_values, codec.blocks(at.stop - at.start)

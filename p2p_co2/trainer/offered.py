@@ -106,7 +106,7 @@ class FromMean:
         if len(self._encoded) != self._codec.payload_bytes(self._numel):
             return math.inf
         largest, width, encoded = 0.0, self._codec.block_values, memoryview(self._encoded)
-        scratch = torch.empty(min(piece_values(self._codec), self._numel))
+        scratch = torch.empty(min(piece_values(self._codec), self._numel), dtype=torch.float32, device="cpu")
         for at in pieces(self._codec, self._numel):
             first, blocks = at.start // width, self._codec.blocks(at.stop - at.start)
             rows = encoded[first * self._codec.block_bytes : (first + blocks) * self._codec.block_bytes]

@@ -3,6 +3,7 @@ end."""
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import time
@@ -53,6 +54,7 @@ class Peer:
         self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, self._warn)
         self._structure, self._is_changed = Structure(plan.model, plan.optimizer), False
         self._stopped = self._left = False
+        self._process = os.getpid()
         self._stepping = threading.Lock()
         """Held by whoever trains or measures: two at once would mix their parameters."""
         self._governor = Governor(plan.config.limits.hours)
@@ -91,6 +93,7 @@ class Peer:
         rounds = self._plan.run.clock.rounds
         return rounds > 0 and self._sync.position >= rounds
 
+    @torch.inference_mode(False)  # what is made here is changed in other threads, which are not in it
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:
         """Tell the swarm of one inner optimizer step over ``tokens`` tokens with training ``loss``.
 
@@ -104,6 +107,7 @@ class Peer:
         ``leave`` and while another thread is in it; else only for faults of this machine
         (``EnvironmentFault``) and bugs, never for what another peer did.
         """
+        self._must_be_here()
         count, value = tokens_of(tokens), loss_of(loss)
         with self._alone("step"):
             if self._left:
@@ -188,6 +192,7 @@ class Peer:
         there under each of its names, one tensor for all. What is frozen, and buffers, are not in it:
         ``model.load_state_dict(agreed, strict=False)`` keeps those.
         """
+        self._must_be_here()
         shapes, flat = self._structure.shapes, dict[str, Tensor]()
         for fragment, state in zip(self._plan.fragments.fragments, self._ledger.states(), strict=True):
             at = 0
@@ -221,6 +226,7 @@ class Peer:
         They take the live ones' place in the model meanwhile: one more copy of them for that time, in their
         own dtype and place. Counted as a pause, neither training nor communication.
         """
+        self._must_be_here()
         started_at = time.monotonic()
         with self._alone("measure_agreed"):
             self._look()
@@ -237,6 +243,7 @@ class Peer:
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is whole. Raises ``EnvironmentFault`` if the disk
         refuses, ``LocalProtocolError`` after ``leave``, which wrote the last one; the previous one stays."""
+        self._must_be_here()
         if self._left:
             raise LocalProtocolError("save: this peer has left the swarm, and saved itself then")
         self._save()
@@ -247,6 +254,12 @@ class Peer:
             self._saver.save()
         finally:
             self._sync.pause(time.monotonic() - started_at)
+
+    def _must_be_here(self) -> None:
+        if os.getpid() != self._process:
+            raise ConfigError(
+                "peer", "", "belongs to the process that joined, and this one was forked from it: step there"
+            )
 
     def _forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
@@ -259,10 +272,11 @@ class Peer:
         """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
         goodbye.
 
-        Bounded; may be called twice. After it no thread, process or socket of this peer is left. Raises
-        ``EnvironmentFault`` if the last checkpoint cannot be written; the one before it stays.
+        Bounded; may be called twice; does nothing in a child that was forked. After it no thread, process or
+        socket of this peer is left. Raises ``EnvironmentFault`` if the last checkpoint cannot be written; the
+        one before it stays.
         """
-        if self._left:
+        if self._left or os.getpid() != self._process:
             return
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}

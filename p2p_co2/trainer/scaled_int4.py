@@ -40,7 +40,7 @@ class ScaledInt4:
         blocks = -(-numel // BLOCK)
         self._rows = large_tensor(blocks * _HALF, torch.int8).view(blocks, _HALF)
         """Two values a byte: those of the first half of a block are the low ones."""
-        self._shifts = torch.empty(blocks, dtype=torch.int8)
+        self._shifts = torch.empty(blocks, dtype=torch.int8, device="cpu")
         """A value of 1 in row ``i`` stands for 2^_shifts[i]."""
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class ScaledInt4:
         start, stop, _ = at.indices(self._numel)
         stop = max(start, stop)
         first, last = start // BLOCK, -(-stop // BLOCK)
-        values = torch.empty(last - first, BLOCK)
+        values = torch.empty(last - first, BLOCK, dtype=torch.float32, device="cpu")
         for begin in range(first, last, _AT_ONCE):
             blocks = slice(begin, min(begin + _AT_ONCE, last))
             some = values[begin - first : blocks.stop - first]

@@ -123,6 +123,7 @@ class Synchroniser:
         self.on_look: Callable[[], None] = lambda: None
         """Called at the first step, before parameters are copied or merged into, and about once a second:
         raises if they cannot be any more."""
+        self._chance = random.Random()  # the program's own draws are not ours to take
 
     @property
     def versions(self) -> list[int]:
@@ -216,7 +217,7 @@ class Synchroniser:
         """Take a snapshot, which takes a fragment's size in fp32 until it is encoded, and offer it."""
         weight = self._account.send(
             fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
-            now=time.monotonic(), chance=random.random(),
+            now=time.monotonic(), chance=self._chance.random(),
         )  # fmt: skip
         is_last = self._is_flushing or self._account.is_over(self.position)
 

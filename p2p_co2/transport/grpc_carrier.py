@@ -30,6 +30,7 @@ from p2p_co2.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from p2p_co2.process import left_to_others, shut_in_forks_at
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.addresses import is_near
 from p2p_co2.transport.admission import MAX_INBOUND_LINKS, RELAYED, Admission, network_at
@@ -144,6 +145,7 @@ class GrpcCarrier:
             )
         await server.start()
         self._server, self.port = server, bound
+        shut_in_forks_at(bound)
 
     def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
         """See ``Carrier``."""
@@ -167,6 +169,7 @@ class GrpcCarrier:
         await asyncio.gather(*(link.close() for link in list(self._links)))
         if server is not None:
             await server.stop(None)
+            left_to_others(self.port)
 
     async def _connect_to(self, address: str, record: PeerRecord) -> GrpcLink:
         host, port = _split_address(address)

@@ -21,6 +21,7 @@ import os
 import sys
 import warnings
 from importlib.util import find_spec, module_from_spec
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -93,6 +94,10 @@ with warnings.catch_warnings():
     from hivemind.utils.serializer import MSGPackSerializer
     from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
+for _module in ("hivemind.dht.routing", "hivemind.dht.node"):
+    # They draw ids from the program's own generator, which it may have seeded: other draws for the program
+    # then, and equal ids for peers that all seed alike.
+    vars(sys.modules[_module])["random"] = Random()
 use_hivemind_log_handler("nowhere")
 logging.addLevelName(logging.WARNING, "WARNING")
 logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "ERROR").upper())

@@ -24,13 +24,17 @@ import platform
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
+from p2p_co2.process import shut_in_forks_at
 from p2p_co2.transport.addresses import is_own
 from p2p_co2.transport.hivemind_quiet import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
 from p2p_co2.transport.probe_limits import address_of
@@ -68,66 +72,96 @@ class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
 
 
 class Daemon:
-    """The daemon's process, its folder, and the last lines that it printed."""
+    """The daemon's process, its folder, and the last lines that it printed. Made in the loop that waits for
+    it.
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+    A thread waits for its end, and no signal handler does: SIGCHLD is the whole process's, and a DataLoader
+    or the user may take it. Whoever else collects the child's exit status takes that and no more.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.process, self.folder = process, folder
         self.output: deque[str] = deque(maxlen=_OUTPUT_LINES)
-        self._ready = asyncio.Event()
-        self._reader = asyncio.create_task(self._read(), name="libp2p daemon output")
+        self._loop = asyncio.get_running_loop()
+        self._ready, self._ended = asyncio.Event(), asyncio.Event()
+        self._rest = b""
+        assert process.stdout is not None
+        self._printed = process.stdout
+        os.set_blocking(self._printed.fileno(), False)
+        self._loop.add_reader(self._printed.fileno(), self._read)
+        self._waiting = threading.Thread(target=self._wait, name="p2p-co2 libp2p daemon", daemon=True)
+        self._waiting.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
 
     async def wait_ready(self) -> None:
         """Return when it listens; raises ``EnvironmentFault`` when it ended instead."""
         await self._ready.wait()
-        if self.process.returncode is not None or self._reader.done():
+        if self.has_ended:
             raise _explain(" / ".join(self.output))
 
     async def wait_exit(self) -> str:
         """Wait until the daemon has ended; returns its last words. Safe to cancel."""
-        await self.process.wait()
+        await self._ended.wait()
         return self.output[-1] if self.output else f"exit status {self.process.returncode}"
 
     def kill(self) -> None:
         """End the process at once; ``wait_exit`` then returns, and ``stop`` is still to be called."""
-        self._signal(kill=True)
+        self._signal(signal.SIGKILL)
 
     async def stop(self) -> None:
         """End the process and remove its folder. Cancelled meanwhile, it does both at once: who leaves amid
         a start cancels that a second time."""
         try:
-            if self.process.returncode is None:
-                self._signal(kill=False)
-                try:
-                    async with asyncio.timeout(STOP_TIMEOUT_S):
-                        await self.process.wait()
-                except TimeoutError:
-                    self._signal(kill=True)
-                    await self.process.wait()
-            await self._reader
+            self._signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._ended.wait()
+            except TimeoutError:
+                self._signal(signal.SIGKILL)
+                await self._ended.wait()
+            self._waiting.join()  # it has said its last word
         except asyncio.CancelledError:
-            if self.process.returncode is None:
-                self._signal(kill=True)
+            self._signal(signal.SIGKILL)
             raise
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _signal(self, *, kill: bool) -> None:
-        """Not by the process object: that looks whether it has ended, and who looks takes the exit status
-        away from the loop, which then warns of an unknown child on the user's terminal."""
-        try:
-            os.kill(self.process.pid, signal.SIGKILL if kill else signal.SIGTERM)
-        except ProcessLookupError:
-            logger.debug("the libp2p daemon had ended already")
+    def _signal(self, number: signal.Signals) -> None:
+        if not self.has_ended:
+            self.process.send_signal(number)  # does nothing to one that is gone
 
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            text = line.decode(errors="replace").rstrip()
-            self.output.append(text)
-            logger.debug("libp2p daemon: %s", text)
-            if text.startswith("Peer ID:"):
-                self._ready.set()
+    def _wait(self) -> None:
+        self.process.wait()
+        with suppress(RuntimeError):  # the loop was closed before
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._read()  # all that it printed: who else has the pipe, as a forked child may, prints nothing
+        self._loop.remove_reader(self._printed.fileno())
+        self._printed.close()
+        self._ended.set()
         self._ready.set()
+
+    def _read(self) -> None:
+        try:
+            while data := self._printed.read():
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._heard(line.decode(errors="replace").rstrip())
+        except OSError as error:
+            logger.debug("the libp2p daemon's output cannot be read: %s", error)
+            data = b""
+        if data is not None:
+            self._loop.remove_reader(self._printed.fileno())  # it is at its end: ready for ever
+
+    def _heard(self, line: str) -> None:
+        self.output.append(line)
+        logger.debug("libp2p daemon: %s", line)
+        if line.startswith("Peer ID:"):
+            self._ready.set()
 
 
 async def start_p2p(
@@ -183,7 +217,7 @@ async def stop_p2p(p2p: P2P) -> None:
 def require_daemon(p2p: P2P) -> None:
     """Raise ``TransportError`` if the daemon of ``p2p`` has ended: hivemind takes that for silent peers."""
     daemon = p2p.daemon if isinstance(p2p, DaemonP2P) else None
-    if daemon is not None and daemon.process.returncode is not None:
+    if daemon is not None and daemon.has_ended:
         raise TransportError(DAEMON_GONE)
 
 
@@ -232,7 +266,7 @@ def multiaddr_of(host: str, port: int) -> str:
 
 
 async def _start(arguments: list[str], timeout_s: float) -> P2P:
-    daemon = await _launch(arguments)
+    daemon = _launch(arguments)
     try:
         async with asyncio.timeout(timeout_s):
             await daemon.wait_ready()
@@ -247,10 +281,11 @@ async def _start(arguments: list[str], timeout_s: float) -> P2P:
         await daemon.stop()
         raise
     p2p.daemon, p2p.arguments = daemon, tuple(arguments)
+    shut_in_forks_at(str(p2p._client_listen_maddr).removeprefix("/unix"))
     return p2p
 
 
-async def launch_for(p2p: DaemonP2P, any_port: bool) -> Daemon:
+def launch_for(p2p: DaemonP2P, any_port: bool) -> Daemon:
     """A new daemon as that of ``p2p`` was started, on the port that it had: others know it. ``any_port``: on
     any, if none was asked for. Raises ``EnvironmentFault``."""
     arguments = list(p2p.arguments)
@@ -259,28 +294,26 @@ async def launch_for(p2p: DaemonP2P, any_port: bool) -> Daemon:
             places = (address_of(str(maddr)) for maddr in p2p._visible_maddrs)
             port = next((place[1] for place in places if place is not None and is_own(place[0])), 0)
             arguments[index] = f"{argument.removesuffix('0')}{port}"
-    return await _launch(arguments)
+    return _launch(arguments)
 
 
-async def _launch(arguments: list[str]) -> Daemon:
+def _launch(arguments: list[str]) -> Daemon:
     binary = Path(str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd"))
     folder = _make_folder()
+    shut_in_forks_at(str(_control_socket(folder)))  # else the daemon would live as long as a forked child
     try:
-        process = await asyncio.create_subprocess_exec(
-            str(binary),
-            f"-listen=/unix{_control_socket(folder)}",
-            *arguments,
+        process = subprocess.Popen(
+            [str(binary), f"-listen=/unix{_control_socket(folder)}", *arguments],
             start_new_session=True,  # a Ctrl-C in our terminal is for us: leaving cleanly needs the daemon
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
             env=_environment(arguments),
         )
-    except (OSError, asyncio.CancelledError) as error:
+    except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise _explain_exec(error, binary) from None
-        raise
+        raise _explain_exec(error, binary) from None
     return Daemon(process, folder)
 
 

@@ -96,7 +96,7 @@ async def end_if_hung(p2p: P2P) -> None:
     """To be called before all that needs the daemon is closed: each of them would wait for one that hangs.
     Safe to cancel."""
     daemon = p2p.daemon if isinstance(p2p, DaemonP2P) else None
-    if daemon is not None and daemon.process.returncode is None and not await answers(p2p, CLOSE_WITHIN_S):
+    if daemon is not None and not daemon.has_ended and not await answers(p2p, CLOSE_WITHIN_S):
         daemon.kill()
 
 
@@ -112,7 +112,7 @@ async def revive(p2p: DaemonP2P, any_port: bool = False) -> None:
     for. Raises ``EnvironmentFault``; then ``p2p`` is as it was, and may be revived later. Safe to cancel."""
     control = p2p._client.control
     await _part(p2p)
-    daemon = await launch_for(p2p, any_port)
+    daemon = launch_for(p2p, any_port)
     unary = dict(control.unary_handlers)
     try:
         async with asyncio.timeout(STARTUP_TIMEOUT_S):

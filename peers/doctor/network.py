@@ -159,7 +159,7 @@ async def _meet(ticket: Ticket, discovery: Discovery, targets: list[Target], out
         return Finding("seeds", State.CANNOT, str(error)[:300], advice)
     lost = [f"{target.name}: {target.trouble}" for target in targets if not target.looks]
     outcome.peers = len(records)
-    for record in random.sample(records, min(MAX_PEERS_ASKED, len(records))):
+    for record in random.Random().sample(records, min(MAX_PEERS_ASKED, len(records))):
         name = f"peer {record.peer[-6:]}"
         targets.append(Target(name, PeerId(record.peer), list(record.maddrs), is_seed=False))
     seeds = sum(target.is_seed for target in targets)

@@ -202,7 +202,7 @@ async def _passed(
         except ProberBusy as error:
             trouble = str(error)
             await asyncio.sleep(
-                BUSY_S * random.uniform(0.5, 1.5)
+                BUSY_S * random.Random().uniform(0.5, 1.5)
             )  # two that ask at once must not stay in step
         except TransportError as error:
             return f"{target.name}: {error}"

@@ -1,0 +1,110 @@
+"""Children that a user's program forks hold nothing of a peer: whoever outlives it, its folder and its ports
+are free at once, and its daemon has ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.process import FolderLock, is_kept, left_to_others, processes_below, shut_in_forks_at
+from tests.swarms import ROOT, START_BOUND_S, Swarm, swarm
+
+RUN = RunConfig(name="forks", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
+
+
+def test_a_forked_child_has_neither_the_lock_nor_the_sockets_and_the_parent_keeps_both(
+    tmp_path: Path,
+) -> None:
+    lock = FolderLock(tmp_path)
+    here = socket.create_server(("127.0.0.1", 0))
+    port = here.getsockname()[1]
+    shut_in_forks_at(port)
+    others = socket.socket()
+    socket.setdefaulttimeout(1.0)
+    told, tell = os.pipe()
+    ended, end = os.pipe()
+    child = os.fork()
+    socket.setdefaulttimeout(None)
+    if child == 0:
+        lock.release()  # closes what the number leads to here
+        os.write(tell, os.readlink(f"/proc/self/fd/{here.fileno()}").encode())
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    try:
+        os.close(ended)
+        assert os.read(told, 99) == b"/dev/null"
+        assert os.get_blocking(others.fileno()), "the program's sockets stay as they are"
+        others.close()
+        assert is_kept(tmp_path)
+        socket.create_connection(("127.0.0.1", port)).close()
+        lock.release()
+        here.close()
+        left_to_others(port)
+        assert is_kept(tmp_path) is False
+        socket.create_server(("127.0.0.1", port)).close()  # while the child lives
+    finally:
+        os.close(end)
+        assert os.waitpid(child, 0)[1] == 0
+        os.close(told)
+        os.close(tell)
+
+
+def free_ports(count: int) -> list[str]:
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(one.getsockname()[1]) for one in taken]
+    for one in taken:
+        one.close()
+    return ports
+
+
+def found_in(running: Swarm, name: str, pattern: str) -> re.Match[str]:
+    ends_at = time.monotonic() + START_BOUND_S
+    while time.monotonic() < ends_at:
+        if found := re.search(pattern, running.log(name)):
+            return found
+        assert running.processes[name].poll() is None, running.log(name)
+        time.sleep(0.05)
+    raise AssertionError(f"no {pattern} in {running.log(name)}")
+
+
+@pytest.mark.swarm
+def test_a_forked_child_that_outlives_its_parent_keeps_no_folder_port_or_daemon(tmp_path: Path) -> None:
+    children: list[int] = []
+    with swarm(tmp_path, RUN) as running:
+        command = [sys.executable, str(ROOT / "tests" / "forking_peer.py"), running.ticket]
+        command += [str(tmp_path / "peer"), *free_ports(3)]
+        try:
+            for name in ("killed", "leaves", "again"):
+                running.start(name, command)
+                assert found_in(running, name, r"ended (-?\d+)")[1] == "7"
+                children.append(int(found_in(running, name, r"child (\d+)")[1]))
+                refused = re.findall("refused: .*this one was forked from it", running.log(name))
+                assert len(refused) == 3, running.log(name)
+                process = running.processes[name]
+                ours = set(processes_below(process.pid)) - {children[-1]}
+                if name == "killed":
+                    process.kill()
+                    process.wait()
+                    ends_at = time.monotonic() + 60
+                    while any(Path(f"/proc/{pid}/exe").exists() for pid in ours):  # the daemon goes by itself
+                        assert time.monotonic() < ends_at, "the daemon lives on"
+                        time.sleep(0.05)
+                else:
+                    process.send_signal(signal.SIGINT)
+                    running.wait(name)
+                    assert "left" in running.log(name)
+                assert ours, "there was a daemon"
+                os.kill(children[-1], 0)  # it still sleeps
+                assert "Traceback" not in running.log(name), running.log(name)
+        finally:
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
