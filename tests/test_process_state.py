@@ -77,7 +77,7 @@ print("published", random.getstate() == begun, flush=True)
 """
 """Ends when it has taken part in so many rounds and was told that this is enough."""
 TAKEN = "def greet(worker):\n    pass\n"
-RUN = RunConfig(name="own loop", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
+RUN = RunConfig(name="own-loop", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
 
 
 def begin(running: Swarm, name: str, folder: Path, script: Path, *words: str) -> None:
