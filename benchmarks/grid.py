@@ -9,27 +9,29 @@ four fragments, inner steps of 39 ms (slept, so that two cores do not decide), a
 every 100 steps: 3.9 s. Prints JSON, by line and system:
 
 - ``utilisation``: time in inner steps over time, the slowest peer; ``outside``: 1 minus it. Ours: between the
-  first rounds and the end of the training. torchft's: from its first step to the end of an outer round.
-- ``tokens_per_s``: of all peers together, in the same time.
-- ``outer_rounds_per_s``, whole model; ``best_rounds_per_s``: what the line allows at most, by ``floor_s``, the
-  system's payload of a round at the line's upload rate. All systems: 2 (1 - 1/M) N b / rate, a reduce-scatter
-  and an all-gather (or a ring). Ours sends b = 4.25 bits (int4); torchft 32: on a CPU its gloo process groups
-  send fp32, and its quantised all-reduce needs CUDA. ``against_best``: the one over the other. Best is one
-  round a 3.9 s where exchange may hide behind training, and one a 3.9 s plus ``floor_s`` for ``diloco``, whose
-  training waits by design.
-- ``steps_late``: inner steps from sending a fragment to applying its mean (ours; torchft's are what its
-  ``fragment_sync_delay`` says, it waits for the rest). ``points_late``: schedule points of the fragment.
+  first rounds and the end of the training. torchft's: from its first step to the end of an outer step.
+- ``tokens_per_s``: of all peers together, in the same time. ``step_ms``: of an inner step, 39 if the machine
+  is quiet.
+- ``outer_rounds_per_s``, of the whole model; ``best_rounds_per_s``: what the line allows. ``floor_s`` is a
+  round's payload at the line's upload rate, 2 (1 - 1/M) N b / rate for all systems: a reduce-scatter and an
+  all-gather, or a ring. b is 4.25 bits for ours (int4), 32 for torchft: on a CPU its gloo process groups send
+  fp32, and its quantised all-reduce needs CUDA. The best is the longer of 3.9 s and ``floor_s`` a round; for
+  ``diloco``, whose training waits by design, the sum. ``against_best``: the one over the other.
+- ``steps_late``: inner steps from sending a fragment to applying its mean (torchft: its
+  ``fragment_sync_delay``; it waits for the rest). ``points_late``: the fragment's schedule points between.
 - ``line_used``: bytes on the line (headers included) over what it carries up in that time, mean over peers.
-- Ours: ``transfer_s``, a fragment from BEGIN to the last member's last mean; ``partial_share``, peer's rounds
-  of which only some parts hold its slice, ``partial_in_a_row`` at most; ``without_own_share``, applied outer
-  steps without this peer's own work; ``aborted``.
+- Ours: ``transfer_s``, a fragment from BEGIN to the last member's last mean; ``partial_share``, a peer's
+  rounds of which only some parts hold its slice, ``partial_in_a_row`` at most; ``without_own_share``, applied
+  outer steps without this peer's own work; ``exposed_share``, of ``outside``: in ``peer.step``;
+  ``aside_share``, of it: checkpoints and held-out loss.
 
-torchft has what its documentation advises for a line: one outer step every 100 inner ones, ``streaming`` a
-fragment for each module and the longest ``fragment_sync_delay`` that it takes (24 of 25 steps between two
-fragments), timeouts far above a round. It is installed into ``--torchft-env``, not into this project's.
+torchft has what its documentation and the papers advise: an outer step every 100 inner ones, Nesterov SGD;
+``streaming`` has a fragment for each module and the longest ``fragment_sync_delay`` that it takes (24, of 25
+steps from one fragment to the next), timeouts far above a round. It is installed into ``--torchft-env``,
+never into this project's environment.
 
 Laws: every system runs the same training on the same kind of machines and lines; nobody is fast by being
-wrong: ours must end with one digest, torchft's peers with the same agreed values after the same outer step.
+wrong: ours must end with one digest, torchft's peers hold the same agreed values after the same outer step.
 Price: one run of each; ``--seconds`` is short by default, so that the whole grid takes 12 minutes.
 """
 
@@ -38,6 +40,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -50,7 +53,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import grid_torchft
 from grid_recipe import PARAMETERS
 
 from bootstrap import netns
@@ -72,6 +74,9 @@ BITS_PER_VALUE = {"ours": 4.25, "diloco": 32, "streaming": 32}
 """int4: four bits, and a scale and a bias of 16 bits each for 128 values. gloo: fp32."""
 SEED, SEED_PORT = "seed", 31337
 READY_S, LEAVE_S = 90.0, 90.0
+ENVIRONMENT = Path("~/.cache/p2p-co2-bench/torchft").expanduser()
+TORCHFT, TORCH = "torchft-nightly==2026.10.26", ("torch==2.13.0", "numpy==2.3.5")
+LIGHTHOUSE_PORT = 29510
 
 Figures = dict[str, Any]
 
@@ -200,7 +205,7 @@ def _figures_of_ours(place: Lines, events: Sequence[ev.Event]) -> Figures:
             / sum(b.inner_steps - a.inner_steps for a, b in spans), 2,
         ),
         "exposed_share": round(max((b.exposed_s - a.exposed_s) / (b.wall_s - a.wall_s) for a, b in spans), 4),
-        "saving_share": round(aside_s / PEERS / (until - since), 4),
+        "aside_share": round(aside_s / PEERS / (until - since), 4),
         "steps_late": _spread([event.sync_delay_steps for event in applied]),
         "points_late": _spread([event.staleness for event in applied]),
         "transfer_s": _spread(transfers),
@@ -243,6 +248,77 @@ def _longest_run(whole: Sequence[bool]) -> int:
     return longest
 
 
+# ---- torchft
+
+
+def install_torchft(environment: Path) -> None:
+    """A virtual environment with torchft and the torch of this project, if there is none yet."""
+    if (environment / "bin" / "torchft_lighthouse").exists():
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    (environment / "constraints.txt").write_text("\n".join(TORCH))
+    asked = ["install", "--quiet", "-c", str(environment / "constraints.txt"), TORCHFT, "numpy"]
+    subprocess.run([str(environment / "bin" / "pip"), *asked], check=True)
+
+
+def theirs(place: Lines, system: str, seconds: float, environment_at: Path) -> Figures:
+    """torchft, with its lighthouse on the public machine. Ends with an outer step of all peers after
+    ``seconds``."""
+    machine, swarm = place.internet.machines[SEED], place.swarm
+    bind = [
+        "--bind",
+        f"0.0.0.0:{LIGHTHOUSE_PORT}",
+        "--min_replicas",
+        str(PEERS),
+        "--join_timeout_ms",
+        "60000",
+    ]
+    swarm.start(SEED, machine.command([str(environment_at / "bin" / "torchft_lighthouse"), *bind]))
+    lighthouse = f"http://{machine.address}:{LIGHTHOUSE_PORT}"
+    script = [str(environment_at / "bin" / "python"), str(ROOT / "benchmarks" / "grid_torchft.py"), system]
+    peers = []
+    for index in range(PEERS):
+        there = place.internet.machines[f"peer{index}"]
+        command = [*script, str(index), there.address, lighthouse, str(STEPS), str(STEP_S)]
+        peers.append(swarm.start(there.name, there.command(command), environment()))
+    ends_at = time.monotonic() + READY_S + seconds + 2 * (ROUND_S + floor_s(system, place.line))
+    told: list[list[Figures]] = [[]]
+    while not all(figures and figures[-1]["wall_s"] >= seconds for figures in told):
+        time.sleep(0.5)
+        told = [_told(peer) for peer in peers]
+        if time.monotonic() > ends_at or any(not peer.running() for peer in peers):
+            break
+    for peer in peers:
+        swarm.kill(peer)
+    common = min((figures[-1]["outer_steps"] for figures in told if figures), default=0)
+    lasts = [next((one for one in figures if one["outer_steps"] == common), None) for figures in told]
+    if None in lasts or len({last["digest"] for last in lasts if last}) != 1:
+        return {"failed": [peer.last_lines(6) for peer in peers], "outer_steps": common}
+    return _figures_of_theirs(place, system, [last for last in lasts if last])
+
+
+def _told(peer: Child) -> list[Figures]:
+    lines = peer.log.read_text(errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith('{"outer') and line.endswith("\n")]
+
+
+def _figures_of_theirs(place: Lines, system: str, lasts: Sequence[Figures]) -> Figures:
+    wall_s, until = max(last["wall_s"] for last in lasts), max(last["at"] for last in lasts)
+    one = lasts[0]
+    return {
+        "window_s": round(wall_s, 1),
+        **_common(
+            system, place.line, min(last["train_s"] / last["wall_s"] for last in lasts),
+            one["outer_steps"] / one["fragments"] / wall_s,
+        ),
+        "tokens_per_s": round(sum(last["tokens"] / last["wall_s"] for last in lasts)),
+        "step_ms": round(1e3 * statistics.fmean(last["train_s"] / last["inner_steps"] for last in lasts), 2),
+        "steps_late": {"fixed": one["delay_steps"]},
+        "line_used": place.used(until - wall_s, until),
+        "syncs_that_failed": sum(last["syncs"] - last["outer_steps"] for last in lasts),
+    }  # fmt: skip
+
+
 # ---- both
 
 
@@ -263,7 +339,11 @@ def _spread(values: Sequence[float]) -> Figures:
         return {}
     ordered = sorted(values)
     ninth = ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
-    return {"median": round(statistics.median(ordered), 2), "90 %": round(ninth, 2), "most": round(ordered[-1], 2)}
+    return {
+        "median": round(statistics.median(ordered), 2),
+        "90 %": round(ninth, 2),
+        "most": round(ordered[-1], 2),
+    }
 
 
 @contextmanager
@@ -282,11 +362,11 @@ def main() -> None:
     parser.add_argument("--lines", nargs="+", type=int, default=list(LINES), metavar="MBIT")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seconds", type=float, default=40.0, help="of training, for each line and system")
-    parser.add_argument("--torchft-env", type=Path, default=grid_torchft.ENVIRONMENT)
+    parser.add_argument("--torchft-env", type=Path, default=ENVIRONMENT)
     parser.add_argument("--folder", type=Path, help="keep the runs here, one folder each")
     options = parser.parse_args()
     if set(options.systems) - {"ours"}:
-        grid_torchft.install(options.torchft_env)
+        install_torchft(options.torchft_env)
     head = {"at": time.strftime("%F %R"), "peers": PEERS, "parameters": PARAMETERS, "round_s": ROUND_S}
     report: dict[str, Any] = {**head, "bits_per_value": BITS_PER_VALUE}
     for mbit in options.lines:
@@ -295,6 +375,8 @@ def main() -> None:
             with _folder(options.folder, f"{mbit}-{system}") as folder, lines(folder, line_of(mbit)) as place:
                 if system == "ours":
                     table[system] = ours(place, options.seconds)
+                else:
+                    table[system] = theirs(place, system, options.seconds, options.torchft_env)
             print(mbit, system, json.dumps(table[system]), file=sys.stderr, flush=True)
     print(json.dumps(report, indent=2))
 

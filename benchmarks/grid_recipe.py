@@ -2,8 +2,8 @@
 
 Four peers share two cores, so a step computes little (four tables of vectors learn a fixed function of their
 row, a few rows at a time) and then sleeps, in a hook of the inner optimizer, until ``step_s`` after it began.
-Unlike ``wan_recipe`` it makes up for nothing: what stops the training between two steps delays all later ones.
-Imports torch alone at the top, since torchft's side has its own environment.
+Unlike ``wan_recipe`` it makes up for nothing: what stops the training between two steps delays all later
+ones. Imports torch alone at the top, since torchft's side has its own environment.
 """
 
 from __future__ import annotations
