@@ -1,6 +1,6 @@
 """The grid of lines: ours and torchft's DiLoCo and streaming DiLoCo, on the same lines, in one run.
 
-    python benchmarks/grid.py [--lines 20 50 200 1000] [--systems ours diloco streaming] [--seconds 40]
+    python benchmarks/grid.py [--lines 20 50 200 1000] [--systems ours diloco streaming] [--seconds 36]
                               [--torchft-env ~/.cache/p2p-co2-bench/torchft] [--folder DIR]
 
 Four peers in network namespaces (root; see ``p2p-co2 rehearse``), each behind a line of so many Mbit/s up and
@@ -45,7 +45,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -210,7 +210,7 @@ def _figures_of_ours(place: Lines, events: Sequence[ev.Event]) -> Figures:
         "points_late": _spread([event.staleness for event in applied]),
         "transfer_s": _spread(transfers),
         "line_used": place.used(since, until),
-        **_wholeness(inside),
+        **_wholeness(inside, exchanges.names),
         "without_own_share": round(sum(not each.contributed for each in applied) / len(applied), 4),
         "skipped_sends": sum(isinstance(event, ev.SendSkipped) for event in inside),
         "aborted": sorted({e.reason for e in inside if isinstance(e, ev.RoundAborted)}),
@@ -222,7 +222,7 @@ def _ends(events: Sequence[ev.Event], peer: str) -> tuple[ev.Progress, ev.Progre
     return own[0], own[-1]
 
 
-def _wholeness(events: Sequence[ev.Event]) -> Figures:
+def _wholeness(events: Sequence[ev.Event], names: Mapping[str, str]) -> Figures:
     """By peer and round: how much of what a peer offered is in the mean."""
     offered = {(e.peer, e.fragment, e.round): e.weight for e in events if isinstance(e, ev.FragmentSent)}
     counted: dict[tuple[str, int, int], float] = {}
@@ -233,7 +233,7 @@ def _wholeness(events: Sequence[ev.Event]) -> Figures:
     shares = {place: counted[place] / offered[place] for place in sorted(offered) if place in counted}
     whole: dict[str, list[bool]] = {}
     for (peer, _, _), share in sorted(shares.items(), key=lambda item: item[0][2]):
-        whole.setdefault(peer, []).append(share > 0.999)
+        whole.setdefault(names[peer], []).append(share > 0.999)
     return {
         "partial_share": {peer: round(1 - statistics.fmean(each), 4) for peer, each in whole.items()},
         "partial_in_a_row": max((_longest_run(each) for each in whole.values()), default=0),
@@ -361,7 +361,7 @@ def main() -> None:
     )
     parser.add_argument("--lines", nargs="+", type=int, default=list(LINES), metavar="MBIT")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--seconds", type=float, default=40.0, help="of training, for each line and system")
+    parser.add_argument("--seconds", type=float, default=36.0, help="of training, for each line and system")
     parser.add_argument("--torchft-env", type=Path, default=ENVIRONMENT)
     parser.add_argument("--folder", type=Path, help="keep the runs here, one folder each")
     options = parser.parse_args()
