@@ -79,7 +79,7 @@ def main() -> None:
     )
     parser.add_argument("--megabytes", type=int, default=32, help="of fp32 per process")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds until memory is where it stays")
     parser.add_argument("--codecs", nargs="+", choices=("fp16", "int8"), default=["fp16", "int8"])
     parser.add_argument("--sides", nargs="+", choices=(*HIVEMIND, *OURS), default=[*HIVEMIND, "grpc"])
     parser.add_argument("--bound-s", type=float, default=290.0, help="of the whole benchmark")
