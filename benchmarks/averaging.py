@@ -1,9 +1,10 @@
 """A round of averaging among four processes on loopback: ours against hivemind's ``DecentralizedAverager``.
 
-32 MB of fp32 per process in 8 tensors, the same codec (fp16; 8 bit) on both sides, in one run and in turn.
+So many MB of fp32 per process (32, 256, 512) in 8 tensors, the same codec (fp16; 8 bit) on both sides, in one
+run and in turn.
 Prints JSON within ``--bound-s`` (also when cut short): medians over rounds, the slowest process counting.
 
-    python benchmarks/averaging.py [--rounds 5] [--codecs fp16 int8] [--sides hivemind grpc libp2p ...]
+    python benchmarks/averaging.py [--megabytes 32] [--rounds 5] [--codecs fp16 int8] [--sides hivemind grpc]
 
 Where each figure begins and ends:
 
@@ -48,7 +49,7 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from averaging_workers import HIVEMIND, OURS, PEERS, TENSOR_VALUES, TENSORS
+from averaging_workers import HIVEMIND, OURS, PEERS, values_of
 
 WORKERS = Path(__file__).with_name("averaging_workers.py")
 BARS = {
@@ -76,8 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--megabytes", type=int, default=32, help="of fp32 per process")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds until memory is where it stays")
     parser.add_argument("--codecs", nargs="+", choices=("fp16", "int8"), default=["fp16", "int8"])
     parser.add_argument("--sides", nargs="+", choices=(*HIVEMIND, *OURS), default=[*HIVEMIND, "grpc"])
     parser.add_argument("--bound-s", type=float, default=290.0, help="of the whole benchmark")
@@ -85,7 +87,9 @@ def main() -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    swarms = {codec: [Swarm(side, codec) for side in options.sides] for codec in options.codecs}
+    swarms = {
+        codec: [Swarm(side, codec, options.megabytes) for side in options.sides] for codec in options.codecs
+    }
     ends_at, trouble = time.monotonic() + options.bound_s - STOP_BOUND_S, ""
     for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _cut_short)
@@ -125,7 +129,7 @@ def _report(
     swarms: Mapping[str, Sequence[Swarm]], options: argparse.Namespace, trouble: str
 ) -> dict[str, Any]:
     machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "load_1_min": os.getloadavg()[0]}
-    job = {"peers": PEERS, "megabytes": TENSORS * TENSOR_VALUES * 4 / 1e6, "rounds_asked": options.rounds}
+    job = {"peers": PEERS, "megabytes": options.megabytes, "rounds_asked": options.rounds}
     head = {"at": time.strftime("%F %R"), **machine, **job, "hivemind_settings": HIVEMIND, "trouble": trouble}
     return head | {codec: _table(sides) for codec, sides in swarms.items()}
 
@@ -148,8 +152,8 @@ def _ratio(theirs: Mapping[str, float], ours: Mapping[str, float], key: str) -> 
 class Swarm:
     """Four workers of one side, and what they did."""
 
-    def __init__(self, side: str, codec: str) -> None:
-        self.side, self._codec = side, codec
+    def __init__(self, side: str, codec: str, megabytes: int) -> None:
+        self.side, self._codec, self._megabytes = side, codec, megabytes
         self.rounds: list[Round] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._members: list[subprocess.Popen[str]] = []
@@ -201,7 +205,7 @@ class Swarm:
     def summary(self) -> dict[str, Any]:
         median = {key: statistics.median(one[key] for one in self.rounds) for key in self.rounds[0]}
         gb_moved = PEERS * median["sent_mb_per_peer"] / 1e3
-        gb_of_parameters = PEERS * TENSORS * TENSOR_VALUES * 4 / 1e9
+        gb_of_parameters = PEERS * self._megabytes / 1e3
         return {
             **{key: round(value, 3) for key, value in median.items()},
             "cpu_s_per_gb_of_parameters": round(median["cpu_s"] / gb_of_parameters, 2),
@@ -230,7 +234,7 @@ class Swarm:
 
     def _spawn(self, role: str, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, str(WORKERS), role, self._codec, *arguments],
+            [sys.executable, str(WORKERS), role, self._codec, str(values_of(self._megabytes)), *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip

@@ -1,6 +1,8 @@
 """The processes of ``averaging.py``: a peer of ours, a seed, a peer of hivemind's; one role per process.
 
-    python benchmarks/averaging_workers.py ROLE CODEC ...
+    python benchmarks/averaging_workers.py ROLE CODEC VALUES ...
+
+VALUES: of each of the ``TENSORS``.
 
 Each prepares a round at a line with the round's number, begins at the next line, checks at the third, and
 answers each with a line of JSON. Clocks are put around methods of both products from here, so neither carries
@@ -13,7 +15,7 @@ import asyncio
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ from p2p_co2.trainer import ledger as tensor_ledger
 from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.wire.identity import Identity
 
-PEERS, TENSORS, TENSOR_VALUES = 4, 8, 1_000_000
+PEERS, TENSORS = 4, 8
 NOISE = 1e-2
 HIVEMIND: dict[str, dict[str, Any]] = {
     "hivemind": {"min_matchmaking_time": 1.0, "request_timeout": 0.5, "target_group_size": PEERS},
@@ -55,21 +57,32 @@ NOT_AVERAGING = ("step", "merge", "merge_", "state_digest", "error_energy")
 
 def main() -> None:
     torch.set_num_threads(1)
-    role, *rest = sys.argv[1:]
-    roles: dict[str, Callable[..., None]] = {"seed": _seed, "peer": _peer, "hivemind": _hivemind}
-    roles[role](*rest)
+    role, codec, values, *rest = sys.argv[1:]
+    if role == "seed":
+        _seed(codec, *rest)
+        return
+    roles: dict[str, Callable[..., None]] = {"peer": _peer, "hivemind": _hivemind}
+    roles[role](int(values), codec, *rest)
 
 
-def _noise(turn: int, index: int) -> torch.Tensor:
-    """What process ``index`` learned in round ``turn``: fp32 [TENSORS, TENSOR_VALUES]."""
+def values_of(megabytes: int) -> int:
+    """Of each tensor, where all together have so many MB of fp32."""
+    return megabytes * 1_000_000 // 4 // TENSORS
+
+
+def _noise(turn: int, index: int, values: int) -> Iterator[torch.Tensor]:
+    """What process ``index`` learned in round ``turn``: ``TENSORS`` times fp32 [values]."""
     generator = torch.Generator().manual_seed(1000 * turn + index)
-    return torch.randn(TENSORS, TENSOR_VALUES, generator=generator) * NOISE
+    return (torch.randn(values, generator=generator).mul_(NOISE) for _ in range(TENSORS))
 
 
-def _rms_error(values: Sequence[torch.Tensor], turn: int, factor: float) -> float:
-    """How far ``values`` are from ``factor`` times the true mean of a round."""
-    mean = torch.stack([_noise(turn, index) for index in range(PEERS)]).mean(0)
-    return float((torch.stack(list(values)) - mean * factor).square().mean().sqrt())
+def _rms_error(tensors: Sequence[torch.Tensor], turn: int, factor: float) -> float:
+    """How far ``tensors`` are from ``factor`` times the true mean of a round."""
+    peers = [_noise(turn, index, tensors[0].numel()) for index in range(PEERS)]
+    squares = 0.0
+    for tensor, noises in zip(tensors, zip(*peers, strict=True), strict=True):
+        squares += float((tensor - sum(noises) * (factor / PEERS)).square_().mean())
+    return float((squares / TENSORS) ** 0.5)
 
 
 def _run_config(codec: CodecName) -> RunConfig:
@@ -140,8 +153,8 @@ def _watched() -> Watch:
     return watch
 
 
-def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticket: str) -> None:
-    tensors = [torch.nn.Parameter(torch.zeros(TENSOR_VALUES)) for _ in range(TENSORS)]
+def _peer(values: int, codec: CodecName, carrier: CarrierName, index: str, folder: str, ticket: str) -> None:
+    tensors = [torch.nn.Parameter(torch.zeros(values)) for _ in range(TENSORS)]
     committed = [0]
 
     def on_event(event: ev.Event) -> None:
@@ -159,7 +172,7 @@ def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticke
     for line in sys.stdin:
         turn = int(line)
         with torch.no_grad():
-            for tensor, noise in zip(tensors, _noise(turn, int(index)), strict=True):
+            for tensor, noise in zip(tensors, _noise(turn, int(index), values), strict=True):
                 tensor.sub_(noise)
         committed[0] = 0
         watch.cpu_s.clear()
@@ -189,7 +202,7 @@ def _peer(codec: CodecName, carrier: CarrierName, index: str, folder: str, ticke
     peer.leave("the benchmark is over")
 
 
-def _hivemind(codec: CodecName, side: str, index: str, address: str) -> None:
+def _hivemind(values: int, codec: CodecName, side: str, index: str, address: str) -> None:
     import hivemind
     import scipy.optimize  # noqa: F401  (our import of hivemind puts it off; its averager begins with it loaded)
     from hivemind.averaging import DecentralizedAverager
@@ -213,14 +226,14 @@ def _hivemind(codec: CodecName, side: str, index: str, address: str) -> None:
 
     dht = hivemind.DHT(initial_peers=[] if address == "-" else [address], start=True)
     averager = Averager(
-        [torch.zeros(TENSOR_VALUES) for _ in range(TENSORS)], dht, start=True, prefix="benchmark",
+        [torch.zeros(values) for _ in range(TENSORS)], dht, start=True, prefix="benchmark",
         compression=Counting(), **HIVEMIND[side],
     )  # fmt: skip
     say({"address": str(dht.get_visible_maddrs()[0])})
     for line in sys.stdin:
         turn = int(line)
         with averager.get_tensors() as tensors:
-            for tensor, noise in zip(tensors, _noise(turn, int(index)), strict=True):
+            for tensor, noise in zip(tensors, _noise(turn, int(index), values), strict=True):
                 tensor.copy_(noise)
         clock[0] = clock[1] = 0.0
         say({"prepared": True})

@@ -7,11 +7,13 @@ import asyncio
 import pytest
 
 from p2p_co2.catchup import history
+from p2p_co2.memory import large_buffer
 from p2p_co2.node.envelope import opened
-from p2p_co2.rounds import PayloadShape, PeerView, Rounds
+from p2p_co2.rounds import PayloadShape, PeerView, Rounds, member
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Status
 from tests.fuzz.world import RUN, World, run_virtual
+from tests.round_machine import begun_member
 from tests.round_network import RUN as RUN_DIGEST
 from tests.round_network import make_identity
 
@@ -77,3 +79,20 @@ def test_a_mean_goes_when_all_have_begun_the_next_round_and_stays_while_one_lack
         await world.close()
 
     run_virtual(work())
+
+
+def test_what_the_last_round_took_may_be_let_go_before_the_next_mean_takes_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its pages are not there for the new mean, and as many fresh ones are paid for in each round."""
+    order: list[str] = []
+
+    def taken(size_bytes: int) -> memoryview:
+        order.append("mean")
+        return large_buffer(size_bytes)
+
+    monkeypatch.setattr(member, "large_buffer", taken)
+    machine, begin, coordinator, _ = begun_member()
+    machine.when_begun(lambda: order.append("let go"))
+    machine.receive(begin, coordinator, 0.1)
+    assert order == ["let go", "mean"]

@@ -87,7 +87,7 @@ class History:
 
     def shrink(self) -> None:
         """Let go of what the law does not keep, as far as the bound asks for it. To be asked when a round has
-        begun: then its members have the one before."""
+        begun: then its members have the one before, whose pages the new mean can have."""
         model_bytes = sum(self._shape.state_bytes) / 2  # a state is params and momentum
         is_large = sum(self._shape.mean_bytes) > LARGE_SHARE * model_bytes
         bound = 0 if is_large else HISTORY_BYTES_SHARE * model_bytes

@@ -91,6 +91,7 @@ class Node:
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
         sizes = Shape(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
+        self.rounds.when_begun(self.catchup.donor.history.shrink)
         for fragment, version in enumerate(agreed):
             self.catchup.moved(fragment, version.version)
             self.rounds.set_state(fragment, version.version, version.digest)

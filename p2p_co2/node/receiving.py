@@ -45,8 +45,6 @@ CELL_KINDS = frozenset(
 )
 OUTLOOK_KINDS = frozenset({"cell_look", "cell_sight"})
 _ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | CELL_KINDS | {"part", "mean"}
-_HAVE_THE_LAST = frozenset({"ready", "begin"})
-"""Whose senders or members have the mean of the round before."""
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
 BULK = frozenset({"part", "mean", "chunk", "cell_part", "cell_mean"})
 _QUIET = _MEMBERSHIP | {"cell_sight"}
@@ -160,8 +158,8 @@ class Receiving:
             useful = node.rounds.receive(message, sender, now)
             if useful and kind in BULK:
                 node.catchup.is_busy(sender, now)
-            if kind in _HAVE_THE_LAST:
-                node.catchup.donor.history.shrink()
+            if kind == "ready":
+                node.catchup.donor.history.shrink()  # its sender has the mean of the round before
         elif kind in _CATCH_UP:
             if kind == "chunk":
                 useful = self._asked_chunks[sender] > 0

@@ -8,6 +8,7 @@ until ours has failed, because ours may still be decided; what was held for an o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
@@ -54,6 +55,8 @@ class FragmentRounds:
         self._completing: Completing | None = None
         """Set once our attempt has committed and some of its means are still on their way to us."""
         self.ear = Ear(fragment, swarm, outlet, self.verdicts)
+        self.on_begun: Callable[[], None] = _nothing
+        """See ``Rounds.when_begun``."""
         self._receipts, self._observed = Durations(), coordination.observed[fragment]
         self._cadence = coordination.cadences[fragment]
 
@@ -194,6 +197,7 @@ class FragmentRounds:
         if not attempt.is_alone:
             self.verdicts.join(attempt.round, attempt.id, offer.weight)
         self.member = Member(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
+        self.on_begun()
         self.member.start(now)
         self._replay(now)
 
@@ -445,3 +449,7 @@ class FragmentRounds:
         self.ear.stop()
         self._leading = False
         self._early.clear()
+
+
+def _nothing() -> None:
+    """Nobody is told."""

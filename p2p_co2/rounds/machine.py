@@ -21,7 +21,7 @@ one step stale anyway, so the protocol prefers an abort to a guess.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -193,6 +193,12 @@ class Rounds:
         if member is not None:
             return "means" if member.brings_means else "slices"
         return "" if asking is None else "asking"
+
+    def when_begun(self, call: Callable[[], None]) -> None:
+        """Have ``call`` made when a round of ours has begun, so that its members have the one before, and
+        before memory is taken for its mean: what that one took and nobody needs any more may be let go."""
+        for fragment in self._fragments:
+            fragment.on_begun = call
 
     def is_everywhere(self, fragment: int, version: int) -> bool:
         """Whether all live peers are known to hold ``version``: they say so, or they are in the round after

@@ -71,16 +71,13 @@ class Member:
         self._told_of: tuple[list[PartOutcome], list[int]] = [], []
         """What ``_told`` was made of."""
         self._asked_beside = 0
-        self._mean = large_buffer(len(self._payload))
+        self._mean, self._parts = memoryview(b""), list[PartState]()
+        """Made in ``start``."""
         self.exchange: Exchange | None = None
-        means_due_at = now + 2 * attempt.parts_within_s
+        self._means_due_at = now + 2 * attempt.parts_within_s
         if attempt.council is not None:
             self.exchange = Exchange(attempt, swarm, outlet, now)
-            means_due_at += 2 * attempt.council.sums_within_s
-        self._parts = [
-            PartState(owner, 0, self._slice(part, self._mean), means_due_at)
-            for part, owner in enumerate(attempt.owners)
-        ]
+            self._means_due_at += 2 * attempt.council.sums_within_s
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
@@ -88,7 +85,13 @@ class Member:
         self._audience = Audience(attempt)
 
     def start(self, now: float) -> None:
-        """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""
+        """Make room for the mean and send the slices to their owners, a piece to each in turn, so that all
+        links are busy at once."""
+        self._mean = large_buffer(len(self._payload))
+        self._parts = [
+            PartState(owner, 0, self._slice(part, self._mean), self._means_due_at)
+            for part, owner in enumerate(self.attempt.owners)
+        ]
         by_owner: dict[PeerId, list[Iterator[tuple[PeerId, Part]]]] = {}
         for part, state in enumerate(self._parts):
             if state.owner == self._swarm.me:
