@@ -34,6 +34,7 @@ class AgreedLoss:
         """Before the first step: where the run, or this peer, begins."""
         self._round = int(peer.position)
         self._measure(peer)
+        self._next_at = time.monotonic() + AT_MOST_EVERY_S  # a first one takes longer than those that follow
 
     def after_step(self, peer: Peer) -> None:
         """Measure if a round has begun that is this peer's to measure."""

@@ -36,7 +36,8 @@ BYTE_GPT = "byte-gpt"
 BYTE_GPT_VERSION = 1
 """Raised when a change makes the built-in model differ for the same options."""
 WARMUP_ROUNDS = 0.5
-_HELD_OUT_WINDOWS, _GLANCE_WINDOWS = 128, 16
+_HELD_OUT, _GLANCE = (4, 32), (1, 8)
+"""Batches, and windows in each."""
 _SHAPE_OPTIONS: dict[str, int] = Shape()._asdict()
 _OTHER_OPTIONS = {"batch": 8, "learning_rate": 2e-3, "warmup_rounds": WARMUP_ROUNDS, "text": "", "tokens": ""}
 
@@ -148,8 +149,8 @@ def _byte_gpt(options: Mapping[str, str | int | float | bool]) -> Recipe:
         loss=next_token_loss,
         optimizer=partial(_adamw, float(settings["learning_rate"])),
         learning_rate=partial(warm_up, rounds=float(settings["warmup_rounds"])),
-        held_out=partial(_held_out_loss, corpus, shape.context, _HELD_OUT_WINDOWS),
-        glance=partial(_held_out_loss, corpus, shape.context, _GLANCE_WINDOWS),
+        held_out=partial(_held_out_loss, corpus, shape.context, _HELD_OUT),
+        glance=partial(_held_out_loss, corpus, shape.context, _GLANCE),
         generate=None if tokens else sample_text,
         default_batch=int(settings["batch"]),
     )
@@ -167,15 +168,15 @@ def _windows(tokens: Tensor, context: int, seed: int, batch: int) -> Iterator[tu
         yield windows[:, :-1], windows[:, 1:]
 
 
-def _held_out_loss(corpus: Corpus, context: int, windows: int, model: nn.Module) -> float:
-    """Mean loss over a fixed draw of held-out windows (four batches of them), the same on every peer with the
-    same text."""
+def _held_out_loss(corpus: Corpus, context: int, size: tuple[int, int], model: nn.Module) -> float:
+    """Mean loss over a fixed draw of held-out windows, the same on every peer with the same text; ``size``:
+    batches, and windows in each."""
     context = min(context, len(corpus.held_out) - 1)
-    batches = _windows(corpus.held_out, context, 0, windows // 4)
+    batches = _windows(corpus.held_out, context, 0, size[1])
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        losses = [float(next_token_loss(model, next(batches))) for _ in range(4)]
+        losses = [float(next_token_loss(model, next(batches))) for _ in range(size[0])]
     model.train(was_training)
     return sum(losses) / len(losses)
 
