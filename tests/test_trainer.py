@@ -150,7 +150,7 @@ def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.M
     bench.ledger.close()
 
 
-def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_when_the_round_has_ended(
+def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
@@ -161,6 +161,8 @@ def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_when_the_round_ha
             bench.step()
         return [offer.fragment for offer in bench.wire.offers]
 
+    bench.wire.is_full = True
+    bench.wire.stages |= {0: "means", 1: "means"}
     step(6)  # fragment 1 is due at 2 s, fragment 0 at 4 s, fragment 1 again at 6 s
     bench.commit(1)
     assert step(1) == [1, 0, 1]
@@ -170,6 +172,7 @@ def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_when_the_round_ha
     bench.commit(1)
     assert step(2) == [1, 0, 1, 1]  # it has caught up: no other before its next point
     assert step(1) == [1, 0, 1, 1, 1]
+    bench.wire.is_full = False
     bench.wire.awaiting.add(1)
     step(9)
     bench.commit(1)
