@@ -115,7 +115,14 @@ def test_a_long_way_is_no_full_line() -> None:
     """Eight fragments, 300 ms and rounds of 2 s: one after the other they would make a fifth of the
     rounds."""
     line = train(
-        [300] * 4, rounds=20, round_s=2.0, fragments=8, payload_bytes=130e3, latency_ms=300.0, step_s=0.035, seed=5
+        [300] * 4,
+        rounds=20,
+        round_s=2.0,
+        fragments=8,
+        payload_bytes=130e3,
+        latency_ms=300.0,
+        step_s=0.035,
+        seed=5,
     )
     assert line.of_best >= 0.85
 

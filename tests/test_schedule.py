@@ -218,8 +218,8 @@ def pass_points(made: WorkAccount, last: float, position: float, *, awaits_begin
 @pytest.mark.parametrize(
     ("mode", "count", "is_line_full", "is_due"),
     [
-        ("time", 1, False, True), ("time", 2, True, True), ("time", 2, False, False), ("steps", 1, True, False),
-        ("steps", 2, True, False),
+        ("time", 1, False, True), ("time", 2, True, True), ("time", 2, False, False),
+        ("steps", 1, True, False), ("steps", 2, True, False),
     ],
 )  # fmt: skip
 def test_a_point_that_passed_in_flight_is_made_up_as_soon_as_its_round_has_ended(
@@ -271,7 +271,7 @@ def is_held(made: WorkAccount, stages: dict[int, Stage], step_s: float = 0.1, no
 def test_on_a_full_line_the_next_fragment_waits_until_the_slices_of_the_last_have_left(
     stage: Stage, is_line_full: bool, held: bool
 ) -> None:
-    """Where bulk waits for nobody's line most of the time, rounds wait for others or for a long way: side by side."""
+    """Where no bulk waits most of the time, rounds wait for others or for a long way: side by side."""
     made = account(round_s=4.0)
     send(made, 0, 1.0, 140)
     assert made.due(1.1, 1.5, is_line_full) == [1]
@@ -414,3 +414,13 @@ def test_the_end_offers_few_at_once_then_all_then_nothing() -> None:
     assert ending.next([0, 2, 3], [0, 2], 115.0) == ([3], 15.0)
     assert ending.next([0], [0], 130.0) is None
     assert ending.next([], [0], 120.0) is None
+
+
+def test_rounds_without_the_whole_work_of_a_peer_are_counted_until_one_has_it_all() -> None:
+    made = account()
+    for share, so_far in ((0.5, 1), (0.0, 2), (0.9, 3), (1.0, 0), (0.5, 1)):
+        send(made, 1, 0.5, 140)
+        made.step(1, made.meet(1, 1, True), share, position=0.9, inner_steps=9, now=9.0)
+        assert made.partial_in_a_row == so_far
+    made.step(1, None, 0.0, position=0.9, inner_steps=9, now=9.0)
+    assert made.partial_in_a_row == 1  # a round for which it offered nothing

@@ -180,6 +180,19 @@ def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_
     assert step(1) == [1, 0, 1, 1, 1, 1]
 
 
+def test_a_peer_whose_work_is_in_no_mean_is_told_once_after_five_rounds() -> None:
+    """One was partial in 54 of 56 rounds, and nobody saw it."""
+    bench = Bench(fragments=1)
+    for round_, by in enumerate([*(6 * ["other"]), "me", "other"]):
+        bench.step(4)
+        assert len(bench.wire.offers) == round_ + 1
+        assert len(bench.wire.seen(ev.Warned)) == (round_ >= 5)
+        bench.commit(0, by)
+    bench.step(1)
+    assert [fields["text"] for fields in bench.wire.seen(ev.Warned)] == [synchroniser.PARTIAL]
+    bench.ledger.close()
+
+
 def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

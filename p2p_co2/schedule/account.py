@@ -84,6 +84,8 @@ class WorkAccount:
         """Schedule points in a row that passed while the fragment's last round was in flight."""
         self._tick = self._full_until = 0
         """The last point that has passed, and the one until which the line counts as full."""
+        self.partial_in_a_row = 0
+        """Means of late that lack some of what this peer offered for them."""
         self._full_share = 0.0
         """Of the time of late, in which bulk waited for the line."""
         self._has_offered = [False] * self._count
@@ -100,7 +102,8 @@ class WorkAccount:
         self._tick = last_tick(self._count, position)
         for fragment in points:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
-        waiting = sorted(self._waiting, key=lambda f: (self.versions[f], f) if self._is_full else (self._waiting[f], f))
+        order = self.versions if self._is_full else self._waiting
+        waiting = sorted(self._waiting, key=lambda fragment: (order[fragment], fragment))
         return [fragment for fragment in waiting if fragment not in self.in_flight or fragment in points]
 
     def _last_point_of(self, fragment: int) -> int:
@@ -116,31 +119,32 @@ class WorkAccount:
         if not awaits_begin:
             self._note_full()
             self._missed[fragment] += 1
-        is_overdue = self._is_full or self._missed[fragment] >= (1 if self._count == 1 else OVERDUE_POINTS)
-        if awaits_begin or not (self._by_time and is_overdue):
+        overdue_points = 1 if self._is_full or self._count == 1 else OVERDUE_POINTS
+        if awaits_begin or not self._by_time or self._missed[fragment] < overdue_points:
             self._waiting.pop(fragment, None)
         return False
 
     def is_held(self, stage: Callable[[int], Stage], step_s: float, now: float) -> bool:
         """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
         when it gets there. One has the line until its slices have left; where nobody answers, and before it
-        is encoded, for the time between two points. Of steps that are longer than that, each sends several."""
-        stages = {fragment: stage(fragment) for fragment in self.in_flight}
-        begun = [fragment for fragment, at in stages.items() if at == "slices"]
-        early = [f for f, at in stages.items() if at in ("", "asking")]
-        early = [f for f in early if now - self.in_flight[f].at < self._tick_s]
+        is encoded, for the time between two points. A step that is longer than that sends several."""
+        begun = early = 0
+        for fragment, sent in self.in_flight.items():
+            at = stage(fragment)
+            begun += at == "slices"
+            early += at in ("", "asking") and now - sent.at < self._tick_s
         if begun:
             self._note_full()
-        return self._is_full and len(begun) + len(early) > step_s / self._tick_s
+        return self._is_full and begun + early > step_s / self._tick_s
 
     @property
     def _is_full(self) -> bool:
         return self._tick < self._full_until
 
     def _note_full(self) -> None:
-        """If bulk waits for the line most of the time, it counts as full for a round from now on. Else it is others, or the
-        way's length, that rounds wait for: one after the other they would take longer."""
-        if self._full_share > 0.5:
+        """If bulk waits for the line most of the time, it counts as full for a round from now on. Else it is
+        others, or the way's length, that rounds wait for: one after the other they would take longer."""
+        if self._by_time and self._full_share > 0.5:
             self._full_until = self._tick + self._count
 
     def forget_missed(self) -> None:
@@ -189,6 +193,7 @@ class WorkAccount:
             return Lag(0, 0, 0.0)
         if not share:
             self.left_out(fragment)
+        self.partial_in_a_row = 0 if share >= 1 else self.partial_in_a_row + 1
         known = self._contributed_tokens[fragment]
         self._contributed_tokens[fragment] = known + share * (sent.tokens - known)
         self._delays_s.append(now - sent.at)
