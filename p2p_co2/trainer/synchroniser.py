@@ -55,8 +55,8 @@ RATE_DECAY = 0.8
 PARTIAL_IN_A_ROW = 5
 PARTIAL = (
     f"the last {PARTIAL_IN_A_ROW} rounds counted only a part of this peer's work, or none: it came too late, "
-    "or the others take this line for a slow one. The rest is in later rounds; if this goes on, see what else "
-    "uploads here"
+    "or the others take this line for a slow one. The rest is in later rounds; if this goes on, see what "
+    "else uploads here"
 )
 """Said once, until a round has counted all of it."""
 
