@@ -22,14 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bootstrap import netns
 from bootstrap.local_swarm import Child, LocalSwarm, environment, program
@@ -66,10 +66,8 @@ def train(ticket: str, folder: Path, ready: Path) -> None:
 
 def lo_bytes() -> tuple[int, int]:
     """(bytes, packets) that loopback has carried."""
-    line = next(
-        one for one in Path("/proc/net/dev").read_text().splitlines() if one.strip().startswith("lo:")
-    )
-    fields = line.split(":")[1].split()
+    devices = dict(one.split(":") for one in Path("/proc/net/dev").read_text().splitlines()[2:])
+    fields = {name.strip(): told for name, told in devices.items()}["lo"].split()
     return int(fields[8]), int(fields[9])
 
 
@@ -91,11 +89,8 @@ def inside(peers: int, after_s: float, seconds: float, round_s: float, folder: P
     run_file.write_text(write_toml(RunConfig(name="control", fragments=FRAGMENTS, clock=clock)))
     children: list[int] = []
     with LocalSwarm(folder) as swarm:
-        seed = swarm.start(
-            "seed",
-            program("bootstrap", "seed", str(run_file), "--folder", str(folder / "seed")),
-            environment(),
-        )
+        arguments = ("seed", str(run_file), "--folder", str(folder / "seed"))
+        seed = swarm.start("seed", program("bootstrap", *arguments), environment())
         ticket = _ticket_of(seed)
         try:
             for index in range(peers):
@@ -138,8 +133,6 @@ def _become(ticket: str, folder: Path, index: int) -> None:
         train(ticket, folder / f"peer{index}", folder / f"ready{index}")
         status = 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stderr.flush()

@@ -95,7 +95,7 @@ def test_a_full_line_is_used_whole_one_fragment_after_the_other(mbit: float) -> 
     assert line.of_best >= 0.9
     assert line.means_times <= 4.0 / 2.5
     assert line.staleness <= 1
-    assert line.whole_share >= 0.99
+    assert line.whole_share >= 0.985  # at the start some may find it full a point later than others
 
 
 def test_steps_that_are_long_beside_an_exchange_use_it_whole_too() -> None:

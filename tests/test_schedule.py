@@ -215,23 +215,40 @@ def pass_points(made: WorkAccount, last: float, position: float, *, awaits_begin
     return [fragment for fragment in made.due(last, position) if made.may_send(fragment, awaits_begin)]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(("mode", "is_due"), [("time", True), ("steps", False)])
-def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_as_soon_as_its_round_has_ended(
-    mode: str, count: int, is_due: bool
+@pytest.mark.parametrize(
+    ("mode", "count", "is_line_full", "is_due"),
+    [
+        ("time", 1, False, True), ("time", 2, True, True), ("time", 2, False, False),
+        ("steps", 1, True, False), ("steps", 2, True, False),
+    ],
+)  # fmt: skip
+def test_a_point_that_passed_in_flight_is_made_up_as_soon_as_its_round_has_ended(
+    mode: str, count: int, is_line_full: bool, is_due: bool
 ) -> None:
     """Where an exchange takes a little longer than a round, every second point was passed in flight, and the
-    line stood idle until the next one."""
+    line stood idle until the next one. Of a single fragment the members meet the mean around their point,
+    some before and some after it."""
     made = account(mode, count=count)
     send(made, 0, 1.0, 140)
-    assert 0 not in pass_points(made, 1.9, 2.0)
-    assert 0 not in made.due(2.0, 2.1)
+    made.due(1.0, 1.5, is_line_full)
+    assert [f for f in made.due(1.5, 2.0, is_line_full) if f == 0 and made.may_send(0, False)] == []
+    assert 0 not in made.due(2.0, 2.1, is_line_full)
     end(made, 0, 2.1)
     assert (0 in pass_points(made, 2.1, 2.2)) == is_due
     send(made, 0, 2.2, 150)
     end(made, 0, 2.3)
     assert 0 not in made.due(2.3, 2.4)  # once
     assert 0 in made.due(2.9, 3.0)
+
+
+def test_where_no_line_is_full_two_missed_points_make_a_fragment_due_at_once() -> None:
+    """Others that did not miss it send at the next."""
+    made = account()
+    send(made, 1, 0.5, 140)
+    assert pass_points(made, 0.9, 1.6) == [0]
+    assert pass_points(made, 1.6, 2.6) == [0]
+    end(made, 1, 2.9)
+    assert pass_points(made, 2.9, 2.95) == [0, 1]
 
 
 def test_an_offer_made_before_the_others_is_that_of_the_point_at_which_they_make_theirs() -> None:
@@ -254,28 +271,28 @@ def is_held(made: WorkAccount, stages: dict[int, Stage], step_s: float = 0.1, no
 def test_on_a_full_line_the_next_fragment_waits_until_the_slices_of_the_last_have_left(
     stage: Stage, is_line_full: bool, held: bool
 ) -> None:
-    """Where bulk waits for nobody's line, rounds wait for others or for a long way: side by side."""
+    """Where no bulk waits most of the time, rounds wait for others or for a long way: side by side."""
     made = account(round_s=4.0)
     send(made, 0, 1.0, 140)
-    assert made.due(1.4, 1.5, is_line_full) == [1]
+    assert made.due(1.1, 1.5, is_line_full) == [1]
     assert is_held(made, {0: stage}) == held
     assert made.due(1.5, 1.6, is_line_full) == [1]  # it waits
     assert not is_held(made, {0: "means"})
 
 
-def test_where_the_line_has_been_full_a_fragment_that_awaits_its_begin_has_it_for_a_round_at_most() -> None:
+def test_where_the_line_has_been_full_a_fragment_that_awaits_its_begin_has_it_until_the_next_point() -> None:
     """Else all that wait would be sent in the moment in which a round has ended, and come to the line
     together. But nobody may answer."""
     made = account(round_s=4.0)
     send(made, 0, 1.0, 140)
-    made.due(1.4, 1.5, is_line_full=True)
+    made.due(1.1, 1.5, is_line_full=True)
     assert is_held(made, {0: "slices"})
     end(made, 0, 1.9)
     made.due(1.9, 2.0)
     send(made, 0, 2.0, 150)  # at 10 s
     assert is_held(made, {0: ""}, now=10.1)
-    assert is_held(made, {0: "asking"}, now=13.9)
-    assert not is_held(made, {0: "asking"}, now=14.1)
+    assert is_held(made, {0: "asking"}, now=11.9)
+    assert not is_held(made, {0: "asking"}, now=12.1)
     made.due(2.0, 3.1)  # a round later the line counts as full no more
     assert not is_held(made, {0: "asking"}, now=11.0)
 
@@ -296,7 +313,7 @@ def test_on_a_full_line_all_peers_send_the_fragments_in_one_order() -> None:
     """That of their outer steps: which point passed while a round was in flight differs from peer to peer."""
     made = account(round_s=4.0, count=4)
     made.versions = [3, 2, 3, 2]
-    assert made.due(0.9, 1.75) == [0, 1, 2, 3]
+    assert made.due(0.9, 1.75, is_line_full=True) == [0, 1, 2, 3]
     send(made, 0, 1.75, 140)
     assert made.due(1.75, 1.8, is_line_full=True) == [1, 2, 3]
     assert is_held(made, {0: "slices"})
@@ -339,7 +356,7 @@ def test_who_loaded_what_others_made_is_due_at_once_in_long_rounds_too_where_the
     """There the others send as soon as their round has ended."""
     made = account(round_s=60.0)
     send(made, 1, 0.5, 140)
-    made.due(0.9, 1.0, is_line_full=True)
+    made.due(0.6, 1.0, is_line_full=True)
     assert is_held(made, {1: "slices"})
     send(made, 0, 1.0, 140)
     made.meet(1, 1, True)
@@ -397,3 +414,13 @@ def test_the_end_offers_few_at_once_then_all_then_nothing() -> None:
     assert ending.next([0, 2, 3], [0, 2], 115.0) == ([3], 15.0)
     assert ending.next([0], [0], 130.0) is None
     assert ending.next([], [0], 120.0) is None
+
+
+def test_rounds_without_the_whole_work_of_a_peer_are_counted_until_one_has_it_all() -> None:
+    made = account()
+    for share, so_far in ((0.5, 1), (0.0, 2), (0.9, 3), (1.0, 0), (0.5, 1)):
+        send(made, 1, 0.5, 140)
+        made.step(1, made.meet(1, 1, True), share, position=0.9, inner_steps=9, now=9.0)
+        assert made.partial_in_a_row == so_far
+    made.step(1, None, 0.0, position=0.9, inner_steps=9, now=9.0)
+    assert made.partial_in_a_row == 1  # a round for which it offered nothing

@@ -150,7 +150,7 @@ def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.M
     bench.ledger.close()
 
 
-def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_when_the_round_has_ended(
+def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
@@ -161,6 +161,8 @@ def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_when_the_round_ha
             bench.step()
         return [offer.fragment for offer in bench.wire.offers]
 
+    bench.wire.is_full = True
+    bench.wire.stages |= {0: "means", 1: "means"}
     step(6)  # fragment 1 is due at 2 s, fragment 0 at 4 s, fragment 1 again at 6 s
     bench.commit(1)
     assert step(1) == [1, 0, 1]
@@ -170,11 +172,25 @@ def test_by_the_clock_a_point_that_passed_in_flight_is_made_up_when_the_round_ha
     bench.commit(1)
     assert step(2) == [1, 0, 1, 1]  # it has caught up: no other before its next point
     assert step(1) == [1, 0, 1, 1, 1]
+    bench.wire.is_full = False
     bench.wire.awaiting.add(1)
     step(9)
     bench.commit(1)
     assert step(2) == [1, 0, 1, 1, 1]  # at 26 and 30 s it waited for those who sent theirs then
     assert step(1) == [1, 0, 1, 1, 1, 1]
+
+
+def test_a_peer_whose_work_is_in_no_mean_is_told_once_after_five_rounds() -> None:
+    """One was partial in 54 of 56 rounds, and nobody saw it."""
+    bench = Bench(fragments=1)
+    for round_, by in enumerate([*(6 * ["other"]), "me", "other"]):
+        bench.step(4)
+        assert len(bench.wire.offers) == round_ + 1
+        assert len(bench.wire.seen(ev.Warned)) == (round_ >= 5)
+        bench.commit(0, by)
+    bench.step(1)
+    assert [fields["text"] for fields in bench.wire.seen(ev.Warned)] == [synchroniser.PARTIAL]
+    bench.ledger.close()
 
 
 def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left(

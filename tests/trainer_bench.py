@@ -113,10 +113,10 @@ class Bench:
             self.sync.after_step(tokens=10, loss=1.0)
             self.ledger.agreed()  # let the worker finish what was asked
 
-    def commit(self, fragment: int) -> None:
-        """The round of this peer's last offer for ``fragment`` commits, with it alone in the mean."""
+    def commit(self, fragment: int, by: str = "me") -> None:
+        """The round of this peer's last offer for ``fragment`` commits, with one peer alone in the mean."""
         offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
-        parts = (PartWeights(0, len(offer.payload) // 512, {"me": offer.weight}),)
+        parts = (PartWeights(0, len(offer.payload) // 512, {by: offer.weight}),)
         mean = AgreedMean(fragment, offer.round, offer.base_version, offer.state_digest, offer.payload, parts)
         asyncio.run(self.ledger.commit(mean))
 

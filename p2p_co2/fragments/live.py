@@ -2,8 +2,10 @@
 
 Laws: a snapshot is a copy, so what crosses to another thread never changes under it; a merge touches only
 its fragment's elements, in place, so the inner optimizer keeps its references and its state; a merge is
-computed in fp32 (fp64 for parameters of that) and rounded once to the parameter's dtype. On an accelerator a
-copy comes after the steps that are queued there, and how long they took is told apart from the copy.
+computed in fp32 (fp64 for parameters of that) and rounded once to the parameter's dtype. All slices are one
+call of torch's where they can be: after each call a thread waits for the interpreter, up to 5 ms if the
+network's thread has it. On an accelerator a copy comes after the steps that are queued there, and how long
+they took is told apart from the copy.
 
 Price: with 16-bit parameters a merge smaller than half a last place is rounded away. Keep fp32 parameters
 and use autocast if that matters. A parameter whose memory is not contiguous is copied as a whole for each
@@ -65,8 +67,10 @@ class LiveParameters:
                 self._parameters[part.name].reshape(-1)[part.start : part.stop] for part in fragment.slices
             ]
             return out.copy_(torch.cat([view.float() for view in views]))
-        for parameter, part, at in self._slices(index):
-            out[at].copy_(parameter.reshape(-1)[part.start : part.stop])
+        sources = [
+            parameter.reshape(-1)[part.start : part.stop] for parameter, part, _ in self._slices(index)
+        ]
+        torch._foreach_copy_([out[at] for _, _, at in self._slices(index)], sources)
         return out
 
     @torch.no_grad()
@@ -74,10 +78,14 @@ class LiveParameters:
         """``live = keep * live + addend`` for fragment ``index``, in place; ``addend`` is fp32 [numel]."""
         self._check(index, merge.addend)
         self._let_compute(index)
+        views, addends = list[Tensor](), list[Tensor]()
         for parameter, part, at, addend in self._with(index, merge.addend):
             flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
             view = flat[part.start : part.stop]
-            if view.dtype in (torch.float32, torch.float64):
+            if view.dtype == torch.float32 and parameter.is_contiguous():
+                views.append(view)
+                addends.append(addend[at])
+            elif view.dtype in (torch.float32, torch.float64):
                 (view if merge.keep == 1.0 else view.mul_(merge.keep)).add_(addend[at])
             else:
                 view.copy_(
@@ -85,6 +93,10 @@ class LiveParameters:
                 )
             if not parameter.is_contiguous():
                 parameter.copy_(flat.view(parameter.shape))
+        if views and merge.keep != 1.0:
+            torch._foreach_mul_(views, merge.keep)
+        if views:
+            torch._foreach_add_(views, addends)
 
     @torch.no_grad()
     def load_(self, index: int, values: Tensor) -> None:

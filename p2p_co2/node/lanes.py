@@ -5,8 +5,8 @@ it has learned to be. So bulk over far ways takes turns: at little more than the
 what is under way waits for little (then turns bind, and not TCP's shares), and a lane that has less left to
 carry than another that waits leaves it a turn before each of its own.
 
-In a lane, pieces of a round that began earlier go before those of later ones: of two rounds on a full line the
-first ends as soon as it would alone, and all members order them alike.
+In a lane, pieces of a round that began earlier go before those of later ones: of two rounds on a full line
+the first ends as soon as it would alone, and all members order them alike.
 
 Laws: a lane never waits for one that does not ask, and leaves one turn at most before each of its own; turns
 are at the rate of a ``LinePace``; what is no piece is overtaken only by rounds that had begun before it

@@ -121,7 +121,8 @@ class Links:
 
     @property
     def is_full(self) -> bool:
-        """Whether bulk waits for most peers: then it is our line that it waits for, and not theirs. Other threads may ask."""
+        """Whether bulk waits for most peers: then it is our line that it waits for, and not theirs. Other
+        threads may ask."""
         lanes = list(self._lanes.values())
         return 2 * sum(bool(lane.bulk) for lane in lanes) > len(lanes)
 

@@ -2,11 +2,11 @@
 network or clock. ``trainer`` and ``simnet`` keep the same account.
 
 Laws: a fragment has one offer in flight at most; work that no mean has counted is in the weight of the next
-offer, and is offered again at the end; deterministic, ``now`` is an argument. By the clock a point that
+offer, and is offered again at the end; deterministic, ``now`` is an argument. On a full line a point that
 passes while the last round of a fragment is in flight is made up as soon as that round has ended: all members
-see it end at about the same time. Where that happens the line is full, and fragments take turns on it, in the
-order of their points: the next snapshot is taken when the slices of the last one have left. So the line is
-never idle, and an answer is as fresh as the line allows. Price: what is made up late shows as staleness.
+see it end at about the same time. There fragments take turns, in one order for all: the next snapshot is
+taken when the slices of the last one have left. So the line is never idle, and an answer is as fresh as it
+allows. Price: what is made up late shows as staleness.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ FIRST_ROUND_BOUND_S = 15.0
 """Training waits at most this long for the first rounds of what was sent in one step, if it waits at all."""
 ALONE_S = 15.0
 """In longer rounds nothing is offered before its point: a coordinator waits 30 s for the others at most."""
+OVERDUE_POINTS = 2
+"""Where no line is full, one of several fragments that missed so many points is sent as soon as its round has
+ended. A single one is after the first: members meet the same mean up to an inner step apart, and the next
+point may lie between them, so who missed it must not be a round behind those who did not."""
+FULL_LATELY = 2.0
+"""Whether the line is full is judged by about the last half of the time between two points: a burst waits for
+a moment on any line."""
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
 must not take the offer of its last process for its own."""
@@ -59,7 +66,6 @@ class WorkAccount:
 
     def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
         self._count, self._by_time = len(versions), run.clock.mode == "time"
-        self._round_s = run.clock.round_s
         self._tick_s = run.clock.round_s / self._count
         """From one fragment's point to the next one's, by the clock."""
         self._are_rounds_short = run.clock.round_s <= ALONE_S
@@ -74,9 +80,14 @@ class WorkAccount:
         contributed each time is a part at random, so the parts' mean age is their weight."""
         self._waiting: dict[int, int] = {}
         """Fragments whose point has passed and that are not sent yet, with the number of their first one."""
+        self._missed = [0] * self._count
+        """Schedule points in a row that passed while the fragment's last round was in flight."""
         self._tick = self._full_until = 0
         """The last point that has passed, and the one until which the line counts as full."""
-        self._is_line_full = False
+        self.partial_in_a_row = 0
+        """Means of late that lack some of what this peer offered for them."""
+        self._full_share = 0.0
+        """Of the time of late, in which bulk waited for the line."""
         self._has_offered = [False] * self._count
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
@@ -85,55 +96,61 @@ class WorkAccount:
         """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
         points; on a full line those with the fewest outer steps first, which all peers count alike.
         ``is_line_full``: bulk waits for it."""
-        self._is_line_full = is_line_full
+        weight = min(1.0, FULL_LATELY * self._count * (position - last_position))
+        self._full_share += weight * (is_line_full - self._full_share)
         points = due(self._count, last_position, position)
         self._tick = last_tick(self._count, position)
         for fragment in points:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
-        waiting = sorted(
-            self._waiting, key=lambda f: (self.versions[f], f) if self._is_full else (self._waiting[f], f)
-        )
+        order = self.versions if self._is_full else self._waiting
+        waiting = sorted(self._waiting, key=lambda fragment: (order[fragment], fragment))
         return [fragment for fragment in waiting if fragment not in self.in_flight or fragment in points]
 
     def _last_point_of(self, fragment: int) -> int:
         return self._tick - (self._tick - fragment) % self._count
 
     def may_send(self, fragment: int, awaits_begin: bool) -> bool:
-        """Whether a fragment that is due can be sent. If not, its point is made up once its round has ended,
-        by the clock. One that ``awaits_begin`` was sent before the others' were: it waits for what they send
-        at this point."""
+        """Whether a fragment that is due can be sent. If not, its point is made up once its round has ended:
+        by the clock, and if the line is full or it is overdue. One that ``awaits_begin`` was sent before the
+        others' were: it waits for what they send at this point."""
         is_free = fragment not in self.in_flight
-        if not is_free and (awaits_begin or not self._by_time):
-            self._waiting.pop(fragment, None)
-        elif not is_free:
+        if is_free:
+            return True
+        if not awaits_begin:
             self._note_full()
-        return is_free
+            self._missed[fragment] += 1
+        overdue_points = 1 if self._is_full or self._count == 1 else OVERDUE_POINTS
+        if awaits_begin or not self._by_time or self._missed[fragment] < overdue_points:
+            self._waiting.pop(fragment, None)
+        return False
 
     def is_held(self, stage: Callable[[int], Stage], step_s: float, now: float) -> bool:
         """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
         when it gets there. One has the line until its slices have left; where nobody answers, and before it
-        is encoded, for the time between two points. Of steps that are longer than that, each sends several."""
-        stages = {fragment: stage(fragment) for fragment in self.in_flight}
-        begun = [fragment for fragment, at in stages.items() if at == "slices"]
-        early = [f for f, at in stages.items() if at in ("", "asking")]
-        early = [f for f in early if now - self.in_flight[f].at < self._round_s]
+        is encoded, for the time between two points. A step that is longer than that sends several."""
+        begun = early = 0
+        for fragment, sent in self.in_flight.items():
+            at = stage(fragment)
+            begun += at == "slices"
+            early += at in ("", "asking") and now - sent.at < self._tick_s
         if begun:
             self._note_full()
-        return self._is_full and len(begun) + len(early) > step_s / self._tick_s
+        return self._is_full and begun + early > step_s / self._tick_s
 
     @property
     def _is_full(self) -> bool:
         return self._tick < self._full_until
 
     def _note_full(self) -> None:
-        """If bulk waits for the line, it counts as full for a round from now on. Else it is others, or the
-        way's length, that rounds wait for: one after the other they would take longer."""
-        if self._is_line_full:
+        """If bulk waits for the line most of the time, it counts as full for a round from now on. Else it is
+        others, or the way's length, that rounds wait for: one after the other they would take longer."""
+        if self._by_time and self._full_share > 0.5:
             self._full_until = self._tick + self._count
 
     def forget_missed(self) -> None:
         """After a rest: its points are not made up."""
         self._waiting.clear()
+        self._missed = [0] * self._count
 
     def send(
         self, fragment: int, *, position: float, inner_steps: int, tokens: int, now: float, chance: float
@@ -142,6 +159,7 @@ class WorkAccount:
         points = points_passed(fragment, self._count, position)
         self.in_flight[fragment] = Sent(inner_steps, now, points, tokens)
         self._waiting.pop(fragment, None)
+        self._missed[fragment] = 0
         self._has_offered[fragment] = True
         return max(1, tokens - self._contributed_tokens[fragment]) + DISTINCT * chance
 
@@ -175,6 +193,7 @@ class WorkAccount:
             return Lag(0, 0, 0.0)
         if not share:
             self.left_out(fragment)
+        self.partial_in_a_row = 0 if share >= 1 else self.partial_in_a_row + 1
         known = self._contributed_tokens[fragment]
         self._contributed_tokens[fragment] = known + share * (sent.tokens - known)
         self._delays_s.append(now - sent.at)

@@ -53,6 +53,13 @@ WAIT_BEAT_S = 0.01
 PUT_OFF_BELOW_S = 1.0
 """Where steps take longer, one that two fragments are due in takes both snapshots."""
 RATE_DECAY = 0.8
+PARTIAL_IN_A_ROW = 5
+PARTIAL = (
+    f"the last {PARTIAL_IN_A_ROW} rounds counted only a part of this peer's work, or none: it came too late, "
+    "or the others take this line for a slow one. The rest is in later rounds; if this goes on, see what "
+    "else uploads here"
+)
+"""Said once, until a round has counted all of it."""
 
 
 class Wire(Protocol):
@@ -324,6 +331,8 @@ class Synchroniser:
             fragment, sent, outcome.share,
             position=self.position, inner_steps=self.inner_steps, now=time.monotonic(),
         )  # fmt: skip
+        if sent is not None and self._account.partial_in_a_row == PARTIAL_IN_A_ROW:
+            self._report(ev.Warned, text=PARTIAL)
         self._report(
             ev.FragmentApplied, fragment=fragment, version=outcome.version, contributed=outcome.contributed,
             gap=outcome.report.gap, gradient_norm=outcome.report.gradient_norm,
