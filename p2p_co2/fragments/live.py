@@ -3,8 +3,9 @@
 Laws: a snapshot is a copy, so what crosses to another thread never changes under it; a merge touches only
 its fragment's elements, in place, so the inner optimizer keeps its references and its state; a merge is
 computed in fp32 and rounded once to the parameter's dtype. All slices are one call of torch's where they can
-be: after each call a thread waits for the interpreter, up to 5 ms if the network's thread has it. On an accelerator a copy comes after the steps
-that are queued there, and how long they took is told apart from the copy.
+be: after each call a thread waits for the interpreter, up to 5 ms if the network's thread has it. On an
+accelerator a copy comes after the steps that are queued there, and how long they took is told apart from the
+copy.
 
 Price: with 16-bit parameters a merge smaller than half a last place is rounded away. Keep fp32 parameters
 and use autocast if that matters. A parameter whose memory is not contiguous is copied as a whole for each
@@ -60,7 +61,9 @@ class LiveParameters:
                 self._parameters[part.name].reshape(-1)[part.start : part.stop] for part in fragment.slices
             ]
             return out.copy_(torch.cat([view.float() for view in views]))
-        sources = [parameter.reshape(-1)[part.start : part.stop] for parameter, part, _ in self._slices(index)]
+        sources = [
+            parameter.reshape(-1)[part.start : part.stop] for parameter, part, _ in self._slices(index)
+        ]
         torch._foreach_copy_([out[at] for _, _, at in self._slices(index)], sources)
         return out
 
