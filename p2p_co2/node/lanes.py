@@ -9,8 +9,8 @@ In a lane, pieces of a round that began earlier go before those of later ones: o
 the first ends as soon as it would alone, and all members order them alike.
 
 Laws: a lane never waits for one that does not ask, and leaves one turn at most before each of its own; turns
-are at the rate of a ``LinePace``; what is no piece is overtaken only by rounds that had begun before it
-came. Price: the connections' round trips are looked at 25 times a second.
+are at the rate of a ``LinePace``; what is no piece is overtaken by nothing. Price: the connections' round
+trips are looked at 25 times a second.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Bulk(NamedTuple):
     is_served: bool = False
     """Whether the receiver asked for it."""
     order: int = 0
-    """Those with a lower one go first."""
+    """Of a piece: those with a lower one go first."""
 
     def is_stale(self, attempt: bytes, means: bool) -> bool:
         """Whether it is of ``attempt``; of its means only if ``means``."""
@@ -95,9 +95,9 @@ class BeginOrder:
         self._last = 0
 
     def of(self, piece: Piece | None) -> int:
-        """Of the next message; what is no piece goes with the last round that has begun."""
+        """Of the next message; 0 for what is no piece."""
         if piece is None:
-            return self._last
+            return 0
         if piece.attempt not in self._begun:
             self._last += 1
             self._begun[piece.attempt] = self._last
@@ -110,7 +110,7 @@ def place_of(message: Bulk, bulk: Sequence[Bulk]) -> int:
     """Where in ``bulk`` a message waits: before those of later rounds, but never before the first, which may
     have its turn."""
     place = len(bulk)
-    while place > 1 and bulk[place - 1].order > message.order:
+    while message.order and place > 1 and bulk[place - 1].order > message.order:
         place -= 1
     return place
 

@@ -31,6 +31,8 @@ point may lie between them, so who missed it must not be a round behind those wh
 FULL_LATELY = 2.0
 """Whether the line is full is judged by about the last half of the time between two points: a burst waits for
 a moment on any line."""
+LONGEST_TURN_ROUNDS = 2.0
+"""A fragment whose slices have not left after so many rounds keeps none of the others waiting."""
 DISTINCT = 2.0**-10
 """Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
 must not take the offer of its last process for its own."""
@@ -66,7 +68,8 @@ class WorkAccount:
 
     def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
         self._count, self._by_time = len(versions), run.clock.mode == "time"
-        self._tick_s = run.clock.round_s / self._count
+        self._round_s = run.clock.round_s
+        self._tick_s = self._round_s / self._count
         """From one fragment's point to the next one's, by the clock."""
         self._are_rounds_short = run.clock.round_s <= ALONE_S
         self._awaited_rounds, self._rounds = run.outer.blocking_rounds, run.clock.rounds
@@ -126,13 +129,14 @@ class WorkAccount:
 
     def is_held(self, stage: Callable[[int], Stage], step_s: float, now: float) -> bool:
         """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
-        when it gets there. One has the line until its slices have left; where nobody answers, and before it
-        is encoded, for the time between two points. A step that is longer than that sends several."""
+        when it gets there. One has the line until its slices have left, if they are not
+        lost; where nobody answers, and before it is encoded, for the time between two points. A step that is
+        longer than that sends several."""
         begun = early = 0
         for fragment, sent in self.in_flight.items():
-            at = stage(fragment)
-            begun += at == "slices"
-            early += at in ("", "asking") and now - sent.at < self._tick_s
+            at, age_s = stage(fragment), now - sent.at
+            begun += at == "slices" and age_s < LONGEST_TURN_ROUNDS * self._round_s
+            early += at in ("", "asking") and age_s < self._tick_s
         if begun:
             self._note_full()
         return self._is_full and begun + early > step_s / self._tick_s
