@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Torch takes its large tensors in huge pages (see ``memory``): before it makes its first one. A user's own
 # setting stands.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# gRPC starts its threads anew in each forked child, as a DataLoader's workers are, to go on with connections
+# that are the parent's: they end the child by a segmentation fault now and then.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 __version__ = "0.1.0"
 __all__ = ["Connection", "Peer", "PeerConfig", "RunConfig", "__version__", "connect", "join"]

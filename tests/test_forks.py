@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -56,6 +57,33 @@ def test_a_forked_child_has_neither_the_lock_nor_the_sockets_and_the_parent_keep
         assert os.waitpid(child, 0)[1] == 0
         os.close(told)
         os.close(tell)
+
+
+LISTENS_AND_FORKS = """
+import asyncio, os
+from p2p_co2.transport.grpc_carrier import GrpcCarrier
+from p2p_co2.wire.identity import Identity
+
+async def main():
+    carrier = GrpcCarrier(Identity.generate(), bytes(32), "127.0.0.1", 0)
+    await carrier.start(lambda *_: None, lambda *_: None)
+    child = os.fork()
+    if child == 0:
+        os.write(1, str(len(os.listdir("/proc/self/task"))).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    await carrier.close()
+
+asyncio.run(main())
+"""
+
+
+def test_no_thread_of_ours_comes_to_life_in_a_forked_child() -> None:
+    """gRPC's would: on connections that are the parent's."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    command = [sys.executable, "-c", LISTENS_AND_FORKS]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("1", 0), ended.stderr
 
 
 def free_ports(count: int) -> list[str]:
