@@ -23,7 +23,7 @@ recipe = "byte-gpt"            # built in, or your own: "path/to/file.py:functio
 seed = 0                       # every peer starts from the same parameters
 fragments = 4                  # the model is exchanged in this many pieces, one after the other
 group_size = 32                # most peers in one round
-weight_cap = 4.0               # a peer counts at most so many times the median one; 0: no defence against liars
+weight_cap = 4.0               # a peer counts at most so many times the median; 0: no defence against liars
 
 [recipe_options]               # go to the recipe by name; for byte-gpt see the README
 
