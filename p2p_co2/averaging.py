@@ -119,7 +119,8 @@ def slice_norm(codec: Codec, peer: str, payload: Buffer) -> float:
     """The L2 norm of a slice's values, the same bits on every machine. Raises ``HostileSlice``."""
     view = memoryview(payload).cast("B")
     step, total = CHUNK_BLOCKS * codec.block_bytes, 0.0
-    scratch = torch.empty(min(step, len(view)) // codec.block_bytes * codec.block_values, dtype=torch.float32)
+    values_most = min(step, len(view)) // codec.block_bytes * codec.block_values
+    scratch = torch.empty(values_most, dtype=torch.float32, device="cpu")
     for start in range(0, len(view), step):
         piece = view[start : start + step]
         values = scratch[: len(piece) // codec.block_bytes * codec.block_values]

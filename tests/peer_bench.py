@@ -19,6 +19,7 @@ from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.trainer import synchroniser
+from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.model_check import check_model
@@ -41,6 +42,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class NoNetwork(RecordingWire):
     """What a peer asks of its network thread, and nobody on the line."""
+
+    wants_buffers = False
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -81,7 +84,9 @@ class Lone:
         self.wire = NoNetwork(name)
         config = PeerConfig(folder=folder, checkpoint_every_s=1e9)
         plan = Plan(self.run, config, fragments, model, optimizer, learning_rate, base_lr)
-        self.peer = Peer(cast(NetworkThread, self.wire), self.ledger, plan, Progressed())
+        self.peer = Peer(
+            cast(NetworkThread, self.wire), self.ledger, plan, Progressed(), ModelBuffers(self.model)
+        )
         self.draw = torch.Generator().manual_seed(sum(name.encode()))
 
     def train(self, tokens: Any = 64, loss: Any = 1.0) -> bool:
@@ -110,7 +115,7 @@ def meet(*peers: Lone) -> None:
         sent = {name: mine[fragment] for name, mine in offers.items()}
         first = next(iter(sent.values()))
         slices = [(name, offer.weight, offer.payload) for name, offer in sent.items()]
-        mean = asyncio.run(peers[0].ledger.reduce(fragment, slices))
+        mean = asyncio.run(peers[0].ledger.reduce(fragment, slices)).mean
         weights = {name: offer.weight for name, offer in sent.items()}
         parts = (PartWeights(0, len(first.payload) // 512, weights),)
         agreed = AgreedMean(fragment, first.round, first.base_version, first.state_digest, mean, parts)

@@ -46,7 +46,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA)
     config = p2p_co2.PeerConfig(folder=Path(folder), board=False, checkpoint_every_s=1.0)
     with p2p_co2.join(ticket, model, optimizer, config, start_over=bool(over)) as peer:
-        print("starts at", peer.inner_steps, "buffer", int(model.steps.item()), flush=True)
+        print(f"starts at {peer.inner_steps} buffer {int(model.steps.item())}", flush=True)
         scheduler.last_epoch = peer.inner_steps
         for _ in range(int(steps)):
             inputs = torch.randn(16, 8)

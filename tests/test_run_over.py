@@ -176,8 +176,8 @@ def test_who_joins_a_run_that_is_over_is_told_and_ends_with_status_3(tmp_path: P
         running.wait("a", "b")
         join = ["-m", "p2p_co2.cli", "join", running.ticket, "--recipe", RECIPE, "--no-board"]
         late = running.start("late", [sys.executable, *join, "--folder", str(tmp_path / "late")])
-        assert "RunOver: this run ended at round 4" in refused(running, "a", "--resume")
         assert late.wait(START_BOUND_S) == RUN_OVER
+        assert "RunOver: this run ended at round 4" in refused(running, "a", "--resume")
         assert "error: this run ended at round 4; ask for a newer ticket" in running.log("late")
         steps = [event.inner_steps for event in running.events("late") if isinstance(event, Progress)]
         assert not any(steps)

@@ -99,6 +99,7 @@ class MemoryLinks:
         self._world, self._me = world, me
         self.up_bytes = 0
         self.upload_bytes_per_s = 1e6
+        self.is_full = False
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
