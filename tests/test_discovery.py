@@ -205,8 +205,9 @@ async def test_a_seed_dies_and_comes_back(tmp_path: Path) -> None:
         seeds = seed.maddrs
         a_open, b_open = open_member(tmp_path / "a", seeds), open_member(tmp_path / "b", seeds)
         a = await a_open.__aenter__()
+        assert not await a.discovery.greet(seeds)  # it is the one that it joined through
     with pytest.raises(TransportError, match="no seed"):
-        await a.discovery.rebootstrap(seeds)
+        await a.discovery.greet(seeds)
     async with open_member(tmp_path / "seed", [], port=port) as again:
         assert again.maddrs == seeds
         b = await b_open.__aenter__()
@@ -214,8 +215,9 @@ async def test_a_seed_dies_and_comes_back(tmp_path: Path) -> None:
             async with asyncio.timeout(PATIENCE_S):  # libp2p does not dial for a while after each failure
                 while True:
                     with contextlib.suppress(TransportError):
-                        await a.discovery.rebootstrap(seeds)
+                        assert await a.discovery.greet(seeds)  # it was started anew
                         break
+            assert not await a.discovery.greet(seeds)
             await asyncio.gather(*(m.discovery.publish_self(m.record, LIFETIME_S) for m in (a, b)))
             for one, other in ((a, b), (b, a)):
                 assert [r.peer for r in await one.discovery.find_peers()] == [other.identity.peer_id]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from p2p_co2.node.envelope import unsent
-from p2p_co2.node.lanes import Bulk, Lane, LineTurns, Piece
+from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, LineTurns, Piece
 from p2p_co2.node.meter import FAST_BYTES_PER_S, LinePace, UploadMeter
 from p2p_co2.transport.acknowledged import Acknowledged
 from p2p_co2.transport.base import Seen
@@ -422,3 +422,28 @@ async def test_the_cap_is_not_spent_on_what_is_dropped() -> None:
         waits_s = [links._wait_s(peer, links._lanes[peer], 100.0) for peer in peers]
         assert waits_s == pytest.approx([number * 16384 / 125e3 for number in range(len(peers))])
         links._lanes.clear()
+
+
+def test_pieces_of_the_round_that_began_first_go_first_and_nothing_overtakes_what_is_no_piece() -> None:
+    """Of two rounds on a full line one ends as soon as it would alone; a state that a newcomer loads is not
+    put off for ever."""
+    order, lane = BeginOrder(), Lane()
+    first, second, third = (Piece(name, False) for name in (b"1", b"2", b"3"))
+    means = Piece(b"1", True)
+    for piece, data in (
+        (first, b"a"), (second, b"c"), (second, b"d"), (means, b"b"), (None, b"e"), (third, b"g"),
+        (means, b"f"),
+    ):  # fmt: skip
+        lane.put(Bulk(data, piece, order=order.of(piece)))
+    lane.put(Bulk(b"0", second, order=order.of(second)), first=True)  # given back: it had its turn
+    assert b"".join(bytes(message.data) for message in lane.bulk) == b"0abcdefg"
+    assert lane.bulk_bytes == 8
+
+
+def test_the_first_message_of_a_lane_keeps_its_turn() -> None:
+    order, lane = BeginOrder(), Lane()
+    order.of(Piece(b"1", False))
+    for name in (b"2", b"2", b"1"):
+        piece = Piece(name, False)
+        lane.put(Bulk(name, piece, order=order.of(piece)))
+    assert [message.data for message in lane.bulk] == [b"2", b"1", b"2"]

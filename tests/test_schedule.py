@@ -280,21 +280,32 @@ def test_on_a_full_line_the_next_fragment_waits_until_the_slices_of_the_last_hav
     assert not is_held(made, {0: "means"})
 
 
-def test_where_the_line_has_been_full_a_fragment_that_awaits_its_begin_has_it_until_the_next_point() -> None:
+@pytest.mark.parametrize(("is_line_full", "holds_s"), [(True, 4.0), (False, 2.0)])
+def test_a_fragment_that_awaits_its_begin_has_the_line_for_a_round_or_until_the_next_point_if_it_is_idle(
+    is_line_full: bool, holds_s: float
+) -> None:
     """Else all that wait would be sent in the moment in which a round has ended, and come to the line
     together. But nobody may answer."""
     made = account(round_s=4.0)
     send(made, 0, 1.0, 140)
     made.due(1.1, 1.5, is_line_full=True)
     assert is_held(made, {0: "slices"})
-    end(made, 0, 1.9)
-    made.due(1.9, 2.0)
+    end(made, 0, 1.8)
+    made.due(1.5, 2.0, is_line_full)
     send(made, 0, 2.0, 150)  # at 10 s
     assert is_held(made, {0: ""}, now=10.1)
-    assert is_held(made, {0: "asking"}, now=11.9)
-    assert not is_held(made, {0: "asking"}, now=12.1)
+    assert is_held(made, {0: "asking"}, now=10.0 + holds_s - 0.1)
+    assert not is_held(made, {0: "asking"}, now=10.0 + holds_s + 0.1)
     made.due(2.0, 3.1)  # a round later the line counts as full no more
-    assert not is_held(made, {0: "asking"}, now=11.0)
+    assert not is_held(made, {0: "asking"}, now=10.1)
+
+
+def test_slices_that_are_lost_keep_no_other_fragment_waiting_for_good() -> None:
+    made = account(round_s=4.0)
+    send(made, 0, 1.0, 140)  # at 5 s
+    made.due(1.1, 2.5, is_line_full=True)
+    assert is_held(made, {0: "slices"}, now=5.0 + 7.9)
+    assert not is_held(made, {0: "slices"}, now=5.0 + 8.1)
 
 
 def test_steps_that_are_longer_than_the_time_between_two_points_send_several_fragments() -> None:

@@ -378,7 +378,7 @@ def far_too_slow(seed: int) -> Swarm:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [83, 90])
+@pytest.mark.parametrize("seed", [5, 19])
 def test_nobody_leaves_at_the_end_while_the_others_make_a_last_round(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -129,14 +129,14 @@ class WorkAccount:
 
     def is_held(self, stage: Callable[[int], Stage], step_s: float, now: float) -> bool:
         """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
-        when it gets there. One has the line until its slices have left, if they are not
-        lost; where nobody answers, and before it is encoded, for the time between two points. A step that is
-        longer than that sends several."""
-        begun = early = 0
+        when it gets there. One has the line until its slices have left, if they are not lost. While it is
+        encoded and awaits its BEGIN, which takes all members' offers, it has it for a round at most, or, if
+        the line is idle, for the time between two points. A step that is longer than that sends several."""
+        begun, early, early_s = 0, 0, self._round_s if self._full_share > 0.5 else self._tick_s
         for fragment, sent in self.in_flight.items():
             at, age_s = stage(fragment), now - sent.at
             begun += at == "slices" and age_s < LONGEST_TURN_ROUNDS * self._round_s
-            early += at in ("", "asking") and age_s < self._tick_s
+            early += at in ("", "asking") and age_s < early_s
         if begun:
             self._note_full()
         return self._is_full and begun + early > step_s / self._tick_s
