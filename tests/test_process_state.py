@@ -68,7 +68,7 @@ with peer:
             loss.backward()
             optimizer.step()
             scheduler.step()
-            going = peer.step(tokens=int(mask.sum()), loss=loss)
+            going = peer.step(tokens=mask.sum(), loss=loss)
             if not going or (len(commits) >= rounds and saved and Path(folder / "enough").exists()):
                 going = False
                 break
