@@ -40,9 +40,9 @@ class Observer:
     """A ``Feed`` over the network of the run that ``ticket`` invites to. ``folder`` keeps the observer's
     identity. Starts at once and connects by itself, again and again; raises ``TicketError`` only."""
 
-    def __init__(self, ticket: str, folder: Path, host: str = "127.0.0.1") -> None:
+    def __init__(self, ticket: str, folder: Path) -> None:
         self._ticket = Ticket.parse(ticket)
-        self._config = PeerConfig(folder=folder, host=host)
+        self._config = PeerConfig(folder=folder)
         self._lock = threading.Lock()
         self._poller = Poller(self._ticket.run)
         self._run: RunConfig | None = None

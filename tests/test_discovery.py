@@ -323,8 +323,10 @@ def dht_record(
 
 
 def peer_record(identity: Identity, **changes: object) -> PeerRecord:
-    values: dict[str, object] = {"peer": identity.peer_id, "run": RUN, "expires_at": time.time() + LIFETIME_S}
-    return PeerRecord(**{**values, **changes})  # type: ignore[arg-type]
+    """``changes``: the fields that differ; ``expires_at`` counts from now."""
+    values: dict[str, object] = {"peer": identity.peer_id, "run": RUN, "expires_at": LIFETIME_S, **changes}
+    values["expires_at"] += time.time()  # type: ignore[operator]
+    return PeerRecord(**values)  # type: ignore[arg-type]
 
 
 ME, OTHER = Identity.generate(), Identity.generate()
@@ -349,7 +351,7 @@ def test_a_right_record_is_taken() -> None:
         ({"certificate_digest": bytes(31)}, "wrong record"),
         ({"grpc_addresses": ["h:1"]}, "wrong record"),
         ({"expires_at": float("nan")}, "wrong record"),
-        ({"expires_at": time.time() + 5}, "wrong record"),
+        ({"expires_at": 5.0}, "wrong record"),
         ({"maddrs": ["x" * 500] * 16, "grpc_addresses": ["x" * 500] * 16}, "record too large"),
     ],
 )
@@ -379,8 +381,8 @@ def test_a_record_is_only_good_where_it_belongs() -> None:
     [
         ({}, rec.POSITION_LIFETIME_S, True),
         ({}, rec.POSITION_LIFETIME_S + 60, False),
-        ({"written_at": time.time() - 9 * 86400}, rec.POSITION_LIFETIME_S, False),  # its end goes with it
-        ({"written_at": time.time() + 2 * rec.CLOCK_SLACK_S}, 60.0, False),
+        ({"written_at": -9 * 86400.0}, rec.POSITION_LIFETIME_S, False),  # its end goes with it
+        ({"written_at": 2 * rec.CLOCK_SLACK_S}, 60.0, False),
         ({"written_at": float("nan")}, 60.0, False),
         ({"position": float("nan")}, 60.0, False),
         ({"position": float("inf")}, 60.0, False),
@@ -393,7 +395,8 @@ def test_a_record_is_only_good_where_it_belongs() -> None:
 )
 def test_a_position_is_checked(changes: dict[str, object], lives_s: float, is_right: bool) -> None:
     records, reasons = make_records()
-    values = {"peer": ME.peer_id, "run": RUN, "position": 2.5, "written_at": time.time(), **changes}
+    values = {"peer": ME.peer_id, "run": RUN, "position": 2.5, "written_at": 0.0, **changes}
+    values["written_at"] += time.time()  # type: ignore[operator]
     sealed = ME.seal(rec.POSITION_CONTEXT, RunPosition(**values).SerializeToString())  # type: ignore[arg-type]
     shard = rec.shard_of(ME.peer_id)
     key = rec.position_key(RUN, shard)

@@ -24,7 +24,7 @@ import pytest
 
 from bootstrap import netns
 from bootstrap.internet import Internet, Machine
-from bootstrap.local_swarm import LocalSwarm, environment
+from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.process import program
 from p2p_co2.profiles import PROFILES
 from p2p_co2.telemetry.events import LinkOpened
@@ -270,18 +270,23 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
         recipe = f"{ROOT}/examples/own_recipe.py:make"
         command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", recipe)
         peer = swarm.start("peer", hidden.command(command), environment())
-        cure = "warning: forward two TCP ports of the router to this machine and join with --announce-host"
-        for words in ("training | round", "no seed passes on traffic for this peer"):
+        cure = "forward two TCP ports of the router to this machine and join with --announce-host"
+
+        def wait_for(words: str, process: Child) -> None:
             ends_at = time.monotonic() + BOUND_S
-            while words not in peer.last_lines(100):
-                assert time.monotonic() < ends_at, peer.last_lines(100)
-                assert peer.running(), peer.last_lines(100)
+            while words not in process.last_lines(100):
+                assert time.monotonic() < ends_at, process.last_lines(100)
                 time.sleep(0.1)
-            if words.startswith("training"):
-                assert cure not in peer.last_lines(100)  # nobody is out of reach: nobody is there
-                command[command.index(str(tmp_path / "peer"))] = str(tmp_path / "other")
-                swarm.start("other", other.command(command), environment())
-        assert cure in peer.last_lines(100)
+
+        wait_for("training | round", peer)
+        assert cure not in peer.last_lines(100)  # nobody is out of reach: nobody is there
+        command[command.index(str(tmp_path / "peer"))] = str(tmp_path / "other")
+        newcomer = swarm.start("newcomer", other.command(command), environment())
+        wait_for("error: the others left at round", newcomer)  # it is not let to train the run anew, alone
+        assert cure in newcomer.last_lines(100)
+        swarm.start("other", other.command([*command, "--start-over"]), environment())
+        wait_for("no seed passes on traffic for this peer", peer)
+        assert f"warning: {cure}" in peer.last_lines(100)
     assert namespaces() == []
 
 

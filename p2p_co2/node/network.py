@@ -76,7 +76,8 @@ class Network:
         self._grpc: GrpcCarrier | None = None
         self._places: Places | None = None
         """Who can be dialled, or runs on the seeds' own machine, needs none."""
-        self._trouble = self._news = ""
+        self.reach_advice = self._news = ""
+        """What keeps others from reaching this peer and what helps; news to tell once. Empty: nothing."""
         self._records = KnownRecords()
         self._searched_at: dict[int, float] = {}
         self._found_at: dict[int, float] = {}
@@ -207,7 +208,7 @@ class Network:
             await self._places.renew()
             maddrs = [*(place.maddr for place in self._places.held), *maddrs]
             cause = "" if lead_nowhere_else(self.ticket.seeds) else self._places.trouble
-            self._trouble = unreachable_advice(cause) if cause else ""
+            self.reach_advice = unreachable_advice(cause) if cause else ""
         record = PeerRecord(
             peer=self.identity.peer_id,
             run=self.ticket.run,
@@ -239,7 +240,7 @@ class Network:
     def _told(self, somebody_unmet: bool) -> str:
         """What is to be said: news once, trouble as long as it lasts and somebody is out of reach."""
         news, self._news = self._news, ""
-        return news or (self._trouble if somebody_unmet else "")
+        return news or (self.reach_advice if somebody_unmet else "")
 
     def _grpc_addresses(self, maddrs: Sequence[str], port: int) -> list[str]:
         """Where others may dial our gRPC; a peer that listens everywhere names this machine's own

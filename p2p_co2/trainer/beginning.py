@@ -9,7 +9,7 @@ a run in which nobody trains, until one says ``start_over``.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from p2p_co2.errors import RunOver, TransportError
 
@@ -53,8 +53,15 @@ class Beginning:
                 return has_waited
             self._refusal, self._has_asked = self._refused(last), True
         if self._refusal is not None and (has_waited or not self._thread.live_peers()):
-            raise self._refusal
+            self._refuse(self._refusal)
         return self._refusal is None
+
+    def _refuse(self, refusal: TransportError | RunOver) -> NoReturn:
+        """Whoever is listed and does not answer left a moment ago, or is there and out of reach."""
+        advice = self._thread.reach_advice() if self._thread.unheard_peers() else ""
+        if not advice or isinstance(refusal, RunOver):
+            raise refusal
+        raise TransportError(f"{refusal}; or, if somebody is still there: {advice}")
 
     def _refused(self, last: RunPosition | None) -> TransportError | RunOver | None:
         if self._is_over(last):

@@ -262,6 +262,10 @@ class NetworkThread:
     def unheard_peers(self) -> int:
         return self.node.unheard_peers()
 
+    def reach_advice(self) -> str:
+        """What to do so that others reach this peer; empty if nothing is known to keep them off."""
+        return self.network.reach_advice
+
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down) since the start."""
         return self.node.traffic_bytes()
