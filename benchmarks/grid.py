@@ -21,9 +21,8 @@ every 100 steps: 3.9 s. Prints JSON, by line and system:
   ``fragment_sync_delay``; it waits for the rest). ``points_late``: the fragment's schedule points between.
 - ``line_used``: bytes on the line (headers included) over what it carries up in that time, mean over peers.
 - Ours: ``transfer_s``, a fragment from BEGIN to the last member's last mean; ``partial_share``, a peer's
-  rounds of which only some parts hold its slice, ``partial_in_a_row`` at most; ``without_own_share``, applied
-  outer steps without this peer's own work; ``exposed_share``, of ``outside``: in ``peer.step``;
-  ``aside_share``, of it: checkpoints and held-out loss.
+  means that lack some or all of its work, ``partial_in_a_row`` at most; ``exposed_share``, of ``outside``:
+  in ``peer.step``; ``aside_share``, of it: checkpoints and held-out loss.
 
 torchft has what its documentation and the papers advise: an outer step every 100 inner ones, Nesterov SGD;
 ``streaming`` has a fragment for each module and the longest ``fragment_sync_delay`` that it takes (24, of 25
@@ -211,8 +210,7 @@ def _figures_of_ours(place: Lines, events: Sequence[ev.Event]) -> Figures:
         "points_late": _spread([event.staleness for event in applied]),
         "transfer_s": _spread(transfers),
         "line_used": place.used(since, until),
-        **_wholeness(inside, exchanges.names),
-        "without_own_share": round(sum(not each.contributed for each in applied) / len(applied), 4),
+        **_wholeness(applied, exchanges.names),
         "skipped_sends": sum(isinstance(event, ev.SendSkipped) for event in inside),
         "aborted": sorted({e.reason for e in inside if isinstance(e, ev.RoundAborted)}),
     }  # fmt: skip
@@ -223,18 +221,11 @@ def _ends(events: Sequence[ev.Event], peer: str) -> tuple[ev.Progress, ev.Progre
     return own[0], own[-1]
 
 
-def _wholeness(events: Sequence[ev.Event], names: Mapping[str, str]) -> Figures:
-    """By peer and round: how much of what a peer offered is in the mean."""
-    offered = {(e.peer, e.fragment, e.round): e.weight for e in events if isinstance(e, ev.FragmentSent)}
-    counted: dict[tuple[str, int, int], float] = {}
-    for event in events:
-        if isinstance(event, ev.RoundCounted):
-            for peer, weight in event.weights.items():
-                counted[peer, event.fragment, event.round] = weight
-    shares = {place: counted[place] / offered[place] for place in sorted(offered) if place in counted}
+def _wholeness(applied: Sequence[ev.FragmentApplied], names: Mapping[str, str]) -> Figures:
+    """By peer: how often a mean lacks some or all of what the peer offered for it."""
     whole: dict[str, list[bool]] = {}
-    for (peer, _, _), share in sorted(shares.items(), key=lambda item: item[0][2]):
-        whole.setdefault(names[peer], []).append(share > 0.999)
+    for event in applied:
+        whole.setdefault(names[event.peer], []).append(event.contributed)
     return {
         "partial_share": {peer: round(1 - statistics.fmean(each), 4) for peer, each in whole.items()},
         "partial_in_a_row": max((_longest_run(each) for each in whole.values()), default=0),
