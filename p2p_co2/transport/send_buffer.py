@@ -21,6 +21,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -43,6 +44,9 @@ MEASURES_S = 0.2
 ANEW_AFTER_S, MOST_ANEW_AFTER_S = 2.0, 64.0
 """A connection that still crawls so long after TCP began anew may do so again, after twice as long each time
 up to the second of these: a receiver that is slow itself gets more than it can take for three round trips."""
+HELD_S = 0.01
+"""How long the kernel is not asked again what it holds: with every look of every lane at a full line the
+questions took a tenth of a core."""
 FRESH_MS = 100
 """What a connection knows of round trips is as old as the last acknowledgement that it got."""
 _ROUND_TRIP, _SEEN = struct.Struct("68xI"), struct.Struct("=B15xI8xI24xI8xI32xQ8xQ20xI")
@@ -68,6 +72,8 @@ class SendBuffer:
         self._last_at = -1e9
         self._taken_bytes, self._taken_s = 0, 0.0
         self._anew_at, self._anew_after_s = -1e9, ANEW_AFTER_S
+        self._held, self._held_at = list[bytes](), -1e9
+        """What the kernel holds of each, and when it was asked; anew once it has taken a message."""
         self.handing_bytes = 0
         """Of messages that it is to take and has not."""
 
@@ -77,7 +83,7 @@ class SendBuffer:
         if started_at - self._last_at <= IDLE_S:
             self._taken_bytes += size_bytes
             self._taken_s += now - self._last_at
-        self._last_at = now
+        self._last_at, self._held_at = now, -1e9
         if self._taken_s >= STRETCH_S:
             self._make_room(self._taken_bytes / self._taken_s)
             self._taken_bytes, self._taken_s = 0, 0.0
@@ -103,8 +109,10 @@ class SendBuffer:
 
     def there_in_s(self, size_bytes: int) -> float:
         """When so much more will be there, as far as the kernel knows; 0.0 where it does not."""
+        if (now := time.monotonic()) - self._held_at >= HELD_S:
+            self._held, self._held_at = list(self._infos(_HELD.size)), now
         more_bytes = self.handing_bytes + size_bytes
-        return max((_there_in_s(info, more_bytes) for info in self._infos(_HELD.size)), default=0.0)
+        return max((_there_in_s(info, more_bytes) for info in self._held), default=0.0)
 
     def _infos(self, size_bytes: int) -> Iterator[bytes]:
         """The beginning of each connection's ``struct tcp_info``, if it is still there."""
