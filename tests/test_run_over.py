@@ -70,6 +70,12 @@ class Alone:
     def is_listed_empty(self) -> bool:
         return not self.listed
 
+    def unheard_peers(self) -> int:
+        return self.listed
+
+    def reach_advice(self) -> str:
+        return ""
+
 
 def beginning(alone: Alone, rounds: int = 60, saved: float | None = None, over: bool = False) -> Beginning:
     thread: Any = alone
