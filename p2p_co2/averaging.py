@@ -10,9 +10,9 @@ before they are added: products never exceed the values, so large weights (token
 below 1e-45 vanishes.
 
 ``clipped_mean`` is a first defence against a peer that sends noise or boasts: no slice pulls harder than one
-of the median norm with the same weight. By how much a slice is longer than that, by so much its weight is
-smaller. So the weights that come back are the truth for whoever asks what counted: the mean is by them. Norms
-have no order of reduction: another owner of the same slices makes the same bytes.
+of the usual norm (``median_clipped``) with the same weight. By how much a slice is longer than that, by so
+much its weight is smaller. So the weights that come back are the truth for whoever asks what counted: the
+mean is by them. Norms have no order of reduction: another owner of the same slices makes the same bytes.
 
 Price: the mean is encoded again, so a second quantisation error is added to the peers' own (ALGORITHMS:
 reduce-scatter with codecs). One chunk of blocks is decoded at a time, so memory beyond the inputs and the
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import median_low
+from statistics import median_high, median_low
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,9 @@ from p2p_co2.codec.base import CHUNK_BLOCKS, LARGEST
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.memory import Buffer, large_buffer
 from p2p_co2.outer.norms import magnitude, norm_shift, square_sum_of
+
+LEAST_OF_MIDDLE = 1 / 4
+"""Of its weight: what the upper middle one of an even number of slices counts with, at least."""
 
 
 class Mean(NamedTuple):
@@ -98,21 +101,27 @@ def clipped_mean(codec: Codec, parts: Sequence[Part], into: Codec | None = None)
 
 def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
     """The weights with which slices of these norms count: what counts, times the norm, is at most the weight
-    times the median norm. In the sum that is each slice clipped to the median norm; the divisor is what is
-    left of the weights, so that clipping some does not make the whole step shorter.
+    times the usual norm. In the sum that is each slice clipped to the usual norm; the divisor is what is left
+    of the weights, so that clipping some does not make the whole step shorter.
 
-    Of an even number the lower middle one is the median: half of the slices may have any size, and of two
-    the shorter one is believed, since noise does more harm than a step that is too short. Slices of zeros
-    have no say: of a matrix that most peers did not use (an expert, an adapter at its start) the others' work
-    would come to nothing.
+    The usual norm is the median. Of an even number it is the lower middle one, but not less than
+    ``LEAST_OF_MIDDLE`` of the upper middle one. Law: where more than half of the slices are honest, it is at
+    least the shortest honest norm and at most the longest.
+
+    Where the two middle ones differ by more, half says one thing and half another, and nobody can tell which
+    is right. So a newcomer of a pair whose learning rate still warms up does not silence the other. Price:
+    the longer of a pair may be noise, and pulls with a quarter of its weight.
+
+    Slices of zeros have no say: of a matrix that most peers did not use (an expert, an adapter at its start)
+    the others' work would come to nothing.
     """
     sizes = [norm for norm in norms if norm > 0]
     if not sizes:
         return tuple(weights)
-    median = median_low(sizes)
+    usual = max(median_low(sizes), LEAST_OF_MIDDLE * median_high(sizes))
     pairs = zip(norms, weights, strict=True)
     # A product that is too small to be told from nothing stays what it was, which is next to nothing.
-    return tuple(weight * (median / norm) or weight if norm > median else weight for norm, weight in pairs)
+    return tuple(weight * (usual / norm) or weight if norm > usual else weight for norm, weight in pairs)
 
 
 def slice_norm(codec: Codec, peer: str, payload: Buffer) -> float:

@@ -20,8 +20,9 @@ only trains then (``rests``) tells so every ``quiet_beat_s``, says so beforehand
 line, is noticed sooner: its links break.
 
 A peer that says that its model is another one than ours (``model_table``) is a stranger: never live, and
-told once by how ours differs, as it tells us. Law: whoever is live has our model, or does not say. Price: a
-liar can pass for either, and be in a round whose sizes it knows, or alone.
+told once by how ours differs, as it tells us. One that says another thing each time is sent our table, and
+told of, once in ``STRANGER_TOLD_S``. Law: whoever is live has our model, or does not say. Price: a liar can
+pass for either, and be in a round whose sizes it knows, or alone.
 
 Price: each peer still hears from each other one, so this serves groups of up to a few hundred, not thousands.
 In the quiet of a round a peer whose links are answered but that says nothing (a program that hangs) is taken
@@ -74,6 +75,8 @@ REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
 TABLE_WITHIN_S = 2.0
 """A stranger's table is waited for this long before it is told that its model is another one."""
+STRANGER_TOLD_S = 60.0
+"""A table is large, and a warning is read by people: between two to or of the same stranger."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,14 @@ MembershipEvent = Joined | Left | OtherModel
 
 @dataclass
 class Stranger:
-    """A peer with another model. ``difference``: None until its table came."""
+    """A peer with another model. ``difference``: None until its table came; ``is_told``: whether ours was
+    sent."""
 
     status: PeerStatus
     since: float
     heard_at: float
     difference: Difference | None = None
+    is_told: bool = False
 
 
 @dataclass
@@ -165,6 +170,8 @@ class Membership:
         self.strangers: dict[PeerId, Stranger] = {}
         self._untold: set[PeerId] = set()
         """Strangers of which no ``OtherModel`` has told yet."""
+        self._strangers_told_at: dict[PeerId, float] = {}
+        """When our table went to a stranger last; outlives what else is known of it. The oldest first."""
         self._candidates: dict[PeerId, float] = {}
         """Peers the DHT lists that are not live, and when to try them next."""
         self._one_way_until: dict[PeerId, float] = {}
@@ -387,7 +394,7 @@ class Membership:
     def longest(self) -> int:
         """Entries of the longest of the lists in ``held``: all have the same bound."""
         held = len(self._live), len(self._candidates), len(self._one_way_until), len(self.strangers)
-        return max(held)
+        return max(*held, len(self._strangers_told_at))
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What strangers can make grow: (now, at most) by the name of the bound."""
@@ -396,6 +403,7 @@ class Membership:
             "MAX_PEERS candidates": (len(self._candidates), MAX_PEERS),
             "MAX_PEERS one way": (len(self._one_way_until), MAX_PEERS),
             "MAX_PEERS strangers": (len(self.strangers), MAX_PEERS),
+            "MAX_PEERS strangers told": (len(self._strangers_told_at), MAX_PEERS),
         }
 
     def outnumbered_by(self) -> Stranger | None:
@@ -460,20 +468,30 @@ class Membership:
     def _heard_stranger(self, peer: PeerId, status: PeerStatus, now: float) -> None:
         """Note what a peer with another model says of itself, and tell it once by how ours differs."""
         known = self.strangers.get(peer)
-        if known is not None and (known.status.model, known.status.process) == (status.model, status.process):
-            known.status, known.heard_at = status, now
-            return
-        if (known is None and len(self.strangers) >= MAX_PEERS) or self.model is None:
-            return
-        self._drop(peer, "its model is another one", now, with_word=True)
-        self._candidates.pop(peer, None)
-        self._fell_silent.discard(peer)
-        self.strangers[peer] = Stranger(status, now, now)
-        if known is None or known.status.model != status.model:
+        if known is None or (known.status.model, known.status.process) != (status.model, status.process):
+            if known is None and len(self.strangers) >= MAX_PEERS:
+                return
+            self._drop(peer, "its model is another one", now, with_word=True)
+            self._candidates.pop(peer, None)
+            self._fell_silent.discard(peer)
+            known = self.strangers[peer] = Stranger(status, now, now)
+            self.revision += 1
+        known.status, known.heard_at = status, now
+        if self.model is not None and not known.is_told and self._may_tell_stranger(peer, now):
+            known.is_told, known.since = True, now
             self._untold.add(peer)
-        self.revision += 1
-        self._tell([peer], now)  # first, since a table is taken from strangers only
-        self._outgoing.append((peer, self.model.message))
+            self._tell([peer], now)  # first, since a table is taken from strangers only
+            self._outgoing.append((peer, self.model.message))
+
+    def _may_tell_stranger(self, peer: PeerId, now: float) -> bool:
+        """Whether it was told long ago, or never and there is room; if so it is told now."""
+        told_at = self._strangers_told_at
+        while told_at and now - next(iter(told_at.values())) >= STRANGER_TOLD_S:
+            del told_at[next(iter(told_at))]
+        if peer in told_at or len(told_at) >= MAX_PEERS:
+            return False
+        told_at[peer] = now
+        return True
 
     def _hear_of_model(self, table: ModelTable, peer: PeerId) -> None:
         stranger = self.strangers.get(peer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,20 @@ def test_house_rules(path: Path) -> None:
     assert not re.search(r"^\s*(import|from) (pickle|dill|cloudpickle)\b", text, re.MULTILINE)
     assert not re.search(r"except[^\n]*:\s*\n\s*pass\s*$", text, re.MULTILINE), f"{path} swallows an error"
     assert not re.search(r"except\s*:", text), path
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_docstring_stands_behind_another(path: Path) -> None:
+    """It would be of a name that something else was put before."""
+
+    def is_text(node: ast.stmt) -> bool:
+        value = node.value if isinstance(node, ast.Expr) else None
+        return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        body = getattr(node, "body", None)
+        for first, second in pairwise(body if isinstance(body, list) else []):
+            assert not (is_text(first) and is_text(second)), f"{path}:{second.lineno}"
 
 
 def test_broad_excepts_stand_in_named_places_only() -> None:

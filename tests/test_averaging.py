@@ -229,12 +229,38 @@ def test_a_large_mean_is_in_pages_that_are_used_again() -> None:
 
 
 def test_a_slice_counts_for_less_by_as_much_as_it_is_longer_than_the_median() -> None:
-    # Of four the second is the median. One liar, or two, may send what they like: nothing else changes.
+    # Of four the second is the median. One liar may send what it likes: nothing else changes.
     assert median_clipped([3.0, 2.0, 1.0, 100.0], [1.0, 5.0, 1.0, 4.0]) == (2 / 3, 5.0, 1.0, 0.08)
-    assert median_clipped([1e30, 2.0, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0])[1:] == (1.0, 1.0, 0.02)
+    assert median_clipped([3.0, 2.0, 1.0, 1e30], [1.0, 5.0, 1.0, 4.0])[:3] == (2 / 3, 5.0, 1.0)
+    # Two of four are no minority: half says one thing and half another.
+    assert median_clipped([1e30, 2.0, 1.0, 100.0], [1.0] * 4) == (25 / 1e30, 1.0, 1.0, 0.25)
 
 
-def test_slices_of_zeros_have_no_say_and_of_two_the_shorter_is_believed() -> None:
+def test_no_short_slice_silences_half_of_the_others() -> None:
+    """The longer half keeps a quarter of its weight: a newcomer's learning rate may still warm up."""
+    assert median_clipped([1e-12, 1.0], [100.0, 100.0]) == (100.0, 25.0)
+    assert median_clipped([1.0, 0.3], [100.0, 100.0]) == (30.0, 100.0)  # alike: the shorter is believed
+    assert median_clipped([1e-12, 1.0, 1e-9, 2.0], [1.0] * 4) == (1.0, 0.25, 1.0, 0.125)
+    assert median_clipped([5e-324, 1.0], [1.0, 1.0]) == (1.0, 0.25)
+
+
+@given(
+    honest=st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=9),
+    lies=st.lists(st.floats(0, LARGEST), max_size=8),
+)
+def test_fewer_liars_than_honest_peers_neither_pull_harder_nor_silence(
+    honest: list[float], lies: list[float]
+) -> None:
+    lies = lies[: len(honest) - 1]
+    weights = [1.0] * (len(honest) + len(lies))
+    counted = median_clipped([*honest, *lies], weights)
+    for norm, weight in zip(lies, counted[len(honest) :], strict=True):
+        assert norm * weight <= max(honest) * (1 + 1e-9)
+    for norm, weight in zip(honest, counted, strict=False):
+        assert weight >= min(honest) / norm * (1 - 1e-9)
+
+
+def test_slices_of_zeros_have_no_say() -> None:
     assert median_clipped([0.0, 0.0, 0.0, 5.0, 10.0], [1.0] * 5) == (1.0, 1.0, 1.0, 1.0, 0.5)
     assert median_clipped([0.0, 0.0], [1.0, 2.0]) == (1.0, 2.0)
     assert median_clipped([3.0], [2.0]) == (2.0,)
@@ -249,21 +275,22 @@ def test_a_clipped_mean_by_hand() -> None:
     assert weights == (2.0, 2.0, 0.002)
     assert decoded("fp32", mean)[0] == pytest.approx(6.0 / 4.002)
     mean, weights = clipped_mean(get_codec("fp32"), parts[1:])
-    assert weights == (2.0, 0.002)
-    assert decoded("fp32", mean)[0] == pytest.approx(4.0 / 2.002)
+    assert weights == (2.0, 0.5)  # of a pair nobody knows which one lies
+    assert decoded("fp32", mean)[0] == pytest.approx(502.0 / 2.5)
     assert clipped_mean(get_codec("fp32"), parts[2:]).weights == (2.0,)
 
 
 @settings(max_examples=60, deadline=None)
 @given(slices=st.lists(st.tuples(st.floats(0, LARGEST), st.floats(5e-324, 1e15)), min_size=1, max_size=9))
-def test_no_slice_pulls_harder_than_one_of_the_median_norm(slices: list[tuple[float, float]]) -> None:
+def test_no_slice_pulls_harder_than_one_of_the_usual_norm(slices: list[tuple[float, float]]) -> None:
     norms, weights = zip(*slices, strict=True)
     counted = median_clipped(norms, weights)
-    median = sorted(norm for norm in norms if norm)[(sum(map(bool, norms)) - 1) // 2] if any(norms) else 0.0
+    sizes = sorted(norm for norm in norms if norm) or [0.0]
+    usual = max(sizes[(len(sizes) - 1) // 2], sizes[len(sizes) // 2] / 4)
     for norm, weight, counts in zip(norms, weights, counted, strict=True):
         assert 0 < counts <= weight
-        assert counts * norm <= weight * median * (1 + 1e-9) or weight * median / (norm or 1) < 1e-300
-        assert counts == weight or norm > median
+        assert counts * norm <= weight * usual * (1 + 1e-9) or weight * usual / (norm or 1) < 1e-300
+        assert counts == weight or norm > usual
 
 
 @pytest.mark.parametrize("rule", [weighted_mean, clipped_mean])

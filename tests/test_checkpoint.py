@@ -35,6 +35,7 @@ from p2p_co2.config import OuterConfig, RunConfig
 from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.fragments import LiveParameters, plan_fragments
+from p2p_co2.trainer import resuming
 from tests.disks import fill
 
 RUN = RunConfig(name="tested", fragments=2)
@@ -380,7 +381,8 @@ def test_a_tensor_of_any_kind_comes_back_as_it_was(tmp_path: Path, kind: str) ->
 
 
 def test_a_checkpoint_of_the_older_format_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the live parameters, with a wrapper's names, and does not say what its optimizer is of."""
+    """It has the live parameters, with a wrapper's names, and does not say what its optimizer is of. Training
+    goes on from it."""
     model = module()
     optimizer = adamw(model.parameters())
     train(model, optimizer, range(2))
@@ -394,6 +396,7 @@ def test_a_checkpoint_of_the_older_format_is_read(tmp_path: Path, monkeypatch: p
     tensorfile.write(path, tensors, metadata)
     read = load(tmp_path)
     assert read.inner is None
+    resuming.check(read, RUN, model, plan_fragments(model, RUN.fragments), "")
     assert dict(read.parameters) == {name: tuple(values.shape) for name, values in model.named_parameters()}
     assert set(read.buffers) == set(load_agreed(tmp_path).buffers) == set(dict(model.named_buffers()))
     assert same(read.states[0], checkpoint_of(model, optimizer, 2).states[0])

@@ -402,6 +402,28 @@ def test_a_peer_that_counts_for_far_less_than_it_claims_is_told_of_at_most_once_
     assert (told[0].claimed, told[0].counted, told[0].median) == (6e6, 15.0, 8.0)
 
 
+def test_of_peers_that_come_and_boast_no_more_are_kept_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2p_co2.node.deciding.MAX_PEERS", 3)
+    node, told = node_with([]), list[str]()
+    node.now = lambda: 0.0
+    node.report = lambda kind, **fields: told.append(fields["other"])
+    deciding = Deciding(node, cast(Any, None), cast(Any, None))
+    for name in ("one", "two", "three", "four", "five", "five"):
+        outcome = Outcome(
+            key=RoundKey(fragment=0, round=5),
+            members=[Member(peer="a", weight=8.0), Member(peer=name, weight=6e6)],
+        )
+        part = outcome.parts.add(start_block=0, stop_block=1)
+        for peer in ("a", name):
+            part.contributors.add(peer=peer, weight=8.0)
+        deciding._tell_of_capped(outcome)
+        assert len(deciding._capped) <= 3
+    assert told == ["one", "two", "three", "four", "five"]
+    assert list(deciding._capped) == ["three", "four", "five"]
+
+
 def round_of(members: list[PeerId]) -> Fetched:
     """Round 5 as a donor gives it, decided by ``COORDINATOR``."""
     outcome = Outcome(

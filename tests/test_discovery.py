@@ -119,6 +119,7 @@ async def test_where_a_run_is_is_known_when_everybody_has_left(tmp_path: Path) -
         async with open_member(tmp_path / "a", seed.maddrs) as a, open_member(tmp_path / "b", a.maddrs) as b:
             assert await a.discovery.find_positions() == []
             await a.discovery.publish_position(RunPosition(position=1.0, versions=[1]))
+            older = await seed.discovery.gather_positions()
             await a.discovery.publish_position(RunPosition(position=2.5, versions=[2, 3], software="test"))
             await b.discovery.publish_position(RunPosition(position=2.0, versions=[2, 2]))
             kept = await seed.discovery.gather_positions()
@@ -130,10 +131,11 @@ async def test_where_a_run_is_is_known_when_everybody_has_left(tmp_path: Path) -
             of_a = said[a.identity.peer_id]
             assert (of_a.position, list(of_a.versions), of_a.software) == (2.5, [2, 3], "test")
     async with open_member(tmp_path / "again", []) as again:
-        again.discovery.hold_positions([*kept, ("stranger", kept[0][1])])
+        again.discovery.hold_positions([*kept, ("stranger", kept[0][1]), *older])
         assert [error.reason for error in again.refused] == ["foreign record"]
         async with open_member(tmp_path / "later", again.maddrs) as later:
-            assert {one.peer for one in await later.discovery.find_positions()} == writers
+            found = {one.peer: one.position for one in await later.discovery.find_positions()}
+            assert found == {a.identity.peer_id: 2.5, b.identity.peer_id: 2.0}  # of one writer the newest
     with pytest.raises(TransportError):
         async with open_member(tmp_path / "alone", seed.maddrs):
             raise AssertionError("nobody is there to join")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,20 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
+from p2p_co2 import membership
 from p2p_co2.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
 from p2p_co2.catchup.goals import Outbox
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.fragments.plan import plan_fragments
-from p2p_co2.membership import SILENCE_CAP_S, TABLE_WITHIN_S, Left, Membership, OtherModel
+from p2p_co2.membership import (
+    SILENCE_CAP_S,
+    STRANGER_TOLD_S,
+    TABLE_WITHIN_S,
+    Left,
+    Membership,
+    OtherModel,
+)
 from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
 from p2p_co2.ticket import Ticket
@@ -218,6 +227,44 @@ def test_a_peer_that_comes_back_with_another_model_is_no_member_and_with_the_rig
     machine.receive(Ping(status=right), B, 102.0)
     assert set(machine.live) == {B}
     assert not machine.strangers
+
+
+def test_a_stranger_that_says_another_thing_each_time_is_told_once_a_minute() -> None:
+    """A table is large and each warning is read, so neither goes by what a peer says of itself."""
+    machine, tables, warnings = Membership(A, model=RIGHT), list[float](), 0
+    for number in range(1, 130):
+        now = 100.0 + number
+        machine.receive(Ping(status=Status(model=number, process=number)), B, now)
+        if number % 5 == 0:
+            machine.receive(Leave(), B, now)
+        if number % 7 == 0:
+            machine.receive(Ping(status=Status(model=RIGHT.digest)), B, now)
+        machine.handle_timer(now)
+        tables += [now for _, message in machine.messages_to_send() if isinstance(message, ModelTable)]
+        warnings += sum(isinstance(event, OtherModel) for event in drain(machine))
+    assert len(tables) == 3
+    assert min(later - sooner for sooner, later in pairwise(tables)) >= STRANGER_TOLD_S
+    assert warnings <= 3
+
+
+def test_a_stranger_that_began_anew_is_told_when_the_minute_is_over() -> None:
+    machine = Membership(A, model=RIGHT)
+    for at, process, tables in ((100.0, 1, 1), (110.0, 2, 0), (159.0, 2, 0), (161.0, 2, 1), (170.0, 2, 0)):
+        machine.receive(Ping(status=Status(model=WRONG.digest, process=process)), B, at)
+        if process == 2:
+            assert machine.strangers[B].status.process == 2
+        sent = machine.messages_to_send()
+        assert sum(isinstance(message, ModelTable) for _, message in sent) == tables
+
+
+def test_no_more_strangers_are_told_in_a_minute_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_PEERS", 3)
+    machine = Membership(A, model=RIGHT)
+    for number in range(8):
+        machine.receive(Ping(status=Status(model=7)), PeerId(f"stranger {number}"), 100.0)
+        machine.receive(Leave(), PeerId(f"stranger {number}"), 100.0)
+        assert all(count <= bound for count, bound in machine.held().values()), machine.held()
+    assert sum(isinstance(message, ModelTable) for _, message in machine.messages_to_send()) == 3
 
 
 def test_strangers_that_leave_or_are_listed_no_more_are_forgotten() -> None:

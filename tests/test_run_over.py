@@ -12,7 +12,7 @@ import pytest
 
 from bootstrap.seed import keep_positions, read_positions
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.discovery.records import TOGETHER_S, run_position
+from p2p_co2.discovery.records import CLOCK_SLACK_S, TOGETHER_S, run_position
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
 from p2p_co2.observer import Observer
 from p2p_co2.telemetry.events import FragmentApplied, Progress
@@ -42,8 +42,17 @@ def test_the_runs_position_is_what_half_of_those_say_that_were_there_last(
     claims: list[RunPosition], expected: float | None
 ) -> None:
     for order in (claims, claims[::-1]):
-        found = run_position(order)
+        found = run_position(order, 2000.0)
         assert (found.position if found is not None else None) == expected
+
+
+def test_a_position_of_the_future_makes_no_other_too_old() -> None:
+    """What may stand in the DHT may be dated later than now by more than peers that were there together."""
+    now = 1000.0
+    honest = [said(5, now - 10 * number) for number in range(9)]
+    found = run_position([*honest, said(60, now + CLOCK_SLACK_S - 1)], now)
+    assert found is not None
+    assert found.position == 5
 
 
 class Alone:
@@ -60,6 +69,12 @@ class Alone:
 
     def is_listed_empty(self) -> bool:
         return not self.listed
+
+    def unheard_peers(self) -> int:
+        return self.listed
+
+    def reach_advice(self) -> str:
+        return ""
 
 
 def beginning(alone: Alone, rounds: int = 60, saved: float | None = None, over: bool = False) -> Beginning:

@@ -261,7 +261,8 @@ class Discovery:
             if isinstance(held.value, DictionaryDHTValue)
             for entry in held.value.items()
         ]
-        return list(self._positions((w, MSGPackSerializer.loads(e.value)) for w, e in packed).values())
+        newest = self._positions((w, MSGPackSerializer.loads(e.value)) for w, e in packed)
+        return [said for said, _ in newest.values()]
 
     async def gather_positions(self) -> list[tuple[str, bytes]]:
         """For a seed: hold what all of the DHT knows of positions, and return it sealed, by writer;
@@ -273,15 +274,16 @@ class Discovery:
 
     def hold_positions(self, sealed: Iterable[tuple[str, bytes]]) -> None:
         """Answer for these from now on; what is no position of this run is reported and dropped."""
-        sealed, storage = list(sealed), self._running().protocol.storage
-        for writer, said in self._positions(sealed).items():
+        storage = self._running().protocol.storage
+        for writer, (said, value) in self._positions(sealed).items():
             key = DHTID.generate(source=position_key(self._run, shard_of(writer)))
-            value = MSGPackSerializer.dumps(dict(sealed)[writer])
-            storage.store(key, value, said.written_at + POSITION_LIFETIME_S, subkey=writer)
+            ends_at = said.written_at + POSITION_LIFETIME_S
+            storage.store(key, MSGPackSerializer.dumps(value), ends_at, subkey=writer)
 
-    def _positions(self, sealed: Iterable[tuple[str, bytes]]) -> dict[PeerId, RunPosition]:
-        """The newest position of this run by each writer; anything else is reported."""
-        newest = dict[PeerId, RunPosition]()
+    def _positions(self, sealed: Iterable[tuple[str, bytes]]) -> dict[PeerId, tuple[RunPosition, bytes]]:
+        """The newest position of this run by each writer, as it says and sealed; anything else is
+        reported."""
+        newest = dict[PeerId, tuple[RunPosition, bytes]]()
         for writer, value in sealed:
             try:
                 said = self._records.position(writer, value)
@@ -289,8 +291,8 @@ class Discovery:
                 self._on_refused(NOBODY, error)
                 continue
             known = newest.get(PeerId(writer))
-            if known is None or said.written_at > known.written_at:
-                newest[PeerId(writer)] = said
+            if known is None or said.written_at > known[0].written_at:
+                newest[PeerId(writer)] = said, value
         return newest
 
     async def publish_decision(self, fragment: int, round_: int, decision: bytes, lifetime_s: float) -> None:

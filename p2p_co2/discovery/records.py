@@ -80,9 +80,10 @@ def decision_key(run: bytes, fragment: int, round_: int) -> str:
     return f"p2p-co2/{run.hex()}/decision/{fragment}/{round_}"
 
 
-def run_position(said: Sequence[RunPosition]) -> RunPosition | None:
-    """What at least half of those claim, or more, that were there last; None if nobody was."""
-    newest_at = max((one.written_at for one in said), default=0.0)
+def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
+    """What at least half of those claim, or more, that were there last; None if nobody was. ``now``: unix
+    seconds; what is dated later counts as of now, so that nobody makes the others too old."""
+    newest_at = min(now, max((one.written_at for one in said), default=0.0))
     last = sorted(
         (one for one in said if one.written_at >= newest_at - TOGETHER_S), key=lambda one: one.position
     )

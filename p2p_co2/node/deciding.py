@@ -40,6 +40,7 @@ from p2p_co2.rounds import (
 from p2p_co2.rounds.derived import Derived
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Decision, Outcome, Status
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Deciding:
         """Fragments whose offer has ended in a commit that is to be fetched: by that the tensor side hears of
         it."""
         self._capped: dict[str, tuple[int, float]] = {}
-        """By peer: rounds in which it counted for far less than it claims since that was told, and when."""
+        """By peer: rounds in which it counted for far less than it claims since that was told, and when; of
+        the last ``MAX_PEERS`` that were told of."""
         self.on_decision: Callable[[int, int, Decision], None] = lambda fragment, round_, decision: None
         """Hears of every commit that this peer took part in: (fragment, round, signed decision)."""
 
@@ -185,7 +187,10 @@ class Deciding:
             if now - told_at < CAPPED_TOLD_S:
                 self._capped[peer] = rounds + 1, told_at
                 continue
+            self._capped.pop(peer, None)  # so that who was told of longest ago is the first
             self._capped[peer] = 0, now
+            if len(self._capped) > MAX_PEERS:
+                del self._capped[next(iter(self._capped))]
             self._node.report(
                 ev.ContributionCapped,
                 other=peer,

@@ -235,7 +235,7 @@ class Network:
     async def run_position(self) -> RunPosition | None:
         """Where the run was when its peers last said so; None if nobody ever did. Raises
         ``TransportError``."""
-        return run_position(await self.discovery.find_positions())
+        return run_position(await self.discovery.find_positions(), time.time())
 
     def _told(self, somebody_unmet: bool) -> str:
         """What is to be said: news once, trouble as long as it lasts and somebody is out of reach."""

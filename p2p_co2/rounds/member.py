@@ -39,9 +39,9 @@ from p2p_co2.wire.messages_pb2 import (
 ASKED_BESIDE = 3
 """Members that are asked for the outcome beside who decides: all asking all would be a thousand questions."""
 RESEND_S = 1.0
+"""A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
 MEANS_COME = 1 / 4
 """Of all parts: when the means of so many have come from other owners, our own slices have left."""
-"""A RESULT is repeated after this, then after twice as long and so on, until the decision comes."""
 
 
 class Member:
