@@ -17,6 +17,9 @@ from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
 OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
 
 
+NO_ROUND = {"is_over": lambda fragment: False, "counts_for_others": lambda now, within_s: False}
+
+
 class Place:
     """A peer that joins, with two fragments, and what it hears."""
 
@@ -30,6 +33,7 @@ class Place:
             catching=None,
             me=PeerId("me"),
             far=None,
+            rounds=SimpleNamespace(**NO_ROUND),
             catchup=SimpleNamespace(
                 ask_swarm=lambda vouch: None, donor=SimpleNamespace(takers=lambda now, within_s: [])
             ),

@@ -147,7 +147,7 @@ def test_one_peers_word_that_it_is_the_last_round_makes_nobody_wait() -> None:
 
 def test_who_has_nothing_more_to_offer_for_a_fragment_is_neither_waited_for_nor_needed() -> None:
     done = PeerView(1e6, finished=frozenset({0}))
-    machine = machine_with({ME: done, OTHER: TRAINS, THIRD: done})
+    machine = machine_with({ME: done, OTHER: TRAINS})
     machine.receive(ready(last=True), OTHER, 1.0)
     assert groups(machine) == [(OTHER,)]
     elsewhere = PeerView(1e6, finished=frozenset({1}))
@@ -157,36 +157,43 @@ def test_who_has_nothing_more_to_offer_for_a_fragment_is_neither_waited_for_nor_
 
 
 @pytest.mark.parametrize(
-    ("others", "passed_over", "resting", "begins"),
+    ("others", "passed_over", "resting", "refusal"),
     [
-        ((0, 0), 0, 0, True),
-        ((1, 0), 0, 0, False),
-        ((1, 0), 1, 0, True),  # one word against one
-        ((1, 1), 2, 0, False),  # whose lines are slow
-        ((1, 0), 0, 1, True),  # who rests has nothing to do with it
+        ((0,), 0, 0, ""),
+        ((1,), 0, 0, "as many others have made this round already"),
+        ((1,), 1, 0, ""),  # one word against one
+        ((1, 0), 0, 1, ""),  # who rests has nothing to do with it
     ],
 )
-def test_who_trains_last_does_not_make_a_round_again_that_as_many_have_made(
-    others: tuple[int, int], passed_over: int, resting: int, begins: bool
+def test_who_trains_last_makes_a_round_alone_only_beside_one_other_that_has_not_made_it(
+    others: tuple[int, ...], passed_over: int, resting: int, refusal: str
 ) -> None:
     """It loaded the state before from others who were done by then, and made their last round once more.
     ``others``: their versions."""
     views = {ME: PeerView(1e6, versions=(0,))}
-    for number, peer in enumerate((OTHER, THIRD)):
+    for number, (peer, version) in enumerate(zip((OTHER, THIRD), others, strict=False)):
         finished = frozenset[int]() if number < resting else frozenset({0})
-        views[peer] = PeerView(1e6, training=False, versions=(others[number],), finished=finished)
+        views[peer] = PeerView(1e6, training=False, versions=(version,), finished=finished)
     machine = machine_with(views)
     for peer in (OTHER, THIRD)[:passed_over]:
         machine._swarm.repute.spoilt(peer, "it was too late", 0.5, rounds=SPOILT_IN_A_ROW, cost_s=0.0)
         assert machine._swarm.repute.is_passed_over(peer, 1.0)
     machine.offer(offer_of(), 1.0)
-    if begins:
+    if not refusal:
         assert groups(machine) == [(ME,)]
         return
     assert groups(machine) == []
     machine.handle_timer(1.0 + limits.GATHER_CAP_S)
-    aborted = [event.reason for event in drain(machine) if isinstance(event, Aborted)]
-    assert aborted == ["as many others have made this round already"]
+    assert [event.reason for event in drain(machine) if isinstance(event, Aborted)] == [refusal]
+
+
+def test_where_several_are_done_the_last_one_makes_no_round_alone() -> None:
+    """A mean of one is whatever that one likes, and all would end with it."""
+    done = PeerView(1e6, training=False, versions=(0,), finished=frozenset({0}))
+    machine = machine_with({ME: PeerView(1e6, versions=(0,)), OTHER: done, THIRD: done})
+    machine.offer(offer_of(), 1.0)
+    reasons = [event.reason for event in drain(machine) if isinstance(event, Aborted)]
+    assert reasons == ["most peers of this cell have nothing more to offer"]
 
 
 def test_who_trains_and_who_is_done_count_alike_where_they_have_made_a_round() -> None:

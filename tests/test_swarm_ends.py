@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from hearing_peer import NEWCOMER, OTHER, Place
+from hearing_peer import NEWCOMER, NO_ROUND, OTHER, Place
 
 from p2p_co2.node.progress import (
     LACKS,
@@ -96,7 +96,7 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
         return answer
 
     place.node.catchup.moves = partial(say, moves)
-    place.node.rounds = SimpleNamespace(counts_for_others=partial(say, counts))
+    place.node.rounds = SimpleNamespace(**{**NO_ROUND, "counts_for_others": partial(say, counts)})
     place.now = 100.0
     place.progress.newcomers = newcomers
     within_s = 7.0 * (NEWCOMERS_WAIT if settled else 1.0)  # a donor's silence must be found out
@@ -110,7 +110,6 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
 def test_where_all_agree_a_newcomer_of_another_cell_is_waited_for_while_it_is_given_something() -> None:
     place, asked = Place(3, 3), list[tuple[float, float]]()
     place.node.catchup.moves = lambda now, within_s: True
-    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
 
     def takers(now: float, within_s: float) -> list[PeerId]:
         asked.append((now, within_s))
@@ -133,7 +132,6 @@ def test_who_is_done_stays_for_a_while_after_all_came_to_hold_the_same() -> None
     """Looks at another cell may be lost: who left at the first moment was not there when it went on."""
     place = Place(3, 3)
     place.node.catchup.moves = lambda now, within_s: False
-    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
     place.hear(OTHER, Status.DRAINING, 3, 4)
     place.hear(OTHER, Status.DRAINING, 3, 3)
@@ -198,7 +196,6 @@ def test_when_the_run_is_over_a_peer_stays_while_another_is_in_a_last_round(phas
     committed. One that is yet to come to the run's end may be slow, and holds nobody."""
     place, other = Place(3, 3, rounds=8), PeerId("other")
     place.node.catchup.moves = lambda now, within_s: False
-    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
 
     def hear(position: float, finished: bytes, phase: Status.Phase = phase) -> None:
@@ -243,7 +240,6 @@ def test_who_is_far_past_the_end_and_has_finished_nothing_is_awaited_only_if_it_
     """One that hung in a step held all others for ten minutes. Nor does a run without an end have any."""
     place = Place(3, 3, rounds=rounds)
     place.node.catchup.moves = lambda now, within_s: False
-    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
     status = Status(phase=phase, versions=(3, 3), digests=[bytes([3]) * 32] * 2, position=9.5)
     place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), OTHER, place.now)
@@ -263,7 +259,6 @@ def test_who_trains_no_more_stands_still_on_the_clock() -> None:
 def test_when_the_run_is_over_a_peer_stays_while_it_is_in_a_last_round_itself() -> None:
     place = Place(3, 3)
     place.node.catchup.moves = lambda now, within_s: False
-    place.node.rounds = SimpleNamespace(counts_for_others=lambda now, within_s: False)
     for finished in (frozenset({0}), frozenset({0, 1})):
         place.progress.local = LocalProgress(Status.DRAINING, finished=finished)
         place.conclude()

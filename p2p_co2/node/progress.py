@@ -248,9 +248,8 @@ class SwarmProgress:
 
     def note_over(self) -> None:
         """Look which fragments are ``over``; before the training thread hears of an offer that failed."""
-        if self._node.far.cells > 1:
-            rounds = self._node.rounds
-            self.over = frozenset(f for f in range(len(self._node.agreed)) if rounds.is_over(f))
+        rounds = self._node.rounds
+        self.over = frozenset(f for f in range(len(self._node.agreed)) if rounds.is_over(f))
 
     def conclude_at(self) -> float:
         """When to ``conclude`` again; never while it would say the same. A peer that trains is in no

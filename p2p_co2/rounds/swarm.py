@@ -72,7 +72,7 @@ class Swarm:
         self._working: dict[int, list[PeerId]] = {}
         """What ``working_on`` said since ``live`` changed."""
         self._is_ending = False
-        """Whether anybody is done with a fragment; where there are several cells."""
+        """Whether anybody is done with a fragment."""
         self.my_versions: dict[int, int] = {}
         self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
         """Who is in time with what."""
@@ -105,7 +105,7 @@ class Swarm:
         self.live = {peer: live[peer] for peer in names}
         self._training = [peer for peer, view in self.live.items() if view.training]
         self._working.clear()
-        self._is_ending = self.cells > 1 and any(view.finished for view in live.values())
+        self._is_ending = any(view.finished for view in live.values())
         for habit in (self.readies, self.last_readies, self.replays, self.slices, self.votes):
             habit.keep(self.live)
         self.lateness.keep(self.live)
@@ -155,10 +155,12 @@ class Swarm:
         return cells | {self.cell} if self.has_closed(fragment) else cells
 
     def done_with(self, fragment: int) -> list[PeerId]:
-        """Who has nothing more to offer for ``fragment`` in this run; where there are several cells."""
-        if self.cells == 1 or not self._is_ending:
+        """Who has nothing more to offer for ``fragment`` in this run. Of one cell all or nobody: where only
+        one other is there, the last peer's last work counts."""
+        if not self._is_ending:
             return []
-        return [peer for peer, view in self.live.items() if fragment in view.finished]
+        done = [peer for peer, view in self.live.items() if fragment in view.finished]
+        return done if self.cells > 1 or len(done) > 1 else []
 
     def has_closed(self, fragment: int) -> bool:
         """Whether our cell makes no more rounds of ``fragment`` in this run: at least half of it is done, and
@@ -169,9 +171,7 @@ class Swarm:
 
     def is_over(self, fragment: int) -> bool:
         """Whether no round of ``fragment`` can begin any more: at least half of the cells make none, or ours
-        does not. Never where there is one cell: that one counts the last peer's last work."""
-        if self.cells == 1:
-            return False
+        does not: a mean of few is no mean, and who is last could make of the run what it likes."""
         closed = self.finished(fragment)
         return self.cell in closed or 2 * len(closed) >= len(self.finished_in.keys() | {self.cell})
 
