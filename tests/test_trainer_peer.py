@@ -558,3 +558,22 @@ def test_a_loop_of_ones_own_listens_where_the_command_line_does(tmp_path: Path, 
     assert listening(PeerConfig(host="192.0.2.7"), ticket).host == "192.0.2.7"
     assert peer_config(None, {"host": "192.0.2.7"}, str(ticket)).host == "192.0.2.7"
     assert peer_config(None, {}).host == "127.0.0.1"
+
+
+# ---- buffers that newcomers ask for
+
+
+def test_buffers_that_changed_since_join_end_no_training_and_are_not_given(tmp_path: Path) -> None:
+    model = plain()
+    model.register_buffer("ema", torch.zeros(2))
+    lone, given = Lone(tmp_path, model, sgd(model)), list[bytes]()
+    lone.wire.share_buffers = given.append  # type: ignore[attr-defined]
+    lone.wire.wants_buffers = True
+    lone.tell()
+    lone.model.ema = torch.zeros(3)
+    lone.tell()
+    assert given == [bytes(8), b""]
+    (warned,) = lone.wire.seen(ev.Warned)
+    assert "has other buffers than in join" in warned["text"]
+    lone.wire.wants_buffers = False
+    lone.peer.leave()

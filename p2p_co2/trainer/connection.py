@@ -322,6 +322,9 @@ class Connection:
     def _take_buffers(self, node: Node, model: nn.Module, is_new: bool) -> ModelBuffers:
         """Begin with a donor's buffers, if this peer is new to a run that is under way."""
         buffers = ModelBuffers(model)
+        if left_out := buffers.left_out:
+            name, why = next(iter(left_out.items()))
+            self._warn(f"newcomers begin with some buffers of their own, such as {name} ({why})")
         if not buffers.size_bytes:
             return buffers
         if buffers.running:

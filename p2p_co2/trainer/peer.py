@@ -115,11 +115,20 @@ class Peer:
             self._sync.after_step(count, value)
             self._rates.set(self._sync.position)
             if self._thread.wants_buffers:
-                self._thread.share_buffers(self._buffers.to_bytes())
+                self._share_buffers()
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint
         return not (self._stopped or self.over)
+
+    def _share_buffers(self) -> None:
+        """Give newcomers this peer's buffers; none from now on if they cannot be had."""
+        values = b""
+        try:
+            values = self._buffers.to_bytes()
+        except ConfigError as error:
+            self._warn(f"newcomers are not given this peer's buffers: {error}")
+        self._thread.share_buffers(values)
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:

@@ -40,11 +40,11 @@ def trained_parameters(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], .
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a ``state_dict`` would have, by plain name, shared ones once."""
-    found: dict[str, Tensor] = {}
+    found, seen = dict[str, Tensor](), set[int]()
     for path, part in named_modules(model):
         for name, buffer in part.named_buffers(recurse=False):
-            is_new = all(buffer is not other for other in found.values())
-            if name not in part._non_persistent_buffers_set and is_new:
+            if name not in part._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
                 found[f"{path}.{name}" if path else name] = buffer
     return found
 
