@@ -51,7 +51,7 @@ class Peer:
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
         self._saver = Saver(plan, ledger, self._sync, thread.report)
-        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, self._warn)
+        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, self._warn, plan.most_lr)
         self._structure, self._is_changed = Structure(plan.model, plan.optimizer), False
         self._stopped = self._left = False
         self._process = os.getpid()
