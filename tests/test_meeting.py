@@ -85,6 +85,33 @@ def test_a_difference_is_named(name: str) -> None:
     assert words in found.problem
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_quantised_bases_in_buffers_are_compared_as_frozen_parameters_are(dtype: torch.dtype) -> None:
+    def quantised(value: int) -> nn.Sequential:
+        model = trunk()
+        model[0].register_buffer("packed", torch.full((8, 4), value).to(dtype))
+        return model
+
+    here, there = summary(quantised(3)), summary(quantised(5))
+    assert summary(quantised(3)).digest == here.digest != there.digest
+    found = here.difference(there.message)
+    assert found.name == "0.packed"
+    assert "the frozen values differ from the others'; load the same base" in found.problem
+    machines = meet(a=here, b=there)
+    assert not machines[A].live
+
+
+def test_what_a_peer_counts_and_measures_by_itself_makes_no_other_model() -> None:
+    before, after = normalised(), normalised()
+    for model, value in ((before, 0), (after, 1)):
+        model.register_buffer("codes_seen", torch.full((9,), value, dtype=torch.int32))
+        model.register_buffer("places", torch.full((3, 3), value))
+        model.register_buffer("mask", torch.full((3, 3), bool(value)))
+        model.register_buffer("own", torch.full((3, 3), value, dtype=torch.uint8), persistent=False)
+    after(torch.randn(8, 4))
+    assert summary(before).digest == summary(after).digest
+
+
 def test_matrices_of_one_size_and_two_shapes_are_not_the_same_model() -> None:
     here, there = summary(trunk(64, 16)), summary(trunk(16, 64))
     found = here.difference(there.message)
