@@ -570,6 +570,17 @@ def test_a_loop_of_ones_own_listens_where_the_command_line_does(tmp_path: Path, 
     assert peer_config(None, {}).host == "127.0.0.1"
 
 
+def test_what_is_agreed_loads_into_the_module_inside_a_compiled_one(tmp_path: Path) -> None:
+    model = torch.compile(plain(), backend="eager")
+    lone = Lone(tmp_path, model, sgd(model))  # type: ignore[arg-type]
+    agreed = {name: values + 1.0 for name, values in lone.peer.agreed_parameters().items()}
+    assert model.load_state_dict(agreed, strict=False).unexpected_keys  # type: ignore[attr-defined]
+    inner = getattr(model, "_orig_mod", model)
+    assert not inner.load_state_dict(agreed, strict=False).unexpected_keys
+    assert all(torch.equal(values, agreed[name]) for name, values in inner.state_dict().items())
+    lone.peer.leave()
+
+
 # ---- buffers that newcomers ask for
 
 

@@ -198,8 +198,12 @@ class Peer:
         live ones. After ``leave`` the final ones.
 
         Names are the model's own, without those of wrappers such as ``torch.compile``'s. A tied parameter is
-        there under each of its names, one tensor for all. What is frozen, and buffers, are not in it:
-        ``model.load_state_dict(agreed, strict=False)`` keeps those.
+        there under each of its names, one tensor for all. What is frozen, and buffers, are not in it, so load
+        it with ``strict=False``, and into the module without wrappers: into a wrapped one nothing is loaded.
+
+            plain = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
+            loaded = plain.load_state_dict(agreed, strict=False)
+            assert not loaded.unexpected_keys
         """
         self._must_be_here()
         shapes, flat = self._structure.shapes, dict[str, Tensor]()
