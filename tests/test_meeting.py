@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.membership import SILENCE_CAP_S, TABLE_WITHIN_S, Left, Membership, OtherModel
 from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
+from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.buffers import MOST_BYTES, ModelBuffers
+from p2p_co2.trainer.connection import connect
 from p2p_co2.trainer.summary import summarise, values_digest
 from p2p_co2.transport.probe import ProbeServer
 from p2p_co2.wire.identity import Identity, PeerId
@@ -493,6 +497,53 @@ async def test_who_joins_with_another_time_is_refused(tmp_path: Path, offset_s: 
         with pytest.raises(EnvironmentFault, match=r"clock: .* against 1 other; .* timedatectl"):
             await Network.open(ticket, PeerConfig(folder=tmp_path / "peer"), lambda *_: None)
         await probes.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([[0.1]], ""),
+        ([[], [0.1]], ""),  # who did not answer is asked once more
+        ([[], []], "nobody answered what time it is; .* date -u"),
+        ([[-20.0]], r"\+20.00 s against 1 other; from 45 s on .* timedatectl"),
+        ([[0.0, 100.0]], "2 others differ by 100 s; .* date -u"),
+    ],
+    ids=["well", "late", "silent", "limited", "at odds"],
+)
+async def test_a_clock_that_is_in_doubt_is_told_and_lets_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[list[float]], words: str
+) -> None:
+    async def answered(*_: object) -> list[float]:
+        return answers.pop(0)
+
+    monkeypatch.setattr("p2p_co2.node.network.clock_offsets_s", answered)
+    network = Network(Identity.load_or_create(tmp_path / "identity"), PeerConfig(), Ticket(RUN, A, (HERE,)))
+    network.p2p = None  # type: ignore[assignment]
+    await network._compare_clocks([HERE])
+    assert re.match(f"clock: {words}" if words else "$", network.clock_doubt)
+    assert not answers
+
+
+@pytest.mark.parametrize("doubt", ["", "clock: +20.00 s against 1 other"])
+def test_who_connects_with_a_clock_in_doubt_hears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubt: str
+) -> None:
+    class Opened:
+        """A network thread that is in at once."""
+
+        def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
+            self.on_event, self.network = on_event, SimpleNamespace(clock_doubt=doubt)
+
+        def open(self) -> None:
+            return
+
+        def report(self, kind: type[ev.Warned], fields: dict[str, str]) -> None:
+            self.on_event(kind(at=0.0, peer="me", **fields))
+
+    monkeypatch.setattr("p2p_co2.trainer.connection.NetworkThread", Opened)
+    told = list[ev.Event]()
+    connect(str(Ticket(RUN, A, (HERE,))), PeerConfig(folder=tmp_path), told.append)
+    assert [event.text for event in told if isinstance(event, ev.Warned)] == [doubt] * bool(doubt)
 
 
 PUBLIC = f"/ip4/203.0.113.5/tcp/31000/p2p/{A}"

@@ -79,6 +79,8 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
         thread.open()
+        if doubt := thread.network.clock_doubt:
+            thread.report(ev.Warned, {"text": doubt})
     except BaseException:
         thread.close()
         raise
