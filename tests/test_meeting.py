@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch import nn
+from torch import Tensor, nn
 
 from p2p_co2 import membership
 from p2p_co2.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
@@ -29,8 +31,10 @@ from p2p_co2.membership import (
 )
 from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
+from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.buffers import ModelBuffers
+from p2p_co2.trainer.buffers import MOST_BYTES, ModelBuffers
+from p2p_co2.trainer.connection import connect
 from p2p_co2.trainer.summary import summarise, values_digest
 from p2p_co2.transport.probe import ProbeServer
 from p2p_co2.wire.identity import Identity, PeerId
@@ -92,6 +96,33 @@ def test_a_difference_is_named(name: str) -> None:
     found = here.difference(there.message)
     assert found.name == parameter
     assert words in found.problem
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_quantised_bases_in_buffers_are_compared_as_frozen_parameters_are(dtype: torch.dtype) -> None:
+    def quantised(value: int) -> nn.Sequential:
+        model = trunk()
+        model[0].register_buffer("packed", torch.full((8, 4), value).to(dtype))
+        return model
+
+    here, there = summary(quantised(3)), summary(quantised(5))
+    assert summary(quantised(3)).digest == here.digest != there.digest
+    found = here.difference(there.message)
+    assert found.name == "0.packed"
+    assert "the frozen values differ from the others'; load the same base" in found.problem
+    machines = meet(a=here, b=there)
+    assert not machines[A].live
+
+
+def test_what_a_peer_counts_and_measures_by_itself_makes_no_other_model() -> None:
+    before, after = normalised(), normalised()
+    for model, value in ((before, 0), (after, 1)):
+        model.register_buffer("codes_seen", torch.full((9,), value, dtype=torch.int32))
+        model.register_buffer("places", torch.full((3, 3), value))
+        model.register_buffer("mask", torch.full((3, 3), bool(value)))
+        model.register_buffer("own", torch.full((3, 3), value, dtype=torch.uint8), persistent=False)
+    after(torch.randn(8, 4))
+    assert summary(before).digest == summary(after).digest
 
 
 def test_matrices_of_one_size_and_two_shapes_are_not_the_same_model() -> None:
@@ -313,6 +344,96 @@ def test_buffers_go_from_one_model_to_another_whole_or_not_at_all() -> None:
     assert all(map(torch.equal, donor[1].buffers(), newcomer[1].buffers()))  # type: ignore[index]
 
 
+def with_buffers(**buffers: Tensor) -> nn.Module:
+    """A normalised model, and buffers of a module of its own."""
+    model, part = normalised(), nn.Module()
+    for name, values in buffers.items():
+        part.register_buffer(name, values)
+    model.append(part)  # type: ignore[operator]
+    return model
+
+
+def test_a_buffer_that_is_not_finite_costs_its_own_module_alone() -> None:
+    donor, newcomer = (
+        with_buffers(scale=torch.full((2,), value), shift=torch.ones(2)) for value in (3.0, 4.0)
+    )
+    donor[3].scale[0] = torch.nan  # type: ignore[index]
+    donor[3].shift[0] = 7.0  # type: ignore[index]
+    donor[1].running_mean[1] = 5.0  # type: ignore[index]
+    assert ModelBuffers(newcomer).load_(ModelBuffers(donor).to_bytes()) == "3.scale is not finite"
+    assert newcomer[3].scale.tolist() == [4.0, 4.0]  # type: ignore[index]
+    assert newcomer[3].shift.tolist() == [1.0, 1.0]  # type: ignore[index]
+    assert newcomer[1].running_mean[1] == 5.0  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.full((3, 3), -torch.inf).triu(1),
+        torch.tensor([1e300, torch.nan], dtype=torch.float64),
+        torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        torch.tensor([1.0, -torch.inf]).bfloat16(),
+        torch.tensor([1 + 2j]),
+        torch.tensor([True]),
+        torch.tensor([70_000], dtype=torch.uint32),
+        torch.tensor(3),
+        torch.zeros(0, 4),
+    ],
+    ids=["mask", "wide", "narrow", "bfloat16", "complex", "bool", "unsigned", "count", "empty"],
+)
+def test_a_buffer_of_any_kind_is_taken_where_the_newcomers_own_has_the_same_kind(values: Tensor) -> None:
+    donor, newcomer = with_buffers(kept=values.clone()), with_buffers(kept=values.clone())
+    donor[1].running_mean[1] = 5.0  # type: ignore[index]
+    assert ModelBuffers(newcomer).load_(ModelBuffers(donor).to_bytes()) == ""
+    assert newcomer[1].running_mean[1] == 5.0  # type: ignore[index]
+    assert repr(newcomer[3].kept) == repr(values)  # type: ignore[index]
+
+
+def test_a_wide_value_that_is_finite_is_taken() -> None:
+    donor, newcomer = (
+        with_buffers(kept=torch.tensor([value], dtype=torch.float64)) for value in (1e300, 1.0)
+    )
+    assert ModelBuffers(newcomer).load_(ModelBuffers(donor).to_bytes()) == ""
+    assert float(newcomer[3].kept) == 1e300  # type: ignore[index]
+
+
+def test_buffers_that_have_no_plain_values_are_left_out_and_named() -> None:
+    model = with_buffers(sparse=torch.eye(3).to_sparse(), plain=torch.ones(1))
+    given = ModelBuffers(model)
+    assert list(given.left_out) == ["3.sparse"]
+    assert len(given.to_bytes()) == given.size_bytes
+    assert "3.plain" in given.names
+
+
+def test_a_buffer_that_cannot_be_written_stays_and_the_others_are_taken() -> None:
+    donor, newcomer = with_buffers(wide=torch.ones(5)), with_buffers(wide=torch.zeros(1).expand(5))
+    donor[1].running_mean[1] = 5.0  # type: ignore[index]
+    assert "3.wide stays as it is" in ModelBuffers(newcomer).load_(ModelBuffers(donor).to_bytes())
+    assert newcomer[1].running_mean[1] == 5.0  # type: ignore[index]
+
+
+def test_a_buffer_that_was_replaced_is_given_as_it_is_now() -> None:
+    donor, newcomer = with_buffers(ema=torch.zeros(2)), with_buffers(ema=torch.zeros(2))
+    given = ModelBuffers(donor)
+    donor[3].ema = torch.full((2,), 9.0)  # type: ignore[index]
+    donor.load_state_dict({**donor.state_dict(), "1.running_mean": torch.full((4,), 6.0)}, assign=True)
+    assert ModelBuffers(newcomer).load_(given.to_bytes()) == ""
+    assert newcomer[3].ema.tolist() == [9.0, 9.0]  # type: ignore[index]
+    assert newcomer[1].running_mean.tolist() == [6.0] * 4  # type: ignore[index]
+    donor[3].ema = torch.zeros(3)  # type: ignore[index]
+    with pytest.raises(ConfigError, match="has other buffers than in join"):
+        given.to_bytes()
+
+
+def test_running_statistics_are_given_whatever_large_buffers_there_are() -> None:
+    model = with_buffers(table=torch.zeros(MOST_BYTES - 8, dtype=torch.uint8), small=torch.zeros(9))
+    given = ModelBuffers(model)
+    assert given.names[:2] == given.running
+    assert "3.small" in given.names
+    assert list(given.left_out) == ["3.table"]
+    assert given.size_bytes <= MOST_BYTES
+
+
 def sharing(size_bytes: int, layout: int = 3) -> Sharing:
     out = Outbox()
     machine = Buffers(out)
@@ -376,6 +497,31 @@ def test_what_breaks_the_rules_about_buffers_is_refused_and_another_donor_asked(
     assert not nothing.is_wanted
 
 
+def test_values_are_let_go_of_once_nobody_asks_and_what_was_taken_once_it_is_used() -> None:
+    newcomer, donor = sharing(10), sharing(10)
+    newcomer[0].want([B], 100.0)
+    donor[0].publish(bytes(range(10)), 100.0)
+    exchange(newcomer, {B: donor}, 101.0)
+    taken = newcomer[0].taken
+    newcomer[0].give_up()
+    assert (taken, newcomer[0].taken) == (bytes(range(10)), b"")
+    assert donor[0].get_timer() == 101.0 + FRESH_S
+    donor[0].handle_timer(101.0 + FRESH_S)
+    assert donor[0].get_timer() is None
+    newcomer[0].want([B], 117.0)
+    exchange(newcomer, {B: donor}, 117.0)
+    assert donor[0].is_wanted
+
+
+def test_a_donor_that_has_none_any_more_is_asked_no_longer() -> None:
+    newcomer, donor = sharing(10), sharing(10)
+    donor[0].publish(b"", 100.0)
+    newcomer[0].want([B], 100.0)
+    exchange(newcomer, {B: donor}, 100.0)
+    assert not donor[0].is_wanted
+    assert not newcomer[0].is_asking
+
+
 def test_with_no_donor_left_there_are_none() -> None:
     newcomer = sharing(10)
     newcomer[0].want([B], 100.0)
@@ -398,6 +544,53 @@ async def test_who_joins_with_another_time_is_refused(tmp_path: Path, offset_s: 
         with pytest.raises(EnvironmentFault, match=r"clock: .* against 1 other; .* timedatectl"):
             await Network.open(ticket, PeerConfig(folder=tmp_path / "peer"), lambda *_: None)
         await probes.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([[0.1]], ""),
+        ([[], [0.1]], ""),  # who did not answer is asked once more
+        ([[], []], "nobody answered what time it is; .* date -u"),
+        ([[-20.0]], r"\+20.00 s against 1 other; from 45 s on .* timedatectl"),
+        ([[0.0, 100.0]], "2 others differ by 100 s; .* date -u"),
+    ],
+    ids=["well", "late", "silent", "limited", "at odds"],
+)
+async def test_a_clock_that_is_in_doubt_is_told_and_lets_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[list[float]], words: str
+) -> None:
+    async def answered(*_: object) -> list[float]:
+        return answers.pop(0)
+
+    monkeypatch.setattr("p2p_co2.node.network.clock_offsets_s", answered)
+    network = Network(Identity.load_or_create(tmp_path / "identity"), PeerConfig(), Ticket(RUN, A, (HERE,)))
+    network.p2p = None  # type: ignore[assignment]
+    await network._compare_clocks([HERE])
+    assert re.match(f"clock: {words}" if words else "$", network.clock_doubt)
+    assert not answers
+
+
+@pytest.mark.parametrize("doubt", ["", "clock: +20.00 s against 1 other"])
+def test_who_connects_with_a_clock_in_doubt_hears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubt: str
+) -> None:
+    class Opened:
+        """A network thread that is in at once."""
+
+        def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
+            self.on_event, self.network = on_event, SimpleNamespace(clock_doubt=doubt)
+
+        def open(self) -> None:
+            return
+
+        def report(self, kind: type[ev.Warned], fields: dict[str, str]) -> None:
+            self.on_event(kind(at=0.0, peer="me", **fields))
+
+    monkeypatch.setattr("p2p_co2.trainer.connection.NetworkThread", Opened)
+    told = list[ev.Event]()
+    connect(str(Ticket(RUN, A, (HERE,))), PeerConfig(folder=tmp_path), told.append)
+    assert [event.text for event in told if isinstance(event, ev.Warned)] == [doubt] * bool(doubt)
 
 
 PUBLIC = f"/ip4/203.0.113.5/tcp/31000/p2p/{A}"

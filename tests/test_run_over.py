@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.discovery.records import CLOCK_SLACK_S, TOGETHER_S, run_position
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
 from p2p_co2.observer import Observer
+from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.events import FragmentApplied, Progress
 from p2p_co2.trainer.beginning import Beginning
 from p2p_co2.wire.messages_pb2 import RunPosition
@@ -60,12 +62,20 @@ class Alone:
 
     def __init__(self, last: RunPosition | None, live: int = 0, listed: int = 0) -> None:
         self.last, self.live, self.listed = last, live, listed
+        self.told = list[str]()
+
+    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
+        assert kind is ev.Warned
+        self.told.append(fields["text"])
 
     def run_position(self) -> RunPosition | None:
         return self.last
 
     def live_peers(self) -> int:
         return self.live
+
+    def unheard_peers(self) -> int:
+        return 0
 
     def is_listed_empty(self) -> bool:
         return not self.listed
@@ -110,6 +120,25 @@ def test_a_run_that_all_have_left_is_refused_to_who_has_no_checkpoint() -> None:
         assert beginning(Alone(said(12.3)), rounds, saved=11.0).is_allowed(has_waited=False)
         assert beginning(Alone(said(12.3)), rounds, over=True).is_allowed(has_waited=False)
     assert beginning(Alone(said(60)), saved=41.0).is_allowed(has_waited=False)  # from before its end
+
+
+@pytest.mark.parametrize(
+    ("last", "saved", "is_told"),
+    [(50.0, 3.0, True), (60.0, 58.0, True), (12.3, 11.4, False), (3.0, 50.0, False), (None, 3.0, False)],
+)
+def test_who_begins_from_an_older_checkpoint_than_the_others_left_at_is_told_once(
+    last: float | None, saved: float, is_told: bool
+) -> None:
+    alone = Alone(said(last) if last is not None else None)
+    made = beginning(alone, saved=saved)
+    for _ in range(2):
+        assert made.is_allowed(has_waited=False)
+    assert len(alone.told) == is_told
+    for text in alone.told:
+        assert f"left at round {last:.1f}, and this checkpoint is of round {saved:.1f}" in text
+    anew = Alone(alone.last)
+    assert beginning(anew, saved=None, over=True).is_allowed(has_waited=False)
+    assert not anew.told
 
 
 def test_while_no_seed_answers_only_who_has_a_checkpoint_goes_on() -> None:

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 from p2p_co2 import outer
 from p2p_co2.checkpoint import Checkpoint, load, save
@@ -20,6 +29,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer import resuming
+from p2p_co2.trainer.rates import Rates, base_rates, most_rates, warming_up
 
 RUN = RunConfig(name="tested", fragments=2)
 Maker = Callable[[nn.Module], Optimizer]
@@ -244,6 +254,73 @@ def test_a_scheduler_goes_on_from_the_rate_that_was_saved(tmp_path: Path, make: 
     assert rates == pytest.approx(expected[3:])
 
 
+def warm(optimizer: Optimizer) -> Any:
+    return LinearLR(optimizer, 0.1, total_iters=5)
+
+
+def warm_then_fall(optimizer: Optimizer) -> Any:
+    return SequentialLR(optimizer, [warm(optimizer), CosineAnnealingLR(optimizer, 20)], [5])
+
+
+def rates_after_resume(
+    folder: Path, make: Any, steps_before: int, steps_after: int, kept: bool
+) -> tuple[list[float], list[float], list[str]]:
+    """The rates that steps train with: as they would be without a stop, and after it; what is said. ``kept``:
+    the scheduler's own state is loaded once the peer has started."""
+    expected = list[float]()
+    model = Net()
+    optimizer = adam(model)
+    scheduler = make(optimizer)
+    for step in range(steps_before + steps_after):
+        if step == steps_before:
+            write(folder, model, optimizer)
+            state = scheduler.state_dict()
+        optimizer.step()
+        scheduler.step()
+        expected.append(optimizer.param_groups[0]["lr"])
+    model, told, found = Net(), list[str](), list[float]()
+    optimizer = adam(model)
+    scheduler = make(optimizer)
+    base, is_warming_up = base_rates(optimizer, is_scheduled=False), warming_up(optimizer)
+    assert resume(folder, model, optimizer) == []
+    most = most_rates(optimizer, base, is_warming_up)
+    rates = Rates(optimizer, None, base, told.append, most)
+    rates.set(2.0)
+    if kept:
+        scheduler.load_state_dict(state)
+    for _ in range(steps_after):
+        optimizer.step()
+        scheduler.step()
+        rates.set(2.0)
+        found.append(optimizer.param_groups[0]["lr"])
+    return expected[steps_before:], found, told
+
+
+@pytest.mark.parametrize("make", [warm, warm_then_fall, lambda one: ConstantLR(one, 0.1, 5)])
+@pytest.mark.parametrize("steps_before", [3, 9])
+def test_a_warm_up_whose_state_is_loaded_goes_on_and_one_made_anew_stays_within_its_schedule(
+    tmp_path: Path, make: Any, steps_before: int
+) -> None:
+    expected, found, told = rates_after_resume(tmp_path, make, steps_before, 12, kept=True)
+    assert found == pytest.approx(expected)
+    assert not told
+    _, found, told = rates_after_resume(tmp_path, make, steps_before, 12, kept=False)
+    assert max(found) <= 0.1 * (1 + 1e-6)
+    assert len(told) <= 1
+    if steps_before == 9 and make is warm:
+        assert found[-1] == pytest.approx(0.1)
+        assert "load its state (scheduler.load_state_dict)" in told[0]
+        assert "last_epoch=peer.inner_steps" in told[0]
+
+
+def test_a_warm_up_that_names_its_rates_goes_as_high_as_it_says(tmp_path: Path) -> None:
+    def make(optimizer: Optimizer) -> Any:
+        return LambdaLR(optimizer, lambda step: 0.5 + step)
+
+    expected, found, _ = rates_after_resume(tmp_path, make, 2, 8, kept=True)
+    assert found[-6:] == pytest.approx(expected[-6:])
+
+
 def test_where_the_swarm_schedules_the_rate_the_programs_is_its_base(tmp_path: Path) -> None:
     model, again = Net(), Net()
     optimizer, other = adam(model), Adam(again.parameters(), lr=0.7)
@@ -298,16 +375,17 @@ def test_another_inner_optimizer_begins_anew_on_the_agreed_state_and_one_line_sa
     train(again, other)  # it works
 
 
-def test_an_optimizer_that_does_not_take_its_state_back_begins_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyError("moment"), AssertionError("moment"), OverflowError("moment")])
+def test_an_optimizer_that_does_not_take_its_state_back_begins_anew(tmp_path: Path, error: Exception) -> None:
     class Refusing(Adam):
         def load_state_dict(self, state_dict: Any) -> None:
-            raise KeyError("momentum_2")
+            raise error
 
     model, again = Net(), Net()
     optimizer = Refusing(model.parameters())
     write(tmp_path, model, optimizer)
     (line,) = resume(tmp_path, again, Refusing(again.parameters()))
-    assert "does not take the checkpoint's (KeyError: 'momentum_2')" in line
+    assert f"does not take the checkpoint's ({type(error).__name__}: " in line
 
 
 def test_a_checkpoint_without_an_inner_optimizer_says_so(tmp_path: Path) -> None:

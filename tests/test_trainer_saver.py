@@ -272,11 +272,11 @@ def of_state(values: Any) -> Callable[[nn.Module, Any], None]:
     return lambda model, optimizer: next(iter(optimizer.state.values())).update(kept=values)
 
 
-def without_state_dict(model: nn.Module, optimizer: Any) -> None:
+def without_state_dict(error: Exception) -> Callable[[nn.Module, Any], None]:
     def refuse() -> Any:
-        raise NotImplementedError("gather it first")
+        raise error
 
-    optimizer.state_dict = refuse
+    return lambda model, optimizer: setattr(optimizer, "state_dict", refuse)
 
 
 ODD: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
@@ -288,7 +288,14 @@ ODD: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
     "an object in a group": (of_group(Odd()), "'kept' of a group (a Odd)"),
     "a function in a group": (of_group(print), "'kept' of a group"),
     "an object in a state": (of_state(Odd()), "the state of a parameter (a Odd)"),
-    "no state_dict": (without_state_dict, "raises NotImplementedError: gather it first"),
+    "no state_dict": (
+        without_state_dict(NotImplementedError("gather it first")),
+        "raises NotImplementedError: gather it first",
+    ),
+    "a state_dict that asserts": (
+        without_state_dict(AssertionError("one group")),
+        "AssertionError: one group",
+    ),
 }
 
 

@@ -37,7 +37,8 @@ class Buffers:
         self.layout = self.size_bytes = 0
         self.is_wanted = False
         """Whether the training thread should ``publish``. It may ask at any time."""
-        self._shared, self._shared_at = b"", -math.inf
+        self._shared, self._shared_at, self._dropped_at = b"", -math.inf, math.inf
+        """They are let go of when nobody has asked for ``FRESH_S``."""
         self._donors: deque[PeerId] = deque()
         self._taken, self._request = bytearray(), FIRST_REQUEST
         self._asked_at = self._again_at = self._silent_at = math.inf
@@ -45,8 +46,12 @@ class Buffers:
     # ---- donor
 
     def publish(self, data: bytes, now: float) -> None:
-        """The values as they are now."""
+        """The values as they are now; empty: there are none any more, and donors are asked elsewhere."""
         self._shared, self._shared_at, self.is_wanted = data, now, False
+        self._dropped_at = now + FRESH_S
+        if not data:
+            self.layout = self.size_bytes = 0
+            self._dropped_at = math.inf
 
     def _serve(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         place = chunk_at(fetch.chunk, self.size_bytes, LEAST_CHUNK_BYTES)
@@ -60,6 +65,7 @@ class Buffers:
         else:
             chunk = Chunk(request=fetch.request, what=BUFFERS, version=fetch.version, chunk=fetch.chunk)
             chunk.data = self._shared[place]
+            self._dropped_at = now + FRESH_S
             self._out.send(peer, chunk)
 
     def _refuse(self, fetch: Fetch, peer: PeerId, reason: str, *, again: bool = False) -> None:
@@ -77,11 +83,16 @@ class Buffers:
         return bool(self._donors)
 
     @property
-    def taken(self) -> bytes:
-        """All that was wanted; empty if nobody gave it."""
-        return b"" if self._donors or len(self._taken) != self.size_bytes else bytes(self._taken)
+    def taken(self) -> bytes | bytearray:
+        """All that was wanted; empty if nobody gave it, and after ``give_up``."""
+        return b"" if self._donors or len(self._taken) != self.size_bytes else self._taken
 
     def give_up(self) -> None:
+        """Ask no more, and let go of what was taken."""
+        self._end()
+        self._taken = bytearray()
+
+    def _end(self) -> None:
         self._donors.clear()
         self._again_at = self._silent_at = math.inf
 
@@ -108,7 +119,7 @@ class Buffers:
             raise RemoteProtocolError("wrong size", f"{len(chunk.data)} bytes of buffers at {start}")
         self._taken += chunk.data
         if len(self._taken) == self.size_bytes:
-            self.give_up()
+            self._end()
         else:
             self._ask(now)
 
@@ -128,6 +139,8 @@ class Buffers:
             self._ask_another(now)
 
     def handle_timer(self, now: float) -> None:
+        if now >= self._dropped_at:
+            self._shared, self._dropped_at = b"", math.inf
         if now >= self._silent_at:
             self._ask_another(now)
         elif now >= self._again_at:
@@ -136,5 +149,5 @@ class Buffers:
             self._silent_at = silent_at  # one that only ever says "again" gives nothing either
 
     def get_timer(self) -> float | None:
-        at = min(self._again_at, self._silent_at)
+        at = min(self._again_at, self._silent_at, self._dropped_at)
         return at if at < math.inf else None

@@ -51,6 +51,7 @@ RECORD_LIFETIME_S = 60.0
 RECORD_RENEWED_S = 20.0
 RECORD_KEPT_S = 300.0
 """A record that was used is kept this long, though the DHT lists it no more."""
+CLOCK_QUESTIONS = 2
 JUST_FOUND_S = 1.0
 """A search that began within this time is as good as another: of many dead peers that the DHT lists still,
 each would ask all of it for a newer record, once for each carrier."""
@@ -76,6 +77,8 @@ class Network:
         self._grpc: GrpcCarrier | None = None
         self._places: Places | None = None
         """Who can be dialled, or runs on the seeds' own machine, needs none."""
+        self.clock_doubt = ""
+        """Why this machine's clock may keep others from hearing it, and what to do; empty if all is well."""
         self.reach_advice = self._news = ""
         """What keeps others from reaching this peer and what helps; news to tell once. Empty: nothing."""
         self._records = KnownRecords()
@@ -156,10 +159,16 @@ class Network:
         return True
 
     async def _compare_clocks(self, asked: Sequence[str]) -> None:
-        """Raise ``EnvironmentFault`` if this machine's clock is so far off that others do not hear it."""
-        offsets_s = await clock_offsets_s(self.p2p, self.ticket.run, by_peer(asked))
-        if offsets_s and (judged := judge_clock(offsets_s)).state == "cannot":
-            raise EnvironmentFault(f"clock: {judged.measured}; {judged.advice}")
+        """Raise ``EnvironmentFault`` if this machine's clock is so far off that others do not hear it. Lesser
+        trouble is ``clock_doubt``. Nobody's answer is asked for once more."""
+        offsets_s = list[float]()
+        for _ in range(CLOCK_QUESTIONS):
+            offsets_s = offsets_s or await clock_offsets_s(self.p2p, self.ticket.run, by_peer(asked))
+        judged = judge_clock(offsets_s)
+        words = f"clock: {judged.measured}; {judged.advice}"
+        if judged.state == "cannot":
+            raise EnvironmentFault(words)
+        self.clock_doubt = "" if judged.state == "ok" else words
 
     async def _settings(self) -> RunManifest:
         """The run's, from the DHT, or as this peer kept them. Errors as ``fetch_manifest``."""

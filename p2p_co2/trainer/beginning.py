@@ -2,7 +2,8 @@
 
 Law: who meets a peer that trains asks nothing. Who meets none, and has no checkpoint, goes by what peers left
 word of (``discovery.records``): a run that is over is refused, and so is one that all have left. Newcomers
-that meet only each other are as good as alone. Price: records are claims, so a liar can keep newcomers out of
+that meet only each other are as good as alone. Who goes on from a checkpoint of a round or more before that
+may, and is told that rounds are lost. Price: records are claims, so a liar can keep newcomers out of
 a run in which nobody trains, until one says ``start_over``.
 """
 
@@ -12,6 +13,7 @@ import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
 from p2p_co2.errors import RunOver, TransportError
+from p2p_co2.telemetry import events as ev
 
 if TYPE_CHECKING:
     from p2p_co2.trainer.network_thread import NetworkThread
@@ -52,9 +54,20 @@ class Beginning:
                     raise
                 return has_waited
             self._refusal, self._has_asked = self._refused(last), True
+            if self._refusal is None:
+                self._tell_of_lost(last)
         if self._refusal is not None and (has_waited or not self._thread.live_peers()):
             self._refuse(self._refusal)
         return self._refusal is None
+
+    def _tell_of_lost(self, last: RunPosition | None) -> None:
+        if last is not None and self._resumed_at is not None and last.position > self._resumed_at + 1:
+            text = (
+                f"the others left at round {last.position:.1f}, and this checkpoint is of round "
+                f"{self._resumed_at:.1f}: the rounds between are trained again; to keep them, "
+                "stop, and start a peer that has a later checkpoint first"
+            )
+            self._thread.report(ev.Warned, {"text": text})
 
     def _refuse(self, refusal: TransportError | RunOver) -> NoReturn:
         """Whoever is listed and does not answer left a moment ago, or is there and out of reach."""

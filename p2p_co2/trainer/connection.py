@@ -41,7 +41,7 @@ from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.plan import Plan
-from p2p_co2.trainer.rates import base_rates, check_factor
+from p2p_co2.trainer.rates import base_rates, check_factor, most_rates, warming_up
 from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.model_table import ModelSummary
@@ -79,6 +79,8 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
         thread.open()
+        if doubt := thread.network.clock_doubt:
+            thread.report(ev.Warned, {"text": doubt})
     except BaseException:
         thread.close()
         raise
@@ -164,7 +166,8 @@ class Connection:
         ``model``'s parameters must be those that every peer starts from (same recipe, same seed); they are
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
         to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made); without
-        it a resumed peer's rates are the saved ones. ``resume``: None goes on from the folder's checkpoint if
+        it a resumed peer's rates are the saved ones, and a torch scheduler needs its own state loaded, or
+        begins anew from them. ``resume``: None goes on from the folder's checkpoint if
         it has one; True: it must, False: anew. ``start_over``: begin anew, whatever others have trained and
         left, and although the folder has a checkpoint, which is set aside.
 
@@ -197,10 +200,11 @@ class Connection:
         rule = clipped_mean if run.weight_cap else weighted_mean
         ledger = TensorLedger(codec, [FragmentLedger(run, codec, me, state) for state in states], rule)
         del states  # they are the ledger's, which lets go of them when it takes over others
-        progressed = Progressed()
+        progressed, most_lr, is_warming_up = Progressed(), tuple[float, ...](), warming_up(optimizer)
         if saved is not None:
             for trouble in resuming.restore(saved, live, model, optimizer, learning_rate is not None):
                 self._warn(trouble)
+            most_lr = most_rates(optimizer, base_lr, is_warming_up)
             ledger.set_residuals(saved.residuals)
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
             self._tell_of_damaged(saved)
@@ -233,7 +237,7 @@ class Connection:
             self._warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
-        plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr)
+        plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr, most_lr)
         return Peer(self._thread, ledger, plan_of_peer, progressed, buffers)
 
     def _tell_of_start(
@@ -322,6 +326,9 @@ class Connection:
     def _take_buffers(self, node: Node, model: nn.Module, is_new: bool) -> ModelBuffers:
         """Begin with a donor's buffers, if this peer is new to a run that is under way."""
         buffers = ModelBuffers(model)
+        if left_out := buffers.left_out:
+            name, why = next(iter(left_out.items()))
+            self._warn(f"newcomers begin with some buffers of their own, such as {name} ({why})")
         if not buffers.size_bytes:
             return buffers
         if buffers.running:

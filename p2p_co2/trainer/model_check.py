@@ -3,7 +3,7 @@ and again, by identity, while training goes on.
 
 Law: what is taken is exchanged. Each trainable parameter holds real numbers in memory of its own, the
 optimizer that ``join`` was given trains all of them and nothing else, and until the peer leaves they are the
-same by name and shape. Anything else raises ``ConfigError`` with the parameter's name and the cure. A
+same by name, shape and dtype. Anything else raises ``ConfigError`` with the parameter's name and the cure. A
 parameter that several modules share (tied) is one parameter. What is frozen may be anything that holds
 values.
 
@@ -69,6 +69,7 @@ class Structure:
         self._model, self._optimizer = model, optimizer
         self._exchanged = self._joined = _trained(named_parameters(model))
         self.shapes = {name: parameter.shape for name, parameter in self._joined.items()}
+        self._dtypes = {name: parameter.dtype for name, parameter in self._joined.items()}
         self.shared = shared_names(model)
         self._seen = self._glance()
 
@@ -96,10 +97,17 @@ class Structure:
                 is_new = "is trained, and was not when this peer joined: it is not exchanged"
                 raise ConfigError("model", name, f"{is_new}; {_FROM_THE_START}")
         _check_exchanged(now)
+        self._check_dtypes(now)
         _check_strangers((*self._joined.values(), *parameters.values()), self._optimizer)
         before, self._exchanged = self._exchanged, now
         self._seen = self._glance()
         return next((name for name, parameter in now.items() if before[name] is not parameter), "")
+
+    def _check_dtypes(self, now: Mapping[str, nn.Parameter]) -> None:
+        for name, dtype in self._dtypes.items():
+            if now[name].dtype != dtype:
+                then, here = (str(one).removeprefix("torch.") for one in (dtype, now[name].dtype))
+                raise ConfigError("model", name, f"was {then} in join and is {here}; {_FROM_THE_START}")
 
     def _glance(self) -> list[object]:
         """All that ``check`` goes by, quick to gather and to compare: parameters and whether they are

@@ -167,14 +167,14 @@ class NetworkThread:
         return self.node.catchup.buffers.is_wanted
 
     def share_buffers(self, data: bytes) -> None:
-        """Give newcomers these values."""
+        """Give newcomers these values; none from now on if they are empty."""
         self._loop.call_soon_threadsafe(lambda: self.node.catchup.buffers.publish(data, self.node.now()))
 
-    def take_buffers(self, layout: int, size_bytes: int, is_newcomer: bool) -> bytes:
+    def take_buffers(self, layout: int, size_bytes: int, is_newcomer: bool) -> bytes | bytearray:
         """Serve buffers of this ``layout`` from now on; those of a peer that trains, if this one
         ``is_newcomer``, or empty if nobody gave them in time."""
 
-        async def take() -> bytes:
+        async def take() -> bytes | bytearray:
             node, buffers = self.node, self.node.catchup.buffers
             buffers.layout, buffers.size_bytes = layout, size_bytes
             if not is_newcomer:

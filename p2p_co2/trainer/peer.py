@@ -51,7 +51,7 @@ class Peer:
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
         self._saver = Saver(plan, ledger, self._sync, thread.report)
-        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, self._warn)
+        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, self._warn, plan.most_lr)
         self._structure, self._is_changed = Structure(plan.model, plan.optimizer), False
         self._stopped = self._left = False
         self._process = os.getpid()
@@ -115,11 +115,20 @@ class Peer:
             self._sync.after_step(count, value)
             self._rates.set(self._sync.position)
             if self._thread.wants_buffers:
-                self._thread.share_buffers(self._buffers.to_bytes())
+                self._share_buffers()
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint
         return not (self._stopped or self.over)
+
+    def _share_buffers(self) -> None:
+        """Give newcomers this peer's buffers; none from now on if they cannot be had."""
+        values = b""
+        try:
+            values = self._buffers.to_bytes()
+        except ConfigError as error:
+            self._warn(f"newcomers are not given this peer's buffers: {error}")
+        self._thread.share_buffers(values)
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
@@ -189,8 +198,12 @@ class Peer:
         live ones. After ``leave`` the final ones.
 
         Names are the model's own, without those of wrappers such as ``torch.compile``'s. A tied parameter is
-        there under each of its names, one tensor for all. What is frozen, and buffers, are not in it:
-        ``model.load_state_dict(agreed, strict=False)`` keeps those.
+        there under each of its names, one tensor for all. What is frozen, and buffers, are not in it, so load
+        it with ``strict=False``, and into the module without wrappers: into a wrapped one nothing is loaded.
+
+            plain = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
+            loaded = plain.load_state_dict(agreed, strict=False)
+            assert not loaded.unexpected_keys
         """
         self._must_be_here()
         shapes, flat = self._structure.shapes, dict[str, Tensor]()

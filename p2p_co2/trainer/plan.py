@@ -24,3 +24,5 @@ class Plan:
     learning_rate: Callable[[float], float] | None
     base_lr: tuple[float, ...]
     """The inner optimizer's learning rate per group, before any factor."""
+    most_lr: tuple[float, ...] = ()
+    """Per group: what a scheduler that warms up goes up to after a resume (``rates.most_rates``)."""

@@ -3,6 +3,11 @@
 A group's own rate is the one that torch's schedulers take for it: ``initial_lr`` where a scheduler was made
 already, which may have left ``lr`` at 0 for its first step. A rate of 0 is refused: it would stay 0 whatever
 the factor, and nothing would tell. A group that is added later has its own.
+
+Without a factor the rates are the program's. But a resume puts the saved ones back, and torch's schedulers
+multiply what they find: one that is made anew, and whose own state is not loaded, warms up from the full rate
+to a multiple of it. Law: where a scheduler began below a group's own rate, its multiples stay at the larger
+of that rate and the saved one, and one line says so. Price: one step above it is seen only when it was made.
 """
 
 from __future__ import annotations
@@ -24,6 +29,12 @@ TWO_SCHEDULES = (
     "from the next peer.step on: use one of the two"
 )
 
+MADE_ANEW = (
+    "a scheduler that is made anew warms up again, from the saved rate; load its state "
+    "(scheduler.load_state_dict), or make it after start with last_epoch=peer.inner_steps"
+)
+_ROUNDING = 1 + 1e-6
+
 
 def check_factor(learning_rate: Factor | None, position: float = 0.0) -> None:
     """Raise ``ConfigError`` unless it is a schedule: a function of the position that gives a factor."""
@@ -44,12 +55,39 @@ def base_rates(optimizer: Optimizer, is_scheduled: bool) -> tuple[float, ...]:
     return tuple(_base(group, index, is_scheduled) for index, group in enumerate(optimizer.param_groups))
 
 
+def warming_up(optimizer: Optimizer) -> tuple[bool, ...]:
+    """By group: whether a scheduler that was made already begins below the group's own rate."""
+    return tuple(
+        bool(group["lr"] < group["initial_lr"]) if {"lr", "initial_lr"} <= set(group) else False
+        for group in optimizer.param_groups
+    )
+
+
+def most_rates(
+    optimizer: Optimizer, base: Sequence[float], is_warming_up: Sequence[bool]
+) -> tuple[float, ...]:
+    """By group, once the saved rates are back: what a scheduler that ``is_warming_up`` goes up to."""
+    groups = zip(optimizer.param_groups, base, is_warming_up, strict=True)
+    return tuple(
+        max(own, float(group["lr"]), float(group.get("max_lr", 0.0))) if is_warming else math.inf
+        for group, own, is_warming in groups
+    )
+
+
 class Rates:
-    """Of one optimizer; the training thread's. ``warn`` is told once if somebody else sets them too."""
+    """Of one optimizer; the training thread's. ``warn`` is told once if somebody else sets them too.
+    ``most``: by group, what is held without a factor (``most_rates``)."""
 
     def __init__(
-        self, optimizer: Optimizer, factor: Factor | None, base: Sequence[float], warn: Callable[[str], None]
+        self,
+        optimizer: Optimizer,
+        factor: Factor | None,
+        base: Sequence[float],
+        warn: Callable[[str], None],
+        most: Sequence[float] = (),
     ) -> None:
+        self._most, self._above = list(most), [math.inf] * len(most)
+        """``_above``: what was put back last."""
         self._optimizer, self._factor, self._warn = optimizer, factor, warn
         self._base = list(base)
         self._given = list[float]()
@@ -59,6 +97,7 @@ class Rates:
     def set(self, position: float) -> None:
         """The rates at ``position``. A rate that is a tensor is set in place: captured graphs hold it."""
         if self._factor is None:
+            self._hold()
             return
         groups = self._optimizer.param_groups
         self._look(groups)
@@ -67,11 +106,27 @@ class Rates:
         factor = _factor_at(self._factor, position)
         self._given = [base * factor for base in self._base]
         for group, rate in zip(groups, self._given, strict=False):
-            if isinstance(group["lr"], Tensor):
-                with torch.no_grad():
-                    group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            _put(group, rate)
+
+    def _hold(self) -> None:
+        """Put a rate above ``most`` back. One that is larger still the next time goes on as it is: its
+        schedule names it, whatever it finds."""
+        for index, (group, most) in enumerate(zip(self._optimizer.param_groups, self._most, strict=False)):
+            if math.isinf(most) or _is_far(group["lr"]):
+                continue
+            rate = float(group["lr"])
+            if rate <= most * _ROUNDING:
+                continue
+            if rate > self._above[index] * _ROUNDING:
+                self._most[index] = math.inf
+                continue
+            self._above[index] = rate
+            _put(group, most)
+            if not self._is_told:
+                self._is_told = True
+                self._warn(
+                    f"the learning rate rose to {rate:.3g} and was put back to {most:.3g}: {MADE_ANEW}"
+                )
 
     def _base_of_later(self, group: Mapping[str, Any]) -> float:
         for earlier, base in zip(self._optimizer.param_groups, self._base, strict=False):
@@ -101,6 +156,19 @@ def _base(group: Mapping[str, Any], index: int, is_scheduled: bool) -> float:
             "(and freeze what is not to be trained)",
         )  # fmt: skip
     return rate
+
+
+def _put(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        with torch.no_grad():
+            group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _is_far(rate: object) -> bool:
+    """What lies on an accelerator is not read step after step."""
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
 
 
 def _is_other(rate: object, given: float) -> bool:

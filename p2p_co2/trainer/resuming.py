@@ -25,6 +25,11 @@ from p2p_co2.fragments.live import LiveParameters
 from p2p_co2.fragments.names import named_modules, named_parameters
 from p2p_co2.fragments.plan import FragmentPlan
 
+FAULTS = (
+    ArithmeticError, AssertionError, AttributeError, ConfigError, LookupError, MemoryError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""Of an optimizer of the user's, of the memory, of a tensor that is not what it says: no reason to end."""
 CURE = "give another folder (--folder, PeerConfig.folder), or begin anew (--start-over, start_over=True)"
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -40,11 +45,11 @@ def trained_parameters(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], .
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a ``state_dict`` would have, by plain name, shared ones once."""
-    found: dict[str, Tensor] = {}
+    found, seen = dict[str, Tensor](), set[int]()
     for path, part in named_modules(model):
         for name, buffer in part.named_buffers(recurse=False):
-            is_new = all(buffer is not other for other in found.values())
-            if name not in part._non_persistent_buffers_set and is_new:
+            if name not in part._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
                 found[f"{path}.{name}" if path else name] = buffer
     return found
 
@@ -140,7 +145,7 @@ def _restore_optimizer(saved: Checkpoint, model: nn.Module, optimizer: Optimizer
         state_dict["param_groups"] = [{**ours, **theirs} for ours, theirs in pairs]
     try:
         optimizer.load_state_dict(state_dict)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except FAULTS as error:
         why = f"{type(error).__name__}: {error}"
         return f"this inner optimizer does not take the checkpoint's ({why}): {anew}"
     if saved.inner is not None:

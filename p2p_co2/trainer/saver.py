@@ -31,13 +31,13 @@ from torch import Tensor
 
 from p2p_co2.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
 from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S, DAY_S
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import EnvironmentFault
 from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.loan import Loan
 from p2p_co2.trainer.plan import Plan
-from p2p_co2.trainer.resuming import inner_of, kept_buffers, trained_parameters
+from p2p_co2.trainer.resuming import FAULTS, inner_of, kept_buffers, trained_parameters
 from p2p_co2.trainer.synchroniser import Synchroniser
 
 AT_ONCE_BYTES = 32 << 20
@@ -45,11 +45,6 @@ AT_ONCE_BYTES = 32 << 20
 MOST_STEPS = 64
 """Over so many steps a copy is spread at the most: more is copied at once where there is more."""
 _BEAT_S = 0.05
-_FAULTS = (
-    ArithmeticError, AttributeError, ConfigError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""Of an optimizer of the user's, of the memory, of a tensor that is not what it says: no reason to end."""
 Part = Mapping[str, Tensor]
 
 
@@ -125,7 +120,7 @@ class Saver:
             ended.result()
         except EnvironmentFault as error:
             self._refused = error
-        except _FAULTS as error:
+        except FAULTS as error:
             self._refused = EnvironmentFault(f"{type(error).__name__}: {error}")
 
     def _begin(self) -> None:
@@ -158,7 +153,7 @@ class Saver:
                 buffers[name] = buffer.detach()
         try:
             said = say(self._plan.optimizer.state_dict())
-        except _FAULTS as error:
+        except FAULTS as error:
             why = f"the inner optimizer (its state_dict raises {type(error).__name__}: {error})"
             said = Said({"dict": []}, (), (why,))
         new = [text for text in (*troubles, *said.left_out) if text not in self._told]

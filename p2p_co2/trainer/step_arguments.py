@@ -53,7 +53,10 @@ def loss_of(loss: Any) -> float | Tensor:
         return loss.detach()
     if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
         raise _wrong_loss(f"is of type {type(loss).__name__}" if loss is not None else "is None")
-    return float(loss)
+    try:
+        return float(loss)
+    except OverflowError:
+        raise _wrong_loss("is larger than any float") from None
 
 
 def mean_loss(losses: list[float | Tensor]) -> float:

@@ -2,7 +2,8 @@
 
 Peers exchange only what is trained. Adapters that were fitted to different frozen bases, or matrices whose
 shapes differ and whose sizes do not, would be averaged into something that fits none of them; so peers
-compare summaries when they meet (``wire.model_table``).
+compare summaries when they meet (``wire.model_table``). Quantised layers keep their frozen base in buffers:
+matrices of narrow numbers count as frozen parameters do. Counters, statistics, masks and indices do not.
 
 Law: the same model gives the same summary on every machine and device, wrapped or not. Price: every frozen
 byte is read once, at some GB/s, in pieces of ``PIECE_BYTES``. A tensor whose bytes torch does not show
@@ -19,14 +20,17 @@ from torch import Tensor, nn
 
 from p2p_co2.fragments.names import named_parameters
 from p2p_co2.fragments.plan import FragmentPlan
+from p2p_co2.trainer.model_check import EXCHANGED
+from p2p_co2.trainer.resuming import kept_buffers
 from p2p_co2.wire.model_table import VALUES_DIGEST_BYTES, ModelSummary, Row
 
 PIECE_BYTES = 16 << 20
+PACKED_BYTES = 4
 
 
 def summarise(module: nn.Module, plan: FragmentPlan) -> ModelSummary:
     """The summary of ``module``, which ``plan`` cuts. Reads all frozen parameters once."""
-    rows = tuple(
+    rows = [
         Row(
             name,
             tuple(parameter.shape),
@@ -35,8 +39,19 @@ def summarise(module: nn.Module, plan: FragmentPlan) -> ModelSummary:
             b"" if parameter.requires_grad else values_digest(parameter),
         )
         for name, parameter in named_parameters(module).items()
-    )
-    return ModelSummary(rows, plan.digest, plan.numel)
+    ]
+    for name, buffer in kept_buffers(module).items():
+        if _is_packed(buffer):
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            rows.append(Row(name, tuple(buffer.shape), dtype, is_trained=False, values=values_digest(buffer)))
+    return ModelSummary(tuple(rows), plan.digest, plan.numel)
+
+
+def _is_packed(buffer: Tensor) -> bool:
+    """Whether a buffer looks like quantised weights: whole numbers of up to 32 bits or fp8, in 2 or more
+    dimensions. Indices have 64 bits, counters fewer dimensions."""
+    is_plain = buffer.dtype in EXCHANGED or buffer.dtype == torch.bool or buffer.is_complex()
+    return buffer.dim() > 1 and buffer.element_size() <= PACKED_BYTES and not is_plain
 
 
 def values_digest(tensor: Tensor) -> bytes:

@@ -33,8 +33,11 @@ class ClockJudged(NamedTuple):
 
 
 def judge_clock(offsets_s: Sequence[float]) -> ClockJudged:
-    """``offsets_s``: the others' clocks minus ours, of one or more. One liar among three moves no median; of
-    two that disagree nobody knows who is right."""
+    """``offsets_s``: the others' clocks minus ours. One liar among three moves no median; of two that
+    disagree nobody knows who is right, and neither does a peer that nobody answers."""
+    if not offsets_s:
+        advice = f"from {CLOCK_CANNOT_S:.0f} s off on the others do not hear this peer; look at it: date -u"
+        return ClockJudged("unknown", "nobody answered what time it is", advice)
     middle = statistics.median(offsets_s)
     others = f"{len(offsets_s)} other{'s' * (len(offsets_s) > 1)}"
     words = f"{-middle:+.2f} s against {others}"
