@@ -8,9 +8,6 @@ how often each peer was told of as capped. JSON.
 
     python benchmarks/liar.py [--rounds 20] [--cases four three liar undefended]
 
-The liar takes half a batch, so that it is not the last to finish: where rounds count steps, the last one
-makes its last rounds alone, and nobody can say what is too long then.
-
 Price: one run of each case says little of a per cent: ``--repeat`` gives other batches to all.
 """
 
@@ -127,8 +124,7 @@ def _work(ticket: str, folder: Path, peers: int, number: int, lies: argparse.Nam
         )
         signal.signal(signal.SIGINT, lambda *_: peer.stop())
         with peer:
-            batches = recipe.default_batch if lies is None else recipe.default_batch // 2
-            for batch in recipe.batches(1000 + number, batches):
+            for batch in recipe.batches(1000 + number, recipe.default_batch):
                 loss = recipe.loss(model, batch)
                 optimizer.zero_grad()
                 loss.backward()

@@ -104,13 +104,13 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[fl
     times the usual norm. In the sum that is each slice clipped to the usual norm; the divisor is what is left
     of the weights, so that clipping some does not make the whole step shorter.
 
-    The usual norm is the median. Of an even number it is the lower middle one, but not less than
-    ``LEAST_OF_MIDDLE`` of the upper middle one. Law: where more than half of the slices are honest, it is at
-    least the shortest honest norm and at most the longest.
+    The usual norm is the median. Of four or more, if even, it is the lower middle one, but not less than
+    ``LEAST_OF_MIDDLE`` of the upper one: newcomers whose learning rate still warms up do not silence half of
+    the swarm. Law: where more than half of the slices are honest, it is at least the shortest honest norm and
+    at most the longest.
 
-    Where the two middle ones differ by more, half says one thing and half another, and nobody can tell which
-    is right. So a newcomer of a pair whose learning rate still warms up does not silence the other. Price:
-    the longer of a pair may be noise, and pulls with a quarter of its weight.
+    Of two nobody can tell which is right. The shorter one is believed: noise ruins a model, and a step that is
+    too short costs a round. Price: beside a newcomer that warms up the other's work of that time is lost.
 
     Slices of zeros have no say: of a matrix that most peers did not use (an expert, an adapter at its start)
     the others' work would come to nothing.
@@ -118,7 +118,9 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[fl
     sizes = [norm for norm in norms if norm > 0]
     if not sizes:
         return tuple(weights)
-    usual = max(median_low(sizes), LEAST_OF_MIDDLE * median_high(sizes))
+    usual = median_low(sizes)
+    if len(sizes) > 2:
+        usual = max(usual, LEAST_OF_MIDDLE * median_high(sizes))
     pairs = zip(norms, weights, strict=True)
     # A product that is too small to be told from nothing stays what it was, which is next to nothing.
     return tuple(weight * (usual / norm) or weight if norm > usual else weight for norm, weight in pairs)
