@@ -109,8 +109,8 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[fl
     the swarm. Law: where more than half of the slices are honest, it is at least the shortest honest norm and
     at most the longest.
 
-    Of two nobody can tell which is right. The shorter one is believed: noise ruins a model, and a step that is
-    too short costs a round. Price: beside a newcomer that warms up the other's work of that time is lost.
+    Of two nobody can tell which is right. The shorter one is believed: noise ruins a model, and a short step
+    costs a round. Price: beside a newcomer that warms up the other's work of that time is lost.
 
     Slices of zeros have no say: of a matrix that most peers did not use (an expert, an adapter at its start)
     the others' work would come to nothing.

@@ -74,9 +74,6 @@ class Alone:
     def live_peers(self) -> int:
         return self.live
 
-    def unheard_peers(self) -> int:
-        return 0
-
     def is_listed_empty(self) -> bool:
         return not self.listed
 
