@@ -106,8 +106,8 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[fl
 
     The usual norm is the median. Of four or more, if even, it is the lower middle one, but not less than
     ``LEAST_OF_MIDDLE`` of the upper one: newcomers whose learning rate still warms up do not silence half of
-    the swarm. Law: where more than half of the slices are honest, it is at least the shortest honest norm and
-    at most the longest.
+    the swarm. Law: where more than half of the slices that are not zero are honest, it is at least the
+    shortest honest norm and at most the longest.
 
     Of two nobody can tell which is right. The shorter one is believed: noise ruins a model, and a short step
     costs a round. Price: beside a newcomer that warms up the other's work of that time is lost.

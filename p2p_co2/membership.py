@@ -75,7 +75,7 @@ REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
 TABLE_WITHIN_S = 2.0
 """A stranger's table is waited for this long before it is told that its model is another one."""
-STRANGER_TOLD_S = 60.0
+STRANGER_TOLD_S = 15.0
 """A table is large, and a warning is read by people: between two to or of the same stranger."""
 
 

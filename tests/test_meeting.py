@@ -260,7 +260,7 @@ def test_a_peer_that_comes_back_with_another_model_is_no_member_and_with_the_rig
     assert not machine.strangers
 
 
-def test_a_stranger_that_says_another_thing_each_time_is_told_once_a_minute() -> None:
+def test_a_stranger_that_says_another_thing_each_time_is_told_once_in_a_while() -> None:
     """A table is large and each warning is read, so neither goes by what a peer says of itself."""
     machine, tables, warnings = Membership(A, model=RIGHT), list[float](), 0
     for number in range(1, 130):
@@ -273,14 +273,14 @@ def test_a_stranger_that_says_another_thing_each_time_is_told_once_a_minute() ->
         machine.handle_timer(now)
         tables += [now for _, message in machine.messages_to_send() if isinstance(message, ModelTable)]
         warnings += sum(isinstance(event, OtherModel) for event in drain(machine))
-    assert len(tables) == 3
+    assert len(tables) == 129 // STRANGER_TOLD_S + 1
     assert min(later - sooner for sooner, later in pairwise(tables)) >= STRANGER_TOLD_S
-    assert warnings <= 3
+    assert warnings <= len(tables)
 
 
-def test_a_stranger_that_began_anew_is_told_when_the_minute_is_over() -> None:
+def test_a_stranger_that_began_anew_is_told_a_moment_later() -> None:
     machine = Membership(A, model=RIGHT)
-    for at, process, tables in ((100.0, 1, 1), (110.0, 2, 0), (159.0, 2, 0), (161.0, 2, 1), (170.0, 2, 0)):
+    for at, process, tables in ((100.0, 1, 1), (104.0, 2, 0), (114.0, 2, 0), (116.0, 2, 1), (120.0, 2, 0)):
         machine.receive(Ping(status=Status(model=WRONG.digest, process=process)), B, at)
         if process == 2:
             assert machine.strangers[B].status.process == 2

@@ -196,6 +196,16 @@ def test_where_several_are_done_the_last_one_makes_no_round_alone() -> None:
     assert reasons == ["most peers of this cell have nothing more to offer"]
 
 
+def test_two_that_are_slower_go_on_beside_others_that_are_done() -> None:
+    """Where rounds count steps each has a clock of its own: the others' end says nothing of theirs."""
+    done = PeerView(1e6, training=False, versions=(0,), finished=frozenset({0}))
+    others = {make_identity(number).peer_id: done for number in (5, 6)}
+    machine = machine_with({ME: PeerView(1e6, versions=(0,)), OTHER: PeerView(1e6, versions=(0,)), **others})
+    machine.receive(ready(), OTHER, 1.0)
+    machine.receive(ready(), ME, 1.0)
+    assert [sorted(group) for group in groups(machine)] == [sorted((ME, OTHER))]
+
+
 def test_who_trains_and_who_is_done_count_alike_where_they_have_made_a_round() -> None:
     """Two of three that train, against the third and one that is done."""
     for done_at, begins in ((0, True), (1, False)):

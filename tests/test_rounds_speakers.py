@@ -224,24 +224,28 @@ def test_rounds_that_nobody_makes_do_not_keep_a_council_from_its_own() -> None:
 def test_a_cell_closes_when_half_of_it_is_done_and_a_run_when_half_of_the_cells_have() -> None:
     ids = [peer for i in range(60) if cell_of(peer := make_identity(i).peer_id, CELLS) == 0][:6]
     works, done = PeerView(), PeerView(training=False, finished=frozenset({0}))
-    for cells in (CELLS, 1):
-        swarm = Swarm(ids[0], SHAPE, 64, cells)
-        for finished in range(7):
-            swarm.set_live({peer: done if i >= 6 - finished else works for i, peer in enumerate(ids)})
-            assert swarm.has_closed(0) == swarm.is_over(0) == (finished >= 3)
     swarm = Swarm(ids[0], SHAPE, 64, CELLS)
+    for finished in range(7):
+        swarm.set_live({peer: done if i >= 6 - finished else works for i, peer in enumerate(ids)})
+        assert swarm.has_closed(0) == swarm.is_over(0) == (finished >= 3)
     swarm.set_live(dict.fromkeys(ids, works))
     for far, over in (((), False), ((1,), False), ((1, 2), True)):
         swarm.finished_in = {cell: frozenset({0} if cell in far else ()) for cell in (1, 2)}
         assert swarm.is_over(0) == over
 
 
-def test_of_two_peers_in_one_cell_the_last_ones_last_work_counts() -> None:
-    me, other = make_identity(0).peer_id, make_identity(1).peer_id
-    swarm = Swarm(me, SHAPE, 64, 1)
-    swarm.set_live({me: PeerView(), other: PeerView(training=False, finished=frozenset({0}))})
-    assert not swarm.has_closed(0)
-    assert not swarm.is_over(0)
+@pytest.mark.parametrize(
+    ("peers", "working", "is_over"), [(2, 1, False), (3, 1, True), (6, 1, True), (6, 2, False), (6, 0, False)]
+)
+def test_in_one_cell_a_run_is_over_for_the_last_of_three_or_more(
+    peers: int, working: int, is_over: bool
+) -> None:
+    """Who has another clock, or is alone at rest, goes on."""
+    ids = [make_identity(number).peer_id for number in range(peers)]
+    swarm = Swarm(ids[0], SHAPE, 64, 1)
+    done = PeerView(training=False, finished=frozenset({0}))
+    swarm.set_live({peer: PeerView() if number < working else done for number, peer in enumerate(ids)})
+    assert swarm.is_over(0) == is_over
 
 
 def test_one_cell_makes_no_last_round_that_the_others_would_have_to_load() -> None:

@@ -132,7 +132,8 @@ def test_who_begins_from_an_older_checkpoint_than_the_others_left_at_is_told_onc
         assert made.is_allowed(has_waited=False)
     assert len(alone.told) == is_told
     for text in alone.told:
-        assert f"left at round {last:.1f}, and this checkpoint is of round {saved:.1f}" in text
+        assert f"at round {last:.1f} when" in text
+        assert f"checkpoint is of round {saved:.1f}" in text
     anew = Alone(alone.last)
     assert beginning(anew, saved=None, over=True).is_allowed(has_waited=False)
     assert not anew.told

@@ -155,12 +155,12 @@ class Swarm:
         return cells | {self.cell} if self.has_closed(fragment) else cells
 
     def done_with(self, fragment: int) -> list[PeerId]:
-        """Who has nothing more to offer for ``fragment`` in this run. Of one cell all or nobody: where only
-        one other is there, the last peer's last work counts."""
+        """Who has nothing more to offer for ``fragment`` in this run. In one cell only where that keeps the
+        last one, of three or more, from a round alone: others that still train make their rounds."""
         if not self._is_ending:
             return []
         done = [peer for peer, view in self.live.items() if fragment in view.finished]
-        return done if self.cells > 1 or len(done) > 1 else []
+        return done if self.cells > 1 or len(done) > 1 == len(self.working_on(fragment)) else []
 
     def has_closed(self, fragment: int) -> bool:
         """Whether our cell makes no more rounds of ``fragment`` in this run: at least half of it is done, and
@@ -171,7 +171,9 @@ class Swarm:
 
     def is_over(self, fragment: int) -> bool:
         """Whether no round of ``fragment`` can begin any more: at least half of the cells make none, or ours
-        does not: a mean of few is no mean, and who is last could make of the run what it likes."""
+        does not. In one cell if all but one are done: a mean of one is whatever that one likes."""
+        if self.cells == 1:
+            return bool(self.done_with(fragment))
         closed = self.finished(fragment)
         return self.cell in closed or 2 * len(closed) >= len(self.finished_in.keys() | {self.cell})
 

@@ -63,9 +63,9 @@ class Beginning:
     def _tell_of_lost(self, last: RunPosition | None) -> None:
         if last is not None and self._resumed_at is not None and last.position > self._resumed_at + 1:
             text = (
-                f"the others left at round {last.position:.1f}, and this checkpoint is of round "
-                f"{self._resumed_at:.1f}: the rounds between are trained again; to keep them, "
-                "stop, and start a peer that has a later checkpoint first"
+                f"this run was at round {last.position:.1f} when it was last heard of, and this "
+                f"checkpoint is of round {self._resumed_at:.1f}: the rounds between are trained again; "
+                "if a peer has a later checkpoint, stop, and start that one first"
             )
             self._thread.report(ev.Warned, {"text": text})
 
