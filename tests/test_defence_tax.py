@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
+from laboratory import load
 
 from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
 
 NAMES = ("out0", "out1")
 
-
-def _load() -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "defence_tax.py"
-    sys.path.append(str(path.parent))  # as where it is run as a script
-    spec = importlib.util.spec_from_file_location("defence_tax", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-lab = _load()
+lab = load("defence_tax")
 
 
 def moved(drifts: list[float], tokens: list[float], cap: float) -> float:

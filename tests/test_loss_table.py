@@ -3,32 +3,18 @@ they name."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from laboratory import load
 
 from p2p_co2.recipes.corpus import Corpus
 
-
-def _load() -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "loss_table.py"
-    sys.path.append(str(path.parent))  # as where it is run as a script
-    spec = importlib.util.spec_from_file_location("loss_table", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["loss_table"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-lab = _load()
+lab = load("loss_table")
 model = sys.modules["loss_model"]
 
 

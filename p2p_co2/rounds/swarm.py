@@ -160,7 +160,8 @@ class Swarm:
         if not self._is_ending:
             return []
         done = [peer for peer, view in self.live.items() if fragment in view.finished]
-        return done if self.cells > 1 or len(done) > 1 == len(self.working_on(fragment)) else []
+        is_last_alone = len(done) > 1 and len(self.working_on(fragment)) == 1
+        return done if self.cells > 1 or is_last_alone else []
 
     def has_closed(self, fragment: int) -> bool:
         """Whether our cell makes no more rounds of ``fragment`` in this run: at least half of it is done, and
