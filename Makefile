@@ -39,7 +39,7 @@ install: $(STAMP)
 gone:
 
 # Where its interpreter is gone make install makes it anew, and nothing else does: it may be another machine's.
-$(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/codec/native.c p2p_co2/codec/passes.c \
+$(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/tensors/codec/native.c p2p_co2/tensors/codec/passes.c \
 		$(shell $(BIN)/python -c '' 2>/dev/null || echo gone)
 	@$(BIN)/python -c '' 2>/dev/null || { \
 		if [ -f $(VENV)/pyvenv.cfg ] && [ -z "$(filter install,$(MAKECMDGOALS))" ]; then \
@@ -78,7 +78,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 proto: $(STAMP)
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/wire/messages.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/protocol/wire/messages.proto
 
 docs: $(STAMP)
 	$(BIN)/python -m monitoring.event_docs > docs/events.md

@@ -24,7 +24,6 @@ from json_workers import say
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from p2p_co2 import outer
 from p2p_co2.config import (
     CarrierName,
     ClockConfig,
@@ -34,15 +33,16 @@ from p2p_co2.config import (
     PeerConfig,
     RunConfig,
 )
-from p2p_co2.discovery import Discovery
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.rounds.member import Member
+from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.protocol.rounds.member import Member
+from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import Peer, connect, fragment_ledger, offer_encoding
 from p2p_co2.trainer import ledger as tensor_ledger
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.wire.identity import Identity
 
 PEERS, TENSORS = 4, 8
 NOISE = 1e-2

@@ -46,15 +46,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from averaging_workers import serve_run
 from json_workers import answer_of, say, spawn
 
-from p2p_co2.catchup import STATE, CatchUpEvent, DonorRefused, Fetched
-from p2p_co2.catchup.donor import Donor
 from p2p_co2.config import ClockConfig, LimitsConfig, PeerConfig, RunConfig
 from p2p_co2.digest import chunk_digests
 from p2p_co2.node.catching import Catching
+from p2p_co2.protocol.catchup import STATE, CatchUpEvent, DonorRefused, Fetched
+from p2p_co2.protocol.catchup.donor import Donor
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk
 from p2p_co2.telemetry.events import CaughtUp, Event, FragmentApplied
 from p2p_co2.trainer import connect
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk
 
 CAP_BYTES_PER_S = 2e6
 SLOW_BYTES_PER_S = 30e3

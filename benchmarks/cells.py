@@ -14,12 +14,12 @@ import argparse
 from collections import Counter
 from dataclasses import dataclass
 
-from p2p_co2.codec import get_codec
-from p2p_co2.rounds import PayloadShape
-from p2p_co2.rounds.cells import assign_roots, slot_ranges, sub_slots
-from p2p_co2.rounds.parts import BlockRange
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import peer_id_of
+from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.rounds.cells import assign_roots, slot_ranges, sub_slots
+from p2p_co2.protocol.rounds.parts import BlockRange
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import peer_id_of
+from p2p_co2.tensors.codec import get_codec
 
 SIZES = (32, 64, 128, 512, 1024, 4096)
 FLAT_32 = 2 * (1 - 1 / 32)

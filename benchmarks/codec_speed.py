@@ -9,7 +9,7 @@ those of "wall").
 Memory for results is allocated in each call, as the library's own functions do, and freed memory stays with
 the process (mallopt): otherwise the kernel's zeroing of fresh pages, at about 2.5 GB/s, hits one contestant
 and spares the next, by the history of the heap. ``--fresh`` has all of them pay for fresh pages, as a peer
-does for large tensors (``p2p_co2.memory``). On a CUDA device only "wall" means anything.
+does for large tensors (``p2p_co2.system.memory``). On a CUDA device only "wall" means anything.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # bitsandbytes' CPU kernels ask OpenMP, bef
 import torch
 from bitsandbytes import functional
 
-from p2p_co2.codec import get_codec, relative_error
 from p2p_co2.config import CodecName
+from p2p_co2.tensors.codec import get_codec, relative_error
 
 NAMES: tuple[CodecName, ...] = get_args(CodecName)
 OURS_OF_4_BITS: tuple[CodecName, ...] = ("int4", "e3m0")

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bootstrap import netns
 from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig, write_toml
-from p2p_co2.process import program
+from p2p_co2.system.process import program
 from p2p_co2.trainer import connect
 
 BAR_BYTES_PER_S = {24: 10_000}

@@ -59,8 +59,8 @@ from bootstrap.internet import Internet
 from bootstrap.local_swarm import Child, LocalSwarm, environment
 from monitoring.exchanges import ExchangeLog, Sample
 from monitoring.steady_state import SteadyState
-from p2p_co2.process import program
-from p2p_co2.profiles import PROFILES, LinkProfile
+from p2p_co2.planning.profiles import PROFILES, LinkProfile
+from p2p_co2.system.process import program
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import read_events
 

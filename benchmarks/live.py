@@ -23,10 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from p2p_co2.fragments import LiveParameters, plan_fragments
-from p2p_co2.fragments.large_tensor import large_tensor
-from p2p_co2.outer import Merge
 from p2p_co2.recipes import load_recipe
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.outer import Merge
 
 FRAGMENTS = 4
 

@@ -33,7 +33,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from p2p_co2.process import processes_below
+from p2p_co2.system.process import processes_below
 from p2p_co2.telemetry.events import CaughtUp, MessageRefused, RoundAborted, RoundCommitted, Warned
 from tests.campaign import Campaign, paced_run
 

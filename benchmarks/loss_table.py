@@ -1,8 +1,8 @@
 """Loss at equal tokens: every apply rule and delay, in 4 bits, against synchronous DiLoCo and data-parallel.
 
 A laboratory, not a swarm: four peers live in one process and the network is a number of inner steps. The
-outer maths and the codec are the product's own (``p2p_co2.outer``, ``p2p_co2.codec``); only the byte GPT is
-the laboratory's (``loss_model``). Rows "as held" go through what a peer's process holds, too
+outer maths and the codec are the product's own (``p2p_co2.tensors.outer``, ``p2p_co2.tensors.codec``); only
+the byte GPT is the laboratory's (``loss_model``). Rows "as held" go through what a peer's process holds, too
 (``FragmentLedger``): what it keeps of its own offers takes four bits there (residuals of error feedback,
 eager's corrections), here fp32.
 
@@ -46,12 +46,12 @@ from loss_model import (
     unflatten_,
 )
 
-from p2p_co2 import outer
-from p2p_co2.averaging import mean_of_parts
-from p2p_co2.codec import encode_with_residual, get_codec
 from p2p_co2.config import ApplyRule, CodecConfig, CodecName, OuterConfig, RunConfig
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import mean_of_parts
+from p2p_co2.tensors.codec import encode_with_residual, get_codec
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 
 PEERS, H = 4, 30

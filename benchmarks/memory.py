@@ -11,8 +11,8 @@ sockets cost; what is left, over the model's size in fp32, is the answer:
 The bar is 4. The default settings (the first case) run ``--repeats`` times and the median counts, the others
 run once. With ``--out`` each run is a line of that file, and what is there already is not run again: all
 cases take a quarter of an hour. ``copies`` is the strict reading: the process alone has our allocator's
-setting too (``p2p_co2.memory``). ``copies_over_plain`` is against a process that never heard of us; the
-setting saves it about a copy, which is credited to nobody in ``copies``.
+setting too (``p2p_co2.system.memory``). ``copies_over_plain`` is against a process that never heard of us;
+the setting saves it about a copy, which is credited to nobody in ``copies``.
 
 ``held`` is the table of what is held, by room, in the same unit, at the largest resident set that was seen
 when the training thread came by; the rest of the peak is temporary: snapshots, decoded means and merges on
@@ -50,7 +50,7 @@ from averaging_workers import serve_run
 from json_workers import answer_of, say, spawn
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
-from p2p_co2.memory import _pool, in_arenas_bytes, return_large_blocks
+from p2p_co2.system.memory import _pool, in_arenas_bytes, return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import Peer, connect
 from p2p_co2.trainer.offered import FromPayload, Kept, held_bytes

@@ -35,10 +35,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from p2p_co2.config import read_run_config
-from p2p_co2.fragments import plan_fragments
 from p2p_co2.planning import Link, forecast, setting_of
-from p2p_co2.profiles import PROFILES
+from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.recipes import load_recipe
+from p2p_co2.tensors.fragments import plan_fragments
 
 PEERS = 4
 LOOPBACK = Link(up_bytes_per_s=200e6, down_bytes_per_s=200e6, round_trip_s=0.001)

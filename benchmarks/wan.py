@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bootstrap import netns
 from bootstrap.internet import Internet
 from bootstrap.local_swarm import Child, LocalSwarm, environment
-from p2p_co2.profiles import PROFILES, LinkProfile
+from p2p_co2.planning.profiles import PROFILES, LinkProfile
 from p2p_co2.telemetry.events import Progress
 from p2p_co2.telemetry.journal import read_events
 

@@ -35,7 +35,7 @@ from bootstrap.local_swarm import (
 )
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import RUN_OVER, ConfigError
-from p2p_co2.process import ctrl_c_ends, full_disk_named, program, require_supported_platform
+from p2p_co2.system.process import ctrl_c_ends, full_disk_named, program, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 

@@ -95,7 +95,7 @@ def write_links(path: Path, links: dict[str, WanLink], seed: int) -> None:
 
 def main(arguments: list[str]) -> int:
     """Forward until a signal comes; the last line of output is what was done, as JSON."""
-    from p2p_co2.process import end_with_parent
+    from p2p_co2.system.process import end_with_parent
 
     links, seed = read_links(Path(arguments[0]))
     end_with_parent(int(arguments[1]))

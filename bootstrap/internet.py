@@ -33,8 +33,8 @@ from bootstrap import forwarder, netns
 from bootstrap.local_swarm import environment
 from bootstrap.wan import QUEUE_S, WanLink
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.process import program
-from p2p_co2.profiles import LinkProfile
+from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.system.process import program
 
 Delay = Literal["netem", "forwarder"]
 MAX_MACHINES = 64

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.profiles import LinkProfile, NatKind, profile_of
+from p2p_co2.planning.profiles import LinkProfile, NatKind, profile_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.process import processes_below
+from p2p_co2.system.process import processes_below
 
 _POLL_S = 0.1
 _ROOT = Path(__file__).resolve().parent.parent

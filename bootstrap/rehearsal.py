@@ -27,7 +27,7 @@ from bootstrap.rehearsal_swarm import RehearsalSwarm, Traffic
 from bootstrap.run_file import recipe_of
 from p2p_co2.config import RunConfig, read_run_config, write_toml
 from p2p_co2.errors import ConfigError
-from p2p_co2.process import ctrl_c_ends, full_disk_named, require_supported_platform
+from p2p_co2.system.process import ctrl_c_ends, full_disk_named, require_supported_platform
 from p2p_co2.telemetry.events import Event
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from bootstrap.lines import Line
 from bootstrap.local_swarm import Child, LocalSwarm, environment, require_all_alive
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.process import program
-from p2p_co2.profiles import PROFILES
+from p2p_co2.planning.profiles import PROFILES
+from p2p_co2.system.process import program
 from p2p_co2.telemetry.events import Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 

@@ -24,7 +24,10 @@ from typing import TYPE_CHECKING
 from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.process import (
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
+from p2p_co2.run_recipe import is_own
+from p2p_co2.system.process import (
     FolderLock,
     StopSignals,
     ctrl_c_ends,
@@ -32,14 +35,11 @@ from p2p_co2.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.run_recipe import is_own
 from p2p_co2.ticket import Ticket
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
 
 if TYPE_CHECKING:
-    from p2p_co2.discovery import Discovery
-    from p2p_co2.transport.hivemind_quiet import P2P
+    from p2p_co2.net.discovery import Discovery
+    from p2p_co2.net.transport.hivemind_quiet import P2P
 
 RENEW_S = 600.0
 """Between two publications of the settings; far below the time for which the DHT keeps them."""
@@ -176,11 +176,11 @@ def _first(error: BaseException) -> BaseException:
 
 
 async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
-    from p2p_co2.discovery import Discovery
-    from p2p_co2.transport.libp2p_daemon import stop_p2p
-    from p2p_co2.transport.libp2p_relay import start_relay
-    from p2p_co2.transport.libp2p_revival import end_if_hung
-    from p2p_co2.transport.probe import ProbeServer
+    from p2p_co2.net.discovery import Discovery
+    from p2p_co2.net.transport.libp2p_daemon import stop_p2p
+    from p2p_co2.net.transport.libp2p_relay import start_relay
+    from p2p_co2.net.transport.libp2p_revival import end_if_hung
+    from p2p_co2.net.transport.probe import ProbeServer
 
     def refused(peer: PeerId, error: RemoteProtocolError) -> None:
         say(f"{time.strftime('%H:%M:%S')} refused a record: {error}")
@@ -223,7 +223,7 @@ def how_to_join(recipe: str) -> str:
 
 async def _print_ticket(p2p: P2P, seed: _Seed, say: Callable[[str], None], before: str = "") -> str:
     """Print and keep the ticket, unless that of ``before`` still leads here; returns the one that counts."""
-    from p2p_co2.transport.libp2p_control import own_maddrs
+    from p2p_co2.net.transport.libp2p_control import own_maddrs
 
     own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
     if before and set(own).intersection(Ticket.parse(before).seeds):
@@ -307,7 +307,7 @@ async def _keep_daemon(
     p2p: P2P, seed: _Seed, discovery: Discovery, ticket: str, say: Callable[[str], None]
 ) -> None:
     """Start the libp2p daemon again whenever it dies or hangs. Raises ``EnvironmentFault`` when it cannot."""
-    from p2p_co2.transport.libp2p_revival import keep_alive
+    from p2p_co2.net.transport.libp2p_revival import keep_alive
 
     async def revived(words: str) -> None:
         nonlocal ticket

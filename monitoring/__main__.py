@@ -14,8 +14,8 @@ from pathlib import Path
 from monitoring.board.run import run_behind_gate
 from monitoring.journals import JournalFeed
 from monitoring.relayed import RelayedFeed
-from p2p_co2.gate import take_over
-from p2p_co2.process import end_with_parent
+from p2p_co2.system.process import end_with_parent
+from p2p_co2.system.socket_activation import take_over
 
 
 def main() -> int:

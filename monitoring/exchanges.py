@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2p_co2.profiles import LinkProfile
+from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.telemetry.events import Event, FragmentSent, PeerStarted, RoundBegan, RoundCommitted
 
 Sample = tuple[float, Mapping[str, tuple[int, int]]]

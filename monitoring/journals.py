@@ -12,7 +12,7 @@ from pathlib import Path
 
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.process import is_kept
+from p2p_co2.system.process import is_kept
 from p2p_co2.telemetry.events import PeerFinished, PeerStarted
 from p2p_co2.telemetry.feed import FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Tail

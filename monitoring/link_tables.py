@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from monitoring.words import figure, percent, plain
-from p2p_co2.profiles import LinkProfile
+from p2p_co2.planning.profiles import LinkProfile
 
 NAT_WORDS = {
     "open": "none, can be dialled",

@@ -14,11 +14,11 @@ import time
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.gate import MAX_ASKED, receive_relayed, send_relayed
-from p2p_co2.reports import Poller
+from p2p_co2.protocol.reports import Poller
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Relayed
+from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_relayed
 from p2p_co2.telemetry.feed import FeedState, News
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Relayed
 
 LIST_EVERY_S = 5.0
 WATCHED_FOR_S = 15.0

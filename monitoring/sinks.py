@@ -21,7 +21,7 @@ from monitoring.model import Model
 from monitoring.peer_state import ONLINE
 from monitoring.words import plain
 from p2p_co2.errors import ConfigError
-from p2p_co2.process import StopSignals
+from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 
 EVERY_S = 2.0

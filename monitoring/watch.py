@@ -18,7 +18,7 @@ from monitoring.history import History
 from monitoring.model import Model
 from monitoring.peer_state import ONLINE
 from monitoring.words import UNKNOWN, ago, clock, figure, percent, plain, size
-from p2p_co2.process import StopSignals
+from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 
 TICK_S = 1.0

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.governor import read_hours
+from p2p_co2.system.governor import read_hours
 
 CodecName = Literal["fp32", "fp16", "bf16", "int8", "fp4", "nf4", "int4", "e3m0"]
 ApplyRule = Literal["keep", "co2", "blend", "eager"]

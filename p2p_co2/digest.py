@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
-from p2p_co2.memory import Buffer, Joined
+from p2p_co2.system.memory import Buffer, Joined
 
 DIGEST_BYTES = 32
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import base58
 
 from p2p_co2.errors import RemoteProtocolError, TicketError
-from p2p_co2.wire.identity import PeerId, peer_id_of, public_key_of
-from p2p_co2.wire.limits import MAX_ADDRESSES
+from p2p_co2.protocol.wire.identity import PeerId, peer_id_of, public_key_of
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES
 
 PREFIX = "p2pco2-"
 VERSION = 1

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from p2p_co2.checkpoint import load_agreed
 from p2p_co2.errors import ConfigError
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.names import named_buffers
-from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.recipes import Recipe
 from p2p_co2.run_recipe import load_run_recipe
+from p2p_co2.tensors.checkpoint import load_agreed
+from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments.names import named_buffers
+from p2p_co2.tensors.fragments.plan import plan_fragments
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ An entry point stands above every floor, so it may call the command line; nothin
 
 import sys
 
-from p2p_co2.cli import main
+from p2p_co2.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["join", *sys.argv[1:]], program="python -m peers"))

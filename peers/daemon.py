@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Protocol
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.placing import ALONE
-from p2p_co2.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.run_recipe import load_run_recipe
+from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket
-from p2p_co2.wire.identity import Identity
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
 from peers.measuring import AgreedLoss
@@ -126,7 +126,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
 
 def _look_into_folder(options: JoinOptions) -> None:
     """What would end the peer once it has found the swarm, before it looks for it."""
-    from p2p_co2.checkpoint import has_checkpoint
+    from p2p_co2.tensors.checkpoint import has_checkpoint
 
     folder = options.config.folder
     FolderLock(folder).release()

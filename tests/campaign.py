@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.config import ClockConfig, RunConfig, write_toml
-from p2p_co2.process import processes_below
 from p2p_co2.recipes import recipe_digest
+from p2p_co2.system.process import processes_below
 from p2p_co2.telemetry.events import Event, PeerFinished, Progress, RoundAborted, RoundCommitted
 from p2p_co2.telemetry.journal import Tail
 from p2p_co2.ticket import Ticket

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
 
-from p2p_co2.catchup import (
+from p2p_co2.digest import chunk_digests, digest_of_chunks
+from p2p_co2.protocol.catchup import (
     STATE,
     CatchUp,
     CatchUpEvent,
@@ -27,10 +28,9 @@ from p2p_co2.catchup import (
     Loading,
     Shape,
 )
-from p2p_co2.digest import chunk_digests, digest_of_chunks
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk
 
 RUN = bytes(range(32))
 CHUNKS = 40

@@ -7,7 +7,7 @@ import struct
 import torch
 from torch import Tensor
 
-from p2p_co2.codec import Codec
+from p2p_co2.tensors.codec import Codec
 
 HUGE = 3.4028234663852886e38  # the largest fp32
 

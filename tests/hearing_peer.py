@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from p2p_co2.membership import Membership
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.surroundings import Clock
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
+from p2p_co2.protocol.membership import Membership
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
 
 OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
 

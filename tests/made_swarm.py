@@ -11,9 +11,9 @@ import random
 from functools import cache
 
 from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.protocol.wire.identity import PeerId, peer_id_of
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, News, Sighting
-from p2p_co2.wire.identity import PeerId, peer_id_of
 
 TOKENS_PER_S = 2400
 PAYLOAD_BYTES = 170_000

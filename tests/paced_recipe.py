@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from p2p_co2.outer import stepping
 from p2p_co2.recipes import Recipe
+from p2p_co2.tensors.outer import stepping
 
 SAMPLE_EVERY_S = 10.0
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2p_co2 import outer
-from p2p_co2.codec import get_codec
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.fragment_ledger import FragmentLedger

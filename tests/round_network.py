@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import (
+from p2p_co2.protocol.rounds import (
     Aborted,
     CellWanted,
     Committed,
@@ -33,10 +33,10 @@ from p2p_co2.rounds import (
     Rounds,
     RoundsEvent,
 )
-from p2p_co2.rounds.decision import sign_outcome
-from p2p_co2.wire.identity import Identity, PeerId, cell_of
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
-from p2p_co2.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
+from p2p_co2.protocol.rounds.decision import sign_outcome
+from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
 
 RUN = hashlib.sha256(b"a run").digest()
 Ending = Committed | Aborted | OutcomeWithoutBytes | Overheard | FellBehind

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape, chunk_digest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.apart import PAST_KEPT, STANDING_S, STRONGEST_AFTER_S, TAKING_S, TURN_AFTER_S, Apart, Camp
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.last_words import Held
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.majority import Majority
+from p2p_co2.protocol.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape, chunk_digest
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Fetch, Status
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.inspection import HEAL_ROUNDS
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.telemetry.events import CaughtUp, Event, RoundCommitted, Warned
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Fetch, Status
 from tests.round_network import RUN, make_identity
 
 ME = PeerId("me")

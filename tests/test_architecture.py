@@ -1,193 +1,179 @@
 """The house keeps its floors: imports point down, the wings meet only in the trainer, the applications do not
-meet.
+meet, and no class, circle or part outgrows the rules.
 
-Read with the standard library's ``ast``; imports inside functions count, imports for type checkers do not.
+Read with the standard library's ``ast`` by ``tests.house``: imports in functions and for type checkers count.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-FLOORS = {
-    "errors": 0,
-    "ctrl_c": 0,
-    "memory": 1,
-    "digest": 2,
-    "config": 1,
-    "governor": 1,
-    "profiles": 1,
-    "wire": 2,
-    "ticket": 2,
-    "schedule": 2,
-    "codec": 2,
-    "outer": 2,
-    "fragments": 2,
-    "averaging": 2,
-    "checkpoint": 2,
-    "recipes": 2,
-    "heartbeat": 3,
-    "telemetry": 3,
-    "membership": 4,
-    "outlook": 4,
-    "rounds": 4,
-    "catchup": 4,
-    "reports": 4,
-    "process": 4,
-    "gate": 4,
-    "transport": 5,
-    "discovery": 5,
-    "planning": 5,
-    "peer_options": 5,
-    "run_recipe": 5,
-    "trained": 5,
-    "node": 6,
-    "simnet": 6,
-    "observer": 7,
-    "trainer": 7,
-    "peers": 8,
-    "bootstrap": 8,
-    "monitoring": 8,
-    "demo_watch": 9,
-    "rehearsal_watch": 9,
-    "simulation_watch": 9,
-    "cli_checks": 9,
-    "join_watch": 9,
-    "cli_views": 9,
-    "cli": 9,
-}
-TENSOR_WING = {"codec", "outer", "fragments", "averaging", "checkpoint", "recipes"}
-MESSAGE_WING = {
-    "wire",
-    "ticket",
-    "membership",
-    "rounds",
-    "catchup",
-    "reports",
-    "transport",
-    "discovery",
-    "node",
-    "simnet",
-    "observer",
-}
-MACHINES = {"membership", "rounds", "catchup", "reports", "governor"}
+from tests import house
+
+ROOT = house.ROOT
+FLOORS = (
+    {"errors", "system", "digest"},
+    {"config", "telemetry", "protocol.wire", "protocol.heartbeat", "protocol.schedule", "planning.profiles"},
+    {"ticket", "tensors"},
+    {"protocol", "recipes"},
+    {"net", "peer_options", "run_recipe", "trained", "planning"},
+    {"node", "simnet"},
+    {"trainer"},
+    {"peers", "bootstrap", "monitoring"},
+    {"cli"},
+)
+"""From the ground up. A room stands on the floor of its longest name that is listed."""
+FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+MESSAGE_WING = {"protocol", "net", "node", "simnet", "ticket"}
 APPLICATIONS = {"peers", "bootstrap", "monitoring"}
-NO_TORCH = MESSAGE_WING | {
-    "errors",
-    "config",
-    "governor",
-    "planning",
-    "profiles",
-    "schedule",
-    "telemetry",
-    "monitoring",
+NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry", "digest", "monitoring"}
+MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
+
+IN_CIRCLES = {
+    "bootstrap.plan.command",
+    "bootstrap.plan.picture",
+    "bootstrap.plan.report",
+    "p2p_co2.node.apart",
+    "p2p_co2.node.catching",
+    "p2p_co2.node.deciding",
+    "p2p_co2.node.far",
+    "p2p_co2.node.finding",
+    "p2p_co2.node.majority",
+    "p2p_co2.node.node",
+    "p2p_co2.node.progress",
+    "p2p_co2.node.receiving",
+    "p2p_co2.node.replay",
+    "p2p_co2.protocol.rounds.listening",
+    "p2p_co2.protocol.rounds.member",
+    "p2p_co2.simnet.faults",
+    "p2p_co2.simnet.inspection",
+    "p2p_co2.simnet.oversight",
+    "p2p_co2.simnet.process",
+    "p2p_co2.simnet.swarm",
 }
-LARGEST_FILE_LINES = 600
+TOO_LARGE = {
+    "monitoring.model.Model",
+    "p2p_co2.net.discovery.dht.Discovery",
+    "p2p_co2.node.catching.Catching",
+    "p2p_co2.node.links.Links",
+    "p2p_co2.node.network.Network",
+    "p2p_co2.node.node.Node",
+    "p2p_co2.node.progress.SwarmProgress",
+    "p2p_co2.protocol.catchup.download.Download",
+    "p2p_co2.protocol.membership.Membership",
+    "p2p_co2.protocol.outlook.Outlook",
+    "p2p_co2.protocol.rounds.asking.Asking",
+    "p2p_co2.protocol.rounds.coordination.Coordination",
+    "p2p_co2.protocol.rounds.delegate.Delegate",
+    "p2p_co2.protocol.rounds.delegation.Delegation",
+    "p2p_co2.protocol.rounds.fragment.FragmentRounds",
+    "p2p_co2.protocol.rounds.gathering.Gathering",
+    "p2p_co2.protocol.rounds.machine.Rounds",
+    "p2p_co2.protocol.rounds.member.Member",
+    "p2p_co2.protocol.rounds.owner.PartJob",
+    "p2p_co2.protocol.rounds.swarm.Swarm",
+    "p2p_co2.protocol.rounds.tally.Tally",
+    "p2p_co2.protocol.schedule.account.WorkAccount",
+    "p2p_co2.simnet.laws.Books",
+    "p2p_co2.simnet.links.VirtualLinks",
+    "p2p_co2.simnet.oversight.Oversight",
+    "p2p_co2.simnet.process.Process",
+    "p2p_co2.simnet.swarm.Swarm",
+    "p2p_co2.simnet.training.Training",
+    "p2p_co2.telemetry.peer_view.PeerView",
+    "p2p_co2.trainer.fragment_ledger.FragmentLedger",
+    "p2p_co2.trainer.network_thread.NetworkThread",
+    "p2p_co2.trainer.peer.Peer",
+    "p2p_co2.trainer.synchroniser.Synchroniser",
+}
+WHOLES_GIVEN_AWAY = {
+    "p2p_co2.net.transport.slow.SlowCarriers: SlowCarrier(self)",
+    "p2p_co2.node.node.Node: Catching(self)",
+    "p2p_co2.node.node.Node: Deciding(self)",
+    "p2p_co2.node.node.Node: Far(self)",
+    "p2p_co2.node.node.Node: Finding(self)",
+    "p2p_co2.node.node.Node: Receiving(self)",
+    "p2p_co2.node.node.Node: SwarmProgress(self)",
+    "p2p_co2.simnet.inspection.Inspector: Oversight(self)",
+    "p2p_co2.simnet.swarm.Swarm: Inspector(self)",
+    "p2p_co2.simnet.swarm.Swarm: Process(self)",
+    "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
+    "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
+}
+TIME_CONSTANTS = 283
 
 
 def sources() -> list[Path]:
-    folders = ("p2p_co2", *sorted(APPLICATIONS))
-    return [
-        path
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if "_pb2" not in path.name
-    ]
+    return list(house.sources())
 
 
 def room_of(module: str) -> str:
-    """The room that a dotted module name belongs to, or "" for one that is not ours."""
-    parts = module.split(".")
-    if parts[0] in APPLICATIONS:
-        return parts[0]
-    return parts[1] if parts[0] == "p2p_co2" and len(parts) > 1 else ""
+    """The longest listed room that a dotted module name lies in, or "" for one that is not ours."""
+    name = module.removeprefix("p2p_co2.")
+    while name and name not in FLOOR_OF:
+        name = name.rpartition(".")[0]
+    return name
 
 
-def room_of_file(path: Path) -> str:
-    return room_of(".".join(path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+def wing_of(module: str) -> str:
+    """The folder directly under ``p2p_co2``, or the application."""
+    return module.removeprefix("p2p_co2.").partition(".")[0]
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports when it runs."""
-    skipped: set[ast.AST] = set()
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped.update(child for statement in node.body for child in ast.walk(statement))
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{name.name}" for name in node.names)
-
-
-def our_imports(path: Path) -> set[str]:
-    return {room for name in imports(path) if (room := room_of(name)) in FLOORS}
+def ours(path: Path) -> frozenset[str]:
+    return house.import_graph()[house.module_of(path)]
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
-    room = room_of_file(path)
     if path == ROOT / "p2p_co2" / "__init__.py":
         return  # the front door names the rooms it leads to, and loads them when they are used
     if path.name == "__main__.py":
         return  # an entry point stands above every floor; nothing imports it
-    assert room in FLOORS, f"{path}: a new room needs a floor in this test and in the README"
-    above = {other for other in our_imports(path) if FLOORS[other] > FLOORS[room]}
-    assert not above, f"{path} reaches up to {above}"
-
-
-def test_no_cycles_between_rooms() -> None:
-    graph: dict[str, set[str]] = {room: set() for room in FLOORS}
-    for path in sources():
-        if path.name != "__main__.py" and (room := room_of_file(path)) in FLOORS:
-            graph[room] |= our_imports(path) - {room}
-    done: set[str] = set()
-
-    def visit(room: str, trail: tuple[str, ...]) -> None:
-        assert room not in trail, " -> ".join((*trail, room))
-        if room not in done:
-            for other in graph[room]:
-                visit(other, (*trail, room))
-            done.add(room)
-
-    for room in graph:
-        visit(room, ())
+    room = room_of(house.module_of(path))
+    assert room or house.module_of(path).count(".") == 1, f"{path}: a new room needs a floor in this test"
+    above = {other for other in ours(path) if FLOOR_OF.get(room_of(other), -1) > FLOOR_OF.get(room, -1)}
+    assert not above, f"{path} reaches up to {sorted(above)}"
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_wings_and_machines_do_not_know_what_they_must_not(path: Path) -> None:
-    room, names = room_of_file(path), set(imports(path))
-    top = {name.split(".")[0] for name in names}
-    if room in NO_TORCH:
+    module = house.module_of(path)
+    room, wing, names = room_of(module), wing_of(module), house.imports(path)
+    top, wings = {name.split(".")[0] for name in names}, {wing_of(name) for name in ours(path)}
+    if wing in NO_TORCH:
         assert not top & {"torch", "bitsandbytes"}, f"{path} is in the message wing and imports torch"
-    if room in MESSAGE_WING:
-        assert not our_imports(path) & TENSOR_WING, path
-    if room in TENSOR_WING:
-        assert not our_imports(path) & MESSAGE_WING, path
+    if wing in MESSAGE_WING:
+        assert "tensors" not in wings, path
+    if wing == "tensors":
+        assert not wings & MESSAGE_WING, path
         assert not top & {"asyncio", "socket", "grpc", "hivemind"}, path
     if room in MACHINES:
         assert not top & {"asyncio", "time", "socket", "random", "threading"}, (
             f"{path}: a machine has no clock"
         )
-    if room in APPLICATIONS:
-        assert not our_imports(path) & (APPLICATIONS - {room}), f"{path}: applications do not meet"
+    if wing in APPLICATIONS:
+        assert not wings & (APPLICATIONS - {wing}), f"{path}: applications do not meet"
+
+
+def test_rules_that_some_still_break() -> None:
+    """What is listed here is to be mended; nothing may be added. See ``python -m tests.house --list``."""
+    circles = {module for circle in house.circles() for module in circle}
+    assert circles <= IN_CIRCLES
+    assert house.large_classes().keys() | house.long_classes().keys() <= TOO_LARGE
+    assert set(house.wholes_given_away()) <= WHOLES_GIVEN_AWAY
+    assert len(house.time_constants()) <= TIME_CONSTANTS
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_house_rules(path: Path) -> None:
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text)) or not text.strip(), f"{path} does not say what it is for"
-    assert len(text.splitlines()) <= LARGEST_FILE_LINES, f"{path} is two rooms"
     assert not re.search(r"^\s*(import|from) (pickle|dill|cloudpickle)\b", text, re.MULTILINE)
     assert not re.search(r"except[^\n]*:\s*\n\s*pass\s*$", text, re.MULTILINE), f"{path} swallows an error"
     assert not re.search(r"except\s*:", text), path

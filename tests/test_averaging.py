@@ -15,8 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2p_co2 import memory
-from p2p_co2.averaging import (
+from p2p_co2.config import CodecName
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.protocol.rounds.attempt import Share, capped
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.system import memory
+from p2p_co2.tensors.aggregation import (
     HostileSlice,
     Rule,
     admit,
@@ -26,12 +30,8 @@ from p2p_co2.averaging import (
     slice_norm,
     weighted_mean,
 )
-from p2p_co2.codec import get_codec, passes
-from p2p_co2.codec.base import CHUNK_BLOCKS
-from p2p_co2.config import CodecName
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.rounds.attempt import Share, capped
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.tensors.codec import get_codec, passes
+from p2p_co2.tensors.codec.base import CHUNK_BLOCKS
 
 NAMES: tuple[CodecName, ...] = get_args(CodecName)
 LARGEST = torch.finfo(torch.float32).max

@@ -16,12 +16,12 @@ from bootstrap import seed
 from bootstrap.local_swarm import LocalSwarm, environment
 from bootstrap.seed import SeedOptions, how_to_join, serve_run
 from p2p_co2.config import OWN_LOOP, RunConfig
-from p2p_co2.discovery import Discovery
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.process import processes_below, program
+from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.transport import libp2p_relay
+from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.system.process import processes_below, program
 from p2p_co2.ticket import Ticket
-from p2p_co2.transport import libp2p_relay
-from p2p_co2.wire.identity import Identity
 from tests.transport_peers import open_peer, until
 
 PYTHON = [sys.executable, "-c"]

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.catchup import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.membership import PeerInfo
 from p2p_co2.node.catching import NOTICE_AFTER_S, ROUND_AGAIN, Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import LocalProgress
-from p2p_co2.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.protocol.catchup import ROUND, STATE, Disputed, Fetched, FetchFailed, Goal
+from p2p_co2.protocol.membership import PeerInfo
+from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Envelope, Status
+from p2p_co2.protocol.wire.status import PeerStatus, finished_bits
 from p2p_co2.telemetry.events import Warned
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Decision, Envelope, Status
-from p2p_co2.wire.status import PeerStatus, finished_bits
 from tests.fuzz.world import World, run_virtual
 from tests.round_network import forged_commit
 

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2p_co2.catchup import STATE, Goal
-from p2p_co2.membership import PeerInfo
 from p2p_co2.node.catching import HEARD_OF_S, NOTICE_FAR_AFTER_S, Catching
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import LocalProgress
-from p2p_co2.outlook import Outlook
-from p2p_co2.rounds.bounds import AHEAD_AT_MOST
-from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
-from p2p_co2.wire.messages_pb2 import CellSight, Status
-from p2p_co2.wire.status import PeerStatus
+from p2p_co2.protocol.catchup import STATE, Goal
+from p2p_co2.protocol.membership import PeerInfo
+from p2p_co2.protocol.outlook import Outlook
+from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.protocol.wire.identity import PeerId, cell_of, peer_id_of
+from p2p_co2.protocol.wire.messages_pb2 import CellSight, Status
+from p2p_co2.protocol.wire.status import PeerStatus
 
 CELLS, VERSION = 3, 7
 OURS, NEW, LIE = b"o" * 32, b"n" * 32, b"l" * 32

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.catchup.goals import LEAST_CHUNK_BYTES
-from p2p_co2.checkpoint import state_digest, state_from_bytes, state_view
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Behind, Envelope
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import Behind, Envelope
+from p2p_co2.tensors.checkpoint import state_digest, state_from_bytes, state_view
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 from tests.round_network import forged_commit
 

@@ -10,7 +10,8 @@ from collections import Counter
 
 import pytest
 
-from p2p_co2.catchup import (
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.catchup import (
     ROUND,
     STATE,
     CatchUp,
@@ -24,7 +25,7 @@ from p2p_co2.catchup import (
     chunk_digest,
     split_donors,
 )
-from p2p_co2.catchup.donor import (
+from p2p_co2.protocol.catchup.donor import (
     EXPORT_KEPT_S,
     EXPORT_LONGEST_S,
     REPLAYED_LONGEST_S,
@@ -33,12 +34,11 @@ from p2p_co2.catchup.donor import (
     SLOWLY_LONGEST_S,
     _Replayed,
 )
-from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
-from p2p_co2.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
-from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
+from p2p_co2.protocol.catchup.goals import EXPORTS_FREE_BYTES
+from p2p_co2.protocol.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 from tests.catchup_world import (
     CHUNKS,
     D1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from p2p_co2.catchup.awake import STOOD_STILL_S, Awake
+from p2p_co2.protocol.catchup.awake import STOOD_STILL_S, Awake
 
 
 def asleep(ran_at: float, due_at: float) -> Awake:

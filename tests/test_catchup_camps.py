@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from p2p_co2.catchup.camps import (
+from p2p_co2.protocol.catchup.camps import (
     CHOOSE_CAP_S,
     LEFT_FLOOR_S,
     LEFT_TIMES,
@@ -19,11 +19,11 @@ from p2p_co2.catchup.camps import (
     rivals_of,
     sooner_elsewhere,
 )
-from p2p_co2.catchup.goals import ROUND, STATE, Goal
-from p2p_co2.catchup.line import Line
-from p2p_co2.catchup.source import Source
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Manifest
+from p2p_co2.protocol.catchup.goals import ROUND, STATE, Goal
+from p2p_co2.protocol.catchup.line import Line
+from p2p_co2.protocol.catchup.source import Source
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Manifest
 
 GOAL = Goal(STATE, 1, 7, (), digest=b"seven")
 NOBODY_KNOWS = Goal(STATE, 1, 7, ())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from p2p_co2.catchup import STATE
-from p2p_co2.catchup.camps import GONE
-from p2p_co2.catchup.chunks import Begun, Chunks
-from p2p_co2.catchup.kept import NothingKept
-from p2p_co2.catchup.manifest import content_of, make_manifest
 from p2p_co2.digest import chunk_digests, digest, digest_of_chunks
-from p2p_co2.memory import Joined
 from p2p_co2.node.kept_chunks import KeptChunks
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest
+from p2p_co2.protocol.catchup import STATE
+from p2p_co2.protocol.catchup.camps import GONE
+from p2p_co2.protocol.catchup.chunks import Begun, Chunks
+from p2p_co2.protocol.catchup.kept import NothingKept
+from p2p_co2.protocol.catchup.manifest import content_of, make_manifest
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest
+from p2p_co2.system.memory import Joined
 from tests.catchup_world import D1, D2, IDENTITIES, RUN, named
 
 

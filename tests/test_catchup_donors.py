@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from p2p_co2.catchup import (
+from p2p_co2.protocol.catchup import (
     CatchUpMessage,
     DonorRefused,
     Fetched,
@@ -16,11 +16,11 @@ from p2p_co2.catchup import (
     Shape,
     chunk_bytes_of,
 )
-from p2p_co2.catchup.goals import EXPORTS_FREE_BYTES
-from p2p_co2.catchup.line import OUTRUN_S, SLOW_CAP_S
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest
+from p2p_co2.protocol.catchup.goals import EXPORTS_FREE_BYTES
+from p2p_co2.protocol.catchup.line import OUTRUN_S, SLOW_CAP_S
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest
 from tests.catchup_world import CHUNKS, D1, D2, D3, DONORS, LARGE, LATE, SMALL, World, lying, zero
 
 HALF = 16 * MAX_DATA_BYTES - 5

@@ -6,11 +6,11 @@ import heapq
 
 import pytest
 
-from p2p_co2.catchup import STATE, CatchUpMessage, FetchFailed, Goal, Shape
-from p2p_co2.catchup.waiting import COMES_WITHIN_S
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Manifest, Refusal
+from p2p_co2.protocol.catchup import STATE, CatchUpMessage, FetchFailed, Goal, Shape
+from p2p_co2.protocol.catchup.waiting import COMES_WITHIN_S
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Manifest, Refusal
 from tests.catchup_world import CHUNKS, D1, D2, D3, D4, LATE, SMALL, World, vouched_and_never_given
 from tests.test_catchup_leaving import left_for, turns_of_fragment_1
 

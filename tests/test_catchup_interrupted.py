@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.catchup import CatchUp
 from p2p_co2.node.kept_chunks import KeptChunks
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk
+from p2p_co2.protocol.catchup import CatchUp
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk
 from tests.catchup_world import CHUNKS, D1, IDENTITIES, LARGE, LATE, RUN, SHAPE, World, state_of
 
 RATE_BYTES_PER_S = 10 * MAX_DATA_BYTES

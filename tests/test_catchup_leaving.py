@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from p2p_co2.catchup import STATE, CatchUpMessage, Goal
-from p2p_co2.catchup.line import OUTRUN_S
-from p2p_co2.catchup.source import MOVES_MOST
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+from p2p_co2.protocol.catchup import STATE, CatchUpMessage, Goal
+from p2p_co2.protocol.catchup.line import OUTRUN_S
+from p2p_co2.protocol.catchup.source import MOVES_MOST
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from tests.catchup_world import CHUNKS, D1, D2, D3, D4, D5, LARGE, LATE, World, named, state_of
 
 
@@ -367,7 +367,7 @@ def test_when_all_move_on_at_once_another_is_not_gone_to_before_they_have_answer
 
 def test_those_in_reserve_are_asked_for_what_was_left_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who stood by had their places."""
-    monkeypatch.setattr("p2p_co2.catchup.download.DONORS_AT_ONCE", 2)
+    monkeypatch.setattr("p2p_co2.protocol.catchup.download.DONORS_AT_ONCE", 2)
     world = left_for(4, (D2,))
     for peer in (D3, D4):
         world.move(peer, 8)

@@ -8,7 +8,8 @@ from itertools import count
 
 import pytest
 
-from p2p_co2.catchup import (
+from p2p_co2.digest import chunk_digests
+from p2p_co2.protocol.catchup import (
     STATE,
     CatchUp,
     CatchUpMessage,
@@ -19,10 +20,9 @@ from p2p_co2.catchup import (
     FetchFailed,
     Goal,
 )
-from p2p_co2.digest import chunk_digests
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from tests.catchup_world import (
     CHUNKS,
     D1,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from p2p_co2.catchup.line import (
+from p2p_co2.protocol.catchup.line import (
     FIRST_CHUNK_S,
     MAX_LINES,
     OUTRUN_S,
@@ -18,9 +18,9 @@ from p2p_co2.catchup.line import (
     Lines,
     all_there_in_s,
 )
-from p2p_co2.catchup.source import Source
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.catchup.source import Source
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 
 A, B, C = (PeerId(name) for name in "abc")
 

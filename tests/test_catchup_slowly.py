@@ -8,12 +8,21 @@ import random
 
 import pytest
 
-from p2p_co2.catchup import ROUND, STATE, CatchUpMessage, DonorRefused, Fetched, FetchFailed, Goal, Shape
-from p2p_co2.catchup.donor import TAKERS_KEPT
-from p2p_co2.catchup.line import OUTRUN_S
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
+from p2p_co2.protocol.catchup import (
+    ROUND,
+    STATE,
+    CatchUpMessage,
+    DonorRefused,
+    Fetched,
+    FetchFailed,
+    Goal,
+    Shape,
+)
+from p2p_co2.protocol.catchup.donor import TAKERS_KEPT
+from p2p_co2.protocol.catchup.line import OUTRUN_S
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 from tests.catchup_world import D1, D2, D3, LARGE, LATE, MEAN, World, named, state_of
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from p2p_co2.catchup import STATE, CatchUp, ExportWanted, Fetched, FetchFailed, Shape
-from p2p_co2.catchup.donor import EXPORT_LONGEST_S, EXPORT_SLOWEST_BYTES_PER_S
-from p2p_co2.catchup.turns import (
+from p2p_co2.protocol.catchup import STATE, CatchUp, ExportWanted, Fetched, FetchFailed, Shape
+from p2p_co2.protocol.catchup.donor import EXPORT_LONGEST_S, EXPORT_SLOWEST_BYTES_PER_S
+from p2p_co2.protocol.catchup.turns import (
     CHOOSING_S,
     MAX_CHOOSING,
     MAX_WAITING,
@@ -17,9 +17,9 @@ from p2p_co2.catchup.turns import (
     Loaders,
     Turns,
 )
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
-from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from tests.catchup_world import CHUNKS, D1, D2, D3, IDENTITIES, LARGE, LATE, RUN, SMALL, World
 from tests.fuzz.bench import Bench
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.catchup import Fetched, FetchFailed
-from p2p_co2.catchup.line import OUTRUN_S
-from p2p_co2.catchup.waiting import COMES_WITHIN_S, MOVES_WITHIN_S, Waiting
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.membership import HEARTBEAT_S
 from p2p_co2.node.receiving import Receiving
+from p2p_co2.protocol.catchup import Fetched, FetchFailed
+from p2p_co2.protocol.catchup.line import OUTRUN_S
+from p2p_co2.protocol.catchup.waiting import COMES_WITHIN_S, MOVES_WITHIN_S, Waiting
+from p2p_co2.protocol.membership import HEARTBEAT_S
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.oversight import Oversight
 from tests.catchup_world import D2, LATE, World, vouched_and_never_given

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
 from p2p_co2.telemetry.events import LinkOpened, PeerFinished, RoundCommitted, RoundCounted
-from p2p_co2.wire.identity import Identity, PeerId, cell_of
 from tests.campaign import START_S, Campaign, paced_run
 
 pytestmark = pytest.mark.swarm

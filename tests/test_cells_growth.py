@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.cells import FLAT_32, over_cells
-from p2p_co2.codec import get_codec
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.rounds import PayloadShape
+from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.telemetry.events import RoundCommitted
+from p2p_co2.tensors.codec import get_codec
 
 BAR = 1.1
 BLOCK_BYTES, SUM_FACTOR = 16, 8

@@ -28,13 +28,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from p2p_co2 import checkpoint as rooms
-from p2p_co2 import outer
-from p2p_co2.checkpoint import Checkpoint, load, load_agreed, save, tensorfile
 from p2p_co2.config import OuterConfig, RunConfig
 from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.fragments import LiveParameters, plan_fragments
+from p2p_co2.tensors import checkpoint as rooms
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import Checkpoint, load, load_agreed, save, tensorfile
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer import resuming
 from tests.disks import fill
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_co2 import checkpoint as rooms
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.tensors import checkpoint as rooms
 from tests.test_checkpoint import stepped
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from bootstrap.run_file import DEFAULT_RUN_FILE
-from p2p_co2 import __version__, cli
+from p2p_co2 import __version__
+from p2p_co2.cli import main as cli
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError, TransportError
 
@@ -47,7 +48,7 @@ def test_version() -> None:
 @pytest.mark.parametrize("command", ["seed", "join", "demo", "plan", "sample", "eval", "init"])
 def test_every_command_explains_itself_without_torch_or_hivemind(command: str) -> None:
     script = (
-        "import sys\nfrom p2p_co2.cli import main\n"
+        "import sys\nfrom p2p_co2.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
         "print(sorted({'torch', 'hivemind', 'grpc', 'matplotlib'} & set(sys.modules)))"
     )

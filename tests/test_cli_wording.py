@@ -18,16 +18,16 @@ from bootstrap.demo import DemoOptions, run_demo
 from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
 from bootstrap.seed import SeedOptions, seed_addresses, serve_run
 from monitoring.words import loss_unit
-from p2p_co2.checkpoint import load, load_agreed
-from p2p_co2.cli import main
+from p2p_co2.cli.main import main
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.peer_options import peer_config
-from p2p_co2.process import FolderLock
+from p2p_co2.protocol.wire.identity import Identity, peer_id_of
 from p2p_co2.recipes import check_data
+from p2p_co2.system.process import FolderLock
 from p2p_co2.telemetry.events import PeerLeft, Progress, RoundBegan, TrainingEnded
+from p2p_co2.tensors.checkpoint import load, load_agreed
 from p2p_co2.ticket import Ticket
-from p2p_co2.wire.identity import Identity, peer_id_of
 from peers import daemon
 from peers.daemon import JoinOptions, join_run
 from peers.doctor.machine import check_disk
@@ -275,7 +275,7 @@ def test_a_demo_that_did_not_begin_leaves_no_folder(
 
 
 def test_a_ctrl_c_while_the_program_starts_gives_no_traceback() -> None:
-    script = "import p2p_co2.ctrl_c, os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)"
+    script = "import p2p_co2.cli.ctrl_c, os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)"
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
     )
@@ -284,16 +284,17 @@ def test_a_ctrl_c_while_the_program_starts_gives_no_traceback() -> None:
 
 def test_the_program_takes_that_over_before_it_imports_anything_slow() -> None:
     script = (
-        "import sys, signal\nbefore = {*sys.modules}\nimport p2p_co2.ctrl_c\n"
-        "print(sorted({*sys.modules} - before))\nimport p2p_co2.cli\n"
+        "import sys, signal\nbefore = {*sys.modules}\nimport p2p_co2.cli.ctrl_c\n"
+        "print(sorted({*sys.modules} - before))\nimport p2p_co2.cli.main\n"
         "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     )
-    text = (ROOT / "p2p_co2" / "cli.py").read_text()
-    assert text.index("from p2p_co2.ctrl_c") < text.index("import typer") < text.index("from p2p_co2 import")
+    text = (ROOT / "p2p_co2" / "cli" / "main.py").read_text()
+    ours, others = text.index("from p2p_co2.cli.ctrl_c"), text.index("import typer")
+    assert ours < others < text.index("from p2p_co2.cli import")
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     )
-    assert result.stdout == "['p2p_co2', 'p2p_co2.ctrl_c']\nTrue\n"
+    assert result.stdout == "['p2p_co2', 'p2p_co2.cli', 'p2p_co2.cli.ctrl_c']\nTrue\n"
 
 
 INTERRUPTED = """
@@ -305,7 +306,7 @@ class AtImport:
         if self.left == 0:
             os.kill(os.getpid(), 2)
 sys.meta_path.insert(0, AtImport())
-from p2p_co2.cli import main
+from p2p_co2.cli.main import main
 print("imported")
 """
 
@@ -332,7 +333,7 @@ class AtModule:
                 pass
             raise ImportError("what some make of a KeyboardInterrupt")
 sys.meta_path.insert(0, AtModule())
-from p2p_co2.cli import main
+from p2p_co2.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -350,10 +351,10 @@ def _interrupted_at(module: str, command: list[str]) -> tuple[int, str]:
     ("module", "command"),
     [
         ("p2p_co2.trainer", ["join"]),
-        ("p2p_co2.observer", ["watch"]),
+        ("p2p_co2.node.observer", ["watch"]),
         ("monitoring.board.run", ["board"]),
         ("p2p_co2.trained", ["eval"]),
-        ("p2p_co2.simulation_watch", ["simulate"]),
+        ("p2p_co2.cli.simulate", ["simulate"]),
     ],
 )
 def test_a_ctrl_c_while_a_command_imports_ends_it(module: str, command: list[str]) -> None:

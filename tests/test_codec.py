@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p_co2.codec import encode_with_residual, get_codec, relative_error
-from p2p_co2.codec.base import CHUNK_BLOCKS, SMALLEST
-from p2p_co2.codec.bitsandbytes_blocks import BitsAndBytesFourBit
-from p2p_co2.codec.fourbit import FourBitCodec
 from p2p_co2.config import CodecName
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.tensors.codec import encode_with_residual, get_codec, relative_error
+from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, SMALLEST
+from p2p_co2.tensors.codec.bitsandbytes_blocks import BitsAndBytesFourBit
+from p2p_co2.tensors.codec.fourbit import FourBitCodec
 from tests.codec_blocks import HUGE, block, gaussians, hostile, scale_of
 
 NAMES: tuple[CodecName, ...] = get_args(CodecName)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2p_co2.codec import get_codec, relative_error
-from p2p_co2.codec.fourbit import FourBitCodec
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.tensors.codec import get_codec, relative_error
+from p2p_co2.tensors.codec.fourbit import FourBitCodec
 from tests.codec_blocks import block, gaussians, hostile, scale_of
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2p_co2.codec import get_codec, native
-from p2p_co2.codec.fourbit import FourBitCodec
-from p2p_co2.codec.native import Kernel
+from p2p_co2.tensors.codec import get_codec, native
+from p2p_co2.tensors.codec.fourbit import FourBitCodec
+from p2p_co2.tensors.codec.native import Kernel
 
 STREAMED_BLOCKS = 32768  # as in native.c
 SCALES = [0.0, 1.0, 2.0**-110, 1e-44, 0.1, 2.0**-24, 2.0**-20, 1e-3, 60000.0, 2.0**100]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2p_co2 import outer
-from p2p_co2.averaging import HostileSlice, mean_of_parts
-from p2p_co2.codec import Codec, get_codec, passes
-from p2p_co2.codec.feedback import error_energy
-from p2p_co2.codec.passes import Passes
 from p2p_co2.config import CodecName, OuterConfig
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import HostileSlice, mean_of_parts
+from p2p_co2.tensors.codec import Codec, get_codec, passes
+from p2p_co2.tensors.codec.feedback import error_energy
+from p2p_co2.tensors.codec.passes import Passes
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from tests.test_codec_int4 import int4_rows_of_every_scale
 from tests.test_codec_native import builds_here

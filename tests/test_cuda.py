@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2p_co2.checkpoint import load, save
-from p2p_co2.codec import Codec, encode_with_residual, get_codec, relative_error
-from p2p_co2.codec.base import SCALE_BYTES
 from p2p_co2.config import CodecName
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.fragments import LiveParameters, plan_fragments
-from p2p_co2.outer import Merge
 from p2p_co2.telemetry.events import PeerFinished, PeerStarted, Progress, RoundCommitted
+from p2p_co2.tensors.checkpoint import load, save
+from p2p_co2.tensors.codec import Codec, encode_with_residual, get_codec, relative_error
+from p2p_co2.tensors.codec.base import SCALE_BYTES
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
+from p2p_co2.tensors.outer import Merge
 from peers.doctor.findings import State
 from peers.doctor.machine import check_device
 from tests.codec_blocks import gaussians, hostile

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from p2p_co2.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.catching import Catching
@@ -26,12 +25,21 @@ from p2p_co2.node.ledger import (
 )
 from p2p_co2.node.node import Node
 from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
-from p2p_co2.rounds import Committed, FellBehind, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
-from p2p_co2.rounds.decision import sign_outcome
-from p2p_co2.telemetry.events import ContributionCapped, RoundAborted
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_PEERS
-from p2p_co2.wire.messages_pb2 import (
+from p2p_co2.protocol.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape
+from p2p_co2.protocol.rounds import (
+    Committed,
+    FellBehind,
+    Offer,
+    PayloadShape,
+    PeerView,
+    ReduceWanted,
+    Refused,
+    Rounds,
+)
+from p2p_co2.protocol.rounds.decision import sign_outcome
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import (
     Chunk,
     Contributor,
     Fetch,
@@ -42,7 +50,8 @@ from p2p_co2.wire.messages_pb2 import (
     RoundKey,
     Status,
 )
-from p2p_co2.wire.status import PeerStatus
+from p2p_co2.protocol.wire.status import PeerStatus
+from p2p_co2.telemetry.events import ContributionCapped, RoundAborted
 from tests.round_network import RUN, Network, make_identity
 
 SHAPE = PayloadShape(8, (4,))

@@ -12,11 +12,11 @@ from typing import get_args
 import pytest
 import torch
 
-from p2p_co2.codec import get_codec
-from p2p_co2.codec.base import Codec
-from p2p_co2.codec.bitsandbytes_blocks import BitsAndBytesFourBit
-from p2p_co2.codec.plain import PlainCodec
 from p2p_co2.config import CodecName
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.codec.base import Codec
+from p2p_co2.tensors.codec.bitsandbytes_blocks import BitsAndBytesFourBit
+from p2p_co2.tensors.codec.plain import PlainCodec
 from tests.default_dtype import VARIABLE
 from tests.test_architecture import ROOT
 

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from bootstrap.demo import DemoEnd, DemoOptions, RunningDemo
 from bootstrap.local_swarm import LocalSwarm
-from p2p_co2.demo_watch import DemoWatch
+from p2p_co2.cli.demo import DemoWatch
 from p2p_co2.telemetry.events import CaughtUp, Event, Progress
 from p2p_co2.telemetry.journal import Journal, Tail
 from tests.told_run import FACTS, IDS, story

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.config import RunConfig
-from p2p_co2.discovery import Discovery
-from p2p_co2.discovery import records as rec
-from p2p_co2.discovery.dht import CALL_TIMEOUT_S
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.transport.hivemind_quiet import (
+from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.discovery import records as rec
+from p2p_co2.net.discovery.dht import CALL_TIMEOUT_S
+from p2p_co2.net.transport.hivemind_quiet import (
     DHTID,
     P2P,
     DHTNode,
@@ -31,11 +31,17 @@ from p2p_co2.transport.hivemind_quiet import (
     PeerID,
     get_dht_time,
 )
-from p2p_co2.transport.libp2p_control import own_maddrs, reach
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_RECORD_BYTES, MAX_STRING, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
+from p2p_co2.net.transport.libp2p_control import own_maddrs, reach
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.limits import (
+    MAX_ADDRESSES,
+    MAX_FRAGMENTS,
+    MAX_RECORD_BYTES,
+    MAX_STRING,
+    PROTOCOL_VERSION,
+)
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 from tests.transport_peers import PATIENCE_S, free_port
 
 CONFIG = RunConfig(name="test")
@@ -191,8 +197,8 @@ async def test_a_run_of_another_protocol_is_refused_by_its_manifest(
     """Nobody in it would answer, and a peer that hears nobody trains alone. 0: the first did not write it."""
     async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
         with monkeypatch.context() as later:
-            later.setattr("p2p_co2.discovery.dht.PROTOCOL_VERSION", spoken)
-            later.setattr("p2p_co2.discovery.dht.__version__", "9.8\x1b[2J")
+            later.setattr("p2p_co2.net.discovery.dht.PROTOCOL_VERSION", spoken)
+            later.setattr("p2p_co2.net.discovery.dht.__version__", "9.8\x1b[2J")
             await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
         with pytest.raises(
             TicketError, match=rf"{named}.*p2p-co2 9\.8\?\[2J.*install the organiser"

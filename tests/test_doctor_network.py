@@ -24,15 +24,15 @@ from bootstrap.internet import Internet
 from bootstrap.local_swarm import LocalSwarm, environment
 from bootstrap.plan.links import GivenLink, read_links
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.discovery import Discovery
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.process import program
-from p2p_co2.profiles import LinkProfile
+from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.probe import ProbeServer
+from p2p_co2.net.transport.probing import Passed
+from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.system.process import program
 from p2p_co2.ticket import Ticket
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.transport.probe import ProbeServer
-from p2p_co2.transport.probing import Passed
-from p2p_co2.wire.identity import Identity, PeerId
 from peers.doctor import names, network
 from peers.doctor.findings import State
 from peers.doctor.network import Outcome, clock_finding, look_at_network, round_trips_finding

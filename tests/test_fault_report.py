@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.faults import longest_gap, went_over
-from p2p_co2.rounds import Aborted
+from p2p_co2.protocol.rounds import Aborted
 from tests.round_machine import drain, offer_of, one_machine
 
 

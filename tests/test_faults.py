@@ -20,9 +20,8 @@ from pathlib import Path
 import pytest
 
 from bootstrap.local_swarm import Child, environment
-from p2p_co2 import checkpoint
 from p2p_co2.config import CodecConfig
-from p2p_co2.schedule import STILL_LOADS
+from p2p_co2.protocol.schedule import STILL_LOADS
 from p2p_co2.telemetry.events import (
     CaughtUp,
     CheckpointSaved,
@@ -39,6 +38,7 @@ from p2p_co2.telemetry.events import (
     TrainingEnded,
     Warned,
 )
+from p2p_co2.tensors import checkpoint
 from tests.campaign import START_S, Campaign, choose, paced_run
 
 pytestmark = pytest.mark.swarm

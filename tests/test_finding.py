@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from p2p_co2.errors import TransportError
-from p2p_co2.membership import Membership
 from p2p_co2.node.finding import Finding, find_every_s
+from p2p_co2.protocol.membership import Membership
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, Status
 from p2p_co2.telemetry.events import Warned
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord, Status
 
 
 @pytest.mark.parametrize("fails", [(), ("publish",), ("find",), ("publish", "find")])

@@ -22,15 +22,15 @@ import pytest
 
 from p2p_co2.config import SLOWEST_CAP_BYTES_PER_S
 from p2p_co2.errors import PeerLost, TransportError
+from p2p_co2.net.transport import base, grpc_carrier, libp2p_carrier
+from p2p_co2.net.transport.admission import Admission
+from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier
+from p2p_co2.net.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
+from p2p_co2.net.transport.libp2p_control import hang_up, open_stream, reach
 from p2p_co2.node.receiving import control_units
-from p2p_co2.rounds.assembly import piece_bytes
-from p2p_co2.transport import base, grpc_carrier, libp2p_carrier
-from p2p_co2.transport.admission import Admission
-from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier
-from p2p_co2.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
-from p2p_co2.transport.libp2p_control import hang_up, open_stream, reach
-from p2p_co2.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Chunk, Envelope, Mean, Ping, Result, RoundKey
+from p2p_co2.protocol.rounds.assembly import piece_bytes
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Envelope, Mean, Ping, Result, RoundKey
 from tests.fuzz.world import RUN as RUN_OF_WORLD
 from tests.fuzz.world import Trainer, World
 from tests.test_transport_grpc import hello_for

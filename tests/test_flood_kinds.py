@@ -8,8 +8,8 @@ from google.protobuf.message import Message
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.allowances import ALLOWANCE, LINK_UNITS, PATIENCE_S, REFILL_PER_S, SHUT_OUT_S
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from tests.fuzz.bench import RUN, Bench, envelope
 from tests.fuzz.stories import NAMES, examples
 from tests.fuzz.world import make_identity

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.process import FolderLock, is_kept, left_to_others, processes_below, shut_in_forks_at
+from p2p_co2.system.process import FolderLock, is_kept, left_to_others, processes_below, shut_in_forks_at
 from tests.swarms import ROOT, START_BOUND_S, Swarm, swarm
 
 RUN = RunConfig(name="forks", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
@@ -61,8 +61,8 @@ def test_a_forked_child_has_neither_the_lock_nor_the_sockets_and_the_parent_keep
 
 LISTENS_AND_FORKS = """
 import asyncio, os
-from p2p_co2.transport.grpc_carrier import GrpcCarrier
-from p2p_co2.wire.identity import Identity
+from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
+from p2p_co2.protocol.wire.identity import Identity
 
 async def main():
     carrier = GrpcCarrier(Identity.generate(), bytes(32), "127.0.0.1", 0)

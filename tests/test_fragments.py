@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from p2p_co2.errors import ConfigError, LocalProtocolError
-from p2p_co2.fragments import FragmentPlan, LiveParameters, plan_fragments
-from p2p_co2.outer import Merge
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, plan_fragments
+from p2p_co2.tensors.outer import Merge
 
 
 class Block(nn.Module):

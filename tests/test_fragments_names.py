@@ -8,8 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from p2p_co2.fragments.names import named_buffers, named_modules, named_parameters, plain_name, shared_names
-from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments.names import (
+    named_buffers,
+    named_modules,
+    named_parameters,
+    plain_name,
+    shared_names,
+)
+from p2p_co2.tensors.fragments.plan import plan_fragments
 
 
 class Gpt(nn.Module):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.profiles import LinkProfile
-from p2p_co2.rounds import parts
+from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.protocol.rounds import parts
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.ledger import BLOCK_BYTES
 from p2p_co2.telemetry.events import Event, FragmentApplied, RoundCommitted

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from p2p_co2.node.envelope import enveloped
 from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
-from p2p_co2.rounds.gathering import behind_message
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import AskOutcome, Envelope, Listen, RoundKey
+from p2p_co2.protocol.rounds.gathering import behind_message
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, Listen, RoundKey
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.play import STRANGER, Game, check_bounds
 from tests.fuzz.world import RUN, World, make_identity, run_virtual

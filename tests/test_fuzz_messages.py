@@ -19,19 +19,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.config import RunConfig
-from p2p_co2.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, POSITION_CONTEXT, Records
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.gate import receive_relayed
+from p2p_co2.net.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, POSITION_CONTEXT, Records
+from p2p_co2.net.transport.admission import HELLO_CONTEXT, Admission
+from p2p_co2.net.transport.libp2p_relay import _read_answer
+from p2p_co2.net.transport.probe import HEADER_BYTES, _parsed
+from p2p_co2.net.transport.probing import Prober
 from p2p_co2.node.receiving import CELL_KINDS
-from p2p_co2.reports.reader import REPORT_CONTEXT, open_report
-from p2p_co2.reports.responder import Responder
-from p2p_co2.rounds.cells import cell_of
-from p2p_co2.transport.admission import HELLO_CONTEXT, Admission
-from p2p_co2.transport.libp2p_relay import _read_answer
-from p2p_co2.transport.probe import HEADER_BYTES, _parsed
-from p2p_co2.transport.probing import Prober
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import Identity, unseal
+from p2p_co2.protocol.reports.reader import REPORT_CONTEXT, open_report
+from p2p_co2.protocol.reports.responder import Responder
+from p2p_co2.protocol.rounds.cells import cell_of
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import Identity, unseal
+from p2p_co2.system.socket_activation import receive_relayed
 from tests.fuzz.bench import Bench, envelope
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.scenes import Scene

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.governor import BY_HAND, DAY_MINUTES, Governor, Span, read_hours
+from p2p_co2.system.governor import BY_HAND, DAY_MINUTES, Governor, Span, read_hours
 
 NOON, EVENING, NIGHT, MORNING = 12 * 60, 21 * 60, 23 * 60, 8 * 60
 

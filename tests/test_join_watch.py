@@ -9,7 +9,7 @@ from event_samples import started
 from rich.console import Console
 from told_run import IDS, story
 
-from p2p_co2.join_watch import JoinWatch
+from p2p_co2.cli.join import JoinWatch
 from p2p_co2.telemetry.events import PeerFinished, Warned
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2p_co2.node.last_words import WORDS_KEPT, Held, LastWords
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.protocol.wire.identity import PeerId
 
 A, B = PeerId("a"), PeerId("b")
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2p_co2.averaging import mean_of_parts
 from p2p_co2.node.ledger import PartWeights
+from p2p_co2.tensors.aggregation import mean_of_parts
 from tests.test_trainer_ledger import BLOCK, PLAIN, Simulated, run_config
 
 BLOCKS, NAMES = 2, "abc"

@@ -15,13 +15,15 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor, nn
 
-from p2p_co2 import membership
-from p2p_co2.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
-from p2p_co2.catchup.goals import Outbox
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
-from p2p_co2.fragments.plan import plan_fragments
-from p2p_co2.membership import (
+from p2p_co2.net.transport.probe import ProbeServer
+from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
+from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
+from p2p_co2.protocol import membership
+from p2p_co2.protocol.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
+from p2p_co2.protocol.catchup.goals import Outbox
+from p2p_co2.protocol.membership import (
     SILENCE_CAP_S,
     STRANGER_TOLD_S,
     TABLE_WITHIN_S,
@@ -29,16 +31,8 @@ from p2p_co2.membership import (
     Membership,
     OtherModel,
 )
-from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
-from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
-from p2p_co2.telemetry import events as ev
-from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.buffers import MOST_BYTES, ModelBuffers
-from p2p_co2.trainer.connection import connect
-from p2p_co2.trainer.summary import summarise, values_digest
-from p2p_co2.transport.probe import ProbeServer
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import (
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import (
     Chunk,
     Fetch,
     Leave,
@@ -49,7 +43,13 @@ from p2p_co2.wire.messages_pb2 import (
     Refusal,
     Status,
 )
-from p2p_co2.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row
+from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row
+from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.buffers import MOST_BYTES, ModelBuffers
+from p2p_co2.trainer.connection import connect
+from p2p_co2.trainer.summary import summarise, values_digest
 from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
 from tests.test_membership import deliver, drain
 

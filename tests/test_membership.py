@@ -7,15 +7,15 @@ import math
 
 import pytest
 
-from p2p_co2 import membership
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.heartbeat import (
+from p2p_co2.protocol import membership
+from p2p_co2.protocol.heartbeat import (
     HEARTBEAT_S,
     MEASURE_EVERY_S,
     SLOWEST_HEARTBEAT_S,
     TOLD_PER_S,
 )
-from p2p_co2.membership import (
+from p2p_co2.protocol.membership import (
     CUT_OFF_S,
     NEWS_GATHERED_S,
     ONE_WAY_S,
@@ -25,8 +25,8 @@ from p2p_co2.membership import (
     Left,
     Membership,
 )
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Pong, Status
 
 A, B, C = (Identity.generate().peer_id for _ in range(3))
 

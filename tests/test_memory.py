@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_co2 import memory
 from p2p_co2.config import PeerConfig
-from p2p_co2.fragments.large_tensor import large_tensor
+from p2p_co2.system import memory
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.trainer import connection
 
 SIZE = 3 * memory.HUGE_PAGE_BYTES
@@ -27,7 +27,7 @@ HOLD = f"""
 import sys
 import torch
 from pathlib import Path
-from p2p_co2.memory import return_large_blocks
+from p2p_co2.system.memory import return_large_blocks
 
 def resident_bytes():
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmRSS:"))
@@ -75,7 +75,7 @@ def test_without_glibc_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 MESSAGES = """
 import resource
 import sys
-from p2p_co2.memory import return_large_blocks
+from p2p_co2.system.memory import return_large_blocks
 
 if sys.argv[1] == "ours":
     return_large_blocks()
@@ -100,7 +100,7 @@ def test_messages_reuse_their_pages() -> None:
 
 HOLES = """
 from pathlib import Path
-from p2p_co2 import memory
+from p2p_co2.system import memory
 
 def resident_bytes():
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmRSS:"))
@@ -416,7 +416,7 @@ MANY_THREADS = """
 import sys
 import threading
 from pathlib import Path
-from p2p_co2.memory import return_large_blocks
+from p2p_co2.system.memory import return_large_blocks
 
 if sys.argv[1] == "ours":
     return_large_blocks()

@@ -25,11 +25,11 @@ from monitoring.troubles import troubles
 from monitoring.watch import line
 from monitoring.words import capped_words, news
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.telemetry.view import fold
-from p2p_co2.wire.identity import PeerId
 from tests.made_model import START, all_charts, model_after
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
 

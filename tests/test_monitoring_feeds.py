@@ -15,12 +15,12 @@ from monitoring.journals import QUIET_S, JournalFeed
 from monitoring.model import MAX_UNHEARD, Model
 from monitoring.relayed import RelayedFeed
 from p2p_co2.config import read_run_config
-from p2p_co2.gate import MAX_ASKED, receive_relayed, send_relayed
-from p2p_co2.process import FolderLock
+from p2p_co2.protocol.wire.messages_pb2 import Relayed
+from p2p_co2.system.process import FolderLock
+from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_relayed
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Journal
-from p2p_co2.wire.messages_pb2 import Relayed
 from tests.made_swarm import peer_id
 from tests.swarms import ROOT
 

@@ -19,12 +19,12 @@ from monitoring.metrics import FactsCollector, exposition
 from monitoring.model import Model
 from monitoring.report import write_report
 from monitoring.watch import frame
-from p2p_co2.reports.reader import check_event
+from p2p_co2.protocol.reports.reader import check_event
+from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.telemetry.peer_view import MAX_VALUES, Counters, recalled
 from p2p_co2.telemetry.view import MAX_MENTIONED, SwarmView
-from p2p_co2.wire.limits import MAX_STRING
 from tests.made_model import START, all_charts, evil_model
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
 

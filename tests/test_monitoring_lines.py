@@ -6,7 +6,7 @@ import pytest
 
 from monitoring.exchanges import ExchangeLog, exchange_figures
 from monitoring.steady_state import SteadyState
-from p2p_co2.profiles import PROFILES
+from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.telemetry import events as ev
 
 LINES = {"ada": PROFILES["dsl"], "bob": PROFILES["dsl"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.process import program
+from p2p_co2.system.process import program
 from tests.test_architecture import ROOT
 
 NAMES = ("peers", "bootstrap", "monitoring", "tests", "program", "process")

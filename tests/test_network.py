@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.discovery import Discovery
 from p2p_co2.errors import TransportError
+from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.node import network as room
 from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, lead_nowhere_else, publishable
+from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket
-from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
-from p2p_co2.wire.identity import Identity, PeerId, cell_of
-from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
-from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RUN = bytes(range(32))
 DEAD = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from p2p_co2.net.transport.acknowledged import LEAST_BYTES, Acknowledged
 from p2p_co2.node.lanes import Bulk, Lane, Piece
 from p2p_co2.node.links import MAX_CONTROL_BYTES, MAX_QUEUED_BYTES, MAX_SERVED_BYTES
 from p2p_co2.node.meter import (
@@ -19,9 +20,8 @@ from p2p_co2.node.meter import (
     Pace,
     UploadMeter,
 )
-from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
-from p2p_co2.transport.acknowledged import LEAST_BYTES, Acknowledged
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from tests.made_links import B, C, FakeCarrier, FakeLink, Hands, links_over, turns
 
 

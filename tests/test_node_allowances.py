@@ -20,9 +20,9 @@ from p2p_co2.node.allowances import (
     refused_units,
     useless_units,
 )
-from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 
 A, B = PeerId("a"), PeerId("b")
 SMALL = PIECE_UNIT_BYTES

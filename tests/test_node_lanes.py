@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
+from p2p_co2.net.transport.acknowledged import Acknowledged
+from p2p_co2.net.transport.base import Seen
 from p2p_co2.node.envelope import unsent
 from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, LineTurns, Piece
 from p2p_co2.node.meter import FAST_BYTES_PER_S, LinePace, UploadMeter
-from p2p_co2.transport.acknowledged import Acknowledged
-from p2p_co2.transport.base import Seen
-from p2p_co2.wire.bulk import with_data
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Mean
+from p2p_co2.protocol.wire.bulk import with_data
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Mean
 from tests.made_links import B, C, FakeCarrier, FakeLink, Hands, links_over, turns
 from tests.test_node import burst
 

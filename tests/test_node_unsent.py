@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.protocol.wire.messages_pb2 import CellSight, Fetch
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm
 from p2p_co2.simnet.oversight import Oversight
-from p2p_co2.wire.messages_pb2 import CellSight, Fetch
 
 
 @pytest.mark.parametrize(("peers", "cells", "faults"), [(12, 1, Storm(3.0, 19.0)), (8, 2, None)])

@@ -14,8 +14,8 @@ import pytest
 
 from p2p_co2.node.links import LinkObserver, Links
 from p2p_co2.node.meter import UploadMeter
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from tests.transport_peers import PATIENCE_S, open_pair, until
 
 LINE_BYTES_PER_S = 250_000.0

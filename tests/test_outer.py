@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2p_co2 import outer
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.tensors import outer
 
 PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
 

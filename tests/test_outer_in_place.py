@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from p2p_co2 import outer
-from p2p_co2.codec import get_codec, passes
 from p2p_co2.config import CodecName, OuterConfig
-from p2p_co2.outer import OuterState, stepping_in_place
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.codec import get_codec, passes
+from p2p_co2.tensors.outer import OuterState, stepping_in_place
 from p2p_co2.trainer.offered import FromMean
 
 WIDTH = 1000

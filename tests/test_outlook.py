@@ -14,7 +14,7 @@ import pytest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.ledger import Reduced
-from p2p_co2.outlook import (
+from p2p_co2.protocol.outlook import (
     LOOK_EVERY_S,
     LOOK_UP_EVERY_S,
     MAX_WATCHED,
@@ -25,12 +25,12 @@ from p2p_co2.outlook import (
     Outlook,
     check_sights,
 )
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.messages_pb2 import CellLook, CellSight, Status
+from p2p_co2.protocol.wire.status import read_status
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.ledger import CountingLedger
-from p2p_co2.wire.identity import PeerId, cell_of
-from p2p_co2.wire.messages_pb2 import CellLook, CellSight, Status
-from p2p_co2.wire.status import read_status
 
 STATE = bytes(32)
 

@@ -7,9 +7,9 @@ from itertools import chain, repeat
 
 import pytest
 
-from p2p_co2.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry.events import Paused, Progress, Resumed, RoundAborted, RoundCommitted, SendSkipped
-from p2p_co2.wire.messages_pb2 import Status
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 
 

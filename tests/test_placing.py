@@ -10,8 +10,8 @@ import pytest
 
 from p2p_co2.errors import TransportError
 from p2p_co2.node.placing import ALONE_S, LAST_WORD_S, Placing
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry.events import Warned
-from p2p_co2.wire.messages_pb2 import Status
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_the_model_is_counted_and_its_step_measured(run_file: Path) -> None:
 
 def test_what_is_given_is_not_measured_and_needs_no_torch(run_file: Path) -> None:
     script = (
-        "import sys\nfrom p2p_co2.cli import main\n"
+        "import sys\nfrom p2p_co2.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
         "print(sorted({'torch', 'hivemind', 'grpc', 'matplotlib'} & set(sys.modules)))"
     )

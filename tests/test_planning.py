@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from round_network import Network
 
-from p2p_co2.codec import get_codec
 from p2p_co2.config import RunConfig
 from p2p_co2.node.envelope import enveloped
 from p2p_co2.planning import (
@@ -34,10 +33,11 @@ from p2p_co2.planning.forecast import (
     STEP_OVERHEAD_S,
     exposed_ends_s,
 )
-from p2p_co2.profiles import PROFILES, profile_of
-from p2p_co2.rounds import PayloadShape
-from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope
+from p2p_co2.planning.profiles import PROFILES, profile_of
+from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import Envelope
+from p2p_co2.tensors.codec import get_codec
 
 FAST = Link(up_bytes_per_s=1e9, down_bytes_per_s=1e9)
 

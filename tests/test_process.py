@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.process import (
+from p2p_co2.system.process import (
     FolderLock,
     StopSignals,
     is_kept,
@@ -30,7 +30,7 @@ BOUND_S = 120.0
 SLEEP = "import time; time.sleep(600)"
 STOPPABLE = f"""
 import subprocess, sys, time
-from p2p_co2.process import StopSignals
+from p2p_co2.system.process import StopSignals
 with StopSignals(lambda: print("asked", flush=True)):
     below = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
     print(below.pid, flush=True)
@@ -39,7 +39,7 @@ with StopSignals(lambda: print("asked", flush=True)):
 """
 FOLLOWING = """
 import os, signal, sys, time
-from p2p_co2.process import end_with_parent
+from p2p_co2.system.process import end_with_parent
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("asked to leave", file=open(sys.argv[1], "w"))))
 end_with_parent(os.getppid())
 print(os.getpid(), flush=True)
@@ -131,7 +131,7 @@ def test_the_handlers_of_before_come_back() -> None:
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_ctrl_c_that_an_import_would_swallow_ends_the_process_at_once(name: str, status: int) -> None:
     importing = (
-        "import signal; from p2p_co2.process import ctrl_c_ends\n"
+        "import signal; from p2p_co2.system.process import ctrl_c_ends\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with ctrl_c_ends(): pass\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
@@ -160,7 +160,7 @@ def test_a_child_is_asked_to_leave_when_its_parent_is_killed(tmp_path: Path) -> 
 
 
 def test_a_parent_that_is_gone_already_counts_as_ended_now() -> None:
-    nobody = "from p2p_co2.process import end_with_parent; end_with_parent({}); print('still here')"
+    nobody = "from p2p_co2.system.process import end_with_parent; end_with_parent({}); print('still here')"
     for parent, status, said in ((0, 0, "still here"), (2**22 + 1, -signal.SIGTERM, "")):
         with started(nobody.format(parent)) as process:
             assert line_of(process) == said
@@ -215,7 +215,7 @@ def test_a_copy_of_a_folder_does_not_tell_whether_its_process_lives(tmp_path: Pa
 
 def test_a_killed_process_lets_its_folder_go(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from p2p_co2.process import FolderLock\n"
+        "import sys; from pathlib import Path; from p2p_co2.system.process import FolderLock\n"
         f"lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); {SLEEP}"
     )
     with started(code, str(tmp_path)) as process:

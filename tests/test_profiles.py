@@ -8,7 +8,7 @@ from dataclasses import astuple
 import pytest
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.profiles import MIX_SHARES, PROFILE_NAMES, PROFILES, profile_of
+from p2p_co2.planning.profiles import MIX_SHARES, PROFILE_NAMES, PROFILES, profile_of
 
 
 def test_the_named_figures() -> None:

@@ -28,17 +28,17 @@ from bootstrap import netns
 from bootstrap.internet import Internet, Machine
 from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.net.transport import libp2p_ways
+from p2p_co2.net.transport.hivemind_quiet import P2P
+from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p_control import is_relayed, own_maddrs, reach, ways_to_peers
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p_relay import Places, start_relay
 from p2p_co2.node.links import LinkObserver, Links
-from p2p_co2.profiles import PROFILES
+from p2p_co2.planning.profiles import PROFILES
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.telemetry.events import LinkOpened
-from p2p_co2.transport import libp2p_ways
-from p2p_co2.transport.hivemind_quiet import P2P
-from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.transport.libp2p_control import is_relayed, own_maddrs, reach, ways_to_peers
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.transport.libp2p_relay import Places, start_relay
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord
 from tests.transport_peers import until
 
 KERNEL = netns.examine()

@@ -25,8 +25,8 @@ import pytest
 from bootstrap import netns
 from bootstrap.internet import Internet, Machine
 from bootstrap.local_swarm import Child, LocalSwarm, environment
-from p2p_co2.process import program
-from p2p_co2.profiles import PROFILES
+from p2p_co2.planning.profiles import PROFILES
+from p2p_co2.system.process import program
 from p2p_co2.telemetry.events import LinkOpened
 from p2p_co2.telemetry.journal import read_events
 

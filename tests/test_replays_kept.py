@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from p2p_co2.catchup import history
-from p2p_co2.memory import large_buffer
 from p2p_co2.node.envelope import opened
-from p2p_co2.rounds import PayloadShape, PeerView, Rounds, member
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.protocol.catchup import history
+from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds, member
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Status
+from p2p_co2.system.memory import large_buffer
 from tests.fuzz.world import RUN, World, run_virtual
 from tests.round_machine import begun_member
 from tests.round_network import RUN as RUN_DIGEST

@@ -11,15 +11,15 @@ from itertools import pairwise
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.reports import REPORT_CONTEXT, Poller, Responder, open_report
-from p2p_co2.reports.reader import MAX_EVENT_BYTES
-from p2p_co2.reports.responder import ANSWER_BYTES, MAX_ANSWERS_PER_S, MAX_EVENTS_KEPT
-from p2p_co2.rounds import DECISION_CONTEXT
+from p2p_co2.protocol.reports import REPORT_CONTEXT, Poller, Responder, open_report
+from p2p_co2.protocol.reports.reader import MAX_EVENT_BYTES
+from p2p_co2.protocol.reports.responder import ANSWER_BYTES, MAX_ANSWERS_PER_S, MAX_EVENTS_KEPT
+from p2p_co2.protocol.rounds import DECISION_CONTEXT
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import event_line
 from p2p_co2.telemetry.view import SwarmView, fold
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 
 RUN = bytes(range(32))
 A, B, C = (Identity.generate() for _ in range(3))

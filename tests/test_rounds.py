@@ -9,7 +9,7 @@ import pytest
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import LocalProtocolError
-from p2p_co2.rounds import (
+from p2p_co2.protocol.rounds import (
     Aborted,
     Began,
     Committed,
@@ -21,12 +21,12 @@ from p2p_co2.rounds import (
     open_decision,
     parts,
 )
-from p2p_co2.rounds.attempt import seal_begin
-from p2p_co2.rounds.decision import Verdicts
-from p2p_co2.rounds.swarm import coordination_order
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.protocol.rounds.attempt import seal_begin
+from p2p_co2.protocol.rounds.decision import Verdicts
+from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from tests.round_machine import DIGEST, begun_member, drain, offer_of, one_machine, part_of
 from tests.round_network import RUN, Faults, Network, make_identity
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from p2p_co2.rounds import Began, PayloadShape
-from p2p_co2.rounds.deadline import MISSES
-from p2p_co2.rounds.swarm import coordination_order
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.protocol.rounds import Began, PayloadShape
+from p2p_co2.protocol.rounds.deadline import MISSES
+from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST
 from tests.round_network import Network
 

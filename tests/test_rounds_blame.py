@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from p2p_co2.rounds import Aborted, Distrusted
-from p2p_co2.rounds.attempt import seal_begin
-from p2p_co2.rounds.bounds import GRACE_S, READY_CAP_S
-from p2p_co2.rounds.decision import sign_outcome
-from p2p_co2.rounds.repute import COSTS, FIRST_S, NOT_BEGUN, SPOILT_IN_A_ROW
-from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.protocol.rounds import Aborted, Distrusted
+from p2p_co2.protocol.rounds.attempt import seal_begin
+from p2p_co2.protocol.rounds.bounds import GRACE_S, READY_CAP_S
+from p2p_co2.protocol.rounds.decision import sign_outcome
+from p2p_co2.protocol.rounds.repute import COSTS, FIRST_S, NOT_BEGUN, SPOILT_IN_A_ROW
+from p2p_co2.protocol.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST, drain, refusal
 from tests.round_network import RUN, make_identity
 from tests.round_offer import SLEPT_S, asked_first, begin_without_us, nowhere, promise, sends_on, spoilt

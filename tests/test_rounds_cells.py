@@ -9,14 +9,12 @@ import pytest
 import torch
 from google.protobuf.message import DecodeError, Message
 
-from p2p_co2.averaging import mean_of_parts
-from p2p_co2.codec import get_codec
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.envelope import kind_of
 from p2p_co2.node.lanes import Bulk, piece_of
 from p2p_co2.node.receiving import BULK
-from p2p_co2.rounds import Aborted, Committed, FellBehind, PayloadShape, Stale, open_decision
-from p2p_co2.rounds.cells import (
+from p2p_co2.protocol.rounds import Aborted, Committed, FellBehind, PayloadShape, Stale, open_decision
+from p2p_co2.protocol.rounds.cells import (
     assign_roots,
     check_cell_ready,
     check_council,
@@ -26,10 +24,12 @@ from p2p_co2.rounds.cells import (
     sub_slots,
     write_who,
 )
-from p2p_co2.rounds.parts import BlockRange, covers
-from p2p_co2.rounds.swarm import coordination_order
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId, _cell_of, cell_of
+from p2p_co2.protocol.rounds.parts import BlockRange, covers
+from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId, _cell_of, cell_of
+from p2p_co2.tensors.aggregation import mean_of_parts
+from p2p_co2.tensors.codec import get_codec
 from tests.fuzz.mutate import Mutator, Tape
 from tests.round_network import RUN, Faults, Network, make_identity
 

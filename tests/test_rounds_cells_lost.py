@@ -10,14 +10,14 @@ from itertools import pairwise
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, Began, Distrusted, PayloadShape
-from p2p_co2.rounds.bounds import GRACE_S
-from p2p_co2.rounds.cells import council_order
-from p2p_co2.rounds.coordination import PASSED
-from p2p_co2.rounds.delegate import DOUBTED, SILENT_S, Voice
-from p2p_co2.rounds.swarm import Outlet
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.rounds import Aborted, Began, Distrusted, PayloadShape
+from p2p_co2.protocol.rounds.bounds import GRACE_S
+from p2p_co2.protocol.rounds.cells import council_order
+from p2p_co2.protocol.rounds.coordination import PASSED
+from p2p_co2.protocol.rounds.delegate import DOUBTED, SILENT_S, Voice
+from p2p_co2.protocol.rounds.swarm import Outlet
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
 from tests.round_network import Faults, Network, Peer, make_identity
 
 CELLS, ROUND_S = 3, 4.0

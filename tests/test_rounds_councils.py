@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_co2.rounds import Distrusted, PayloadShape
-from p2p_co2.rounds.cells import council_order
-from p2p_co2.rounds.delegate import SEEN_WITHIN_S, Delegate
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
+from p2p_co2.protocol.rounds import Distrusted, PayloadShape
+from p2p_co2.protocol.rounds.cells import council_order
+from p2p_co2.protocol.rounds.delegate import SEEN_WITHIN_S, Delegate
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId, cell_of, peer_id_of
 from tests.round_network import make_identity
 
 SHAPE = PayloadShape(8, (24, 24), 8)

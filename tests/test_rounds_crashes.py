@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import (
+from p2p_co2.protocol.rounds import (
     Aborted,
     Committed,
     OutcomeWithoutBytes,
@@ -17,12 +17,12 @@ from p2p_co2.rounds import (
     ReduceJob,
     open_decision,
 )
-from p2p_co2.rounds.coordination import NEVER_TOLD
-from p2p_co2.rounds.decision import content_of
-from p2p_co2.rounds.repute import NOT_BEGUN
-from p2p_co2.rounds.swarm import coordination_order, short
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.protocol.rounds.coordination import NEVER_TOLD
+from p2p_co2.protocol.rounds.decision import content_of
+from p2p_co2.protocol.rounds.repute import NOT_BEGUN
+from p2p_co2.protocol.rounds.swarm import coordination_order, short
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import SHAPE, begun_member
 from tests.round_network import RUN, Faults, Network, make_identity
 

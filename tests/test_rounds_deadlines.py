@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_co2.rounds import PayloadShape, PeerView
-from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.attempt import Attempt, Share
-from p2p_co2.rounds.deadline import (
+from p2p_co2.protocol.rounds import PayloadShape, PeerView
+from p2p_co2.protocol.rounds import bounds as limits
+from p2p_co2.protocol.rounds.attempt import Attempt, Share
+from p2p_co2.protocol.rounds.deadline import (
     GATHER_LEAST_CAP_S,
     Cadence,
     Durations,
@@ -22,10 +22,10 @@ from p2p_co2.rounds.deadline import (
     parts_deadline_s,
     votes_deadline_s,
 )
-from p2p_co2.rounds.owner import Arrivals
-from p2p_co2.rounds.parts import BlockRange
-from p2p_co2.rounds.swarm import Swarm
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.protocol.rounds.owner import Arrivals
+from p2p_co2.protocol.rounds.parts import BlockRange
+from p2p_co2.protocol.rounds.swarm import Swarm
+from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST
 
 # ---- by hand

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.rounds import (
+from p2p_co2.protocol.rounds import (
     ANNOUNCEMENT_CONTEXT,
     DECISION_CONTEXT,
     Committed,
@@ -22,12 +22,12 @@ from p2p_co2.rounds import (
     announcement,
     open_decision,
 )
-from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.decision import Verdicts, keep_opened, sign_outcome
-from p2p_co2.rounds.derived import OUTCOMES_KEPT, Derived
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import verify
-from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.protocol.rounds import bounds as limits
+from p2p_co2.protocol.rounds.decision import Verdicts, keep_opened, sign_outcome
+from p2p_co2.protocol.rounds.derived import OUTCOMES_KEPT, Derived
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import verify
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of, one_machine, refusal
 from tests.round_network import RUN, make_identity
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds, open_decision
-from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.repute import SPOILT_IN_A_ROW
-from p2p_co2.rounds.swarm import coordination_order
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.protocol.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds, open_decision
+from p2p_co2.protocol.rounds import bounds as limits
+from p2p_co2.protocol.rounds.repute import SPOILT_IN_A_ROW
+from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST, SHAPE, begun_member, coordinator_of, drain, offer_of, one_machine
 from tests.round_network import RUN, Network, make_identity
 from tests.test_rounds_decision import signed

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from p2p_co2.digest import digest as sha256
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import Committed, OutcomeWithoutBytes, ReduceWanted
-from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.attempt import seal_begin
-from p2p_co2.rounds.decision import sign_outcome
-from p2p_co2.rounds.reorder_buffer import ReorderBuffer
-from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.protocol.rounds import Committed, OutcomeWithoutBytes, ReduceWanted
+from p2p_co2.protocol.rounds import bounds as limits
+from p2p_co2.protocol.rounds.attempt import seal_begin
+from p2p_co2.protocol.rounds.decision import sign_outcome
+from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
+from p2p_co2.protocol.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST, begun_key, begun_member, drain, one_machine, part_of, refusal
 from tests.round_network import RUN, forged_commit, make_identity
 

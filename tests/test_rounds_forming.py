@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_co2.rounds import PayloadShape
-from p2p_co2.rounds.council import Councils
-from p2p_co2.rounds.deadline import Cadence
-from p2p_co2.rounds.decision import Verdicts, sign_outcome
-from p2p_co2.rounds.forming import Forming
-from p2p_co2.rounds.swarm import Outlet, Swarm
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.rounds.council import Councils
+from p2p_co2.protocol.rounds.deadline import Cadence
+from p2p_co2.protocol.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.protocol.rounds.forming import Forming
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
 from tests.round_network import RUN, make_identity
 
 CELLS, ROUND = 5, 8

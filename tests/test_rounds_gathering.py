@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import (
+from p2p_co2.protocol.rounds import (
     Aborted,
     Began,
     FellBehind,
@@ -18,12 +18,12 @@ from p2p_co2.rounds import (
     Refused,
     open_decision,
 )
-from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.attempt import seal_begin
-from p2p_co2.rounds.deadline import GATHER_LEAST_CAP_S
-from p2p_co2.rounds.swarm import coordination_order
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.protocol.rounds import bounds as limits
+from p2p_co2.protocol.rounds.attempt import seal_begin
+from p2p_co2.protocol.rounds.deadline import GATHER_LEAST_CAP_S
+from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST, begun_member, coordinator_of, drain, offer_of, one_machine, refusal
 from tests.round_network import RUN, Network, make_identity
 

@@ -8,19 +8,19 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import PayloadShape, bounds
-from p2p_co2.rounds.attempt import read_begin
-from p2p_co2.rounds.cells import slot_ranges
-from p2p_co2.rounds.deadline import SAFETY, Durations, parts_deadline_s
-from p2p_co2.rounds.events import ReduceWanted
-from p2p_co2.rounds.exchange import Exchange
-from p2p_co2.rounds.parts import Rates, divide_slots
-from p2p_co2.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds import PayloadShape, bounds
+from p2p_co2.protocol.rounds.attempt import read_begin
+from p2p_co2.protocol.rounds.cells import slot_ranges
+from p2p_co2.protocol.rounds.deadline import SAFETY, Durations, parts_deadline_s
+from p2p_co2.protocol.rounds.events import ReduceWanted
+from p2p_co2.protocol.rounds.exchange import Exchange
+from p2p_co2.protocol.rounds.parts import Rates, divide_slots
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet import EventLog, Settings
 from p2p_co2.simnet import Swarm as SimulatedSwarm
 from p2p_co2.telemetry.events import Event, RoundAborted, RoundBegan, RoundCommitted
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
 from tests.round_network import Network
 
 PEERS = 6

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Committed, PayloadShape, PeerView
-from p2p_co2.rounds.deadline import SAFETY
-from p2p_co2.rounds.lateness import FORGIVING, HARDEST, LATE, LEAST, Lateness
-from p2p_co2.rounds.parts import Rates, divide
-from p2p_co2.rounds.swarm import Swarm
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Begin, Mean
+from p2p_co2.protocol.rounds import Committed, PayloadShape, PeerView
+from p2p_co2.protocol.rounds.deadline import SAFETY
+from p2p_co2.protocol.rounds.lateness import FORGIVING, HARDEST, LATE, LEAST, Lateness
+from p2p_co2.protocol.rounds.parts import Rates, divide
+from p2p_co2.protocol.rounds.swarm import Swarm
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Begin, Mean
 from tests.round_network import Network
 
 A, B, C, D = (PeerId(name) for name in "abcd")

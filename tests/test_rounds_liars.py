@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, Distrusted, PeerView, Rounds
-from p2p_co2.rounds.decision import sign_outcome
-from p2p_co2.rounds.repute import FIRST_S, LONGEST_S, Repute
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.protocol.rounds import Aborted, Distrusted, PeerView, Rounds
+from p2p_co2.protocol.rounds.decision import sign_outcome
+from p2p_co2.protocol.rounds.repute import FIRST_S, LONGEST_S, Repute
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from tests.round_machine import DIGEST, drain, one_machine
 from tests.round_network import RUN, Network, forged_commit, make_identity
 

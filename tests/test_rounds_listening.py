@@ -6,17 +6,17 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.profiles import LinkProfile
-from p2p_co2.rounds import Aborted, Began, Committed, OutcomeWithoutBytes, Overheard, PayloadShape
-from p2p_co2.rounds.attempt import seal_begin
-from p2p_co2.rounds.bounds import GRACE_S, MAX_HEARD, MAX_LISTENERS, MEMBERS_PER_LISTENER
-from p2p_co2.rounds.deadline import MISSES
-from p2p_co2.rounds.listening import Ear
-from p2p_co2.rounds.swarm import coordination_order
+from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.protocol.rounds import Aborted, Began, Committed, OutcomeWithoutBytes, Overheard, PayloadShape
+from p2p_co2.protocol.rounds.attempt import seal_begin
+from p2p_co2.protocol.rounds.bounds import GRACE_S, MAX_HEARD, MAX_LISTENERS, MEMBERS_PER_LISTENER
+from p2p_co2.protocol.rounds.deadline import MISSES
+from p2p_co2.protocol.rounds.listening import Ear
+from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.telemetry.events import Event, FragmentApplied
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
 from tests.round_machine import begun_member
 from tests.round_network import Network, make_identity
 

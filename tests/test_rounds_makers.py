@@ -7,12 +7,12 @@ from collections.abc import Collection
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import PayloadShape, PeerView
-from p2p_co2.rounds.decision import Verdicts, sign_outcome
-from p2p_co2.rounds.makers import ANSWER_S, ASKED_AT_ONCE, NO_ATTEMPT, TIMES, WORD_BYTES, Makers
-from p2p_co2.rounds.swarm import Outlet, Swarm
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.rounds import PayloadShape, PeerView
+from p2p_co2.protocol.rounds.decision import Verdicts, sign_outcome
+from p2p_co2.protocol.rounds.makers import ANSWER_S, ASKED_AT_ONCE, NO_ATTEMPT, TIMES, WORD_BYTES, Makers
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
 from tests.round_network import RUN, Network, make_identity
 
 CELLS = 5

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_co2.rounds import Aborted, Began, PayloadShape, PeerView
-from p2p_co2.rounds.bounds import GRACE_S, READY_CAP_S
-from p2p_co2.rounds.deadline import Cadence, Durations, ReadyHistory
-from p2p_co2.rounds.gathering import Gathering
-from p2p_co2.rounds.swarm import Outlet, coordination_order
-from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.protocol.rounds import Aborted, Began, PayloadShape, PeerView
+from p2p_co2.protocol.rounds.bounds import GRACE_S, READY_CAP_S
+from p2p_co2.protocol.rounds.deadline import Cadence, Durations, ReadyHistory
+from p2p_co2.protocol.rounds.gathering import Gathering
+from p2p_co2.protocol.rounds.swarm import Outlet, coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST
 from tests.round_network import Network
 

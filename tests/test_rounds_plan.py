@@ -11,12 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.rounds import PayloadShape, PeerView
-from p2p_co2.rounds import bounds as limits
-from p2p_co2.rounds.assembly import LAST_PIECE_S, PIECE_S, PIECE_UNIT_BYTES, Assembly, piece_bytes, pieces
-from p2p_co2.rounds.attempt import Attempt, Share, read_senders, write_senders
-from p2p_co2.rounds.owner import send_mean
-from p2p_co2.rounds.parts import (
+from p2p_co2.protocol.rounds import PayloadShape, PeerView
+from p2p_co2.protocol.rounds import bounds as limits
+from p2p_co2.protocol.rounds.assembly import (
+    LAST_PIECE_S,
+    PIECE_S,
+    PIECE_UNIT_BYTES,
+    Assembly,
+    piece_bytes,
+    pieces,
+)
+from p2p_co2.protocol.rounds.attempt import Attempt, Share, read_senders, write_senders
+from p2p_co2.protocol.rounds.owner import send_mean
+from p2p_co2.protocol.rounds.parts import (
     FINEST_BYTES,
     PIPELINED_BYTES,
     BlockRange,
@@ -27,10 +34,10 @@ from p2p_co2.rounds.parts import (
     parts_each,
     split_blocks,
 )
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order, named
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order, named
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from tests.round_machine import DIGEST, offer_of, one_machine
 from tests.round_network import Network, make_identity
 
@@ -105,7 +112,7 @@ def test_who_claims_to_be_slow_beside_one_other_does_not_make_that_one_slow(clai
 def test_a_link_ten_times_slower_averages_nothing_and_sends_what_it_can_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("p2p_co2.rounds.parts.FINEST_BYTES", 1)
+    monkeypatch.setattr("p2p_co2.protocol.rounds.parts.FINEST_BYTES", 1)
     asked: Counter[int] = Counter()
     for round_ in range(1, 61):
         division = divided([1200.0, 1200.0, 120.0, 1200.0], round_=round_)
@@ -165,7 +172,7 @@ def test_a_claim_to_be_slow_does_not_cut_a_round_into_crumbs() -> None:
 
 
 def test_a_link_too_slow_for_any_part_sends_one_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2p_co2.rounds.parts.FINEST_BYTES", 1)
+    monkeypatch.setattr("p2p_co2.protocol.rounds.parts.FINEST_BYTES", 1)
     division = divided([1200.0] * 3 + [1.0])
     assert len(division.ranges) <= limits.MAX_PARTS
     times = [

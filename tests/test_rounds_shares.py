@@ -14,17 +14,17 @@ import torch
 
 from p2p_co2.config import CodecConfig, OuterConfig
 from p2p_co2.node.ledger import PartWeights
-from p2p_co2.rounds import PayloadShape, PeerView, ReduceWanted, bounds
-from p2p_co2.rounds.assembly import PIECE_UNIT_BYTES
-from p2p_co2.rounds.attempt import Attempt, Share
-from p2p_co2.rounds.completing import Completing
-from p2p_co2.rounds.deadline import Durations
-from p2p_co2.rounds.owner import Arrivals, PartJob, Room
-from p2p_co2.rounds.parts import BlockRange, Rates, divide
-from p2p_co2.rounds.swarm import Outlet, Swarm
-from p2p_co2.rounds.tally import Tally
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.protocol.rounds import PayloadShape, PeerView, ReduceWanted, bounds
+from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
+from p2p_co2.protocol.rounds.attempt import Attempt, Share
+from p2p_co2.protocol.rounds.completing import Completing
+from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.protocol.rounds.owner import Arrivals, PartJob, Room
+from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.tally import Tally
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
 from tests.fuzz import world
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 from tests.round_machine import DIGEST
@@ -320,7 +320,9 @@ def test_what_a_slow_link_could_not_bring_is_neither_lost_nor_counted_twice(
     )
     lossy = CodecConfig(name=codec, error_feedback=codec != "fp32", error_feedback_decay=1.0)
     monkeypatch.setattr(world, "RUN", world.RUN.model_copy(update={"codec": lossy, "outer": plain}))
-    monkeypatch.setattr("p2p_co2.rounds.parts.FINEST_BYTES", 1)  # a tiny model's parts, as a large one's
+    monkeypatch.setattr(
+        "p2p_co2.protocol.rounds.parts.FINEST_BYTES", 1
+    )  # a tiny model's parts, as a large one's
 
     async def work() -> None:
         swarm = World("a", "b", "c")

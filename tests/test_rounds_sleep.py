@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from p2p_co2.rounds import Aborted, Distrusted
-from p2p_co2.rounds.bounds import GRACE_S, READY_CAP_S
-from p2p_co2.rounds.repute import COSTS, NOT_BEGUN, SPOILT_IN_A_ROW
-from p2p_co2.rounds.swarm import coordination_order
-from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.protocol.rounds import Aborted, Distrusted
+from p2p_co2.protocol.rounds.bounds import GRACE_S, READY_CAP_S
+from p2p_co2.protocol.rounds.repute import COSTS, NOT_BEGUN, SPOILT_IN_A_ROW
+from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST, begun_member, drain, offer_of, refusal
 from tests.round_offer import SLEPT_S, asked_first, begin_without_us, nowhere, promise, sends_on, spoilt
 from tests.test_rounds_leaving import FOURTH, ME, NAMES, OTHER, THIRD, TRAINS, readies

@@ -8,14 +8,14 @@ from itertools import count
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.rounds import Aborted, Distrusted, OutcomeWithoutBytes, PayloadShape, PeerView
-from p2p_co2.rounds.cells import council_order
-from p2p_co2.rounds.council import FORMING_KEPT
-from p2p_co2.rounds.delegate import AGAIN_CAP_S, Delegate
-from p2p_co2.rounds.speakers import SPEAKERS_KEPT, STALE_S, Speakers
-from p2p_co2.rounds.swarm import Outlet, Swarm, coordination_order
-from p2p_co2.wire import messages_pb2 as wire
-from p2p_co2.wire.identity import PeerId, cell_of, peer_id_of
+from p2p_co2.protocol.rounds import Aborted, Distrusted, OutcomeWithoutBytes, PayloadShape, PeerView
+from p2p_co2.protocol.rounds.cells import council_order
+from p2p_co2.protocol.rounds.council import FORMING_KEPT
+from p2p_co2.protocol.rounds.delegate import AGAIN_CAP_S, Delegate
+from p2p_co2.protocol.rounds.speakers import SPEAKERS_KEPT, STALE_S, Speakers
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId, cell_of, peer_id_of
 from tests.round_network import Network, forged_commit, make_identity
 
 SHAPE = PayloadShape(8, (24,), 8)

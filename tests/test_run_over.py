@@ -13,13 +13,13 @@ import pytest
 
 from bootstrap.seed import keep_positions, read_positions
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.discovery.records import CLOCK_SLACK_S, TOGETHER_S, run_position
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
-from p2p_co2.observer import Observer
+from p2p_co2.net.discovery.records import CLOCK_SLACK_S, TOGETHER_S, run_position
+from p2p_co2.node.observer import Observer
+from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.events import FragmentApplied, Progress
 from p2p_co2.trainer.beginning import Beginning
-from p2p_co2.wire.messages_pb2 import RunPosition
 from tests.campaign import RECIPE
 from tests.swarms import START_BOUND_S, Swarm, swarm
 

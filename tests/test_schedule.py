@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
-from p2p_co2.schedule import (
+from p2p_co2.protocol.schedule import (
     ALONE_S,
     DISTINCT,
     FLUSH_CAP_S,
@@ -26,7 +26,7 @@ from p2p_co2.schedule import (
     flush_bound_s,
     points_passed,
 )
-from p2p_co2.schedule.ending import AGAIN_S
+from p2p_co2.protocol.schedule.ending import AGAIN_S
 
 
 def test_points_by_hand() -> None:

@@ -12,9 +12,12 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.envelope import Opened, enveloped
 from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import MAX_SERVED_BYTES, LinkObserver
+from p2p_co2.planning.profiles import profile_of
 from p2p_co2.planning.traffic import payload_bytes
-from p2p_co2.profiles import profile_of
-from p2p_co2.schedule import STILL_LOADS
+from p2p_co2.protocol.schedule import STILL_LOADS
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import Envelope, Part, PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
@@ -34,9 +37,6 @@ from p2p_co2.telemetry.events import (
     TrainingEnded,
     Warned,
 )
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope, Part, PeerRecord
 
 ROUND_S = 4.0
 

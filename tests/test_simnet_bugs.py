@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 
-from p2p_co2 import outlook
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.membership import MAX_PEERS, Membership
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
-from p2p_co2.outlook import Outlook
-from p2p_co2.rounds import DECISION_CONTEXT, bounds
-from p2p_co2.rounds.bounds import KEEP_DECISIONS
-from p2p_co2.rounds.coordination import Coordination
-from p2p_co2.rounds.decision import Verdicts
-from p2p_co2.rounds.fragment import FragmentRounds
-from p2p_co2.rounds.reorder_buffer import ReorderBuffer
+from p2p_co2.protocol import outlook
+from p2p_co2.protocol.membership import MAX_PEERS, Membership
+from p2p_co2.protocol.outlook import Outlook
+from p2p_co2.protocol.rounds import DECISION_CONTEXT, bounds
+from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
+from p2p_co2.protocol.rounds.coordination import Coordination
+from p2p_co2.protocol.rounds.decision import Verdicts
+from p2p_co2.protocol.rounds.fragment import FragmentRounds
+from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS
+from p2p_co2.protocol.wire.messages_pb2 import CellLook, CellSight, Decision, Outcome
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
 from p2p_co2.simnet.campaign import STORM_OFFER_S, storm_settings
 from p2p_co2.simnet.forks import Forks
@@ -30,9 +33,6 @@ from p2p_co2.simnet.training import Training
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work, add, mean_of, pack, unpack
 from p2p_co2.telemetry.events import FragmentSent
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_MEMBERS
-from p2p_co2.wire.messages_pb2 import CellLook, CellSight, Decision, Outcome
 
 ROUND_S = 4.0
 CLOCK = ClockConfig(mode="time", round_s=ROUND_S, rounds=5)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.catchup import CatchUp
+from p2p_co2.cli.simulate import SimulationOptions, figures, lines_of
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.progress import LACKS
+from p2p_co2.protocol.catchup import CatchUp
 from p2p_co2.simnet import EventLog, Settings, Swarm
-from p2p_co2.simulation_watch import SimulationOptions, figures, lines_of
 from p2p_co2.telemetry.events import Event, Warned
 
 LATE = 2

@@ -9,11 +9,11 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.progress import WAITS_FOR_THEIR_STATE
-from p2p_co2.outlook import SILENT_S
+from p2p_co2.protocol.outlook import SILENT_S
+from p2p_co2.protocol.wire.identity import cell_of
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm, rendezvous, training
 from p2p_co2.telemetry.events import CaughtUp, Event, FragmentSent, Warned
-from p2p_co2.wire.identity import cell_of
-from p2p_co2.wire.messages_pb2 import PeerRecord
 
 PEERS, ROUND_S, ROUNDS = 5, 10.0, 18
 STARTS_AT = 110.0

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 
-from p2p_co2.catchup.line import Lines
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.node.catching import Catching
+from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.planning.traffic import payload_bytes
-from p2p_co2.profiles import PROFILES
-from p2p_co2.rounds import PayloadShape
-from p2p_co2.rounds.bounds import READY_CAP_S, ROUND_CAP_S
-from p2p_co2.schedule import FIRST_ROUND_BOUND_S, SLEW
+from p2p_co2.protocol.catchup.line import Lines
+from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.rounds.bounds import READY_CAP_S, ROUND_CAP_S
+from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S, SLEW
 from p2p_co2.simnet import Churn, EventLog, Settings, Swarm, Violation
 from p2p_co2.simnet.internet import way_between
 from p2p_co2.simnet.patience import loading_s, offer_bound_s, run_bound_s

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from p2p_co2.cli.simulate import SimulationOptions, quantiles, read_churn, settings_of
 from p2p_co2.errors import ConfigError
 from p2p_co2.simnet import Churn, EventLog, Swarm
 from p2p_co2.simnet.campaign import replay_command, storm_settings
-from p2p_co2.simulation_watch import SimulationOptions, quantiles, read_churn, settings_of
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.telemetry.view import fold
 

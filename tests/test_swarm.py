@@ -17,8 +17,8 @@ import pytest
 
 from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.config import ClockConfig, RunConfig, write_toml
-from p2p_co2.process import program
 from p2p_co2.recipes import recipe_digest
+from p2p_co2.system.process import program
 from p2p_co2.telemetry.events import (
     Event,
     LinkLost,

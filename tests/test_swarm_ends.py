@@ -14,9 +14,9 @@ from p2p_co2.node.progress import (
     NEWCOMERS_WAIT,
     LocalProgress,
 )
-from p2p_co2.outlook import CellWord
-from p2p_co2.wire.identity import PeerId, cell_of
-from p2p_co2.wire.messages_pb2 import Ping, Status
+from p2p_co2.protocol.outlook import CellWord
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.messages_pb2 import Ping, Status
 
 
 def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:

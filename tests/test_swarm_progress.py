@@ -14,9 +14,9 @@ from p2p_co2.node.progress import (
     WAITS_FOR_THEIR_STATE,
     LocalProgress,
 )
-from p2p_co2.outlook import CellWord
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Ping, Status
+from p2p_co2.protocol.outlook import CellWord
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Ping, Status
 
 
 def test_a_newcomer_whose_donors_all_go_is_left_behind() -> None:

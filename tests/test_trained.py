@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2p_co2 import outer
-from p2p_co2.checkpoint import Checkpoint, save
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.fragments import LiveParameters, plan_fragments
 from p2p_co2.recipes import load_recipe, recipe_digest
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import Checkpoint, save
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trained import Trained
 
 TINY: dict[str, str | int | float | bool] = {"layers": 2, "width": 16, "heads": 2, "context": 16}

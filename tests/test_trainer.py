@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from p2p_co2 import outer
-from p2p_co2.codec import get_codec
 from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
 from p2p_co2.node.ledger import AgreedMean, PartWeights
-from p2p_co2.schedule import DISTINCT, FIRST_ROUND_BOUND_S
+from p2p_co2.protocol.schedule import DISTINCT, FIRST_ROUND_BOUND_S
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from p2p_co2 import outer
-from p2p_co2.averaging import mean_of_parts
 from p2p_co2.config import OuterConfig
 from p2p_co2.node.ledger import PartWeights, agreed_mean
+from p2p_co2.protocol.wire.messages_pb2 import Outcome
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import mean_of_parts
 from p2p_co2.trainer.offered import FromMean
-from p2p_co2.wire.messages_pb2 import Outcome
 from tests.test_trainer_ledger import BLOCK, PLAIN, Simulated, run_config
 
 SIZE = 2 * BLOCK

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from p2p_co2.config import ClockConfig
-from p2p_co2.rounds import Offer
-from p2p_co2.schedule import FLUSH_FLOOR_S, LOADS_CAP_S, SETTLE_S, STILL_LOADS
+from p2p_co2.protocol.rounds import Offer
+from p2p_co2.protocol.schedule import FLUSH_FLOOR_S, LOADS_CAP_S, SETTLE_S, STILL_LOADS
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.network_thread import NetworkThread
 from tests.trainer_bench import Bench, bench_on_virtual_time

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 import torch
 
-from p2p_co2.catchup.goals import LEAST_CHUNK_BYTES
-from p2p_co2.checkpoint import state_digest, state_view
 from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.tensors.checkpoint import state_digest, state_view
 from tests.test_trainer import Bench
 
 

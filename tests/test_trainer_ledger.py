@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2p_co2 import outer
-from p2p_co2.averaging import mean_of_parts
-from p2p_co2.catchup.goals import LEAST_CHUNK_BYTES
-from p2p_co2.checkpoint import state_digest
-from p2p_co2.codec import get_codec
 from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.ledger import PartWeights
-from p2p_co2.outer import Merge
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import mean_of_parts
+from p2p_co2.tensors.checkpoint import state_digest
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.outer import Merge
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.offered import held_bytes

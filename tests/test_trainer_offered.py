@@ -9,11 +9,11 @@ import numpy
 import pytest
 import torch
 
-from p2p_co2 import outer
-from p2p_co2.checkpoint import state_bytes
-from p2p_co2.codec import get_codec
 from p2p_co2.config import CodecName, OuterConfig
 from p2p_co2.node.ledger import PartWeights
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import state_bytes
+from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.offered import FromPayload, FromStep, Sum, held_bytes
 from p2p_co2.trainer.scaled_int4 import ScaledInt4
 from tests.test_trainer_ledger import BLOCK, Simulated, run_config

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
-from p2p_co2.checkpoint import load
 from p2p_co2.config import PeerConfig, read_peer_config
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.peer_options import listening, peer_config
+from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors.checkpoint import load
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.rates import TWO_SCHEDULES
 from p2p_co2.trainer.step_arguments import mean_loss, tokens_of
-from p2p_co2.wire.identity import Identity
 from tests.peer_bench import STEPS, Lone, impatient, meet
 
 __all__ = ["impatient"]

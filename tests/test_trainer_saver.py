@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2p_co2 import checkpoint
-from p2p_co2.checkpoint import load
-from p2p_co2.codec import get_codec
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors import checkpoint
+from p2p_co2.tensors.checkpoint import load
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.trainer import saver as saver_module
 from p2p_co2.trainer.loan import Loan
 from p2p_co2.trainer.plan import Plan

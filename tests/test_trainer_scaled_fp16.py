@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2p_co2 import outer
-from p2p_co2.averaging import mean_of_parts
-from p2p_co2.checkpoint import Checkpoint, load, save, state_bytes
-from p2p_co2.codec import encode_with_residual, get_codec
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import mean_of_parts
+from p2p_co2.tensors.checkpoint import Checkpoint, load, save, state_bytes
+from p2p_co2.tensors.codec import encode_with_residual, get_codec
 from p2p_co2.trainer import fragment_ledger, pieces
 from p2p_co2.trainer.loan import Loan
 from p2p_co2.trainer.offer_encoding import OfferEncoding

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from p2p_co2 import checkpoint, outer
-from p2p_co2.averaging import mean_of_parts
-from p2p_co2.catchup.goals import LEAST_CHUNK_BYTES
-from p2p_co2.checkpoint import state_digest
 from p2p_co2.config import OuterConfig
 from p2p_co2.digest import digest
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError
 from p2p_co2.node.ledger import AgreedMean, PartWeights
-from p2p_co2.outer import stepping, stepping_in_place
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.tensors import checkpoint, outer
+from p2p_co2.tensors.aggregation import mean_of_parts
+from p2p_co2.tensors.checkpoint import state_digest
+from p2p_co2.tensors.outer import stepping, stepping_in_place
 from p2p_co2.trainer import pieces
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.wholeness import Wholeness

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2p_co2 import outer
-from p2p_co2.checkpoint import state_bytes
-from p2p_co2.codec import get_codec
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import state_bytes
+from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from tests.test_trainer_ledger import BLOCK, run_config

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.transport.admission import MAX_INBOUND_LINKS_PER_PEER
-from p2p_co2.transport.base import Link
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS_PER_PEER
+from p2p_co2.net.transport.base import Link
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from tests.transport_peers import BOTH, PATIENCE_S, Peer, open_pair, open_peer, until
 
 DIALS_AGAIN_S = 6.0

@@ -7,7 +7,7 @@ import heapq
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.transport.acknowledged import LEAST_BYTES, MOST_BYTES, MOST_MESSAGES, WAITING_S, Acknowledged
+from p2p_co2.net.transport.acknowledged import LEAST_BYTES, MOST_BYTES, MOST_MESSAGES, WAITING_S, Acknowledged
 
 PIECE_BYTES = 16 << 10
 

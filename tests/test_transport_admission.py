@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.transport import admission as rules
-from p2p_co2.transport.admission import (
+from p2p_co2.net.transport import admission as rules
+from p2p_co2.net.transport.admission import (
     KEPT_LINKS,
     MAX_INBOUND_LINKS,
     MAX_LINKS_PER_NETWORK,
@@ -22,8 +22,8 @@ from p2p_co2.transport.admission import (
     Admission,
     network_at,
 )
-from p2p_co2.wire.identity import Identity
-from p2p_co2.wire.limits import HELLO_WINDOW_S
+from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
 from tests.transport_peers import RUN
 
 

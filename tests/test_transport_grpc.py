@@ -17,16 +17,16 @@ import grpc.aio
 import pytest
 
 from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.net.transport import send_buffer
+from p2p_co2.net.transport.admission import Admission
+from p2p_co2.net.transport.base import Link, Seen
+from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier, GrpcLink, how_it_ended
+from p2p_co2.net.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendBuffer
+from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.node.links import BESIDE_BYTES, LinkObserver, Links
-from p2p_co2.transport import send_buffer
-from p2p_co2.transport.admission import Admission
-from p2p_co2.transport.base import Link, Seen
-from p2p_co2.transport.grpc_carrier import METHOD, GrpcCarrier, GrpcLink, how_it_ended
-from p2p_co2.transport.send_buffer import MOST_UNSENT_BYTES, UNSENT_BYTES, SendBuffer
-from p2p_co2.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer, until
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.transport import send_buffer
-from p2p_co2.transport.grpc_carrier import GrpcLink
+from p2p_co2.net.transport import send_buffer
+from p2p_co2.net.transport.grpc_carrier import GrpcLink
 from tests.transport_peers import open_pair
 
 
@@ -75,7 +75,7 @@ def test_a_connection_keeps_the_congestion_control_that_we_could_not_give_back(
         ours.close()
         pytest.skip("this kernel has no BBR, or keeps it from us")
     with Restricted(fileno=ours.detach()) as connection:
-        monkeypatch.setattr("p2p_co2.transport.send_buffer.socket.socket", Restricted)
+        monkeypatch.setattr("p2p_co2.net.transport.send_buffer.socket.socket", Restricted)
         with pytest.raises(PermissionError):
             send_buffer._begin_anew(connection)
         control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)

@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
-from p2p_co2.transport import libp2p_carrier, libp2p_daemon, libp2p_revival
-from p2p_co2.transport.admission import Admission
-from p2p_co2.transport.base import Link
-from p2p_co2.transport.hivemind_quiet import P2PDaemonError, quiet_stream_ends
-from p2p_co2.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
-from p2p_co2.transport.libp2p_control import answers, hang_up, open_stream, reach
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
-from p2p_co2.transport.libp2p_revival import keep_alive
-from p2p_co2.wire.identity import Identity
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.net.transport import libp2p_carrier, libp2p_daemon, libp2p_revival
+from p2p_co2.net.transport.admission import Admission
+from p2p_co2.net.transport.base import Link
+from p2p_co2.net.transport.hivemind_quiet import P2PDaemonError, quiet_stream_ends
+from p2p_co2.net.transport.libp2p_carrier import HEADER_BYTES, PROTOCOL
+from p2p_co2.net.transport.libp2p_control import answers, hang_up, open_stream, reach
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.net.transport.libp2p_revival import keep_alive
+from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,9 +118,9 @@ async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_finding_peers_takes_no_torch_and_the_rest_of_hivemind_is_there_for_who_asks() -> None:
     script = (
-        "import sys\nimport p2p_co2.observer, bootstrap.seed, p2p_co2.transport.libp2p_relay\n"
+        "import sys\nimport p2p_co2.node.observer, bootstrap.seed, p2p_co2.net.transport.libp2p_relay\n"
         "print(sorted({'torch', 'numpy', 'scipy'} & set(sys.modules)))\n"
-        "import hivemind\nfrom p2p_co2.transport.hivemind_quiet import P2P, DHTNode, MSGPackSerializer\n"
+        "import hivemind\nfrom p2p_co2.net.transport.hivemind_quiet import P2P, DHTNode, MSGPackSerializer\n"
         "assert (hivemind.p2p.P2P, hivemind.dht.DHTNode) == (P2P, DHTNode)\n"
         "assert hivemind.utils.MSGPackSerializer is MSGPackSerializer\n"
         "assert not hasattr(hivemind.dht, 'nonsense')\nassert hivemind.__version__.count('.') == 2\n"

@@ -14,15 +14,15 @@ from types import ModuleType
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.transport import probe, probe_limits, probing
-from p2p_co2.transport.hivemind_quiet import P2P
-from p2p_co2.transport.libp2p_control import hang_up, open_stream, reach
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.transport.probe import GREETING, PROTOCOL, ProbeServer
-from p2p_co2.transport.probe_limits import ProbeLimits, address_of, check_dial_back, network_of
-from p2p_co2.transport.probing import Prober, open_prober
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import LookProbe, Probe
+from p2p_co2.net.transport import probe, probe_limits, probing
+from p2p_co2.net.transport.hivemind_quiet import P2P
+from p2p_co2.net.transport.libp2p_control import hang_up, open_stream, reach
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.probe import GREETING, PROTOCOL, ProbeServer
+from p2p_co2.net.transport.probe_limits import ProbeLimits, address_of, check_dial_back, network_of
+from p2p_co2.net.transport.probing import Prober, open_prober
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import LookProbe, Probe
 from tests.transport_peers import PATIENCE_S, until
 
 RUN = hashlib.sha256(b"a run").digest()

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import TransportError
-from p2p_co2.transport import libp2p_relay as room
-from p2p_co2.transport import libp2p_ways
-from p2p_co2.transport.addresses import is_loopback, is_near, is_own, is_public_maddr
-from p2p_co2.transport.hivemind_quiet import P2P
-from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.transport.libp2p_control import (
+from p2p_co2.net.transport import libp2p_relay as room
+from p2p_co2.net.transport import libp2p_ways
+from p2p_co2.net.transport.addresses import is_loopback, is_near, is_own, is_public_maddr
+from p2p_co2.net.transport.hivemind_quiet import P2P
+from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p_control import (
     Stream,
     hang_up,
     hang_up_on,
@@ -26,11 +26,11 @@ from p2p_co2.transport.libp2p_control import (
     reach,
     ways_to_peers,
 )
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.transport.libp2p_relay import ENOUGH_BYTES, Places, ask_for_place, start_relay
-from p2p_co2.transport.libp2p_ways import ANEW_AFTER_S, LOOK_EVERY_S, Ways, way_in_words
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p_relay import ENOUGH_BYTES, Places, ask_for_place, start_relay
+from p2p_co2.net.transport.libp2p_ways import ANEW_AFTER_S, LOOK_EVERY_S, Ways, way_in_words
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
 from tests.transport_peers import PATIENCE_S, free_port
 
 A, B = PeerId("a"), PeerId("b")

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from p2p_co2.errors import TransportError
-from p2p_co2.transport.resolver import Resolver
+from p2p_co2.net.transport.resolver import Resolver
 
 LONG_S = 60.0
 

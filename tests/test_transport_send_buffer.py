@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from p2p_co2.transport.send_buffer import SendBuffer, keep_little_unsent
+from p2p_co2.net.transport.send_buffer import SendBuffer, keep_little_unsent
 
 TAKES_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from p2p_co2.errors import ConfigError, PeerLost
-from p2p_co2.transport import slow as room
-from p2p_co2.transport.slow import SlowCarriers, SlowLine, SlowLink
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.net.transport import slow as room
+from p2p_co2.net.transport.slow import SlowCarriers, SlowLine, SlowLink
+from p2p_co2.protocol.wire.identity import PeerId
 
 LINE = SlowLine(up_bits_per_s=8e6, down_bits_per_s=8e6, latency_s=0.05, jitter_s=0.0, loss=0.0)
 

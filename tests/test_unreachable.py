@@ -6,8 +6,8 @@ import pytest
 
 from p2p_co2.node import unreachable as room
 from p2p_co2.node.unreachable import Unreachable
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
 B = PeerId("b")
 

@@ -13,7 +13,7 @@ from bootstrap.lines import LineChanges, lines_of
 from bootstrap.segments import HEADER_BYTES, segment_count, without_segments
 from bootstrap.wan import QUEUE_S, Wan, WanLink
 from p2p_co2.errors import ConfigError
-from p2p_co2.profiles import PROFILES
+from p2p_co2.planning.profiles import PROFILES
 
 A, B = socket.inet_aton("192.0.0.67"), socket.inet_aton("192.0.0.69")
 PLAIN = WanLink(latency_s=0.04, jitter_s=0.0, loss=0.0)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.envelope import enveloped, kind_of, opened
-from p2p_co2.rounds.reorder_buffer import ReorderBuffer
-from p2p_co2.wire import bulk
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import (
+from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
+from p2p_co2.protocol.wire import bulk
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import (
     CellMean,
     CellPart,
     Chunk,

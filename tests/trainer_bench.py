@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from p2p_co2 import outer
-from p2p_co2.codec import get_codec
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, RunConfig
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.plan import plan_fragments
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.progress import LocalProgress
-from p2p_co2.rounds import Offer
-from p2p_co2.schedule import Stage
+from p2p_co2.protocol.rounds import Offer
+from p2p_co2.protocol.schedule import Stage
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger

@@ -13,8 +13,8 @@ from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
 from p2p_co2.planning.cell_count import advice_on_cells, advice_on_short_rounds, cells_for
-from p2p_co2.process import ctrl_c_ends
-from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.system.process import ctrl_c_ends
 
 
 @dataclass(frozen=True, kw_only=True)

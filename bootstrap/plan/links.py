@@ -12,7 +12,7 @@ from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning import Link, link_of
-from p2p_co2.profiles import profile_of
+from p2p_co2.planning.profiles import profile_of
 
 DEFAULT_PROFILE = "dsl"
 _LARGEST_BYTES = 1 << 20
@@ -22,9 +22,9 @@ _LONGEST_TRIP_S = 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class GivenLink:
-    """``profile``: a name of ``p2p_co2.profiles``. ``up_mbit``, ``down_mbit`` (per second), ``rtt_ms``,
-    ``loss`` (share of packets): figures; ``down_mbit`` 0 means ten times the upload. ``file``: what
-    ``p2p-co2 doctor --json`` printed."""
+    """``profile``: a name of ``planning.profiles``. ``up_mbit``, ``down_mbit`` (per second),
+    ``rtt_ms``, ``loss`` (share of packets): figures; ``down_mbit`` 0 means ten times the upload.
+    ``file``: what ``p2p-co2 doctor --json`` printed."""
 
     profile: str = ""
     up_mbit: float = 0.0

@@ -17,8 +17,8 @@ import torch
 
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.fragments import plan_fragments
 from p2p_co2.recipes import Recipe, load_recipe
+from p2p_co2.tensors.fragments import plan_fragments
 
 WARM_UP_STEPS = 3
 LEAST_STEPS, LEAST_S = 5, 2.0

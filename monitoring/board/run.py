@@ -14,7 +14,7 @@ from monitoring.board.server import Activity, Place, address, listening_socket, 
 from monitoring.history import History
 from monitoring.model import Model
 from monitoring.past import recall_journal
-from p2p_co2.process import StopSignals
+from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 
 IDLE_S = 90.0

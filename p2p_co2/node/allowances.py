@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.meter import Pace
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PEERS
 
 ALLOWANCE = 2000.0
 REFILL_PER_S = 200.0

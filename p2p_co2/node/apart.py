@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.majority import Majority

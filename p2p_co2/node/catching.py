@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from p2p_co2.catchup import (
+from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.node.apart import Apart
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.majority import Majority
+from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
+from p2p_co2.protocol.catchup import (
     ROUND,
     STATE,
     CatchUpEvent,
@@ -26,16 +31,11 @@ from p2p_co2.catchup import (
     Loading,
     split_donors,
 )
-from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.node.apart import Apart
-from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.majority import Majority
-from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
-from p2p_co2.rounds import Overheard
-from p2p_co2.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.protocol.rounds import Overheard
+from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Status
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.digest import chunk_digests
 from p2p_co2.errors import TransportError
-from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean, weights_of
-from p2p_co2.rounds import (
+from p2p_co2.protocol.rounds import (
     Aborted,
     Began,
     CellWanted,
@@ -37,11 +36,12 @@ from p2p_co2.rounds import (
     counted_weights,
     open_decision,
 )
-from p2p_co2.rounds.derived import Derived
+from p2p_co2.protocol.rounds.derived import Derived
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Status
+from p2p_co2.system.memory import Buffer
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_PEERS
-from p2p_co2.wire.messages_pb2 import Decision, Outcome, Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node

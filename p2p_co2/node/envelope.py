@@ -13,11 +13,11 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.memory import Joined
-from p2p_co2.wire import bulk
-from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope
-from p2p_co2.wire.status import PeerStatus, read_status
+from p2p_co2.protocol.wire import bulk
+from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import Envelope
+from p2p_co2.protocol.wire.status import PeerStatus, read_status
+from p2p_co2.system.memory import Joined
 
 Unsent = bytes | Joined
 """A message that may wait before it is sent: ``bytes(message)`` are its bytes, and nobody may change the data

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from p2p_co2.errors import TransportError
-from p2p_co2.outlook import Outlook
-from p2p_co2.schedule import ALONE_S
+from p2p_co2.protocol.outlook import Outlook
+from p2p_co2.protocol.schedule import ALONE_S
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.messages_pb2 import CellSight, PeerRecord, Status
+from p2p_co2.protocol.wire.status import finished_bits
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId, cell_of
-from p2p_co2.wire.messages_pb2 import CellSight, PeerRecord, Status
-from p2p_co2.wire.status import finished_bits
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable

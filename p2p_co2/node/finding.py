@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.errors import TransportError
 from p2p_co2.node.unreachable import Unreachable
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node

@@ -19,8 +19,8 @@ import re
 import shutil
 from pathlib import Path
 
-from p2p_co2.memory import zeros
-from p2p_co2.wire.messages_pb2 import Manifest
+from p2p_co2.protocol.wire.messages_pb2 import Manifest
+from p2p_co2.system.memory import zeros
 
 _NAME = re.compile(r"fragment-(\d{1,6})-version-(\d{1,16})\.part")
 

@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 from google.protobuf.message import Message
 
+from p2p_co2.net.transport.base import Link
 from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.meter import LinePace, Pace, UploadMeter
-from p2p_co2.transport.base import Link
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import CellMean, CellPart, Mean, Part
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import CellMean, CellPart, Mean, Part
 
 QUEUE_LOOK_S = 0.04
 """How often it is looked at what waits before the line."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from p2p_co2.memory import Buffer, Joined
-from p2p_co2.rounds.derived import Derived
-from p2p_co2.rounds.events import Step
-from p2p_co2.wire.messages_pb2 import Outcome
+from p2p_co2.protocol.rounds.derived import Derived
+from p2p_co2.protocol.rounds.events import Step
+from p2p_co2.protocol.wire.messages_pb2 import Outcome
+from p2p_co2.system.memory import Buffer, Joined
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.net.transport.acknowledged import Acknowledged
+from p2p_co2.net.transport.base import Carrier, Link
 from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, LineTurns, Piece, UnderWay
 from p2p_co2.node.meter import Pace, UploadMeter
-from p2p_co2.transport.acknowledged import Acknowledged
-from p2p_co2.transport.base import Carrier, Link
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
 MAX_QUEUED_BYTES = 1 << 30
 """Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others: who

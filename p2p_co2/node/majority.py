@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from p2p_co2.catchup import split_donors
 from p2p_co2.node.last_words import LastWords
-from p2p_co2.rounds.bounds import AHEAD_AT_MOST
-from p2p_co2.rounds.cells import are_enough
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_PEERS
-from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.protocol.catchup import split_donors
+from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
+from p2p_co2.protocol.rounds.cells import are_enough
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node

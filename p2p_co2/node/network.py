@@ -18,8 +18,6 @@ from contextlib import AsyncExitStack
 
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.discovery import Discovery
-from p2p_co2.discovery.records import POSITION_RENEWED_S, run_position
 from p2p_co2.errors import (
     ConfigError,
     EnvironmentFault,
@@ -27,25 +25,27 @@ from p2p_co2.errors import (
     TicketError,
     TransportError,
 )
+from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.discovery.records import POSITION_RENEWED_S, run_position
+from p2p_co2.net.transport.addresses import is_loopback, is_loopback_host, is_near, is_own
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
+from p2p_co2.net.transport.clocks import clock_offsets_s, judge_clock
+from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
+from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p_control import is_relayed, own_maddrs, reach
+from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p_relay import Places
+from p2p_co2.net.transport.libp2p_revival import end_if_hung, keep_alive
+from p2p_co2.net.transport.probe import ProbeServer
+from p2p_co2.net.transport.probe_limits import address_of
+from p2p_co2.net.transport.slow import SlowCarriers, SlowLine
 from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.peer_options import listening
-from p2p_co2.process import FolderLock
+from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
+from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket, by_peer, is_seed_address
-from p2p_co2.transport.addresses import is_loopback, is_loopback_host, is_near, is_own
-from p2p_co2.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
-from p2p_co2.transport.clocks import clock_offsets_s, judge_clock
-from p2p_co2.transport.grpc_carrier import GrpcCarrier
-from p2p_co2.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.transport.libp2p_control import is_relayed, own_maddrs, reach
-from p2p_co2.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.transport.libp2p_relay import Places
-from p2p_co2.transport.libp2p_revival import end_if_hung, keep_alive
-from p2p_co2.transport.probe import ProbeServer
-from p2p_co2.transport.probe_limits import address_of
-from p2p_co2.transport.slow import SlowCarriers, SlowLine
-from p2p_co2.wire.identity import Identity, PeerId, cell_of
-from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
-from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
 RECORD_LIFETIME_S = 60.0
 RECORD_RENEWED_S = 20.0

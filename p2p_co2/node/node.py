@@ -17,10 +17,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from p2p_co2.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.errors import LocalProtocolError
-from p2p_co2.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
-from p2p_co2.membership import Joined, Left, Membership, OtherModel
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
@@ -33,13 +30,16 @@ from p2p_co2.node.links import LinkObserver, Links
 from p2p_co2.node.progress import LocalProgress, SwarmProgress
 from p2p_co2.node.receiving import BULK, Receiving
 from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
-from p2p_co2.rounds import Offer, PayloadShape, Rounds
-from p2p_co2.schedule import Stage
+from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
+from p2p_co2.protocol.membership import Joined, Left, Membership, OtherModel
+from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
+from p2p_co2.protocol.schedule import Stage
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import Envelope, Fetch, Status
+from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope, Fetch, Status
-from p2p_co2.wire.model_table import ModelSummary
 
 QUIET_IDLE = 0.5
 """Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""

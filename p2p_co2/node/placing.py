@@ -15,8 +15,8 @@ import math
 from typing import TYPE_CHECKING
 
 from p2p_co2.errors import TransportError
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry.events import Warned
-from p2p_co2.wire.messages_pb2 import Status
 
 if TYPE_CHECKING:
     from p2p_co2.node.network import Network

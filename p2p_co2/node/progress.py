@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from p2p_co2.membership import PeerInfo
 from p2p_co2.node.last_words import Held
-from p2p_co2.rounds import PeerView
+from p2p_co2.protocol.membership import PeerInfo
+from p2p_co2.protocol.rounds import PeerView
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import Status
+from p2p_co2.protocol.wire.status import finished_bits
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId, cell_of
-from p2p_co2.wire.limits import MAX_PEERS
-from p2p_co2.wire.messages_pb2 import Status
-from p2p_co2.wire.status import finished_bits
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node

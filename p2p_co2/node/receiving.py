@@ -21,11 +21,11 @@ from p2p_co2.node.allowances import (
     useless_units,
 )
 from p2p_co2.node.envelope import Opened, opened
-from p2p_co2.outlook import check_sights
+from p2p_co2.protocol.outlook import check_sights
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_STATUS_BYTES
+from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_STATUS_BYTES
-from p2p_co2.wire.model_table import MAX_TABLE_BYTES
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node

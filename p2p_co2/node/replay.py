@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from p2p_co2.catchup import Fetched
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, agreed_mean
-from p2p_co2.rounds import open_decision
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.protocol.catchup import Fetched
+from p2p_co2.protocol.rounds import open_decision
+from p2p_co2.protocol.wire.identity import PeerId
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node

@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.net.transport.asking import Answering, Asking
+from p2p_co2.net.transport.libp2p_control import daemon_errors
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
-from p2p_co2.reports import Responder
-from p2p_co2.reports.reader import MAX_REPORT_BYTES
-from p2p_co2.reports.responder import MAX_REQUEST_BYTES
+from p2p_co2.protocol.reports import Responder
+from p2p_co2.protocol.reports.reader import MAX_REPORT_BYTES
+from p2p_co2.protocol.reports.responder import MAX_REQUEST_BYTES
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.telemetry.events import Event, LinkMeasured
-from p2p_co2.transport.asking import Answering, Asking
-from p2p_co2.transport.libp2p_control import daemon_errors
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import PROTOCOL_VERSION
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/report"
 ASK_TIMEOUT_S = 10.0

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import LinkObserver, LinkTraffic
-from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
 
 @dataclass(frozen=True)

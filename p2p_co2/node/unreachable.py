@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import MAX_PEERS
-from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
 
 class Unreachable:

@@ -9,7 +9,7 @@ Too many: with M peers in a cell each sends (32 + b) / M bits a value on top, b 
 
 from __future__ import annotations
 
-from p2p_co2.wire.limits import MAX_CELLS, MAX_MEMBERS
+from p2p_co2.protocol.wire.limits import MAX_CELLS, MAX_MEMBERS
 
 CELL_PEERS = 51
 """Peers of a cell where we choose: by chance 3 cells of 100 have more than ``MAX_MEMBERS`` of them then."""

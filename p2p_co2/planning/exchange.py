@@ -17,8 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.planning.traffic import LINK_OVERHEAD, round_control_bytes, sent_and_received, shares_of
-from p2p_co2.profiles import LinkProfile
 
 SEGMENT_BYTES = 1448
 FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
@@ -103,7 +103,7 @@ def floor_s(payload_bytes: float, links: Sequence[Link]) -> float:
 def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[Link]) -> RoundTime:
     """The round of a fragment of ``values`` values and ``payload_bytes`` encoded, among peers with these
     links (one each) and inner steps of ``step_s``."""
-    from p2p_co2.rounds.parts import parts_each
+    from p2p_co2.protocol.rounds.parts import parts_each
 
     peers = len(links)
     if peers < 2:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2p_co2.catchup.history import LARGE_SHARE
 from p2p_co2.config import ApplyRule, CodecName, RunConfig
 from p2p_co2.planning.exchange import Link, RoundTime, round_time
 from p2p_co2.planning.flow import Flow, flow
@@ -28,8 +27,9 @@ from p2p_co2.planning.traffic import (
     sent_and_received,
     shares_of,
 )
-from p2p_co2.rounds.bounds import GATHER_CAP_S, parts_cap_s, round_cap_s
-from p2p_co2.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S, few_at_once
+from p2p_co2.protocol.catchup.history import LARGE_SHARE
+from p2p_co2.protocol.rounds.bounds import GATHER_CAP_S, parts_cap_s, round_cap_s
+from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S, few_at_once
 
 COPY_BYTES_PER_S = 3e9
 """fp32 bytes per second that the training thread copies out or merges in."""

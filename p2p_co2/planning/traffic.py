@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from p2p_co2.config import CodecName
-from p2p_co2.heartbeat import heartbeat_among_s, measure_every_s, quiet_beat_s
-from p2p_co2.rounds.bounds import ATTEMPT_BYTES, DIGEST_BYTES
-from p2p_co2.wire.limits import MAX_PIECE_BYTES, PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import (
+from p2p_co2.protocol.heartbeat import heartbeat_among_s, measure_every_s, quiet_beat_s
+from p2p_co2.protocol.rounds.bounds import ATTEMPT_BYTES, DIGEST_BYTES
+from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES, PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import (
     Begin,
     Contributor,
     Decision,
@@ -59,7 +59,7 @@ def payload_bytes(codec: CodecName, values: int) -> int:
 def shares_of(uploads_bytes_per_s: Sequence[float]) -> list[float]:
     """The share of a fragment that each peer averages, as rounds cut it: what its upload has left after its
     own payload."""
-    from p2p_co2.rounds.parts import split_blocks
+    from p2p_co2.protocol.rounds.parts import split_blocks
 
     fine = 1 << 20
     return [(stop - start) / fine for start, stop in split_blocks(fine, uploads_bytes_per_s)]
@@ -77,7 +77,7 @@ def round_control_bytes(peers: int, payload: int) -> float:
     BEGIN, RESULT, the decision, and the heads of the pieces."""
     if peers < 2:
         return 0.0
-    from p2p_co2.rounds.parts import parts_each
+    from p2p_co2.protocol.rounds.parts import parts_each
 
     each = parts_each(payload, peers)
     key = RoundKey(fragment=3, round=_ROUND, attempt=bytes(ATTEMPT_BYTES))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from p2p_co2.schedule import LOADS_CAP_S
+from p2p_co2.protocol.schedule import LOADS_CAP_S
 from p2p_co2.simnet.forks import Forks, comes_of
 from p2p_co2.simnet.oversight import Oversight
 from p2p_co2.simnet.patience import loading_by_s, loading_s, offer_bound_s
@@ -19,9 +19,9 @@ from p2p_co2.simnet.patience import loading_by_s, loading_s, offer_bound_s
 if TYPE_CHECKING:
     from p2p_co2.node.ledger import AgreedVersion
     from p2p_co2.node.node import Node
+    from p2p_co2.protocol.wire.identity import PeerId
     from p2p_co2.simnet.process import Process
     from p2p_co2.simnet.swarm import Result, Swarm
-    from p2p_co2.wire.identity import PeerId
 
 HEAL_ROUNDS = 3.0
 HEAL_AFTER_S = 40.0

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.profiles import LinkProfile
+from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime
-from p2p_co2.wire.identity import PeerId
 
 PACKET_BYTES = 1400
 MATHIS = 1.22

@@ -29,13 +29,13 @@ from itertools import islice, product
 
 from p2p_co2.digest import digest
 from p2p_co2.node.ledger import AgreedMean, PartWeights, weights_of
-from p2p_co2.rounds import DECISION_CONTEXT
-from p2p_co2.rounds.attempt import capped, read_members
-from p2p_co2.rounds.cells import read_who
-from p2p_co2.rounds.decision import ROSTER_CONTEXT, roster_digest
+from p2p_co2.protocol.rounds import DECISION_CONTEXT
+from p2p_co2.protocol.rounds.attempt import capped, read_members
+from p2p_co2.protocol.rounds.cells import read_who
+from p2p_co2.protocol.rounds.decision import ROSTER_CONTEXT, roster_digest
+from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.simnet.ledger import Offered, Saved, State
 from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
-from p2p_co2.wire.messages_pb2 import Outcome
 
 OFFERS_KEPT = 64
 """Rounds of a fragment whose offers are kept: far more than anybody replays."""

@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
-from p2p_co2.rounds.events import Step
+from p2p_co2.protocol.rounds.events import Step
 from p2p_co2.simnet.virtual_time import ProcessLoop
 from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, join, mean_of, pack, unpack, widen
+from p2p_co2.system.memory import Buffer
 
 TENSOR_BYTES_PER_S = 1e9
 """How fast the worker goes through payloads."""

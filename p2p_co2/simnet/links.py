@@ -23,11 +23,11 @@ from p2p_co2.node.links import (
     MAX_SERVED_BYTES,
     LinkObserver,
 )
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
 from p2p_co2.simnet.parcel import Parcel
 from p2p_co2.simnet.virtual_time import Handle
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Envelope
 
 MEASURED_AFTER_BYTES = 256 << 10
 """Real bytes of bulk after which a peer knows what its uplink carries (``node.meter``)."""

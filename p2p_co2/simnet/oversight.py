@@ -20,7 +20,7 @@ import math
 from typing import TYPE_CHECKING
 
 from p2p_co2.node.node import Node
-from p2p_co2.schedule import LOADS_CAP_S, LOADS_QUIET_S
+from p2p_co2.protocol.schedule import LOADS_CAP_S, LOADS_QUIET_S
 
 if TYPE_CHECKING:
     from p2p_co2.simnet.inspection import Inspector

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 
-from p2p_co2.profiles import LinkProfile
-from p2p_co2.rounds import PayloadShape, bounds
-from p2p_co2.rounds.deadline import SAFETY
-from p2p_co2.schedule import FLUSH_CAP_S, LOADS_CAP_S, SLEW, settle_bound_s
+from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.protocol.rounds import PayloadShape, bounds
+from p2p_co2.protocol.rounds.deadline import SAFETY
+from p2p_co2.protocol.schedule import FLUSH_CAP_S, LOADS_CAP_S, SLEW, settle_bound_s
 from p2p_co2.simnet.internet import way_between
 from p2p_co2.simnet.training import CATCH_UP_BOUND_S, GATHER_BOUND_S
 

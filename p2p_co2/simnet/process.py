@@ -17,7 +17,8 @@ from p2p_co2.errors import TransportError
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LACKS
 from p2p_co2.node.surroundings import Clock
-from p2p_co2.profiles import LinkProfile
+from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.simnet.internet import Endpoint
 from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.ledger import CountingLedger, Saved
@@ -27,7 +28,6 @@ from p2p_co2.simnet.training import Pace, Progressed, Training
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import Work
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.identity import Identity
 
 if TYPE_CHECKING:
     from p2p_co2.simnet.swarm import Swarm

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import TransportError
+from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
+from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet.internet import Endpoint, Internet
-from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
-from p2p_co2.wire.identity import Identity, PeerId, cell_of
-from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
 """As ``node.network`` has them."""

@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2p_co2 import __version__
-from p2p_co2.catchup import chunk_bytes_of
 from p2p_co2.config import RunConfig
 from p2p_co2.node.node import Node
-from p2p_co2.profiles import profile_of
-from p2p_co2.rounds import PayloadShape
-from p2p_co2.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
-from p2p_co2.rounds.decision import keep_opened
-from p2p_co2.schedule import FIRST_ROUND_BOUND_S
+from p2p_co2.planning.profiles import profile_of
+from p2p_co2.protocol.catchup import chunk_bytes_of
+from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
+from p2p_co2.protocol.rounds.decision import keep_opened
+from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.faults import Churn, Storm
 from p2p_co2.simnet.inspection import Inspector
@@ -39,7 +40,6 @@ from p2p_co2.simnet.rendezvous import Rendezvous, Seed
 from p2p_co2.simnet.training import Pace
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, Work
-from p2p_co2.wire.identity import Identity, PeerId
 
 OUTCOMES_PER_CELL = 4
 """Decisions on their way that are opened once for a whole cell: of two rounds, by two coordinators."""

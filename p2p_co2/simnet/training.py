@@ -19,8 +19,8 @@ from p2p_co2.config import RunConfig
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
-from p2p_co2.rounds import Offer
-from p2p_co2.schedule import (
+from p2p_co2.protocol.rounds import Offer
+from p2p_co2.protocol.schedule import (
     FIRST_ROUND_BOUND_S,
     LOADS_CAP_S,
     LOADS_QUIET_S,
@@ -30,9 +30,9 @@ from p2p_co2.schedule import (
     WorkAccount,
     settle_bound_s,
 )
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.simnet.ledger import CountingLedger, Offered, Outcome
 from p2p_co2.telemetry import events as ev
-from p2p_co2.wire.messages_pb2 import Status
 
 LEAVE_BOUND_S = 3.0
 """As ``trainer.synchroniser`` has it; what follows is as in ``trainer.connection``."""

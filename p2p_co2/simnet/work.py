@@ -17,7 +17,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from p2p_co2.memory import Buffer
+from p2p_co2.system.memory import Buffer
 
 BLOCK_BYTES = 16
 WEIGHT_UNIT = 2**32

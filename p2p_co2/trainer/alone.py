@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from p2p_co2.codec import Codec
 from p2p_co2.node.ledger import PartWeights
+from p2p_co2.tensors.codec import Codec
 from p2p_co2.trainer.offered import FromMean
 from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16

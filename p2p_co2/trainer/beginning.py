@@ -16,8 +16,8 @@ from p2p_co2.errors import RunOver, TransportError
 from p2p_co2.telemetry import events as ev
 
 if TYPE_CHECKING:
+    from p2p_co2.protocol.wire.messages_pb2 import RunPosition
     from p2p_co2.trainer.network_thread import NetworkThread
-    from p2p_co2.wire.messages_pb2 import RunPosition
 
 
 class Beginning:

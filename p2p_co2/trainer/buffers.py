@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from p2p_co2.checkpoint import trouble_with
 from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError
+from p2p_co2.tensors.checkpoint import trouble_with
 from p2p_co2.trainer.resuming import kept_buffers
 
 RUNNING = ("running_mean", "running_var")

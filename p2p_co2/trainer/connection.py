@@ -18,19 +18,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from p2p_co2 import checkpoint as checkpoints
-from p2p_co2 import outer
-from p2p_co2.averaging import clipped_mean, weighted_mean
-from p2p_co2.checkpoint import Checkpoint, state_size_bytes
-from p2p_co2.codec import get_codec
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, TransportError
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.plan import FragmentPlan, plan_fragments
-from p2p_co2.memory import return_large_blocks
 from p2p_co2.node.node import Node
-from p2p_co2.rounds import PayloadShape
+from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.wire.model_table import ModelSummary
+from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors import checkpoint as checkpoints
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
+from p2p_co2.tensors.checkpoint import Checkpoint, state_size_bytes
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments.plan import FragmentPlan, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.beginning import Beginning
@@ -44,7 +45,6 @@ from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.rates import base_rates, check_factor, most_rates, warming_up
 from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
-from p2p_co2.wire.model_table import ModelSummary
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 """A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists

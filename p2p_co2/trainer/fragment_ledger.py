@@ -28,15 +28,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from p2p_co2 import outer
-from p2p_co2.checkpoint import Values
-from p2p_co2.codec import Codec
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.fragments.large_tensor import large_tensor
-from p2p_co2.memory import Buffer
 from p2p_co2.node.ledger import PartWeights
-from p2p_co2.outer import Merge, OuterState, StepReport
+from p2p_co2.system.memory import Buffer
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import Values
+from p2p_co2.tensors.codec import Codec
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer import offered
 from p2p_co2.trainer.alone import Alone
 from p2p_co2.trainer.loan import SETTLE_S, Loan

@@ -20,17 +20,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from p2p_co2.averaging import HostileSlice, Rule, admit, weighted_mean
-from p2p_co2.catchup import chunk_bytes_of
-from p2p_co2.checkpoint import Values, state_digest, state_from_bytes, state_size_bytes, state_view
-from p2p_co2.codec import Codec, get_codec
-from p2p_co2.codec.base import CHUNK_BLOCKS
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.fragments.large_tensor import large_tensor
-from p2p_co2.memory import Buffer, Joined, return_holes
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused
-from p2p_co2.outer import Merge, OuterState, StepReport
-from p2p_co2.rounds.events import Step
+from p2p_co2.protocol.catchup import chunk_bytes_of
+from p2p_co2.protocol.rounds.events import Step
+from p2p_co2.system.memory import Buffer, Joined, return_holes
+from p2p_co2.tensors.aggregation import HostileSlice, Rule, admit, weighted_mean
+from p2p_co2.tensors.checkpoint import Values, state_digest, state_from_bytes, state_size_bytes, state_view
+from p2p_co2.tensors.codec import Codec, get_codec
+from p2p_co2.tensors.codec.base import CHUNK_BLOCKS
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.fragment_ledger import EncodedOffer, FragmentLedger
 from p2p_co2.trainer.loan import Loan, Turns
 

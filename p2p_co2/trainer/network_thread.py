@@ -20,22 +20,22 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from p2p_co2.gate import Gate
 from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.placing import Placing
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
-from p2p_co2.process import program
-from p2p_co2.rounds import Offer, PayloadShape
-from p2p_co2.schedule import LOADS_QUIET_S, Stage
+from p2p_co2.protocol.rounds import Offer, PayloadShape
+from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Relayed, RunPosition, Status
+from p2p_co2.protocol.wire.model_table import ModelSummary
+from p2p_co2.system.process import program
+from p2p_co2.system.socket_activation import Gate
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.ledger import TensorLedger
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Relayed, RunPosition, Status
-from p2p_co2.wire.model_table import ModelSummary
 
 CLOSE_BOUND_S = 6.0
 MAX_BUFFER_DONORS, BUFFERS_BOUND_S, BUFFERS_BEAT_S = 3, 30.0, 0.02

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from p2p_co2 import outer
-from p2p_co2.codec import Codec
-from p2p_co2.codec.feedback import error_energy, error_ratio
-from p2p_co2.fragments.large_tensor import large_tensor
-from p2p_co2.outer import OuterState
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.codec import Codec
+from p2p_co2.tensors.codec.feedback import error_energy, error_ratio
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.outer import OuterState
 from p2p_co2.trainer.offered import Kept, set_piece
 from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16

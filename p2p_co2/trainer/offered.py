@@ -26,12 +26,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from p2p_co2 import outer
-from p2p_co2.averaging import admit
-from p2p_co2.codec import Codec
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.memory import Buffer
+from p2p_co2.system.memory import Buffer
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import admit
+from p2p_co2.tensors.codec import Codec
 from p2p_co2.trainer.pieces import piece_values, pieces
 from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 from p2p_co2.trainer.scaled_int4 import ScaledInt4

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from p2p_co2.checkpoint import swarm_digest
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
-from p2p_co2.fragments.names import named_parameters
-from p2p_co2.governor import Governor
+from p2p_co2.system.governor import Governor
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors.checkpoint import swarm_digest
+from p2p_co2.tensors.fragments.names import named_parameters
 from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.model_check import Structure

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from p2p_co2.codec import Codec
-from p2p_co2.codec.base import CHUNK_BLOCKS
+from p2p_co2.tensors.codec import Codec
+from p2p_co2.tensors.codec.base import CHUNK_BLOCKS
 
 
 def piece_values(codec: Codec) -> int:

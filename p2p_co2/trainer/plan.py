@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.fragments.plan import FragmentPlan
+from p2p_co2.tensors.fragments.plan import FragmentPlan
 
 
 @dataclass(frozen=True)

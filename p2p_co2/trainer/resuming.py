@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from p2p_co2.checkpoint import Checkpoint, InnerOptimizer, Owned
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.names import named_modules, named_parameters
-from p2p_co2.fragments.plan import FragmentPlan
+from p2p_co2.tensors.checkpoint import Checkpoint, InnerOptimizer, Owned
+from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments.names import named_modules, named_parameters
+from p2p_co2.tensors.fragments.plan import FragmentPlan
 
 FAULTS = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, LookupError, MemoryError, OSError,

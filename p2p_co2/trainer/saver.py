@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from p2p_co2.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
 from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S, DAY_S
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.fragments.large_tensor import large_tensor
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.loan import Loan
 from p2p_co2.trainer.plan import Plan

@@ -19,8 +19,8 @@ import math
 import torch
 from torch import Tensor
 
-from p2p_co2.codec import passes
-from p2p_co2.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.codec import passes
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
 
 _BITS = 15
 """The largest value of a piece is kept as one below 2^_BITS: fp16 ends at 65504."""

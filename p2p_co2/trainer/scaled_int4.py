@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from p2p_co2.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
 
 BLOCK = 128
 """Values with one scale."""

@@ -22,12 +22,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from p2p_co2.config import RunConfig
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.plan import FragmentPlan
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import LocalProgress
-from p2p_co2.rounds import Offer
-from p2p_co2.schedule import (
+from p2p_co2.protocol.rounds import Offer
+from p2p_co2.protocol.schedule import (
     FIRST_ROUND_BOUND_S,
     LOADS_CAP_S,
     STILL_LOADS,
@@ -37,11 +35,13 @@ from p2p_co2.schedule import (
     WorkAccount,
     settle_bound_s,
 )
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments.plan import FragmentPlan
 from p2p_co2.trainer.fragment_ledger import EncodedOffer
 from p2p_co2.trainer.ledger import Outcome, TensorLedger
 from p2p_co2.trainer.step_arguments import mean_loss, tokens_of
-from p2p_co2.wire.messages_pb2 import Status
 
 LEAVE_BOUND_S = 3.0
 """Waiting for rounds in flight when a person stops the peer."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.process import require_supported_platform
+from p2p_co2.system.process import require_supported_platform
 from peers.doctor.findings import Finding, State
 
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
@@ -122,7 +122,7 @@ def check_kernels(built: bool, decodes: bool, passes: bool) -> Finding:
 
 
 def _kernels() -> tuple[bool, bool, bool]:
-    from p2p_co2.codec import native, passes
+    from p2p_co2.tensors.codec import native, passes
 
     return bool(native.libraries()), native.kernel is not None, passes.kernel is not None
 

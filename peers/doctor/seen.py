@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import EnvironmentFault, TransportError
-from p2p_co2.transport.hivemind_quiet import P2P
-from p2p_co2.transport.libp2p_control import daemon_errors, own_maddrs
-from p2p_co2.transport.probe import GREETING
-from p2p_co2.transport.probe_limits import address_of
-from p2p_co2.transport.probing import Look, Passed, Prober, ProberBusy, open_prober
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.net.transport.hivemind_quiet import P2P
+from p2p_co2.net.transport.libp2p_control import daemon_errors, own_maddrs
+from p2p_co2.net.transport.probe import GREETING
+from p2p_co2.net.transport.probe_limits import address_of
+from p2p_co2.net.transport.probing import Look, Passed, Prober, ProberBusy, open_prober
+from p2p_co2.protocol.wire.identity import PeerId
 from peers.doctor.findings import Finding, MeasuredLink, State
 from peers.doctor.nat import Place, Sight, connections, nat_finding, nat_kind
 

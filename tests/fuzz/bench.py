@@ -16,7 +16,11 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from p2p_co2.catchup import (
+from p2p_co2.digest import digest_of_chunks
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.node.links import MAX_SERVED_BYTES
+from p2p_co2.node.receiving import Receiving
+from p2p_co2.protocol.catchup import (
     ROUND,
     STATE,
     CatchUp,
@@ -28,14 +32,9 @@ from p2p_co2.catchup import (
     Shape,
     chunk_digest,
 )
-from p2p_co2.digest import digest_of_chunks
-from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.membership import Membership
-from p2p_co2.memory import Buffer
-from p2p_co2.node.links import MAX_SERVED_BYTES
-from p2p_co2.node.receiving import Receiving
-from p2p_co2.outlook import Outlook
-from p2p_co2.rounds import (
+from p2p_co2.protocol.membership import Membership
+from p2p_co2.protocol.outlook import Outlook
+from p2p_co2.protocol.rounds import (
     CellWanted,
     Committed,
     FellBehind,
@@ -48,9 +47,10 @@ from p2p_co2.rounds import (
     Refused,
     Rounds,
 )
-from p2p_co2.wire.identity import PeerId, cell_of
-from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import CellSight, Chunk, Decision, Envelope, Status
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import CellSight, Chunk, Decision, Envelope, Status
+from p2p_co2.system.memory import Buffer
 from tests.fuzz.world import make_identity
 from tests.round_network import toy_mean
 

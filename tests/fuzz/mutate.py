@@ -16,10 +16,10 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import DecodeError, Message
 
-from p2p_co2.catchup.manifest import MANIFEST_CONTEXT, content_of
-from p2p_co2.rounds.decision import sign_outcome
-from p2p_co2.wire.identity import Identity
-from p2p_co2.wire.messages_pb2 import Envelope, Outcome
+from p2p_co2.protocol.catchup.manifest import MANIFEST_CONTEXT, content_of
+from p2p_co2.protocol.rounds.decision import sign_outcome
+from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.protocol.wire.messages_pb2 import Envelope, Outcome
 
 MOST_COPIES = 5000
 _INTEGERS = {

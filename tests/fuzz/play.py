@@ -14,10 +14,10 @@ from collections import Counter
 
 from p2p_co2.node.allowances import MAX_SENDERS
 from p2p_co2.node.receiving import MAX_REFUSALS_KEPT
-from p2p_co2.rounds import bounds
-from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.limits import PROTOCOL_VERSION
-from p2p_co2.wire.messages_pb2 import Envelope
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.world import RUN, Trainer, World, make_identity, run_virtual
 

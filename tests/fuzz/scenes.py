@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from p2p_co2.membership import SILENCE_FLOOR_S
 from p2p_co2.node.receiving import OTHERS
-from p2p_co2.rounds.bounds import READY_CAP_S, ROUND_CAP_S
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.protocol.membership import SILENCE_FLOOR_S
+from p2p_co2.protocol.rounds.bounds import READY_CAP_S, ROUND_CAP_S
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from tests.fuzz.bench import Bench
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.stories import examples, parts

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from p2p_co2.catchup import ROUND, STATE
-from p2p_co2.rounds.cells import council_order
-from p2p_co2.rounds.gathering import behind_message
-from p2p_co2.rounds.swarm import coordination_order
-from p2p_co2.wire.messages_pb2 import Envelope, Listen, ModelRow, ModelTable, RoundKey
+from p2p_co2.protocol.catchup import ROUND, STATE
+from p2p_co2.protocol.rounds.cells import council_order
+from p2p_co2.protocol.rounds.gathering import behind_message
+from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.wire.messages_pb2 import Envelope, Listen, ModelRow, ModelTable, RoundKey
 from tests.fuzz.bench import LATENCY_S, Bench, Together, envelope
 from tests.fuzz.world import make_identity
 

@@ -15,9 +15,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(
-    include=["p2p_co2.node", "p2p_co2.rounds", "p2p_co2.catchup", "p2p_co2.membership", "p2p_co2.wire"]
-):
+with atheris.instrument_imports(include=["p2p_co2.node", "p2p_co2.protocol"]):
     import torch
 
     from tests.fuzz.play import Game

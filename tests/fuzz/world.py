@@ -18,27 +18,27 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from p2p_co2 import outer
-from p2p_co2.checkpoint import state_size_bytes
-from p2p_co2.codec import get_codec
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.fragments.live import LiveParameters
-from p2p_co2.fragments.plan import plan_fragments
+from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.surroundings import Clock
-from p2p_co2.rounds import Offer, PayloadShape
-from p2p_co2.schedule import Stage
+from p2p_co2.protocol.rounds import Offer, PayloadShape
+from p2p_co2.protocol.schedule import Stage
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.telemetry.events import Event, MessageRefused
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import state_size_bytes
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.trainer.fragment_ledger import FragmentLedger
 from p2p_co2.trainer.ledger import TensorLedger
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
-from p2p_co2.transport.base import Carrier, OnMessage, OnRefused
-from p2p_co2.wire.identity import Identity, PeerId
-from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RUN = RunConfig(
     name="fuzz",

@@ -1,0 +1,380 @@
+"""The console script ``p2p-co2``: reads the command line, starts an application, turns errors into one line.
+
+It stands above the applications and is the only place that wires them together (the demo of ``bootstrap`` is
+watched by ``monitoring`` through an observer handed in here). Laws: ``--help`` and ``--version`` import
+neither torch nor hivemind; a mistake of the user's gives one line on stderr that says how to mend it and exit
+status 2 (this machine or the network at fault: 1; the run over: 3), never a traceback. A traceback is left to
+bugs.
+"""
+
+from __future__ import annotations
+
+from p2p_co2.cli.ctrl_c import hand_over, take_back, was_interrupted  # before all that takes time to import
+
+# isort: split
+import errno
+import math
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from p2p_co2.cli import checks, views
+from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
+from p2p_co2.peer_options import peer_config
+
+hand_over()
+HELP_ORDER = (
+    "demo", "init", "plan", "rehearse", "simulate", "seed", "doctor", "join", "board", "watch", "export",
+    "sample", "eval",
+)  # fmt: skip
+"""Of the commands, as somebody meets them who starts with nothing."""
+app = typer.Typer(
+    name="p2p-co2",
+    help="Volunteers train one PyTorch model together over the internet: asynchronous, quantised, no server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 110},
+)
+checks.add_to(app)
+views.add_to(app)
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
+    """Run one command. Returns the exit status of an error; a command that ends by itself raises
+    ``SystemExit``."""
+    from p2p_co2.system.process import own_packages_first
+
+    own_packages_first()
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name=program)
+    except SystemExit as end:
+        if was_interrupted(end):
+            print("stopped", file=sys.stderr)
+        raise
+    except LocalProtocolError:
+        raise  # a bug of ours: the traceback is the report
+    except P2PCo2Error as error:
+        return _report(str(error), _status_of(error))
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        return _report(_in_words(error), 1)
+    return 0
+
+
+def _status_of(error: P2PCo2Error) -> int:
+    if isinstance(error, RunOver):
+        return RUN_OVER
+    return 2 if isinstance(error, ConfigError | TicketError) else 1
+
+
+def _in_words(error: OSError) -> str:
+    what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return f"{what}; free some space, or write to another disk"
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return f"{what}; use a file or folder that is yours"
+    return what
+
+
+def _report(problem: str, status: int) -> int:
+    """One line, whatever the problem's text holds; the log of a dead child may follow it."""
+    first, _, rest = problem.partition("\n")
+    print(f"error: {first}" + (f"\n{rest}" if rest else ""), file=sys.stderr)
+    return status
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from p2p_co2 import __version__
+
+        print(f"p2p-co2 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def seed(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Fixed port, so that tickets outlive a restart; 0 for any.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Keeps the seed's identity and the published run.")] = Path(
+        "runs/seed"
+    ),
+    announce_host: Annotated[
+        str, typer.Option(help="Address that others dial, if it is not the host's.")
+    ] = "",
+    also: Annotated[str, typer.Option(metavar="TICKET", help="Become a further seed of this run.")] = "",
+    relay: Annotated[
+        bool, typer.Option(help="Pass on traffic between peers that cannot reach each other directly.")
+    ] = True,
+    parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
+) -> None:
+    """Publish a run and print its ticket; peers find each other through this process, which never trains."""
+    from bootstrap.seed import SeedOptions, serve_run
+
+    options = SeedOptions(
+        run_file=run_file,
+        host=host,
+        port=port,
+        folder=folder,
+        announce_host=announce_host,
+        also=also,
+        relay=relay,
+        parent=parent,
+    )
+    raise typer.Exit(serve_run(options))
+
+
+@app.command()
+def join(
+    ticket: Annotated[
+        str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
+    ],
+    config_file: Annotated[
+        Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keeps identity, checkpoints and events.")] = None,
+    name: Annotated[str | None, typer.Option(help="What others see beside the peer's id.")] = None,
+    device: Annotated[str | None, typer.Option(help="torch's name of it: cpu, cuda, cuda:1.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per inner step; 0 for the recipe's.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads for training; 0 for the number of cores.")
+    ] = None,
+    carrier: Annotated[str | None, typer.Option(help="auto, grpc or libp2p.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; all of this machine's, if the seeds are elsewhere."),
+    ] = None,
+    announce_host: Annotated[str | None, typer.Option(help="Address that others dial.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    libp2p_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    board: Annotated[
+        bool | None,
+        typer.Option("--board/--no-board", help="Serve a page on loopback; idle until looked at."),
+    ] = None,
+    board_port: Annotated[int | None, typer.Option(help="Of that page; 0 for any.")] = None,
+    min_peers: Annotated[
+        int | None, typer.Option(help="Wait (bounded) for this many before training.")
+    ] = None,
+    upload: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Upload cap: bytes per second, or 500k, 2M, 20Mbit.")
+    ] = None,
+    download: Annotated[str | None, typer.Option(metavar="RATE", help="Download cap, likewise.")] = None,
+    hours: Annotated[
+        str | None, typer.Option(help="Train only then, local time: 22:00-07:00, or several with commas.")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Insist on the checkpoint in the folder: it is gone on from anyway."),
+    ] = False,
+    start_over: Annotated[
+        bool, typer.Option("--start-over", help="Begin anew, whatever was trained before.")
+    ] = False,
+    checkpoint_every: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Between checkpoints; 0 for what 100 GB of writes a day allow."),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="FILE.py:function", help="This run's own recipe, here.")
+    ] = "",
+    text: Annotated[Path | None, typer.Option(help="Train on your own file or folder of text.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Train on your own file of token ids.")] = None,
+    slow_line: Annotated[str | None, typer.Option(hidden=True, help="Of a rehearsal without root.")] = None,
+    parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
+) -> None:
+    """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
+    config = peer_config(
+        config_file,
+        {
+            "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
+            "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
+            "min_peers": min_peers, "slow_line": slow_line, "board": board, "board_port": board_port,
+            "checkpoint_every_s": checkpoint_every,
+            "limits.threads": threads, "limits.hours": hours,
+            "limits.upload_bytes_per_s": _rate("--upload", upload),
+            "limits.download_bytes_per_s": _rate("--download", download),
+        },
+        ticket,
+    )  # fmt: skip
+    take_back()
+    from peers.daemon import JoinOptions, import_slow, join_run
+
+    data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
+    options = JoinOptions(
+        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, start_over=start_over,
+        parent=parent,
+    )  # fmt: skip
+    import_slow(options)
+    from p2p_co2.cli.join import JoinWatch
+
+    hand_over()
+    watch = JoinWatch() if sys.stdout.isatty() else None
+    raise typer.Exit(join_run(options, watch))
+
+
+def _rate(option: str, text: str | None) -> float | None:
+    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
+    try:
+        value = float(found[1]) if found else math.nan
+    except ValueError:
+        value = math.nan
+    if found is None or math.isnan(value):
+        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
+        raise ConfigError("command line", option, problem)
+    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
+    seconds: Annotated[float, typer.Option(help="Length of the training.")] = 150.0,
+    round_s: Annotated[float, typer.Option(help="Seconds between a fragment's rounds.")] = 5.0,
+    rule: Annotated[str, typer.Option(help="How new parameters arrive: keep, co2, blend or eager.")] = "keep",
+    codec: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0.")] = "int4",
+    carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
+    device: Annotated[str, typer.Option(help="What all peers train on: cpu, cuda, cuda:1.")] = "cpu",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the run is written; runs/demo-<time> if absent.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Train on this file or folder, not Python's own text.")
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="FILE.py:function", help="Train your own recipe.")
+    ] = "byte-gpt",
+    kill_one: Annotated[
+        bool, typer.Option("--kill-one", help="Kill a peer half-way; another joins late.")
+    ] = False,
+    board: Annotated[bool, typer.Option(help="Serve the board meanwhile, at a printed address.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the first parameters.")] = 0,
+) -> None:
+    """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
+    take_back()
+    from bootstrap.demo import DemoOptions, run_demo
+    from p2p_co2.cli.demo import DemoWatch
+
+    hand_over()
+    options = DemoOptions(
+        peers=peers, seconds=seconds, round_s=round_s, rule=rule, codec=codec, carrier=carrier, device=device,
+        folder=folder, text=text, recipe=recipe, kill_one=kill_one, seed=seed,
+    )  # fmt: skip
+    raise typer.Exit(run_demo(options, partial(DemoWatch, board=board)))
+
+
+@app.command()
+def rehearse(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")
+    ] = None,
+    peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="Line of each peer: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix; several, "
+            "with commas, are given out in turn."
+        ),
+    ] = "dsl",
+    seconds: Annotated[
+        float | None, typer.Option(help="Length of the training; the run's own, or 120, if absent.")
+    ] = None,
+    nat: Annotated[
+        str, typer.Option(help="Routers: profile (as it says), open, cone or symmetric.")
+    ] = "profile",
+    up_mbit: Annotated[float | None, typer.Option(help="Another upload rate, Mbit/s.")] = None,
+    down_mbit: Annotated[float | None, typer.Option(help="Another download rate, Mbit/s.")] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="Another latency, one way between two peers.")
+    ] = None,
+    jitter_ms: Annotated[float | None, typer.Option(help="Another jitter.")] = None,
+    loss: Annotated[float | None, typer.Option(help="Another share of packets lost, 0.01 for 1 %.")] = None,
+    congestion: Annotated[
+        str, typer.Option(help="TCP's congestion control, cubic or bbr; this machine's own if absent.")
+    ] = "",
+    carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the run is written; runs/rehearsal-<time> if absent.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+    in_carrier: Annotated[
+        bool, typer.Option("--in-carrier", help="Slow the carriers down on loopback, as without root.")
+    ] = False,
+) -> None:
+    """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
+    take_back()
+    from bootstrap.lines import LineChanges
+    from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
+    from p2p_co2.cli.rehearse import RehearsalTerminal
+
+    hand_over()
+    line = LineChanges(
+        up_mbit=up_mbit, down_mbit=down_mbit, latency_ms=latency_ms, jitter_ms=jitter_ms, loss=loss, nat=nat
+    )
+    options = RehearsalOptions(
+        run_file=run_file, peers=peers, profile=profile, line=line, seconds=seconds, folder=folder,
+        carrier=carrier, recipe=recipe, congestion=congestion, in_carrier=in_carrier,
+    )  # fmt: skip
+    raise typer.Exit(run_rehearsal(options, RehearsalTerminal))
+
+
+@app.command()
+def sample(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "def ",
+    length: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+) -> None:
+    """Generate text from a checkpoint."""
+    take_back()
+    from p2p_co2.trained import Trained
+
+    hand_over()
+    print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
+    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+) -> None:
+    """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
+    take_back()
+    from p2p_co2.trained import Trained
+
+    hand_over()
+    print(f"{Trained.load(checkpoint, recipe).held_out_loss():.4f}")
+
+
+@app.command()
+def init() -> None:
+    """Print a run file with every setting explained; `p2p-co2 init > run.toml` is a start."""
+    from bootstrap.run_file import DEFAULT_RUN_FILE
+
+    print(DEFAULT_RUN_FILE, end="")
+
+
+app.registered_commands.sort(
+    key=lambda command: HELP_ORDER.index(command.name or getattr(command.callback, "__name__", ""))
+)

@@ -1,0 +1,317 @@
+"""``p2p-co2 simulate``: a swarm on virtual time, its figures and the laws it broke, if any.
+
+Stands on the floor of ``cli``, as ``cli.demo`` does: ``simnet`` plays, ``monitoring`` sums up. Law: the
+same ``events.jsonl`` and ``summary.json`` as a real run writes, so every reader of those reads these. Exit
+status 0 only if no law was broken. A Ctrl-C or SIGTERM ends it with what was played by then, status 130; a
+second one ends it at once.
+
+Price: a model's size counts on the links, not its values: nothing is said about its loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from monitoring.summary import RunFacts, summarise
+from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.planning.cell_count import cells_for
+from p2p_co2.planning.profiles import profile_of
+from p2p_co2.planning.traffic import payload_bytes
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.limits import MAX_CELLS, MAX_MEMBERS
+from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
+from p2p_co2.simnet.campaign import storm_settings
+from p2p_co2.system.process import StopSignals
+from p2p_co2.telemetry.view import SwarmView
+
+BLOCKS = 16
+"""Simulated blocks per fragment; each stands for its share of the real bytes."""
+BLOCKS_IN_CELLS = 64
+"""At most, one for each peer of a cell: a real fragment in cells has up to so many slots, each with as many
+messages, so in small cells ours are fewer and larger."""
+FP32_BYTES = 4
+STATE_BYTES_PER_VALUE = 8
+"""Agreed parameters and momentum, fp32."""
+FEW_IN_A_CELL = 3
+"""Of two peers or one, nobody may be away: a cell needs more than half of those it knows."""
+MAX_SIMULATED_PEERS = 4096
+STEP_S, STEPS_IN_A_LONG_ROUND = 0.5, 120
+"""A typical peer's inner step where nobody says: models whose rounds take minutes have slower ones."""
+MAX_HOURS, MIN_STEP_S, MAX_STEP_S = 1e5, 1e-3, 86_400.0
+CALM_SHARE = 0.9
+"""Peers come and go during this share of the run, so that its end can be judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """As ``p2p-co2 simulate`` takes them. ``churn_per_h``: times an hour that each peer goes. ``storm``: the
+    campaign's run instead of ``run_file``'s. ``cells`` 0: what the run says, or as many as so many peers
+    need. ``step_s`` 0: ``STEP_S``, or more in rounds of minutes."""
+
+    run_file: Path | None
+    peers: int
+    profile: str
+    hours: float
+    churn_per_h: float
+    seed: int
+    folder: Path | None
+    parameters: int
+    step_s: float
+    storm: bool
+    cells: int = 0
+
+
+def read_churn(text: str) -> float:
+    """ "0.1/h" or "0.1": times an hour. Raises ``ConfigError``."""
+    try:
+        rate = float(text.removesuffix("/h"))
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate < 1e4:
+        raise ConfigError(
+            "command line", "--churn", f"times an hour that a peer goes, such as 0.1/h (got {text!r})"
+        )
+    return rate
+
+
+def run_simulation(options: SimulationOptions) -> int:
+    """Play it, print its figures; 0 if every law held, 130 if somebody stopped it. Raises ``ConfigError``,
+    ``EnvironmentFault``."""
+    settings = settings_of(options)
+    folder = _new_folder(options)
+    view = SwarmView()
+    log = EventLog(folder / "events.jsonl")
+    log.readers.append(view.add)
+    began_at = time.monotonic()
+    try:
+        swarm = Swarm(settings, log)
+        if thin := _thin_cells(swarm.peer_ids(), settings.run.cells):
+            print(thin, file=sys.stderr)
+        with StopSignals(swarm.stop):
+            result = swarm.run()
+    finally:
+        log.close()
+    wall_s = time.monotonic() - began_at
+    facts = RunFacts(config=settings.run, expected_peers=options.peers)
+    summary = summarise(view, facts)
+    summary["simulation"] = {
+        **figures(result, replace(options, step_s=settings.step_s), wall_s),
+        "planned_s": round(swarm.planned_s, 3),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(lines_of(summary, result)))
+    print(f"written to {folder}")
+    if result.ended_early:
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 1 if result.violations else 0
+
+
+def settings_of(options: SimulationOptions) -> Settings:
+    """What the options ask for; raises ``ConfigError``."""
+    if not 1 <= options.peers <= MAX_SIMULATED_PEERS:
+        raise ConfigError("command line", "--peers", f"1 to {MAX_SIMULATED_PEERS} (got {options.peers})")
+    if options.storm:
+        if options.run_file is not None:
+            raise ConfigError(
+                "command line", "--storm", f"a run of its own: leave {options.run_file} or --storm out"
+            )
+        settings = storm_settings(options.seed, options.peers)
+        run = _in_cells(settings.run, options)
+        return settings if run.cells == 1 else replace(settings, run=run, offers_within_s=0.0)
+    if options.run_file is None:
+        raise ConfigError("command line", "RUN.toml", "name a run file, or ask for --storm")
+    _check_sizes(options)
+    profile_of(options.profile, options.seed, 0)
+    run = _in_cells(read_run_config(options.run_file), options)
+    clock, step_s = run.clock, options.step_s or STEP_S
+    if clock.mode == "time" and not options.step_s:
+        step_s = max(STEP_S, clock.round_s / STEPS_IN_A_LONG_ROUND)
+    round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * step_s
+    rounds = max(1, math.ceil(3600 * options.hours / round_s))
+    rounds = min(rounds, clock.rounds or rounds)
+    seconds = min(3600 * options.hours, rounds * round_s)
+    run = run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
+    return Settings(
+        run=run,
+        peers=options.peers,
+        seed=options.seed,
+        profile=options.profile,
+        faults=Churn(options.churn_per_h, CALM_SHARE * seconds) if options.churn_per_h else None,
+        parameters=options.parameters,
+        step_s=step_s,
+        **_sizes(run, options.parameters, options.peers),
+    )
+
+
+def _check_sizes(options: SimulationOptions) -> None:
+    """Raises ``ConfigError``. NaN fails every comparison."""
+    for option, value, is_possible, words in (
+        ("--hours", options.hours, 0 < options.hours < MAX_HOURS, f"above 0, below {MAX_HOURS:g}"),
+        ("--parameters", options.parameters, options.parameters >= 1, "at least 1"),
+        (
+            "--step-s",
+            options.step_s,
+            options.step_s == 0 or MIN_STEP_S <= options.step_s <= MAX_STEP_S,
+            f"{MIN_STEP_S:g} to {MAX_STEP_S:g} seconds, or 0 to choose",
+        ),
+    ):
+        if not is_possible:
+            raise ConfigError("command line", option, f"{words} (got {value:g})")
+
+
+def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:
+    """The run in as many cells as are asked for, or as its peers need. Raises ``ConfigError``."""
+    cells = options.cells or run.cells
+    if not 1 <= cells <= MAX_CELLS:
+        raise ConfigError("command line", "--cells", f"1 to {MAX_CELLS}, or 0 to choose (got {cells})")
+    if not options.cells and cells == 1 and options.peers > MAX_MEMBERS:
+        cells = cells_for(options.peers)
+    most = max(1, options.peers // FEW_IN_A_CELL)
+    if cells > most:
+        raise ConfigError(
+            "command line", "--cells",
+            f"{cells} cells need {FEW_IN_A_CELL * cells} peers, {FEW_IN_A_CELL} each, so that one may be "
+            f"away: at most {most} for {options.peers}, or more --peers",
+        )  # fmt: skip
+    if cells == run.cells:
+        return run
+    if cells > 1:
+        print(f"{cells} cells of some {round(options.peers / cells)} peers each (--cells)")
+    changed = {**run.model_dump(), "cells": cells, "group_size": MAX_MEMBERS if cells > 1 else run.group_size}
+    try:
+        return RunConfig.model_validate(changed)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise ConfigError("command line", "--cells", f"this run cannot have {cells} cells: {why}") from None
+
+
+def _thin_cells(peers: Sequence[PeerId], cells: int) -> str:
+    """A warning where some cell has so few peers that it cannot make rounds, or only while nobody is away."""
+    counts = Counter(cell_of(peer, cells) for peer in peers)
+    fewest = min(counts[cell] for cell in range(cells))
+    if cells == 1 or fewest >= FEW_IN_A_CELL:
+        return ""
+    return (
+        f"warning: one of the {cells} cells has {fewest or 'no'} peer{'s' * (fewest > 1)} (ids decide), "
+        "and rounds of all cells wait for it, or none is made: fewer --cells, or more --peers"
+    )
+
+
+def _sizes(run: RunConfig, parameters: int, peers: int) -> dict[str, Any]:
+    values = max(1, parameters // run.fragments)
+    encoded = payload_bytes(run.codec.name, values)
+    in_a_cell = min(BLOCKS_IN_CELLS, math.ceil(peers / run.cells))
+    blocks = BLOCKS if run.cells == 1 else max(BLOCKS, in_a_cell)
+    return {
+        "blocks": (blocks,) * run.fragments,
+        "real_bytes_per_block": max(1.0, encoded / blocks),
+        "sum_factor": max(1, round(FP32_BYTES * values / encoded)),
+        "state_factor": max(2, round(STATE_BYTES_PER_VALUE * values / encoded)),
+    }
+
+
+def _new_folder(options: SimulationOptions) -> Path:
+    folder = options.folder or Path("runs") / f"simulation-{options.peers}-peers-seed-{options.seed}"
+    try:
+        folder.mkdir(parents=True, exist_ok=options.folder is None)
+    except FileExistsError:
+        raise ConfigError("command line", "--folder", f"{folder} exists; name a new folder") from None
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot make {folder}: {error.strerror}; choose another with --folder"
+        ) from None
+    return folder
+
+
+def figures(result: Result, options: SimulationOptions, wall_s: float) -> dict[str, Any]:
+    """What a simulation knows beyond a real run's summary: plain JSON."""
+    return {
+        **{name: value for name, value in asdict(options).items() if name not in {"run_file", "folder"}},
+        "digest": result.digest,
+        "virtual_s": round(result.virtual_s, 3),
+        "ended_early": round(result.virtual_s, 3) if result.ended_early else None,
+        "wall_s": round(wall_s, 2),
+        "turns": result.turns,
+        "turns_per_s": round(result.turns / wall_s) if wall_s > 0 else None,
+        "violations": [str(violation) for violation in result.violations],
+        "faults": result.faults,
+        "left_behind": result.left_behind,
+        "lacking": result.lacking,
+        "forks": {"seen": result.forks, "longest_s": result.longest_fork_s},
+        "longest_offer_s": round(result.longest_offer_s, 3),
+        "recovery_s": quantiles(result.recoveries_s),
+        "first_contribution_s": quantiles(result.first_contributions_s),
+        "work": {"units": result.units, "written_off": result.written_off},
+        "held_most": {name: {"held": held, "bound": bound} for name, (held, bound) in result.held.items()},
+    }
+
+
+def quantiles(samples: Sequence[float]) -> dict[str, float | int | None]:
+    """Count, median, 90th percentile and largest; None where there are none."""
+    if not samples:
+        return {"count": 0, "median": None, "p90": None, "max": None}
+    ordered = sorted(samples)
+    p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+    return {
+        "count": len(ordered), "median": round(statistics.median(ordered), 3), "p90": round(p90, 3),
+        "max": round(ordered[-1], 3),
+    }  # fmt: skip
+
+
+def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
+    """The figures in words."""
+    rounds, told = summary["rounds"], summary["simulation"]
+    attempts = rounds["committed"] + rounds["aborted"]
+    rate = rounds["committed"] / attempts if attempts else 0.0
+    staleness = ", ".join(f"{n}: {count}" for n, count in summary["staleness"]["histogram"].items())
+    lines = [
+        f"{told['virtual_s']:.0f} s of {told['peers']} peers in {told['wall_s']:.1f} s: "
+        f"{told['turns']} turns, {told['turns_per_s']} a second",
+        f"rounds: {rounds['committed']} committed, {rounds['aborted']} aborted, commit rate {rate:.3f}",
+        f"staleness: {staleness or 'none'}",
+        f"bytes per peer: {_spread(summary['bytes']['up_per_peer'])} up, "
+        f"{_spread(summary['bytes']['down_per_peer'])} down",
+        f"recovery, start to training again: {_words(told['recovery_s'])}",
+        f"recovery, start to the first contribution: {_words(told['first_contribution_s'])}",
+        f"faults: {', '.join(f'{kind} {count}' for kind, count in result.faults.items()) or 'none'}",
+        f"forks: {result.forks}, the longest {result.longest_fork_s:.0f} s",
+        f"events: sha256 {result.digest}",
+        f"law violations: {len(result.violations)}",
+    ]
+    if result.ended_early:
+        share = f"{result.virtual_s:.0f} of {told['planned_s']:.0f} virtual s"
+        lines.insert(0, f"ended early, after {share}: how the run ends was not judged")
+    if result.left_behind:
+        lines.insert(-2, f"joined too late to finish: {', '.join(result.left_behind)}")
+    if result.lacking:
+        lines.insert(-2, f"left without what others hold, and said so: {', '.join(result.lacking)}")
+    return lines + [f"  {violation}" for violation in result.violations[:10]]
+
+
+def _spread(values: dict[str, int]) -> str:
+    if not values:
+        return "none"
+    mean = statistics.fmean(values.values())
+    return f"{mean / 1e6:.2f} MB (at most {max(values.values()) / 1e6:.2f})"
+
+
+def _words(told: dict[str, Any]) -> str:
+    if not told["count"]:
+        return "nobody came back"
+    return (
+        f"median {told['median']:.1f} s, p90 {told['p90']:.1f} s, max {told['max']:.1f} s ({told['count']})"
+    )

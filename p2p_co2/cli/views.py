@@ -1,0 +1,108 @@
+"""The commands that look: ``board``, ``watch``, ``export``. Read-only; see ``cli`` for the laws of all
+commands.
+
+``SOURCE`` is a ticket (joins the run's DHT as an observer) or a folder with journals (a demo's, a peer's).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from p2p_co2.cli.ctrl_c import hand_over, take_back
+from p2p_co2.errors import ConfigError
+from p2p_co2.ticket import PREFIX
+
+if TYPE_CHECKING:
+    from p2p_co2.telemetry.feed import Feed
+
+_Source = Annotated[str, typer.Argument(metavar="TICKET", help="A run's ticket, or a folder with journals.")]
+_Folder = Annotated[Path, typer.Option(help="Keeps the observer's identity and the board's history.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    app.command()(board)
+    app.command()(watch)
+    app.command()(export)
+
+
+def board(
+    source: _Source,
+    folder: _Folder = Path("runs/board"),
+    host: Annotated[
+        str, typer.Option(help="Address to serve on; anything but loopback asks for a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any free one.")] = 0,
+    token: Annotated[str, typer.Option(help="Asked of everybody; made up where one is needed.")] = "",
+) -> None:
+    """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
+    take_back()  # nothing to give back yet, and these imports take a second
+    from monitoring.board.run import run_board
+    from monitoring.board.server import place_for
+
+    hand_over()
+    place = place_for(host, port, token)
+    feed, history = _feed(source, folder)
+    raise typer.Exit(run_board(feed, place, history))
+
+
+def watch(
+    source: _Source,
+    folder: _Folder = Path("runs/watch"),
+    seconds: Annotated[float, typer.Option(help="End after this; 0 for never.")] = 0.0,
+) -> None:
+    """Show a run in this terminal, for machines reached over ssh. Ctrl-C ends it."""
+    take_back()
+    from monitoring.watch import watch_feed
+
+    hand_over()
+    feed, _ = _feed(source, folder)
+    raise typer.Exit(watch_feed(feed, seconds))
+
+
+def export(
+    source: _Source,
+    folder: _Folder = Path("runs/export"),
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write TensorBoard files there.")
+    ] = None,
+    wandb: Annotated[str, typer.Option(metavar="PROJECT", help="Log to this Weights & Biases project.")] = "",
+    seconds: Annotated[
+        float, typer.Option(help="End after this; 0: when the run is over, or at Ctrl-C.")
+    ] = 0.0,
+) -> None:
+    """Copy a run's figures to TensorBoard or Weights & Biases while it goes on."""
+    take_back()
+    from monitoring.sinks import export_feed, open_sinks
+
+    hand_over()
+    sinks = open_sinks(tensorboard, wandb)
+    feed, _ = _feed(source, folder)
+    raise typer.Exit(export_feed(feed, sinks, seconds))
+
+
+def _feed(source: str, folder: Path) -> tuple[Feed, Path | None]:
+    """The feed behind ``source``, and where its history may be kept (None: it is all there anyway).
+
+    Raises ``TicketError``, ``EnvironmentFault``, ``ConfigError`` for what is neither.
+    """
+    if source.strip().startswith(PREFIX):
+        take_back()
+        from p2p_co2.node.observer import Observer
+
+        hand_over()
+        from p2p_co2.system.process import FolderLock, require_supported_platform
+        from p2p_co2.ticket import Ticket
+
+        require_supported_platform()
+        run = Ticket.parse(source).run.hex()[:12]
+        FolderLock(folder).release()  # said now, rather than on a page by an observer that tries for ever
+        return Observer(source, folder), folder / f"board-{run}.sqlite"
+    if not Path(source).is_dir():
+        raise ConfigError("command line", "TICKET", f"{source[:80]!r} is neither a ticket nor a folder")
+    from monitoring.journals import JournalFeed
+
+    return JournalFeed(Path(source)), None

@@ -1,0 +1,1 @@
+"""Bytes between peers, and finding them: carriers over gRPC and libp2p, and the DHT."""

@@ -1,0 +1,226 @@
+"""What may stand in the DHT: records that prove who wrote them.
+
+Every record is an entry (key, subkey = peer id of the writer, value = ``Signed`` by that peer). Three kinds:
+where a peer can be reached, what the run is (only the run's key may write it), how a round ended. Whoever
+stores or reads a record checks it, so a forged one gets nowhere, and nobody can overwrite the entry of
+another. Keys contain the run's digest.
+
+A fourth kind says where the run is. It outlives its writer: with nobody left it is how a newcomer knows that
+the run has been trained already. Law: ``run_position`` believes what half of those say that were there last,
+so one liar among several moves nothing. Ids are free: whoever has a ticket can make many, and claim an end
+that never came. While anybody trains no newcomer asks; later the lie costs a ``--start-over``.
+
+Peers are spread over ``PEER_SHARDS`` keys by the digest of their id: the DHT answers with all entries of a
+key at once, and one key with thousands of entries would not fit into a message. Everything is bounded:
+``MAX_RECORD_BYTES`` per value, ``MAX_ENTRIES`` per key, ``MAX_LIFETIME_S``. Price: ids are free to make, so a
+stranger can still fill keys with useless but correctly signed records; he cannot pass for somebody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.net.transport.hivemind_quiet import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
+from p2p_co2.protocol.wire.identity import PeerId, cell_of, unseal
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
+
+PEER_CONTEXT = b"p2p-co2 peer record"
+MANIFEST_CONTEXT = b"p2p-co2 run manifest"
+POSITION_CONTEXT = b"p2p-co2 run position"
+DECISION_CONTEXT = b"p2p-co2 published decision"
+PEER_SHARDS = 8
+MAX_ENTRIES = MAX_PEERS // PEER_SHARDS
+"""Writers under one key of the DHT."""
+MAX_LIFETIME_S = 48 * 3600.0
+CLOCK_SLACK_S = 300.0
+POSITION_LIFETIME_S = 30 * 86400.0
+"""A position is asked for when everybody is gone, which may be long ago."""
+POSITION_RENEWED_S = 60.0
+TOGETHER_S = 3 * POSITION_RENEWED_S
+"""Who wrote within this time of the newest position was there at the end."""
+NOBODY = PeerId("")
+OnForged = Callable[[PeerId, RemoteProtocolError], None]
+"""(``NOBODY``, what is wrong): the DHT does not say who handed over a record."""
+_PACKED_STRING = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA))
+_PACKED_BYTES = frozenset((0xC4, 0xC5))
+"""First bytes of a msgpack string and of a msgpack byte string of less than 64 KiB."""
+
+
+def run_digest(config: bytes) -> bytes:
+    """sha256 that names a run, 32 bytes; the same as ``RunConfig.digest`` of these canonical bytes."""
+    return hashlib.sha256(b"p2p-co2 run\0" + config).digest()
+
+
+def peers_key(run: bytes, shard: int) -> str:
+    return f"p2p-co2/{run.hex()}/peers/{shard}"
+
+
+def shard_of(peer: PeerId) -> int:
+    """The shard that holds a peer's record."""
+    return hashlib.sha256(peer.encode()).digest()[0] % PEER_SHARDS
+
+
+def position_key(run: bytes, shard: int) -> str:
+    return f"p2p-co2/{run.hex()}/position/{shard}"
+
+
+def manifest_key(run: bytes) -> str:
+    return f"p2p-co2/{run.hex()}/manifest"
+
+
+def decision_key(run: bytes, fragment: int, round_: int) -> str:
+    return f"p2p-co2/{run.hex()}/decision/{fragment}/{round_}"
+
+
+def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
+    """What at least half of those claim, or more, that were there last; None if nobody was. ``now``: unix
+    seconds; what is dated later counts as of now, so that nobody makes the others too old."""
+    newest_at = min(now, max((one.written_at for one in said), default=0.0))
+    last = sorted(
+        (one for one in said if one.written_at >= newest_at - TOGETHER_S), key=lambda one: one.position
+    )
+    return last[len(last) // 2] if last else None
+
+
+class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no annotations
+    """hivemind's hook: ``validate`` is asked before a record is stored and after one is fetched.
+
+    ``stored_under(key_id)`` are the writers whose entries this node stores under a key; ``run_key`` is the
+    only one that may write the manifest, once it is known. ``clock`` gives unix seconds.
+    """
+
+    def __init__(self, run: bytes, on_refused: OnForged, clock: Callable[[], float]) -> None:
+        self._run, self._on_refused, self._clock = run, on_refused, clock
+        self.run_key: PeerId | None = None
+        self.stored_under: Callable[[bytes], Collection[str]] = lambda _: ()
+        self.spread(1)
+        self._manifest = _key_id(manifest_key(run))
+        self._positions = {_key_id(position_key(run, shard)): shard for shard in range(PEER_SHARDS)}
+        self._unseal = lru_cache(maxsize=MAX_PEERS)(unseal)  # a record is met many times and checked once
+
+    def spread(self, cells: int) -> None:
+        """In a run of several cells each has a key of its own: its peers look for each other alone."""
+        self.cells, self.shards = cells, cells if cells > 1 else PEER_SHARDS
+        self._peers = {_key_id(peers_key(self._run, shard)): shard for shard in range(self.shards)}
+
+    def shard_of(self, peer: PeerId) -> int:
+        return cell_of(peer, self.cells) if self.cells > 1 else shard_of(peer)
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether a record may stand in this run's DHT; what may not is reported."""
+        try:
+            writer = _unpack(record.subkey, _PACKED_STRING)
+            sealed = _unpack(record.value, _PACKED_BYTES)
+            stored = self.stored_under(record.key)
+            if writer not in stored and len(stored) >= MAX_ENTRIES:
+                raise RemoteProtocolError("too many records", f"{len(stored)} under one key")
+            self._check(record, writer, sealed)
+        except RemoteProtocolError as error:
+            self._on_refused(NOBODY, error)
+            return False
+        return True
+
+    def peer_record(self, writer: str, sealed: bytes) -> PeerRecord:
+        """The peer record inside a value; raises ``RemoteProtocolError``."""
+        record = PeerRecord()
+        _parse(record, self._open(PEER_CONTEXT, writer, sealed))
+        if record.peer != writer or record.run != self._run:
+            raise RemoteProtocolError(
+                "wrong record", f"of peer {record.peer[:64]!r}, run {record.run[:8].hex()}"
+            )
+        strings = [*record.maddrs, *record.grpc_addresses, record.software]
+        if (
+            max(len(record.maddrs), len(record.grpc_addresses)) > MAX_ADDRESSES
+            or max(map(len, strings)) > MAX_STRING
+            or len(record.certificate_digest) not in ({32} if record.grpc_addresses else {0, 32})
+            or not math.isfinite(record.expires_at)
+        ):
+            raise RemoteProtocolError("wrong record", f"of peer {writer}: out of bounds")
+        return record
+
+    def manifest(self, writer: str, sealed: bytes) -> RunManifest:
+        """The run manifest inside a value; raises ``RemoteProtocolError``."""
+        manifest = RunManifest()
+        _parse(manifest, self._open(MANIFEST_CONTEXT, writer, sealed))
+        if self.run_key not in (None, writer):
+            raise RemoteProtocolError("foreign manifest", f"signed by {writer[:64]!r}, not by the run's key")
+        if not manifest.run == run_digest(manifest.config) == self._run:
+            raise RemoteProtocolError("wrong manifest", "its settings do not have the run's digest")
+        if len(manifest.recipe_digest) != 32 or len(manifest.software) > MAX_STRING:
+            raise RemoteProtocolError("wrong manifest", "out of bounds")
+        return manifest
+
+    def position(self, writer: str, sealed: bytes) -> RunPosition:
+        """The run's position inside a value, as its writer says; raises ``RemoteProtocolError``."""
+        said = RunPosition()
+        _parse(said, self._open(POSITION_CONTEXT, writer, sealed))
+        if said.peer != writer or said.run != self._run:
+            raise RemoteProtocolError("wrong record", f"position by {said.peer[:64]!r}")
+        if (
+            len(said.versions) > MAX_FRAGMENTS
+            or len(said.software) > MAX_STRING
+            or not 0 <= said.position < math.inf  # written so that NaN is refused
+            or not said.written_at <= self._clock() + CLOCK_SLACK_S
+        ):
+            raise RemoteProtocolError("wrong record", f"position by {writer}: out of bounds")
+        return said
+
+    def decision(self, writer: str, sealed: bytes) -> bytes:
+        """The published decision inside a value; raises ``RemoteProtocolError``."""
+        return self._open(DECISION_CONTEXT, writer, sealed)
+
+    def _check(self, record: DHTRecord, writer: str, sealed: bytes) -> None:
+        latest = self._clock() + MAX_LIFETIME_S + CLOCK_SLACK_S
+        if record.key in self._peers:
+            content = self.peer_record(writer, sealed)
+            if self._peers[record.key] != self.shard_of(PeerId(writer)):
+                raise RemoteProtocolError("wrong record", f"of peer {writer}: wrong shard")
+            latest = min(latest, content.expires_at + 1.0)  # so an old record cannot be kept alive by others
+        elif record.key in self._positions:
+            if self._positions[record.key] != shard_of(PeerId(writer)):
+                raise RemoteProtocolError("wrong record", f"position by {writer}: wrong shard")
+            # Its end follows from what it says: who keeps an old one alive cannot outlast a newer one.
+            latest = self.position(writer, sealed).written_at + POSITION_LIFETIME_S + 1.0
+        elif record.key == self._manifest:
+            self.manifest(writer, sealed)
+        else:
+            self.decision(writer, sealed)
+        if not record.expiration_time <= latest:  # written so that NaN is refused
+            raise RemoteProtocolError("wrong record", f"of peer {writer}: lives too long")
+
+    def _open(self, context: bytes, writer: str, sealed: bytes) -> bytes:
+        if len(sealed) > MAX_RECORD_BYTES:
+            raise RemoteProtocolError("record too large", f"{len(sealed)} bytes; at most {MAX_RECORD_BYTES}")
+        signer, content = self._unseal(context, sealed)
+        if signer != writer:
+            raise RemoteProtocolError("foreign record", f"signed by {signer}, filed under {writer[:64]!r}")
+        return content
+
+
+def _key_id(key: str) -> bytes:
+    return bytes(DHTID.generate(source=key).to_bytes())
+
+
+def _parse(message: PeerRecord | RunManifest | RunPosition, content: bytes) -> None:
+    try:
+        message.ParseFromString(content)
+    except DecodeError:
+        raise RemoteProtocolError("unreadable", f"not a {type(message).__name__}") from None
+
+
+def _unpack(packed: bytes, heads: frozenset[int]) -> Any:
+    """A msgpack string or byte string, and nothing else: other types could carry objects and nesting."""
+    if not packed or packed[0] not in heads or len(packed) > 2 * MAX_RECORD_BYTES:
+        raise RemoteProtocolError("unreadable", "not a signed record")
+    try:
+        return MSGPackSerializer.loads(packed)
+    except ValueError:
+        raise RemoteProtocolError("unreadable", "damaged msgpack") from None

@@ -1,0 +1,103 @@
+"""The means of the last rounds, kept so that a peer that missed a few can replay them.
+
+Law: all means together stay below ``HISTORY_BYTES_SHARE`` of the model, and where one round of all fragments
+is more than ``LARGE_SHARE`` of it none is kept, but for the newest of each fragment until all live peers
+have it (``is_everywhere``), and for those that somebody needs next who loads a fragment's state, or has just
+loaded it (``hold``): at most ``HISTORY_ROUNDS_KEPT`` of one fragment in any case.
+
+Price: with a codec of 8 bits or more, a peer that was not live for a round finds no mean to replay and loads
+the state, two to eight times the bytes of one mean. With four bits one or two rounds are there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2p_co2.digest import chunk_digests
+from p2p_co2.protocol.catchup.goals import Shape
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Manifest
+from p2p_co2.system.memory import Buffer
+
+HISTORY_ROUNDS_KEPT = 8
+"""Rounds per fragment whose mean a donor can replay, if memory allows."""
+HISTORY_BYTES_SHARE = 0.25
+"""All kept means together, as a share of the model's fp32 size."""
+LARGE_SHARE = 0.2
+"""Means of one round above this share (8 bits and more) save little against loading the state."""
+
+
+@dataclass
+class KeptRound:
+    decision: Decision
+    mean: Buffer
+    manifest: Manifest | None = None
+    """Signed when somebody asks for the first time, for all who ask."""
+    _digests: list[bytes] = field(default_factory=list)
+
+    def chunk_digests(self, chunk_bytes: int) -> list[bytes]:
+        """Computed when somebody asks: most rounds are never replayed."""
+        if not self._digests:
+            self._digests = list(chunk_digests(self.mean, chunk_bytes))
+        return self._digests
+
+
+class History:
+    """Kept rounds by (fragment, version), oldest first."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._rounds: OrderedDict[tuple[int, int], KeptRound] = OrderedDict()
+        self._held: dict[int, int] = {}
+        self.held_bytes = 0
+        self.is_everywhere: Callable[[int, int], bool] = lambda fragment, version: False
+        """Whether nobody who is live lacks a fragment's version any more."""
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def find(self, fragment: int, version: int) -> KeptRound | None:
+        return self._rounds.get((fragment, version))
+
+    def newest(self, fragment: int) -> int:
+        """The newest version of a fragment whose round is kept; 0 if none is."""
+        return max((version for known, version in self._rounds if known == fragment), default=0)
+
+    def remember(self, fragment: int, version: int, decision: Decision, mean: Buffer) -> None:
+        """Keep a committed round."""
+        if (fragment, version) in self._rounds:
+            return
+        self._rounds[fragment, version] = KeptRound(decision, mean)
+        self.held_bytes += len(mean)
+        mine = [known for known in self._rounds if known[0] == fragment]
+        if len(mine) > HISTORY_ROUNDS_KEPT:
+            self._forget(mine[0])
+        self.shrink()
+
+    def drop(self, fragment: int) -> None:
+        """Forget all rounds of a fragment."""
+        for key in [key for key in self._rounds if key[0] == fragment]:
+            self._forget(key)
+
+    def hold(self, held: dict[int, int]) -> None:
+        """Of the fragments in ``held``, keep the rounds after the version given there."""
+        self._held = held
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Let go of what the law does not keep, as far as the bound asks for it. To be asked when a round has
+        begun: then its members have the one before, whose pages the new mean can have."""
+        model_bytes = sum(self._shape.state_bytes) / 2  # a state is params and momentum
+        is_large = sum(self._shape.mean_bytes) > LARGE_SHARE * model_bytes
+        bound = 0 if is_large else HISTORY_BYTES_SHARE * model_bytes
+        newest = {fragment: version for fragment, version in self._rounds}
+        for fragment, version in list(self._rounds):
+            if self.held_bytes <= bound:
+                return
+            is_held = version > self._held.get(fragment, version)
+            if not is_held and (version < newest[fragment] or self.is_everywhere(fragment, version)):
+                self._forget((fragment, version))
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self.held_bytes -= len(self._rounds.pop(key).mean)

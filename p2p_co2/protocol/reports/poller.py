@@ -1,0 +1,247 @@
+"""The observer's side: whom to ask next and for what, and what their answers come to. No I/O, no clock.
+
+Law: at most ``MAX_ASKED`` peers, one question in flight to each; a peer that fails is asked again ever more
+rarely, never forgotten while it is listed. Times of events are brought to this machine's clock when a peer's
+is off by more than ``OFFSET_MATTERS_S``.
+
+Signed decisions: a coordinator sends its own unasked, else one teller after the other is asked for it. It
+counts if the signature holds, the signer is who most tellers call the coordinator, and another member of the
+round is among those tellers: one liar counts nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.reports.reader import MAX_DECISIONS, Opened, open_report, read_decision
+from p2p_co2.protocol.reports.responder import MAX_DECISIONS_ANSWERED
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import ReportRequest
+from p2p_co2.telemetry.events import Event, Recalled, RoundCommitted, RoundCounted
+from p2p_co2.telemetry.feed import News, Sighting
+
+MAX_ASKED = 1024
+ASK_EVERY_S = 1.0
+ASKS_PER_S = 64.0
+"""All peers together; with more than this many each is asked less often than every ``ASK_EVERY_S``."""
+AGAIN_CAP_S = 30.0
+OFFSET_MATTERS_S = 2.0
+MAX_ROUNDS_WANTED = 4096
+FORGET_LISTED_S = 900.0
+"""A peer that is listed no more is asked on for this long: its last events may still be told."""
+TRIES = 3
+"""Tellers that are asked for one decision."""
+
+
+@dataclass
+class _Asked:
+    next_at: float
+    listed_at: float
+    process: int = 0
+    after: int = 0
+    failures: int = 0
+    in_flight: bool = False
+    asked_at: float = 0.0
+    sighting: Sighting = field(default_factory=lambda: Sighting(""))
+
+
+@dataclass
+class _Wanted:
+    """A committed round whose decision is wanted: who told of it, and whom they call its coordinator."""
+
+    tellers: dict[PeerId, str] = field(default_factory=dict)
+    at: float = 0.0
+    tries: int = 0
+    reads: dict[str, RoundCounted] = field(default_factory=dict)
+    """Decisions, signature checked, by signer; only of those whom a teller calls the coordinator."""
+    done: bool = False
+
+    def believed(self) -> RoundCounted | None:
+        """What the peer signed whom most tellers call the coordinator; None if it has not come."""
+        return self.reads.get(Counter(self.tellers.values()).most_common(1)[0][0])
+
+    def is_witnessed(self, read: RoundCounted) -> bool:
+        """Whether another member than its signer tells of the round. The signer need not be a member: who
+        coordinates may have nothing to offer."""
+        others = [teller for teller in self.tellers if teller in read.weights and teller != read.decided_by]
+        return bool(others) or set(read.weights) == {read.decided_by}
+
+
+class Poller:
+    """``run``: digest of the run, 32 bytes. ``now`` is monotonic seconds, ``unix_now`` unix seconds."""
+
+    def __init__(self, run: bytes) -> None:
+        self._run = run
+        self._asked: dict[PeerId, _Asked] = {}
+        self._wanted: OrderedDict[tuple[int, int], _Wanted] = OrderedDict()
+        self._news = News()
+
+    @property
+    def answering(self) -> int:
+        return sum(asked.sighting.state == "answering" for asked in self._asked.values())
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def listed(self, peers: Iterable[PeerId], now: float, unix_now: float) -> None:
+        """These peers exist now; those that are gone for long are asked no more."""
+        for peer in peers:
+            known = self._asked.get(peer)
+            if known is not None:
+                known.listed_at = now
+            elif len(self._asked) < MAX_ASKED:
+                sighting = Sighting(peer, since_at=unix_now)
+                self._asked[peer] = _Asked(next_at=now, listed_at=now, sighting=sighting)
+                self._news.sightings.append(sighting)
+        old = [
+            peer
+            for peer, asked in self._asked.items()
+            if now - asked.listed_at > FORGET_LISTED_S and not asked.in_flight
+        ]
+        for peer in old:
+            del self._asked[peer]
+
+    def due(self, now: float, most: int = MAX_ASKED) -> list[tuple[PeerId, bytes]]:
+        """Whom to ask now, ``most`` at once and who has waited longest first, with the serialised
+        ``ReportRequest``; each must end in ``answered`` or ``failed``."""
+        waiting = [
+            (asked.next_at, peer)
+            for peer, asked in self._asked.items()
+            if not asked.in_flight and asked.next_at <= now
+        ]
+        if len(waiting) > most:
+            waiting.sort()
+        found = []
+        for _, peer in waiting[: max(0, most)]:
+            asked = self._asked[peer]
+            asked.in_flight, asked.asked_at = True, now
+            request = ReportRequest(run=self._run, process=asked.process, after=asked.after)
+            self._want_decisions(request, peer)
+            found.append((peer, request.SerializeToString()))
+        return found
+
+    def next_at(self) -> float | None:
+        """When somebody is to be asked; None if all are being asked, or there is nobody."""
+        return min((asked.next_at for asked in self._asked.values() if not asked.in_flight), default=None)
+
+    def answered(self, peer: PeerId, data: bytes, now: float, unix_now: float) -> None:
+        """The answer of ``peer``, whatever it is."""
+        asked = self._asked[peer]
+        asked.in_flight = False
+        try:
+            opened = open_report(data, peer, self._run)
+        except RemoteProtocolError as error:
+            refused = asked.sighting.refused + Counter({error.reason: 1})
+            self._put_off(peer, asked, now)
+            self._see(asked, unix_now, refused=refused, reason=f"sent a report that is none: {error}")
+            return
+        asked.failures = 0
+        interval_s = max(ASK_EVERY_S, len(self._asked) / ASKS_PER_S)
+        asked.next_at = now + max(interval_s, opened.again_in_s)
+        offset_s = opened.sent_at - unix_now
+        self._see(
+            asked, unix_now, state="answering", reason="", clock_offset_s=offset_s,
+            round_trip_s=now - asked.asked_at, answered_at=unix_now,
+            refused=asked.sighting.refused + opened.refused,
+        )  # fmt: skip
+        if opened.again_in_s > 0:
+            return
+        if opened.last < opened.newest:
+            asked.next_at = now  # more than fits into one answer
+        self._take_events(asked, opened, unix_now)
+        self._take_decisions(asked, opened, unix_now)
+
+    def failed(self, peer: PeerId, reason: str, now: float, unix_now: float) -> None:
+        """``peer`` could not be asked."""
+        asked = self._asked[peer]
+        asked.in_flight = False
+        self._put_off(peer, asked, now)
+        self._see(asked, unix_now, state="unreachable", reason=reason)
+
+    def take(self) -> News:
+        """Everything new since the last call."""
+        news, self._news = self._news, News()
+        return news
+
+    def _put_off(self, peer: PeerId, asked: _Asked, now: float) -> None:
+        asked.failures += 1
+        asked.next_at = now + min(AGAIN_CAP_S, 2.0 ** min(asked.failures, 8))
+
+    def _see(self, asked: _Asked, unix_now: float, **changes: object) -> None:  # fields of Sighting
+        old = asked.sighting
+        if changes.get("state", old.state) != old.state:
+            changes["since_at"] = unix_now
+        asked.sighting = dataclasses.replace(old, **changes)  # type: ignore[arg-type]
+        self._news.sightings.append(asked.sighting)
+
+    def _take_events(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
+        offset_s = opened.sent_at - unix_now
+        fresh = opened.process == asked.process and opened.first == asked.after + 1
+        restarts = any(isinstance(event, Recalled) for event in opened.events[:1])
+        if not fresh and not restarts and opened.first != 1:
+            return  # neither what follows nor a new start: the next question says again where we are
+        asked.process, asked.after = opened.process, max(opened.last, opened.first - 1)
+        for event in opened.events:
+            self._news.events.append(in_our_time(event, offset_s, unix_now))
+            if isinstance(event, RoundCommitted):
+                self._told(event, asked.sighting.peer)
+
+    # ---- signed decisions
+
+    def _told(self, event: RoundCommitted, teller: str) -> None:
+        key = (event.fragment, event.round)
+        wanted = self._wanted.get(key)
+        if wanted is None:
+            wanted = self._wanted[key] = _Wanted(at=event.at)
+            if len(self._wanted) > MAX_ROUNDS_WANTED:
+                self._wanted.popitem(last=False)
+        if len(wanted.tellers) < MAX_ASKED:
+            wanted.tellers[PeerId(teller)] = event.coordinator
+        self._count(wanted)
+
+    def _count(self, wanted: _Wanted) -> None:
+        read = wanted.believed()
+        if read is not None and not wanted.done and wanted.is_witnessed(read):
+            wanted.done = True
+            wanted.reads = {}
+            self._news.events.append(dataclasses.replace(read, at=wanted.at))
+
+    def _want_decisions(self, request: ReportRequest, peer: PeerId) -> None:
+        for (fragment, round_), wanted in reversed(self._wanted.items()):
+            if len(request.decisions) >= MAX_DECISIONS_ANSWERED:
+                return
+            missing = not wanted.done and wanted.believed() is None
+            if missing and wanted.tries < TRIES and peer in wanted.tellers:
+                wanted.tries += 1
+                request.decisions.add(fragment=fragment, round=round_)
+
+    def _take_decisions(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
+        for decision in opened.decisions[:MAX_DECISIONS]:
+            try:
+                counted = read_decision(decision, self._run, unix_now)
+            except RemoteProtocolError as error:
+                refused = asked.sighting.refused + Counter({error.reason: 1})
+                self._see(asked, unix_now, refused=refused)
+                continue
+            wanted = self._wanted.get((counted.fragment, counted.round))
+            if wanted is None or wanted.done or counted.decided_by not in wanted.tellers.values():
+                continue
+            wanted.reads.setdefault(counted.decided_by, counted)
+            self._count(wanted)
+
+
+def in_our_time(event: Event, offset_s: float, unix_now: float) -> Event:
+    """``event`` with its times by our clock, none of them ahead of it; ``offset_s``: the writer's minus
+    ours."""
+    if abs(offset_s) <= OFFSET_MATTERS_S and event.at <= unix_now:
+        return event
+    changes: dict[str, object] = {"at": min(event.at - offset_s, unix_now)}
+    if isinstance(event, Recalled):
+        changes["first_seen_at"] = event.first_seen_at - offset_s
+        changes["applied_at"] = {key: at - offset_s for key, at in event.applied_at.items()}
+        changes["loss_at"] = tuple(at - offset_s for at in event.loss_at)
+    return dataclasses.replace(event, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,228 @@
+"""The observer's check of a report: everything in it is hostile until it has passed here.
+
+Laws: sizes before decompression, signature before content, types before values (``journal.parse_event``), and
+then every value must be one that an honest peer can have: its unit is in its name, and nothing that is
+counted or measured is negative, infinite or beyond what a run can reach. What fails is dropped and counted
+by its cause; the rest of the report stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.rounds import DECISION_CONTEXT, counted_weights
+from p2p_co2.protocol.wire.identity import PeerId, public_key_of, unseal, verify
+from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_MEMBERS, MAX_STRING
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report
+from p2p_co2.telemetry.events import (
+    Event,
+    LinkLost,
+    LinkMeasured,
+    LinkOpened,
+    PeerJoined,
+    PeerLeft,
+    Recalled,
+    RoundBegan,
+    RoundCounted,
+)
+from p2p_co2.telemetry.journal import parse_event
+
+REPORT_CONTEXT = b"p2p-co2 report"
+MAX_REPORT_BYTES = 512 << 10
+"""A whole answer, before anything in it is read."""
+MAX_EVENT_BYTES = 256 << 10
+"""Events of one answer, decompressed."""
+MAX_EVENTS = 4096
+MAX_DECISIONS = 128
+"""Of one answer; each costs a check of a signature."""
+MAX_COUNT = 2**53
+"""Most that a counter may say: past it a float (and a browser) counts no more."""
+MAX_REAL = 1e15
+MAX_ROUND = 2**40
+OLDEST_S, NEWEST_S = 400 * 86400.0, 60.0
+"""How far an event's time may lie before and after the moment in which its sender reports it."""
+MAX_ITEMS = {"loss_at": 1024, "loss_position": 1024, "loss_value": 1024, "group": MAX_MEMBERS}
+
+
+@dataclass
+class Opened:
+    """A checked report. ``refused``: dropped events by cause. ``clock_offset_s``: its clock minus ours, to be
+    had by the caller; ``events`` carry the sender's times."""
+
+    process: int
+    first: int
+    last: int
+    newest: int
+    sent_at: float
+    again_in_s: float
+    events: list[Event] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+def open_report(data: bytes, peer: PeerId, run: bytes) -> Opened:
+    """What ``peer`` answered. Raises ``RemoteProtocolError`` if the whole of it is worth nothing."""
+    if len(data) > MAX_REPORT_BYTES:
+        raise RemoteProtocolError("too large", f"a report of {len(data)} bytes")
+    signer, content = unseal(REPORT_CONTEXT, data)
+    report = Report()
+    try:
+        report.ParseFromString(content)
+    except DecodeError:
+        raise RemoteProtocolError("unreadable", "not a Report") from None
+    if not signer == report.peer == peer or report.run != run:
+        raise RemoteProtocolError("foreign report", f"of {report.peer[:64]!r}, signed by {signer}")
+    whole = math.isfinite(report.sent_at) and 0 <= report.again_in_s < 3600
+    if not whole or max(report.first, report.last, report.newest) > MAX_COUNT:
+        raise RemoteProtocolError("bad report", "numbers out of range")
+    opened = Opened(
+        report.process, report.first, report.last, report.newest, report.sent_at, report.again_in_s,
+        decisions=list(report.decisions[:MAX_DECISIONS]),
+    )  # fmt: skip
+    for line in _inflated(report.events).split(b"\n")[:MAX_EVENTS]:
+        if line:
+            _read_line(line, opened, peer)
+    return opened
+
+
+def _inflated(packed: bytes) -> bytes:
+    if not packed:
+        return b""
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(packed, MAX_EVENT_BYTES + 1)
+    except zlib.error:
+        raise RemoteProtocolError("unreadable", "events that are not zlib") from None
+    if len(text) > MAX_EVENT_BYTES or not inflater.eof:
+        raise RemoteProtocolError("too large", "events")
+    return text
+
+
+def _read_line(line: bytes, opened: Opened, peer: PeerId) -> None:
+    try:
+        event = parse_event(line)
+        check_event(event, peer, opened.sent_at)
+    except ValueError as error:
+        opened.refused[str(error)] += 1
+    else:
+        opened.events.append(event)
+
+
+def check_event(event: Event, peer: PeerId, sent_at: float) -> None:
+    """Raise ``ValueError`` with a short cause unless ``peer`` can have written ``event`` by ``sent_at``."""
+    if event.peer != peer:
+        raise ValueError("an event of another peer")
+    if isinstance(event, RoundCounted):
+        raise ValueError("a count that only a signed decision can tell")
+    if not sent_at - OLDEST_S <= event.at <= sent_at + NEWEST_S:
+        raise ValueError("an impossible time")
+    for name in _FIELDS[type(event)]:
+        if name not in {"at", "peer"}:
+            _check_value(name, getattr(event, name))
+    named: tuple[str, ...] = ()
+    if isinstance(event, PeerJoined | PeerLeft | LinkOpened | LinkLost | LinkMeasured):
+        named = (event.other,)
+    elif isinstance(event, RoundBegan):
+        named = event.group
+    elif isinstance(event, Recalled):
+        named = tuple(event.carriers)
+    if not all(_is_peer_id(name) for name in named):
+        raise ValueError("a peer that cannot be")
+
+
+def _check_value(name: str, value: Any) -> None:
+    match value:
+        case bool():
+            return
+        case int():
+            most = MAX_FRAGMENTS - 1 if name == "fragment" else MAX_ROUND if name == "round" else MAX_COUNT
+            if not 0 <= value <= most:
+                raise ValueError("an impossible number")
+        case float():
+            _check_real(name, value)
+        case str():
+            if len(value) > MAX_STRING:
+                raise ValueError("a text that is too long")
+        case tuple():
+            if len(value) > MAX_ITEMS.get(name, MAX_FRAGMENTS):
+                raise ValueError("too many items")
+            for item in value:
+                _check_value(name, item)
+        case dict():
+            for key, item in value.items():
+                _check_value("", key)
+                _check_value(name, item)
+
+
+def _check_real(name: str, value: float) -> None:
+    if name in {"loss", "loss_value"}:
+        if math.isinf(value) or abs(value) > MAX_REAL:
+            raise ValueError("an impossible number")
+    elif not 0 <= value <= MAX_REAL:  # written so that NaN is refused
+        raise ValueError("an impossible number")
+
+
+@lru_cache(maxsize=8192)
+def _is_peer_id(name: str) -> bool:
+    try:
+        public_key_of(name)
+    except RemoteProtocolError:
+        return False
+    return True
+
+
+class _Fields(dict[type[Event], tuple[str, ...]]):
+    def __missing__(self, kind: type[Event]) -> tuple[str, ...]:
+        names = self[kind] = tuple(field.name for field in dataclasses.fields(kind))
+        return names
+
+
+_FIELDS = _Fields()
+
+
+def read_decision(decision: Decision, run: bytes, at: float) -> RoundCounted:
+    """Whose work a signed, committed decision of this run says was in the mean. Raises
+    ``RemoteProtocolError``. Whether its signer was the round's coordinator is the caller's question."""
+    outcome = Outcome()
+    try:
+        outcome.ParseFromString(decision.outcome)
+    except DecodeError:
+        raise RemoteProtocolError("unreadable", "not an Outcome") from None
+    verify(outcome.decided_by, DECISION_CONTEXT, decision.outcome, decision.signature)
+    weights = {member.peer: member.weight for member in outcome.members}
+    if outcome.run != run or not outcome.committed:
+        raise RemoteProtocolError("bad decision", "of another run, or of no commit")
+    if not 0 < len(weights) <= MAX_MEMBERS or len(outcome.parts) > MAX_MEMBERS:
+        raise RemoteProtocolError("bad decision", "too many members or parts")
+    if not all(_is_peer_id(peer) and 0 < weight < MAX_REAL for peer, weight in weights.items()):
+        raise RemoteProtocolError("bad decision", "an impossible member")
+    stop = 0
+    for part in outcome.parts:
+        shares = {contributor.peer: contributor.weight for contributor in part.contributors}
+        are_members = all(0 < weight <= weights.get(peer, 0.0) for peer, weight in shares.items())
+        if part.start_block != stop or part.stop_block <= stop or not are_members:
+            raise RemoteProtocolError(
+                "bad decision", "parts that are not the fragment's, or strangers in them"
+            )
+        if len(shares) != len(part.contributors):
+            raise RemoteProtocolError("bad decision", "a contributor named twice")
+        stop = part.stop_block
+    if outcome.key.fragment >= MAX_FRAGMENTS or not 0 < outcome.key.round <= MAX_ROUND:
+        raise RemoteProtocolError("bad decision", "of no round")
+    return RoundCounted(
+        at=at,
+        peer=outcome.decided_by,
+        fragment=outcome.key.fragment,
+        round=outcome.key.round,
+        decided_by=outcome.decided_by,
+        weights=counted_weights(outcome),
+    )

@@ -1,0 +1,303 @@
+"""One attempt at a round as its BEGIN fixed it, and the checks that a peer's message must pass.
+
+Law: an ``Attempt`` or a checked value is never built from an unchecked number; whatever fails is a
+``RemoteProtocolError`` with a short constant reason, and nothing was allocated for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median_low
+from typing import NamedTuple
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.rounds.cells import check_council, read_who, slot_ranges
+from p2p_co2.protocol.rounds.events import Offer, PayloadShape
+from p2p_co2.protocol.rounds.parts import BlockRange, covers
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS
+from p2p_co2.protocol.wire.messages_pb2 import (
+    Begin,
+    Behind,
+    CellWaiting,
+    Contributor,
+    Council,
+    Mean,
+    Member,
+    PartOutcome,
+    Ready,
+    RoundKey,
+)
+
+
+class Share(NamedTuple):
+    """A member's weight, and the outer version its gradient was measured from."""
+
+    weight: float
+    base_version: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What BEGIN fixed: ``shares`` per member (sorted by peer), part ``i`` is ``ranges[i]``, starts with
+    ``owners[i]``, and is averaged from the slices of ``senders[i]``."""
+
+    fragment: int
+    round: int
+    id: bytes
+    shares: Mapping[PeerId, Share]
+    ranges: tuple[BlockRange, ...]
+    owners: tuple[PeerId, ...]
+    senders: tuple[frozenset[PeerId], ...]
+    state_digest: bytes
+    coordinator: PeerId
+    parts_within_s: float
+    result_within_s: float
+    council: Council | None = None
+    """Of a round over several cells, as the council's coordinator fixed it."""
+    weight_cap: float = 0.0
+
+    @cached_property
+    def weights(self) -> dict[PeerId, float]:
+        """What each member's slices count as, at most."""
+        return capped(self.shares, self.weight_cap)
+
+    @property
+    def ids(self) -> tuple[bytes, ...]:
+        """Under which its pieces travel: its own, and the council's for what goes between cells."""
+        return (self.id,) if self.council is None else (self.id, self.council.key.attempt)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its only member makes the round for itself."""
+        return len(self.shares) == 1 and self.council is None
+
+    @property
+    def succession_s(self) -> float:
+        """What a successor of the coordinator may need: slices again, and over cells the sums of all."""
+        return self.parts_within_s + (2 * self.council.sums_within_s if self.council is not None else 0.0)
+
+    @property
+    def decided_within_s(self) -> float:
+        """From BEGIN to its coordinator's decision."""
+        return self.result_within_s + (bounds.COUNCIL_GRACE_S if self.council is not None else 0.0)
+
+    def key(self) -> RoundKey:
+        return RoundKey(fragment=self.fragment, round=self.round, attempt=self.id)
+
+    def is_quorum(self, voters: Collection[PeerId]) -> bool:
+        """Whether ``voters`` may commit: more than half of the group, or half of it with the coordinator of
+        BEGIN.
+
+        Any two such sets share a member, and a member votes for one content: two contents cannot both be
+        committed.
+        """
+        count = sum(peer in self.shares for peer in voters)
+        return 2 * count > len(self.shares) or (2 * count == len(self.shares) and self.coordinator in voters)
+
+    def repeats(self, offer: Offer, me: PeerId) -> bool:
+        """Whether BEGIN answers the READY that ``me`` sent for ``offer``."""
+        same_round = (self.fragment, self.round, self.state_digest) == (
+            offer.fragment, offer.round, offer.state_digest,
+        )  # fmt: skip
+        return same_round and self.shares.get(me) == (offer.weight, offer.base_version)
+
+    def members(self) -> list[Member]:
+        return [
+            Member(peer=peer, weight=share.weight, base_version=share.base_version)
+            for peer, share in self.shares.items()
+        ]
+
+
+def check_place(fragment: int, round_: int, shape: PayloadShape) -> None:
+    """Raise ``RemoteProtocolError`` unless the fragment exists and the round number is possible."""
+    if fragment >= len(shape.blocks):
+        raise RemoteProtocolError("unknown fragment", f"{fragment} of {len(shape.blocks)}")
+    if not 1 <= round_ <= bounds.MAX_ROUND:
+        raise RemoteProtocolError("unknown round", str(round_))
+
+
+def check_digest(digest: bytes) -> None:
+    if len(digest) != bounds.DIGEST_BYTES:
+        raise RemoteProtocolError("wrong digest length", f"{len(digest)} bytes")
+
+
+def check_duration(duration_s: float, cap_s: float) -> None:
+    if not 0 <= duration_s <= cap_s:  # NaN fails every comparison
+        raise RemoteProtocolError("impossible duration", f"{duration_s} s, at most {cap_s:g}")
+
+
+def check_behind(message: Behind | CellWaiting) -> None:
+    """Raise ``RemoteProtocolError`` unless it may say where others are and who gives that."""
+    check_digest(message.state_digest)
+    if len(message.donors) > MAX_MEMBERS or any(len(donor) > bounds.MAX_PEER_ID for donor in message.donors):
+        raise RemoteProtocolError("too large", "donors")
+    if not message.round - 1 <= message.version <= bounds.MAX_ROUND:
+        raise RemoteProtocolError("impossible version", f"{message.version} for round {message.round}")
+
+
+def check_weight(weight: float) -> None:
+    if not 0 < weight <= bounds.MAX_WEIGHT:
+        raise RemoteProtocolError("impossible weight", str(weight))
+
+
+def check_ready(message: Ready, shape: PayloadShape) -> None:
+    """Raise ``RemoteProtocolError`` for a READY that no honest peer sends."""
+    check_place(message.fragment, message.round, shape)
+    check_digest(message.state_digest)
+    check_weight(message.weight)
+    for rate in (message.upload_bytes_per_s, message.download_bytes_per_s):
+        if not math.isfinite(rate) or rate < 0:
+            raise RemoteProtocolError("impossible rate", f"{rate} bytes/s")
+    if message.base_version >= message.round:
+        raise RemoteProtocolError(
+            "impossible version", f"base {message.base_version} for round {message.round}"
+        )
+
+
+def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
+    """Members as a mapping sorted by peer; raises ``RemoteProtocolError``."""
+    if not 1 <= len(members) <= MAX_MEMBERS:
+        raise RemoteProtocolError("wrong group", f"{len(members)} members")
+    shares: dict[PeerId, Share] = {}
+    last = ""
+    for member in members:
+        check_weight(member.weight)
+        if member.peer <= last or len(member.peer) > bounds.MAX_PEER_ID or member.base_version >= round_:
+            raise RemoteProtocolError(
+                "wrong group", "members must be sorted, distinct and measured before the round"
+            )
+        last = member.peer
+        shares[PeerId(member.peer)] = Share(member.weight, member.base_version)
+    return shares
+
+
+def capped(shares: Mapping[PeerId, Share], cap: float) -> dict[PeerId, float]:
+    """What the members' weights count as: at most ``cap`` times their median, 0 for no cap.
+
+    Made of BEGIN's members alone, so it is the same for every part and everybody can check it. Of an even
+    number the lower middle one is the median: half of the group may boast, and moves it nowhere.
+    """
+    limit = cap * median_low([share.weight for share in shares.values()]) if cap else math.inf
+    return {peer: min(share.weight, limit) for peer, share in shares.items()}
+
+
+def write_senders(sending: Collection[PeerId], members: Sequence[PeerId]) -> bytes:
+    """The members of ``sending`` as bits, lowest first; empty if it is all of them."""
+    bits = sum(1 << index for index, peer in enumerate(members) if peer in sending)
+    everybody = (1 << len(members)) - 1
+    return b"" if bits == everybody else bits.to_bytes(-(-len(members) // 8), "little")
+
+
+def read_senders(bits: bytes, members: Sequence[PeerId]) -> frozenset[PeerId]:
+    """What ``write_senders`` wrote; raises ``RemoteProtocolError``."""
+    if not bits:
+        return frozenset(members)
+    number = int.from_bytes(bits, "little")
+    if len(bits) != -(-len(members) // 8) or number >> len(members):
+        raise RemoteProtocolError("wrong group", "senders that are no members")
+    return frozenset(peer for index, peer in enumerate(members) if number >> index & 1)
+
+
+def read_contributors(
+    contributors: Sequence[Contributor], weights: Mapping[PeerId, float], is_exact: bool = True
+) -> tuple[tuple[PeerId, float], ...]:
+    """Contributors of one part: sorted members, each with the weight that it counted with. ``weights``: of
+    all members, sorted, as ``capped`` has them; an owner may have counted less unless ``is_exact``. Raises
+    ``RemoteProtocolError``."""
+    if not 1 <= len(contributors) <= len(weights):
+        raise RemoteProtocolError("wrong contributors", f"{len(contributors)} of {len(weights)} members")
+    read = tuple((PeerId(contributor.peer), contributor.weight) for contributor in contributors)
+    rest = iter(weights)
+    for peer, weight in read:
+        if peer not in rest:  # each is looked for behind the one before
+            raise RemoteProtocolError("wrong contributors", "must be sorted members")
+        most = weights[peer]
+        if weight != most and (is_exact or not 0 < weight < most):
+            raise RemoteProtocolError("wrong contributors", "must have the weights of BEGIN, at most")
+    return read
+
+
+def read_who_is_in(message: Mean | PartOutcome, attempt: Attempt) -> tuple[tuple[PeerId, float], ...]:
+    """The contributors that a message names: bits where the round is over several cells, and then perhaps
+    nobody of this one. Raises ``RemoteProtocolError``."""
+    weights = attempt.weights
+    if attempt.council is not None:
+        return tuple((peer, weights[peer]) for peer in read_who(message.who, tuple(weights)))
+    return read_contributors(message.contributors, weights, not attempt.weight_cap)
+
+
+def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:
+    """(fragment, round, attempt id) of a message; raises ``RemoteProtocolError``."""
+    check_place(key.fragment, key.round, shape)
+    if len(key.attempt) != bounds.ATTEMPT_BYTES:
+        raise RemoteProtocolError("wrong attempt length", f"{len(key.attempt)} bytes")
+    return key.fragment, key.round, key.attempt
+
+
+def seal_begin(begin: Begin, coordinator: PeerId) -> None:
+    """Give a BEGIN its attempt's id."""
+    begin.key.attempt = _attempt_of(begin, coordinator)
+
+
+def _attempt_of(begin: Begin, coordinator: PeerId) -> bytes:
+    """The digest of what a BEGIN says and of who says it, without its times: they shrink when it is repeated.
+
+    So a coordinator cannot tell two members different things about one attempt: one of them would see that
+    the id is another's.
+    """
+    bare = Begin()
+    bare.CopyFrom(begin)
+    bare.key.attempt = b""
+    bare.parts_within_s = bare.result_within_s = 0.0
+    content = coordinator.encode() + b"\0" + bare.SerializeToString(deterministic=True)
+    return hashlib.sha256(content).digest()[: bounds.ATTEMPT_BYTES]
+
+
+def read_begin(message: Begin, sender: PeerId, shape: PayloadShape, cells: int = 1) -> Attempt:
+    """Check a BEGIN against the agreed shape; raises ``RemoteProtocolError``."""
+    fragment, round_, attempt = read_key(message.key, shape)
+    shares = read_members(message.members, round_)
+    check_digest(message.state_digest)
+    check_duration(message.parts_within_s, shape.parts_cap_s)
+    check_duration(message.result_within_s, shape.round_cap_s)
+    if not 1 <= len(message.parts) <= bounds.MAX_PARTS:
+        raise RemoteProtocolError("wrong parts", f"{len(message.parts)} parts for {len(shares)} members")
+    ranges = tuple(BlockRange(part.start_block, part.stop_block) for part in message.parts)
+    owners = tuple(PeerId(part.owner) for part in message.parts)
+    if not covers(ranges, shape.blocks[fragment]):
+        raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
+    if not shares.keys() >= set(owners):
+        raise RemoteProtocolError("wrong owner", "an owner is no member")
+    members, everybody = tuple(shares), frozenset(shares)
+    senders = tuple(
+        read_senders(part.senders, members) if part.senders else everybody for part in message.parts
+    )
+    if any(owner not in sending for owner, sending in zip(owners, senders, strict=True)):
+        raise RemoteProtocolError("wrong owner", "an owner does not send its own slice")
+    if any(part.generation for part in message.parts):
+        raise RemoteProtocolError("wrong generation", "parts begin with generation 0")
+    if len(message.nonce) != bounds.ATTEMPT_BYTES or attempt != _attempt_of(message, sender):
+        raise RemoteProtocolError("wrong attempt", "BEGIN is not the one that its attempt's id stands for")
+    if message.HasField("council") != (cells > 1):
+        raise RemoteProtocolError("wrong cell", "a council that does not belong, or none")
+    council = _read_council(message, ranges, shape, cells) if cells > 1 else None
+    return Attempt(
+        fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
+        message.parts_within_s, message.result_within_s, council, shape.weight_cap,
+    )  # fmt: skip
+
+
+def _read_council(message: Begin, ranges: Sequence[BlockRange], shape: PayloadShape, cells: int) -> Council:
+    key, council = message.key, message.council
+    if read_key(council.key, shape)[:2] != (key.fragment, key.round):
+        raise RemoteProtocolError("wrong cell", "a council of another round")
+    if tuple(ranges) != slot_ranges(shape.blocks[key.fragment]):
+        raise RemoteProtocolError("wrong parts", "other blocks than the slots")
+    check_council(council, cells, shape)
+    return council

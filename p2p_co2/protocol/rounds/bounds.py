@@ -1,0 +1,99 @@
+"""What strangers can make this machine hold, and how long anything may last. Each bound has its name here.
+
+Law: no list, buffer or wait in ``rounds`` grows with what a peer sends beyond one of these.
+"""
+
+from __future__ import annotations
+
+from p2p_co2.protocol.wire import limits
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_VERSION
+
+DIGEST_BYTES = 32
+ATTEMPT_BYTES = 16
+
+EARLY_FLOOR_BYTES = 8 << 20
+"""Pieces that overtook the BEGIN or REASSIGN that explains them are held up to this, or one payload if that
+is more."""
+EARLY_MESSAGES = 4096
+KEEP_DECISIONS = 8
+"""Signed outcomes kept per fragment, to answer ASK_OUTCOME and a late READY or RESULT."""
+KEEP_ATTEMPTS = 64
+"""Attempts that ended, remembered so that their stragglers are ignored and not counted against anybody."""
+MAX_PARTS = MAX_MEMBERS
+"""Parts of one round; a large group has one for each member, a small one may cut finer."""
+OWNED_PAYLOADS, MAX_OWNED_PAYLOADS = 8.0, 16.0
+"""Slices that one owner is given to hold by an honest coordinator, and that it holds by anybody's BEGIN, in
+payloads."""
+MAX_REASSIGNS = 3
+"""One coordinator gives a part to another owner at most this often."""
+MAX_ASKED = 4
+"""Coordinators asked for one round before the offer is given up."""
+MAX_TERMS = 3
+"""Coordinators followed in one attempt: the first and its successors."""
+MAX_GENERATION = (MAX_REASSIGNS + 1) * MAX_TERMS - 1
+"""Each coordinator counts a part's generations in a range of its own, so that two never use the same
+number."""
+MAX_LISTENERS, MEMBERS_PER_LISTENER = 4, 4
+"""Peers that an owner sends its means to beside the members: one for so many members, at least one; others
+fetch the round."""
+MAX_HEARD = 4
+"""Attempts at one round that a peer asks to hear: each asks all owners, and whoever coordinates may begin as
+many as it likes."""
+AHEAD_AT_MOST = 4
+"""Versions that one peer may be ahead of what the last heartbeats of most peers said."""
+MAX_UPLOAD_BYTES_PER_S = 1e12
+MAX_ROUND = MAX_VERSION
+MAX_WEIGHT = 1e15
+MAX_PEER_ID = limits.MAX_PEER_ID
+MAX_REASON = 300
+"""Characters of an abort's reason as we write it; ``MAX_STRING`` is what we take from others."""
+MAX_NAMED = 5
+"""Peers that a reason names; the rest is counted."""
+
+GATHER_DEFAULT_S, GATHER_FLOOR_S, GATHER_CAP_S = 10.0, 0.3, 30.0
+"""From the first READY to BEGIN: before anything was measured, at the least, at the most."""
+LAST_GATHER_S = 10.0
+"""The same for the last rounds of a run: who is left out of one costs everybody another one."""
+RECEIPT_FLOOR_S, RECEIPT_CAP_S = 1.0, 10.0
+"""From READY to its receipt."""
+PARTS_FLOOR_S, PARTS_CAP_S = 2.0, 300.0
+"""From BEGIN to the end of an owner's wait for slices; the cap is ``parts_cap_s`` where rounds are longer."""
+CHEAP_S, CHEAP_SHARE = 0.25, 1 / 8
+"""A round that takes no longer than this, or than this share of the time between two rounds of a fragment, is
+short enough for everybody."""
+GATHER_SHARE = 1 / 4
+"""Of the time between two rounds of a fragment, what READYs are waited for at most."""
+GATHER_SHARE_BY_STEPS = 3 / 4
+"""The same where rounds count inner steps. Peers have no common clock there: their points lie as far apart as
+they started and as their speeds took them; with a quarter of a round whoever is further off is missing."""
+VOTES_FLOOR_S = 0.1
+"""How long a quorum waits at the least for the votes of the others."""
+COMPLETE_FLOOR_S, COMPLETE_DEADLINES = 30.0, 4.0
+"""How long means may go on coming after the decision: at the least, and in times of ``parts_within_s``."""
+ASSUMED_UPLOAD_BYTES_PER_S = 1e6
+"""A home link, where nobody has measured one yet."""
+GRACE_S = 2.0
+"""What the network may add to a time that another peer promised."""
+SOON_S = 0.1
+"""The least that a coordinator promises: who promises nothing leaves the round to others."""
+COUNCIL_CAP_S = 90.0
+"""From the end of the cell's gathering to CELL_BEGIN."""
+COUNCIL_GRACE_S = 6.0
+"""What a decision over several cells may take longer than one of our own."""
+READY_CAP_S = 150.0
+"""An offer that has not begun by then is given up, whatever the coordinators promise; if it hears a round
+that it is late for, when that must be decided."""
+ROUND_CAP_S = 1800.0
+"""An attempt that is not decided by then is given up, or by ``round_cap_s`` where rounds are longer."""
+
+
+def parts_cap_s(round_s: float) -> float:
+    """How long owners may wait for slices at most in a run with rounds of ``round_s`` (0: unknown). As long
+    as a round, where that is more than ``PARTS_CAP_S``: an exchange that takes two rounds' time makes answers
+    staler, and still commits."""
+    return max(PARTS_CAP_S, round_s)
+
+
+def round_cap_s(round_s: float) -> float:
+    """The same for a whole attempt, in the same proportion."""
+    return ROUND_CAP_S / PARTS_CAP_S * parts_cap_s(round_s)

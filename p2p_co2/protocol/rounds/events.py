@@ -1,0 +1,297 @@
+"""What goes into the rounds machine and what comes out of it, as frozen types.
+
+Law: an offer ends in exactly one of ``Committed``, ``Aborted``, ``OutcomeWithoutBytes`` or ``FellBehind``;
+the last two also come without an offer (``ends_offer`` is False then).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from p2p_co2.errors import LocalProtocolError
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.system.memory import Buffer
+
+Step = Literal["mean", "sum", "join"]
+
+
+@dataclass(frozen=True)
+class PayloadShape:
+    """What travels, and how often; the same on all peers. Every fragment's encoded size: ``blocks[f]`` blocks
+    of ``block_bytes`` bytes, ``sum_block_bytes`` as fp32 (only where there are several cells). ``round_s``:
+    the run's time between two rounds of a fragment, 0 where it counts inner steps.
+    ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; ``chunk_bytes``: of states
+    and past means, what is asked for at once, 0: as the states suggest. A simulation whose bytes stand for
+    ``scale`` real ones each counts both in its own. ``weight_cap``: the run's; ``counts_steps``: whether
+    rounds are so many inner steps."""
+
+    block_bytes: int
+    blocks: tuple[int, ...]
+    sum_block_bytes: int = 0
+    round_s: float = 0.0
+    assumed_upload_bytes_per_s: float = bounds.ASSUMED_UPLOAD_BYTES_PER_S
+    chunk_bytes: int = 0
+    scale: float = 1.0
+    weight_cap: float = 0.0
+    counts_steps: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < 1 or not self.blocks or min(self.blocks) < 1:
+            raise LocalProtocolError(f"a payload needs blocks of at least one byte: {self}")
+
+    def payload_bytes(self, fragment: int) -> int:
+        return self.block_bytes * self.blocks[fragment]
+
+    @property
+    def mean_bytes(self) -> tuple[int, ...]:
+        """Of each fragment's encoded mean."""
+        return tuple(blocks * self.block_bytes for blocks in self.blocks)
+
+    @property
+    def parts_cap_s(self) -> float:
+        """How long owners wait for slices at most."""
+        return bounds.parts_cap_s(self.round_s)
+
+    @property
+    def round_cap_s(self) -> float:
+        """How long an attempt lasts at most."""
+        return bounds.round_cap_s(self.round_s)
+
+
+@dataclass(frozen=True)
+class PeerView:
+    """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown; ``download_bytes_per_s`` 0: no
+    cap. ``versions``, ``digests``: per fragment, may be empty. ``finished``: fragments for which it has
+    nothing more to offer in this run. ``step_s``: of an inner step, of this peer alone; 0: unknown.
+    ``is_missed``: its link broke, and it was not heard since."""
+
+    upload_bytes_per_s: float = 0.0
+    training: bool = True
+    versions: tuple[int, ...] = ()
+    download_bytes_per_s: float = 0.0
+    finished: frozenset[int] = frozenset()
+    digests: tuple[bytes, ...] = ()
+    step_s: float = 0.0
+    is_missed: bool = False
+
+
+@dataclass(frozen=True)
+class Offer:
+    """This peer's part in round ``round`` of ``fragment``: its encoded outer gradient and its weight
+    (tokens).
+
+    ``round`` is the version the round would make; ``state_digest`` that of the agreed state at ``round - 1``;
+    ``base_version`` the version that the gradient was measured from. ``is_last``: this peer trains no more,
+    so it loses nothing by waiting for others.
+    """
+
+    fragment: int
+    round: int
+    base_version: int
+    state_digest: bytes
+    payload: Buffer
+    weight: float
+    is_last: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.state_digest) != DIGEST_BYTES or not 0 < self.weight <= MAX_WEIGHT:
+            raise LocalProtocolError(
+                f"offer for round {self.round}: weight {self.weight} or digest impossible"
+            )
+        if not 0 <= self.base_version < self.round:
+            raise LocalProtocolError(
+                f"offer for round {self.round} measured from version {self.base_version}"
+            )
+
+
+class OpenOffer(NamedTuple):
+    """An offer that waits: since when, and when it is looked at again at the latest."""
+
+    fragment: int
+    offered_at: float
+    timer_at: float
+
+
+class Slice(NamedTuple):
+    peer: PeerId
+    weight: float
+    data: Buffer
+
+
+@dataclass(frozen=True)
+class ReduceJob:
+    """One part to average: the weighted mean of ``slices`` (sorted by peer), encoded into
+    ``(stop_block - start_block) * block_bytes`` bytes. ``key`` is the attempt's id. The answer holds the same
+    slices with the weights that they counted with, which may be smaller.
+
+    With several cells a mean is made in two steps: "sum" takes encoded slices and gives their mean in fp32
+    (``sum_block_bytes`` for each block), "join" takes such means, one for each cell, and encodes theirs."""
+
+    key: bytes
+    fragment: int
+    round: int
+    part: int
+    generation: int
+    start_block: int
+    stop_block: int
+    slices: tuple[Slice, ...]
+    step: Step = "mean"
+
+
+@dataclass(frozen=True)
+class CellWanted:
+    """Find peers of a cell, for ``Rounds.set_cell``."""
+
+    cell: int
+
+
+@dataclass(frozen=True)
+class ReduceWanted:
+    """Answer with ``Rounds.reduced``, or ``Rounds.refused_slice`` if one of the slices is hostile."""
+
+    job: ReduceJob
+
+
+class AgreedPart(NamedTuple):
+    """Blocks of the mean, and whose slices are in it with which weight (sorted by peer)."""
+
+    start_block: int
+    stop_block: int
+    contributors: tuple[tuple[PeerId, float], ...]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The round stands and we hold its bytes. ``mean`` is the whole fragment's encoded mean, ``decision`` a
+    serialised ``Decision``, ``base_version`` that of our own offer, ``contributed`` says per part whether our
+    slice is in it. ``duration_s`` counts from our offer."""
+
+    fragment: int
+    round: int
+    decision: bytes
+    mean: Buffer
+    parts: tuple[AgreedPart, ...]
+    base_version: int
+    group: tuple[PeerId, ...]
+    coordinator: PeerId
+    duration_s: float
+    contributed: tuple[bool, ...]
+    begun_s: float = 0.0
+    """From our offer to BEGIN, ``parts_s`` to the last reduction of ours, ``means_s`` to the last mean."""
+    parts_s: float = 0.0
+    means_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """Our offer of ``weight`` came to nothing and nothing changed; the gradient carries over."""
+
+    fragment: int
+    round: int
+    weight: float
+    reason: str
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Began:
+    """Written by the coordinator: it waited ``waited_s`` of at most ``deadline_s`` for ``group``. Slices will
+    be waited for at most ``parts_deadline_s``."""
+
+    fragment: int
+    round: int
+    group: tuple[PeerId, ...]
+    waited_s: float
+    deadline_s: float
+    parts_deadline_s: float
+
+
+@dataclass(frozen=True)
+class FellBehind:
+    """The majority is at ``version`` with ``digest``; ``donors`` hold it."""
+
+    fragment: int
+    version: int
+    digest: bytes
+    donors: tuple[PeerId, ...]
+    ends_offer: bool
+
+
+@dataclass(frozen=True)
+class OutcomeWithoutBytes:
+    """The round that follows our state was committed, but we lack its mean: fetch it from ``donors`` and
+    replay."""
+
+    fragment: int
+    round: int
+    decision: bytes
+    donors: tuple[PeerId, ...]
+    ends_offer: bool
+
+
+@dataclass(frozen=True)
+class Overheard:
+    """The round that follows our state was committed without us, and we heard its means: replay it as one
+    that was fetched. ``owners`` sent them; ``ends_offer``: an offer of ours has ended by it."""
+
+    fragment: int
+    round: int
+    decision: bytes
+    mean: Buffer
+    owners: tuple[PeerId, ...]
+    duration_s: float
+    ends_offer: bool
+
+
+@dataclass(frozen=True)
+class Stale:
+    """Slices of ``attempt`` (of a council's: sums) that wait to be sent are of no use to anybody; with
+    ``means``, nor are its means."""
+
+    attempt: bytes
+    means: bool
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A peer's content was dropped after it had been let in; count it like a ``RemoteProtocolError``."""
+
+    peer: PeerId
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Distrusted:
+    """What ``peer`` says of rounds counts less for ``lasts_s`` seconds. ``reason``: how and why, in words."""
+
+    peer: PeerId
+    reason: str
+    lasts_s: float
+
+
+@dataclass(frozen=True)
+class Doubted:
+    """A commit of a round is not of the attempt, or not of the only one, that this peer was in: its offer may
+    be counted in a history that it does not hold."""
+
+    fragment: int
+
+
+RoundsEvent = (
+    ReduceWanted
+    | Committed
+    | Aborted
+    | Began
+    | FellBehind
+    | OutcomeWithoutBytes
+    | Overheard
+    | Stale
+    | Refused
+    | Distrusted
+    | Doubted
+    | CellWanted
+)

@@ -1,0 +1,468 @@
+"""The rounds of one peer: every role of every fragment behind five verbs.
+
+A round averages one fragment in one group and ends in a commit or in an abort with a reason. This machine has
+no I/O, no clock, no randomness and no tensors: it is a function of (state, message, ``now``), so the same
+code runs over real carriers and in virtual time (the sans-I/O style of aioquic). ``now`` is any monotonic
+clock in seconds.
+
+    offer -> Asking ---BEGIN---> Member ---decision---> Committed | OutcomeWithoutBytes | Aborted
+                | READY             | RESULT                     (or FellBehind)
+                v                   v
+            Gathering -----------> Tally ---signs---> Decision, to the members and to all live peers
+
+Laws: an offer always ends, by a decision or by a timer; two honest members that commit a round commit the
+same bytes and contributors (``tally`` says why); everything held is bounded (``bounds``); a message that
+breaks the rules raises ``RemoteProtocolError``; a late or doubled one is no offence.
+
+The price: a doubt costs a round. A failed round changes nothing, the gradient carries over, and the update is
+one step stale anyway, so the protocol prefers an abort to a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from google.protobuf.message import Message
+
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.protocol.rounds.asking import Asking
+from p2p_co2.protocol.rounds.attempt import check_place, read_key
+from p2p_co2.protocol.rounds.coordination import Coordination
+from p2p_co2.protocol.rounds.decision import open_council_decision, open_decision
+from p2p_co2.protocol.rounds.events import (
+    Offer,
+    OpenOffer,
+    PayloadShape,
+    PeerView,
+    ReduceJob,
+    Refused,
+    RoundsEvent,
+)
+from p2p_co2.protocol.rounds.fragment import FragmentRounds
+from p2p_co2.protocol.rounds.makers import ENOUGH, NO_ATTEMPT, Makers
+from p2p_co2.protocol.rounds.member import Member
+from p2p_co2.protocol.rounds.swarm import OTHERS_KEPT, Outlet, Swarm
+from p2p_co2.protocol.schedule import Stage
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.system.memory import Buffer
+
+
+class Rounds:
+    """This peer's part in all rounds of a run.
+
+    ``run`` is the digest of the ``RunConfig`` (32 bytes); ``shape`` the encoded size of every fragment;
+    ``group_size`` bounds one round's group, of one cell where there are several ``cells``. Single-threaded.
+    After every call the caller drains ``messages_to_send`` and ``next_event`` and sets its timer to
+    ``get_timer``.
+    """
+
+    def __init__(
+        self, identity: Identity, run: bytes, shape: PayloadShape, group_size: int, cells: int = 1
+    ) -> None:
+        self._me = identity.peer_id
+        self._run, self._shape = run, shape
+        self._swarm = Swarm(self._me, shape, group_size, cells)
+        self._outlet = Outlet(self._me)
+        self._swarm.repute.emit = self._outlet.emit
+        self._coordination = Coordination(identity, run, self._swarm, self._outlet, len(shape.blocks))
+        self._counted_at = -math.inf
+        """When votes of a round of others were counted here last; infinity while they are."""
+        self._fragments = [
+            FragmentRounds(fragment, self._swarm, self._outlet, self._coordination)
+            for fragment in range(len(shape.blocks))
+        ]
+        self._makers = [
+            Makers(index, self._swarm, self._outlet, fragment.verdicts)
+            for index, fragment in enumerate(self._fragments if cells > 1 else ())
+        ]
+        self._coordination.known = lambda place: self._fragments[place[0]].verdicts.commit(place[1])
+        self._coordination.joined_until = lambda place: self._fragments[place[0]].joined_until(place[1])
+        self._now = 0.0
+        self.revision = 0
+        """Grows with every call that may have changed what is held or waited for."""
+        self._timer_is_stale = True
+        self._timer_at: float | None = None
+
+    # ---- what the node tells us
+
+    def set_peers(self, live: Mapping[PeerId, PeerView], now: float) -> None:
+        """The live peers. This one may be among them, for what it says of itself; it is live anyway."""
+        self._swarm.set_live(live)
+        for fragment in self._fragments:
+            fragment.peers_changed(now)
+        for makers in self._makers:
+            makers.peers_changed(now)
+        self._coordination.peers_changed(now)
+        self._settle(now)
+
+    def woke(self, now: float) -> None:
+        """This peer stood still until now: what it knows of others is as old as that."""
+        self._swarm.slept_until = now
+
+    def set_cell(self, cell: int, peers: Sequence[PeerId], now: float) -> None:
+        """Peers of another cell, the answer to ``CellWanted``."""
+        known = [peer for peer in peers if self._swarm.cell_of(peer) == cell]
+        delegation = self._coordination.delegation
+        if delegation is not None and cell != self._swarm.cell:
+            self._swarm.others[cell] = known[:OTHERS_KEPT] or self._swarm.others.get(cell, [])
+            delegation.cell_found(cell, now)
+            for makers in self._makers:
+                makers.peers_changed(now)
+            self._settle(now)
+
+    def set_other_cells(
+        self, awake: Mapping[int, tuple[int, ...]], finished: Mapping[int, frozenset[int]]
+    ) -> None:
+        """Other cells as far as they were seen of late: those that train, with their versions, are waited for
+        when a round of all begins; one that has ``finished`` a fragment is not needed for its rounds."""
+        self._swarm.awake, self._swarm.finished_in = dict(awake), dict(finished)
+        self._changed()
+
+    def set_state(self, fragment: int, version: int, digest: bytes) -> None:
+        """The agreed state that we hold now. An open offer from another one ends in ``Aborted``."""
+        self._swarm.my_versions[fragment] = version
+        self._changed()
+        self._fragments[fragment].set_state(version, digest, self._now)
+        if self._makers:
+            self._makers[fragment].moved(version, digest, self._now)
+
+    def given_by(self, fragment: int, donors: Sequence[PeerId]) -> None:
+        """Whose state of a fragment we are about to hold: ``set_state`` comes next."""
+        if self._makers:
+            self._makers[fragment].donors = tuple(donors)
+
+    def offer(self, offer: Offer, now: float) -> None:
+        """Take part in the round after our state. Raises ``LocalProtocolError`` while the fragment has an
+        open offer, or if the offer fits neither our state nor the shape."""
+        self._fragments[offer.fragment].start(offer, now)
+        self._settle(now)
+
+    def withdraw(self, fragment: int, reason: str, now: float) -> bool:
+        """End our open offer of a fragment with ``Aborted(reason)``; False if there is none.
+
+        Who leads a round that has begun is not told: it ends without us, and a new offer for it may follow.
+        """
+        withdrawn = self._fragments[fragment].withdraw(reason, now)
+        self._settle(now)
+        return withdrawn
+
+    def forget_outcome(self, fragment: int, round_: int, *, is_proved: bool = True) -> None:
+        """No donor holds the bytes of a commit that we learned of: go on as if it had not been.
+
+        All who held them are gone, or its signer lied, and is not believed for a while (``is_proved``: from
+        the first time). Should one come back, it is in the minority by then and catches up with us.
+        """
+        self.revision += 1
+        self._fragments[fragment].judging.came_to_nothing(round_, self._now, is_proved=is_proved)
+
+    def replayed(self, decision: wire.Decision) -> None:
+        """The commit that made the state after ours, with a mean that a donor gave us: over several cells it
+        is known from now on as one that we were in, since the next round depends on who made it."""
+        outcome = open_decision(decision, self._run, self._shape)
+        mine = self._fragments[outcome.key.fragment]
+        if not mine.verdicts.is_settled_by(outcome, self._me):
+            mine.doubt(outcome)
+        if self._swarm.cells > 1:
+            mine.verdicts.keep(decision, outcome)
+
+    def made_by(self, fragment: int) -> frozenset[int]:
+        """The cells that made the state that we hold, as far as we know, or as several tell alike: only most
+        of them make the next one."""
+        mine, version = self._fragments[fragment].verdicts, self._fragments[fragment].version or 0
+        return frozenset(mine.cells_before(version + 1)) or mine.cells_agreed(version, ENOUGH)
+
+    def next_commit(self, fragment: int) -> wire.Outcome | None:
+        """The commit that follows the state that we hold, if anybody told us of it."""
+        mine = self._fragments[fragment]
+        known = None if mine.version is None else mine.verdicts.commit(mine.version + 1)
+        return known[1] if known is not None and known[1].state_digest == mine.digest else None
+
+    def given(self, fragment: int) -> int:
+        """The newest round whose means this peer promised to one that was not in it; -1 for none."""
+        return self._fragments[fragment].ear.given
+
+    def has_closed(self, fragment: int) -> bool:
+        """Whether our cell makes no more rounds of a fragment in this run."""
+        return self._swarm.has_closed(fragment)
+
+    def is_over(self, fragment: int) -> bool:
+        """Whether no more rounds of a fragment are made in this run: what is left of it stays uncounted."""
+        return self._swarm.is_over(fragment)
+
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether a slice of ``peer`` is in one of the last means that we know of."""
+        return any(fragment.verdicts.has_worked(peer) for fragment in self._fragments)
+
+    def stage(self, fragment: int) -> Stage:
+        """How far the round of our offer is; other threads may ask."""
+        member, asking = self._fragments[fragment].member, self._fragments[fragment].asking
+        if member is not None:
+            return "means" if member.brings_means else "slices"
+        return "" if asking is None else "asking"
+
+    def when_begun(self, call: Callable[[], None]) -> None:
+        """Have ``call`` made when a round of ours has begun, so that its members have the one before, and
+        before memory is taken for its mean: what that one took and nobody needs any more may be let go."""
+        for fragment in self._fragments:
+            fragment.on_begun = call
+
+    def is_everywhere(self, fragment: int, version: int) -> bool:
+        """Whether all live peers are known to hold ``version``: they say so, or they are in the round after
+        it. Never in a swarm of several cells, whose others we do not hear, and for who is alone."""
+        member = self._fragments[fragment].member
+        there = member.attempt.shares if member is not None and member.attempt.round > version else {}
+        others = [peer for peer in self._swarm.live if peer not in there]
+        known = [self._swarm.version_of(peer, fragment) for peer in others]
+        is_known = self._swarm.cells == 1 and len(self._swarm.live) > 1
+        return is_known and all(one is not None and one >= version for one in known)
+
+    def counts_for_others(self, now: float, within_s: float) -> bool:
+        """Whether we count the votes of a round that we are not in, or did of late; threads may ask."""
+        return now - self._counted_at <= within_s
+
+    def is_completing(self, fragment: int) -> bool:
+        """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
+        twice."""
+        return self._fragments[fragment].is_completing()
+
+    def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
+        """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
+        member = self._member_of(job)
+        if member is not None:
+            member.reduced(job, mean, now)
+        self._settle(now)
+
+    def refused_slice(self, job: ReduceJob, peer: PeerId, reason: str, now: float) -> None:
+        """The tensor side found ``peer``'s slice hostile: it is left out and the job comes again without it.
+        Nobody is blamed for what a job that is over held: its memory may be in use again."""
+        member = self._member_of(job)
+        if member is not None and member.refused_slice(job, peer):
+            where = f"fragment {job.fragment}, round {job.round}"
+            self._outlet.emit(Refused(peer, "bad slice", f"{reason}; {where}"))
+        self._settle(now)
+
+    def _member_of(self, job: ReduceJob) -> Member | None:
+        member = self._fragments[job.fragment].member
+        if member is None or not (member.attempt.id == job.key or member.sits_in(job.key)):
+            return None
+        return member
+
+    # ---- the pump
+
+    def receive(self, message: Message, sender: PeerId, now: float) -> bool:
+        """One body message of a peer; False for a piece that came for nothing (late, doubled). Raises
+        ``RemoteProtocolError`` if it breaks the rules; count it and go on."""
+        try:
+            return self._dispatch(message, sender, now)
+        finally:
+            self._settle(now)
+
+    def get_timer(self) -> float | None:
+        """When ``handle_timer`` wants to be called next."""
+        if self._timer_is_stale:
+            self._timer_is_stale = False
+            times = [self._coordination.get_timer(), *[fragment.get_timer() for fragment in self._fragments]]
+            times += [makers.get_timer() for makers in self._makers]
+            self._timer_at = min([at for at in times if at is not None], default=None)
+        return self._timer_at
+
+    def handle_timer(self, now: float) -> None:
+        """Do what is due. Coordinators decide before members lose patience with them."""
+        self._coordination.handle_timer(now)
+        self._settle(now)
+        for fragment in self._fragments:
+            fragment.handle_timer(now)
+        for makers in self._makers:
+            makers.handle_timer(now)
+        self._settle(now)
+
+    def messages_to_send(self) -> list[tuple[PeerId, Message]]:
+        """All that is to be sent, and forget it. Payloads are in here as pieces: about one payload of
+        memory."""
+        messages, self._outlet.messages = self._outlet.messages, []
+        return messages
+
+    def next_event(self) -> RoundsEvent | None:
+        return self._outlet.events.popleft() if self._outlet.events else None
+
+    # ---- what there is to see
+
+    def open_offers(self) -> list[OpenOffer]:
+        """Our offers that wait for their end."""
+        offers = ((index, fragment.waiting()) for index, fragment in enumerate(self._fragments))
+        return [OpenOffer(index, *waiting) for index, waiting in offers if waiting is not None]
+
+    def offered_at(self) -> list[float | None]:
+        """By fragment, since when our offer waits; None where there is none."""
+        return [None if f.offer is None else f.offered_at for f in self._fragments]
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
+        of the fragment that has least room left."""
+        most = self._coordination.held() | self._swarm.repute.held() | self._fragments[0].held()
+        for fragment in self._fragments[1:]:
+            for name, now in fragment.held().items():
+                if now[0] - now[1] > most[name][0] - most[name][1]:
+                    most[name] = now
+        return most
+
+    def _changed(self) -> None:
+        self._timer_is_stale = True
+        self.revision += 1
+
+    def _settle(self, now: float) -> None:
+        """Deliver what we sent to ourselves and end what has failed, until nothing moves."""
+        self._now = now
+        self._changed()
+        while True:
+            if self._outlet.loop:
+                message = self._outlet.loop.popleft()
+                try:
+                    self._dispatch(message, self._me, now)
+                except RemoteProtocolError as error:
+                    raise LocalProtocolError(
+                        f"we refuse our own {message.__class__.__name__}: {error}"
+                    ) from error
+            elif not self._moves_on(now) and not self._outlet.loop:
+                break
+        if self._coordination.counts_for_others:
+            self._counted_at = math.inf
+        elif self._counted_at == math.inf:
+            self._counted_at = now
+
+    def _moves_on(self, now: float) -> bool:
+        """Whether an offer of ours, or a gathering, had to end or to go on, and did."""
+        for fragment in self._fragments:
+            if fragment.settle(now):
+                return True
+        return self._coordination.close_complete(now)
+
+    # ---- messages
+
+    def _dispatch(self, message: Message, sender: PeerId, now: float) -> bool:
+        match message:
+            case wire.Ready():
+                fragment = self._place(message)
+                mine = (fragment.version, fragment.digest)
+                self._coordination.on_ready(message, sender, fragment.verdicts, mine, now)
+            case wire.Waiting():
+                self._place(message).on_waiting(message, sender, now)
+            case wire.Behind():
+                self._place(message).on_behind(message, sender, now)
+            case wire.Begin():
+                self._keyed(message).on_begin(message, sender, now)
+            case wire.Part() | wire.Mean() | wire.Reassign() | wire.CellPart() | wire.CellMean():
+                return self._on_piece(message, sender, now)
+            case wire.Result():
+                self._on_result(message, sender, now)
+            case wire.AskOutcome():
+                self._on_ask(message, sender, now)
+            case wire.Listen():
+                self._on_listen(message, sender, now)
+            case wire.Decision():
+                outcome = open_decision(message, self._run, self._shape)
+                self._fragments[outcome.key.fragment].on_decision(message, outcome, now)
+            case (
+                wire.CellReady()
+                | wire.CellWaiting()
+                | wire.CellBegin()
+                | wire.CellResult()
+                | wire.CellDecision()
+            ):
+                self._for_cells(message, sender, now)
+            case _:
+                raise LocalProtocolError(f"{message.__class__.__name__} is not for the rounds machine")
+        return True
+
+    def _on_ask(self, message: wire.AskOutcome, sender: PeerId, now: float) -> None:
+        fragment_, round_, attempt = read_key(message.key, self._shape)
+        if self._makers and attempt == NO_ATTEMPT:
+            self._makers[fragment_].answer(round_, sender)
+            return
+        delegation, fragment = self._coordination.delegation, self._fragments[fragment_]
+        # Another cell's peer needs the council's word, not our cell's.
+        is_told = self._swarm.is_near(sender) and self._answer(fragment, message, sender)
+        if not is_told and delegation is not None:
+            mine = fragment.member.attempt if fragment.member is not None else None
+            delegation.witness.answer(message.key, sender, mine, fragment.asking)
+            delegation.councils.answer(message, sender, now)
+
+    def _for_cells(self, message: Message, sender: PeerId, now: float) -> None:
+        delegation = self._coordination.delegation
+        if delegation is None:
+            raise RemoteProtocolError("wrong cell", "this run has one cell")
+        match message:
+            case wire.CellReady():
+                fragment = self._fragments[read_key(message.key, self._shape)[0]]
+                mine = (fragment.version, fragment.digest)
+                delegation.on_ready(message, sender, fragment.verdicts, mine, now)
+            case wire.CellWaiting():
+                check_place(message.fragment, message.round, self._shape)
+                delegation.on_waiting(message, sender, now)
+            case wire.CellBegin():
+                check_place(message.council.key.fragment, message.council.key.round, self._shape)
+                delegation.on_begin(message, sender, now)
+            case wire.CellResult():
+                delegation.councils.on_result(message, sender, now)
+            case wire.CellDecision() if message.attempt == NO_ATTEMPT:
+                outcome = open_council_decision(message.decision, self._run)
+                read_key(outcome.key, self._shape)
+                self._makers[outcome.key.fragment].told(message.decision, outcome, sender)
+            case wire.CellDecision():
+                delegation.on_decision(message, sender)
+
+    def _on_piece(
+        self, message: wire.Part | wire.Mean | wire.Reassign | wire.CellPart | wire.CellMean,
+        sender: PeerId, now: float,
+    ) -> bool:  # fmt: skip
+        fragment = self._fragments[read_key(message.key, self._shape)[0]]
+        if isinstance(message, wire.CellPart | wire.CellMean):
+            return fragment.on_exchange(message, sender, now)
+        return fragment.on_piece(message, sender, now)
+
+    def _place(self, message: wire.Ready | wire.Waiting | wire.Behind) -> FragmentRounds:
+        check_place(message.fragment, message.round, self._shape)
+        return self._fragments[message.fragment]
+
+    def _keyed(self, message: wire.Begin | wire.Result | wire.Listen) -> FragmentRounds:
+        return self._fragments[read_key(message.key, self._shape)[0]]
+
+    def _on_listen(self, message: wire.Listen, sender: PeerId, now: float) -> None:
+        check_place(message.key.fragment, message.key.round, self._shape)
+        if not self._swarm.is_live(sender):
+            raise RemoteProtocolError("unknown peer", "LISTEN")
+        if not message.key.attempt:
+            self._coordination.on_listen(message, sender, now)
+        else:
+            fragment = self._keyed(message)
+            fragment.ear.on_listen(message, sender, fragment.member)
+
+    def _on_result(self, message: wire.Result, sender: PeerId, now: float) -> None:
+        fragment, attempt = self._keyed(message), message.key.attempt
+        over = fragment.verdicts.has_ended(attempt) and not self._coordination.counts(attempt)
+        if self._answer(fragment, message, sender):
+            self._coordination.late_result(message, sender, now)
+        elif not over and (asking := self._asks_beside(fragment, message.key)) is not None:
+            is_over = self._swarm.is_live(sender) and asking.was_never_told(attempt, sender, now)
+            if is_over and not self._coordination.has_signed_commit(attempt):
+                self._coordination.decline(message, sender, fragment.verdicts, fragment.digest)
+        elif not over:
+            self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
+
+    def _asks_beside(self, fragment: FragmentRounds, key: wire.RoundKey) -> Asking | None:
+        """The offer for which we still ask, if others are in an attempt at its round. Over several cells
+        that is the council's."""
+        asking, is_ours = fragment.asking, self._coordination.counts(key.attempt)
+        is_beside = asking is not None and asking.offer.round == key.round and not is_ours
+        return asking if is_beside else None
+
+    def _answer(
+        self, fragment: FragmentRounds, message: wire.Result | wire.AskOutcome, sender: PeerId
+    ) -> bool:
+        """Send the decision of a decided round; False if there is none."""
+        decision = fragment.verdicts.find(message.key.round, message.key.attempt)
+        if decision is not None:
+            self._outlet.send(sender, decision)
+        return decision is not None

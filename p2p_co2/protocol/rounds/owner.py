@@ -1,0 +1,252 @@
+"""The owner of one part: collects the members' slices, has them averaged, sends the mean to all.
+
+Laws: a slice counts only if it arrived whole, once, from a member; the divisor is the weight of what is in
+the job; the own slice is always there; nothing waits longer than ``due_at``. What is held is at most the
+slices of this part: about one payload where links are equal, and at most ``MAX_OWNED_PAYLOADS`` in all parts
+of one owner, whatever BEGIN says; what finds no room is not counted. One member's slice takes none: until
+the mean is made it lies where that will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.protocol.rounds.assembly import LAST_PIECE_S, Assembly, pieces
+from p2p_co2.protocol.rounds.attempt import Attempt
+from p2p_co2.protocol.rounds.cells import write_who
+from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.protocol.rounds.events import ReduceJob, ReduceWanted, Slice
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.wire.bulk import with_data
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part
+from p2p_co2.system.memory import Buffer
+
+Contributors = tuple[tuple[PeerId, float], ...]
+LISTS_KEPT = 16
+"""Lists of contributors that are kept as messages name them: nearly always all parts of a round have one."""
+
+
+class Room:
+    """Bytes of others' slices that one owner holds in an attempt."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free_bytes = size_bytes
+
+    def take(self, size_bytes: int) -> bool:
+        """Whether there is room; it is taken then."""
+        has_room = size_bytes <= self._free_bytes
+        self._free_bytes -= size_bytes if has_room else 0
+        return has_room
+
+    def give_back(self, size_bytes: int) -> None:
+        self._free_bytes += size_bytes
+
+
+class Arrivals:
+    """What an owner sees of one attempt, over all parts of its own: a peer was in time if all that it was to
+    send was, and the wait was as long as the longest."""
+
+    def __init__(self, attempt: Attempt, swarm: Swarm, observed: Durations, parts: Collection[int]) -> None:
+        self._attempt, self._swarm, self._observed = attempt, swarm, observed
+        self._open = set(parts)
+        self._longest_s = 0.0
+        self._owed = {
+            peer: {part for part in parts if peer in attempt.senders[part]} for peer in attempt.shares
+        }
+
+    def came(self, peer: PeerId, part: int) -> None:
+        """A slice is whole in time."""
+        owed = self._owed[peer]
+        owed.discard(part)
+        if not owed:
+            self._swarm.slices.came(peer)
+
+    def missed(self, peer: PeerId) -> None:
+        """A slice was waited for in vain."""
+        self._swarm.slices.missed(peer, self._attempt.id)
+
+    def closed(self, part: int, waited_s: float) -> None:
+        """Nothing more is waited for in ``part``."""
+        self._open.discard(part)
+        self._longest_s = max(self._longest_s, waited_s)
+        if not self._open:
+            self._observed.add(self._longest_s)
+
+
+class PartJob:
+    """One part in one generation, at its owner. Slices are waited for from those whom BEGIN asked to send
+    them. ``place``: where the part's mean goes."""
+
+    def __init__(
+        self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
+        swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, place: memoryview, now: float,
+    ) -> None:  # fmt: skip
+        self._room, self._taken_bytes = room, 0
+        # Over several cells the mean comes from others, perhaps while slices are summed once more.
+        self._free_place = place if attempt.council is None else None
+        self.attempt, self.part, self.generation = attempt, part, generation
+        self.job: ReduceJob | None = None
+        """What the tensor side was asked to average."""
+        self.is_done = False
+        self._swarm, self._outlet, self._arrivals = swarm, outlet, arrivals
+        self._began_at = now
+        self._due_at = now + attempt.parts_within_s
+        self._size_bytes = len(own_slice)
+        self._whole: dict[PeerId, Buffer] = {swarm.me: own_slice}
+        self._transfers: dict[PeerId, Assembly] = {}
+
+    def get_timer(self) -> float | None:
+        return None if self.job is not None or self.is_done else self._due_at
+
+    def add(self, message: Part, sender: PeerId, now: float) -> bool:
+        """Take a piece of a member's slice; False if it came for nothing. Raises ``RemoteProtocolError``."""
+        if sender not in self.attempt.shares or sender == self._swarm.me:
+            raise RemoteProtocolError("not a member", "PART")
+        if sender not in self.attempt.senders[self.part]:
+            return False  # more than it was asked for
+        if self.job is not None or self.is_done:
+            if message.offset + len(message.data) == message.total and now < self._due_at:
+                self._arrivals.came(sender, self.part)  # it was not waited for, but would have been in time
+            return False  # too late for this round; the sender did nothing wrong
+        transfer = self._transfers.get(sender) or self._begun(sender)
+        if transfer is None:
+            return False
+        is_new = transfer.add(message.offset, message.total, message.data)
+        if is_new and transfer.whole is not None:
+            self._whole[sender] = transfer.whole
+            self.check(now)
+        return is_new
+
+    def _begun(self, sender: PeerId) -> Assembly | None:
+        """A slice begins to come in; None if there is no room for it. The first one is put together in the
+        mean's place: a message's own memory, held among the others, would leave a hole there."""
+        place, self._free_place = self._free_place, None
+        if place is None:
+            if not self._room.take(self._size_bytes):
+                return None
+            self._taken_bytes += self._size_bytes
+        self._transfers[sender] = Assembly(self._size_bytes, place)
+        return self._transfers[sender]
+
+    def check(self, now: float) -> None:
+        """Ask for the average once the slice of everybody who is waited for is there, or the time is up."""
+        if self.job is not None or self.is_done:
+            return
+        habit = self._swarm.slices
+        absent = [peer for peer in self.attempt.senders[self.part] if peer not in self._whole]
+        missing = [peer for peer in absent if self._swarm.is_live(peer) and habit.is_awaited(peer)]
+        if missing and now < self._due_at:
+            return
+        for peer in self._whole:
+            self._arrivals.came(peer, self.part)
+        for peer in missing:
+            self._arrivals.missed(peer)
+        # A slice that missed the deadline took longer than we know: count twice the wait so that it can grow.
+        waited_s = 2 * self.attempt.parts_within_s if missing else now - self._began_at
+        self._arrivals.closed(self.part, waited_s)
+        self._transfers.clear()
+        self._ask()
+
+    def _ask(self) -> None:
+        weights = self.attempt.weights
+        slices = tuple(Slice(peer, weights[peer], self._whole[peer]) for peer in sorted(self._whole))
+        if not slices:
+            self.is_done = True  # all were hostile, ours too: the part is lost and the members will say so
+            return
+        start, stop = self.attempt.ranges[self.part]
+        self.job = ReduceJob(
+            self.attempt.id,
+            self.attempt.fragment,
+            self.attempt.round,
+            self.part,
+            self.generation,
+            start,
+            stop,
+            slices,
+            "sum" if self.attempt.council is not None else "mean",
+        )
+        self._outlet.emit(ReduceWanted(self.job))
+
+    def give_up(self) -> None:
+        """Nothing more is held for this part."""
+        self._room.give_back(self._taken_bytes)
+        self._taken_bytes = 0
+
+    def is_answered_by(self, job: ReduceJob) -> bool:
+        """Whether ``job`` is the one that is open now; a job that was re-issued is not."""
+        mine = self.job
+        if mine is None or self.is_done:
+            return False
+        if (mine.key, mine.part, mine.generation) != (job.key, job.part, job.generation):
+            return False
+        return [piece.peer for piece in mine.slices] == [piece.peer for piece in job.slices]
+
+    def refuse(self, peer: PeerId) -> None:
+        """Drop a hostile slice and ask again without it."""
+        if self._whole.pop(peer, None) is None:
+            raise LocalProtocolError(f"no slice of {peer} in this job")
+        self._ask()
+
+    def summed(self, job: ReduceJob, mean: Buffer) -> Contributors:
+        """The mean of this cell's slices in fp32 has been made; returns whose they are."""
+        assert self.job is not None
+        blocks = self.job.stop_block - self.job.start_block
+        if len(mean) != blocks * self._swarm.shape.sum_block_bytes:
+            raise LocalProtocolError(f"the sum of part {self.part} has {len(mean)} bytes")
+        contributors = tuple((piece.peer, piece.weight) for piece in job.slices)
+        self.is_done = True
+        self._whole.clear()
+        self.job = None
+        return contributors
+
+    def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Contributors:
+        """Put the encoded mean to its ``place`` and send it to all other members from there; returns the
+        contributors."""
+        if len(mean) != self._size_bytes:
+            raise LocalProtocolError(
+                f"the mean of part {self.part} has {len(mean)} bytes, not {self._size_bytes}"
+            )
+        contributors = tuple((piece.peer, piece.weight) for piece in job.slices)
+        place[:] = mean
+        send_mean(
+            self.attempt, self.part, self.generation, place, contributors,
+            swarm=self._swarm, outlet=self._outlet,
+        )  # fmt: skip
+        self.is_done = True
+        self._whole.clear()
+        self.give_up()
+        self.job = None
+        return contributors
+
+
+def list_contributors(attempt: Attempt, contributors: Contributors) -> tuple[list[Contributor], bytes]:
+    """As a message names them: one by one, or as bits where the round is over several cells."""
+    if attempt.council is not None:
+        return [], write_who({peer for peer, _ in contributors}, tuple(attempt.shares))
+    return _listed(contributors), b""
+
+
+@lru_cache(LISTS_KEPT)
+def _listed(contributors: Contributors) -> list[Contributor]:
+    """Never written to."""
+    return [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
+
+
+def send_mean(
+    attempt: Attempt, part: int, generation: int, mean: Buffer, contributors: Contributors, *,
+    swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = (),
+) -> None:  # fmt: skip
+    """The encoded mean of a part, in pieces, to all other members, or ``to`` others."""
+    listed, who = list_contributors(attempt, contributors)
+    others = to or [peer for peer in attempt.shares if peer != outlet.me]
+    for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others, LAST_PIECE_S)):
+        head = Mean(
+            key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean),
+            contributors=[] if offset else listed, who=b"" if offset else who,
+        )  # fmt: skip
+        message = with_data(head, data)
+        for peer in others:
+            outlet.send(peer, message)

@@ -1,0 +1,309 @@
+"""How a round's work is divided: which member averages which blocks, and who sends its slices for them.
+
+With M members and a payload of one, an owner of the share p uploads its slices (1 - p) and its mean to all
+others (M - 1) p, and downloads as much, so at a rate of r payloads per second it needs (1 + (M - 2) p) / r
+seconds. The shortest round fills the rates like vessels: p = (r T - 1) / (M - 2) for those with r T > 1,
+nothing for the slower ones, T such that the shares add up to one (hivemind's load balancing solves the same
+as a linear programme). What a slower member cannot avoid is its own payload: one that could not send it in
+``PATIENCE`` times that time, or in a time that is cheap, is asked for a part of it only, another part each
+round. So a link ten times slower brings a tenth of its work to each round and holds nobody up.
+
+An owner's share is cut into several parts where it is large enough, and each is averaged and sent back as
+soon as its slices are there: means travel while later slices do, so a link has something to carry from BEGIN
+to the end. With one part to each owner it would stand idle between the two, for as long as the slowest slice.
+
+Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
+over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
+as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median, at most as
+``FASTEST_BYTES_PER_S``. What one member says of its
+link can make the others wait for a link of that kind, and no longer.
+
+Price: more parts make votes longer and messages more; ``PIPELINED_PARTS`` and ``MAX_PARTS`` bound that, and
+nobody's claim to be slow makes parts smaller than ``FINEST_BYTES``, whose messages would cost the others more
+than their bytes. What is too little for such a part is brought now and then, as one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median, median_low
+from typing import NamedTuple
+
+from p2p_co2.protocol.rounds.bounds import (
+    ASSUMED_UPLOAD_BYTES_PER_S,
+    MAX_PARTS,
+    OWNED_PAYLOADS,
+)
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
+
+FASTEST_SHARE = 16.0
+FASTEST_BYTES_PER_S = 25e6
+"""Faster lines count as this. What is measured of them says how much the kernel's buffers took at once and
+how busy the processors were: on one machine 30 MB/s and 3 GB/s were measured of four equal peers."""
+ALIKE = 1.25
+"""Rates that differ from the median by less than this count as it: so far apart are measurements of equal
+links, and shares differ twice as much as the rates that they follow."""
+PATIENCE = 1.5
+"""A round may take this many times as long as the fast members alone would need."""
+PIPELINED_PARTS = 32
+"""Parts of a round, all owners' together: a group of 32 or more has one for each owner."""
+PIPELINED_BYTES, PIPELINED_S = 64 << 10, 0.008
+"""A share is not cut for the pipeline into parts smaller than this, nor, up to the largest message, than most
+lines carry in this time: on a fast line a message costs more than to wait for so long."""
+FINEST_BYTES = 16 << 10
+"""Nor for a slow member into parts smaller than this."""
+_NEARLY = 0.1
+"""Shares are whole blocks: one that is this much of a part short of another part gets it."""
+
+
+class BlockRange(NamedTuple):
+    """Blocks ``start`` to ``stop`` (exclusive)."""
+
+    start: int
+    stop: int
+
+
+class Rates(NamedTuple):
+    """What a member says of its link, bytes per second; 0: an upload not measured yet, a download without
+    cap."""
+
+    upload: float
+    download: float = 0.0
+    owning: float = 1.0
+    """Of the upload, what is believed where it averages for others (``lateness``)."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Part ``i`` is ``ranges[i]``, averaged by ``owners[i]``, from the slices of ``senders[i]`` (the owner is
+    among them). ``transfer_s``: how long the slowest link needs for what others wait for: slices and
+    averaging. ``sums_s``: how long the slowest owner needs to give on its sums and to have the mean over all
+    cells, where there are several."""
+
+    ranges: tuple[BlockRange, ...]
+    owners: tuple[PeerId, ...]
+    senders: tuple[frozenset[PeerId], ...]
+    transfer_s: float
+    sums_s: float = 0.0
+
+
+def divide(
+    blocks: int, block_bytes: int, rates: dict[PeerId, Rates], place: tuple[int, int], cheap_s: float,
+    own_upload: float = 0.0, assumed: float = ASSUMED_UPLOAD_BYTES_PER_S,
+) -> Division:  # fmt: skip
+    """Divide a round at ``place`` (fragment, round) among the members of ``rates``. ``cheap_s``: a round of
+    this length costs nobody anything. ``own_upload``: what who divides has measured of itself, 0 if
+    nothing; ``assumed``: what an unknown line carries where nobody's is known; bytes per second."""
+    members = sorted(rates)
+    payload_bytes = blocks * block_bytes
+    credible = _credible([rates[peer].upload for peer in members], own_upload, assumed)
+    uploads = [rate / payload_bytes for rate in credible]
+    links = [_link(rates[peer], upload, payload_bytes) for peer, upload in zip(members, uploads, strict=True)]
+    time_s = max(PATIENCE * _shortest_s(links), cheap_s)
+    shares = _shares(links, time_s)
+    budgets = {
+        peer: upload * time_s for peer, upload in zip(members, uploads, strict=True) if upload * time_s < 1
+    }
+    shares = _capped(shares, OWNED_PAYLOADS / max(1, len(members) - len(budgets)))
+    finest = blocks * min(budgets.values(), default=2.0) / 2
+    pipelined = _pipelined_bytes(payload_bytes, len(members), [rate.upload for rate in rates.values()])
+    ranges, owners = _cut(blocks, members, shares, finest, block_bytes, pipelined)
+    asked = {peer: _asked(peer, ranges, budget * blocks, place) for peer, budget in budgets.items()}
+    senders = tuple(
+        frozenset(peer for peer in members if peer not in asked or part in asked[peer])
+        for part in range(len(ranges))
+    )
+    others = len(members) - 2
+    # Who only receives the means may take its time over them: nobody waits, so a cap says nothing here.
+    needed = [
+        (1 + others * share) / link if share else 1 / upload
+        for share, link, upload in zip(shares, links, uploads, strict=True)
+        if upload * time_s >= 1
+    ]
+    return Division(ranges, owners, senders, max([*needed, time_s if budgets else 0.0]))
+
+
+def divide_slots(
+    slots: Sequence[BlockRange], block_bytes: int, sum_block_bytes: int, rates: dict[PeerId, Rates],
+    place: tuple[int, int], cheap_s: float, own_upload: float = 0.0,
+    assumed: float = ASSUMED_UPLOAD_BYTES_PER_S,
+) -> Division:  # fmt: skip
+    """As ``divide``, where the cuts are fixed and each slot is a part of its own, whose owner gives on a sum
+    of ``sum_block_bytes`` for each block."""
+    slot_bytes = -(-slots[-1].stop * block_bytes // len(slots))
+    division = divide(len(slots), slot_bytes, rates, place, cheap_s, own_upload, assumed)
+    owners: list[PeerId] = []
+    senders: list[frozenset[PeerId]] = []
+    for (start, stop), owner, sending in zip(division.ranges, division.owners, division.senders, strict=True):
+        owners += [owner] * (stop - start)
+        senders += [sending] * (stop - start)
+    members = sorted(rates)
+    uploads = _credible([rates[peer].upload for peer in members], own_upload, assumed)
+    width = block_bytes + sum_block_bytes
+    loads = Counter[PeerId]()
+    for owner, (start, stop) in zip(owners, slots, strict=True):
+        loads[owner] += (stop - start) * width
+    # Up go its sums and, as a root of some slots, their means; down as much, where roots are shared evenly.
+    links = [_link(rates[peer], upload, 1) for peer, upload in zip(members, uploads, strict=True)]
+    sums_s = max(loads[peer] / link for peer, link in zip(members, links, strict=True))
+    return Division(tuple(slots), tuple(owners), tuple(senders), division.transfer_s, sums_s)
+
+
+def _link(rates: Rates, upload: float, payload_bytes: int) -> float:
+    """Payloads per second that an owner takes in and gives out."""
+    believed = upload * rates.owning
+    return min(believed, max(1.0, rates.download) / payload_bytes) if rates.download > 0 else believed
+
+
+def split_blocks(blocks: int, uploads_bytes_per_s: Sequence[float]) -> tuple[BlockRange, ...]:
+    """One range per member, in the members' order, by upload rates alone; empty where a member is too slow or
+    there are too few blocks."""
+    rates = _credible(uploads_bytes_per_s)
+    return _edges(blocks, _shares(rates, PATIENCE * _shortest_s(rates)))
+
+
+def parts_each(payload_bytes: float, members: int, uploads_bytes_per_s: Sequence[float] = ()) -> int:
+    """In how many parts each of ``members`` equal ones averages its share."""
+    size_bytes = _pipelined_bytes(payload_bytes, members, uploads_bytes_per_s)
+    return max(1, int(payload_bytes / members / size_bytes + _NEARLY))
+
+
+def _pipelined_bytes(payload_bytes: float, members: int, uploads_bytes_per_s: Sequence[float]) -> float:
+    """How large the parts are that a pipeline wants. Unknown rates (0) are counted: few boasts make no parts
+    coarser."""
+    most = min(PIPELINED_PARTS, max(1, MAX_PARTS - members))
+    typical = median_low(uploads_bytes_per_s or [0.0])
+    return max(PIPELINED_BYTES, payload_bytes / most, min(MAX_PIECE_BYTES, PIPELINED_S * typical))
+
+
+def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
+    """Whether non-empty ranges cover ``blocks`` blocks, in order, each exactly once."""
+    reached = 0
+    for start, stop in ranges:
+        if start != reached or stop <= start:
+            return False
+        reached = stop
+    return reached == blocks
+
+
+def _credible(
+    uploads_bytes_per_s: Sequence[float], own: float = 0.0, assumed: float = ASSUMED_UPLOAD_BYTES_PER_S
+) -> list[float]:
+    """Rates above 0: boasts cut down, unknown ones like the mean of the others, those near the median as
+    it. The median that a boast is measured by counts unknown rates as home links: where one peer alone names
+    a rate, its word sets none. Of two the slower one alone would set it: there nobody boasts with what who
+    divides has measured of its ``own`` line, or it would wait for lines as slow as the other likes."""
+    rates = [min(max(rate, 1.0), FASTEST_BYTES_PER_S) if rate > 0 else 0.0 for rate in uploads_bytes_per_s]
+    middle = median_low([rate or assumed for rate in rates])
+    ceiling = max(FASTEST_SHARE * middle, own if len(rates) == 2 else 0.0)
+    known = [min(rate, ceiling) for rate in rates if rate > 0]
+    typical = sum(known) / len(known) if known else assumed
+    credible = [min(rate, ceiling) or typical for rate in rates]
+    middle = median(credible)
+    return [middle if middle / ALIKE <= rate <= middle * ALIKE else rate for rate in credible]
+
+
+def _shortest_s(rates: Sequence[float]) -> float:
+    """The shortest round in which the fastest members average everything, each after its own payload."""
+    fastest = sorted(rates, reverse=True)
+    others = max(0, len(rates) - 2)
+    total = 0.0
+    for count, rate in enumerate(fastest, 1):
+        total += rate
+        time_s = (others + count) / total if others else 1 / fastest[0]
+        if count == len(fastest) or fastest[count] * time_s <= 1:
+            return time_s
+    raise AssertionError("a round has members")
+
+
+def _shares(rates: Sequence[float], time_s: float) -> list[float]:
+    """Of the averaging, in proportion to what each link has left after its own payload."""
+    left = [max(0.0, rate * time_s - 1) for rate in rates]
+    total = sum(left)
+    return [one / total for one in left]
+
+
+def _capped(shares: Sequence[float], most: float) -> list[float]:
+    """The same with none above ``most``, the rest in proportion to the others, as far as there are others: an
+    owner holds everybody's slices of its share, and a fast link does not mean much memory."""
+    capped = list(shares)
+    while True:
+        over = [index for index, share in enumerate(capped) if share > most]
+        takers = [index for index, share in enumerate(capped) if 0 < share < most]
+        if not over or not takers:
+            return capped
+        excess = sum(capped[index] for index in over) - most * len(over)
+        for index in over:
+            capped[index] = most
+        total = sum(capped[index] for index in takers)
+        for index in takers:
+            capped[index] *= 1 + excess / total
+
+
+def _edges(blocks: int, shares: Sequence[float]) -> tuple[BlockRange, ...]:
+    edges, reached = [0], 0.0
+    for share in shares:
+        reached += share
+        edges.append(min(blocks, round(blocks * reached)))
+    last = max(index for index, share in enumerate(shares) if share > 0)
+    edges[last + 1 :] = [blocks] * (len(shares) - last)
+    return tuple(BlockRange(start, stop) for start, stop in pairwise(edges))
+
+
+def _cut(
+    blocks: int,
+    members: Sequence[PeerId],
+    shares: Sequence[float],
+    finest: float,
+    block_bytes: int,
+    pipelined_bytes: float,
+) -> tuple[tuple[BlockRange, ...], tuple[PeerId, ...]]:
+    """Ranges and their owners, in blocks: no part larger than ``finest`` where ``MAX_PARTS`` and
+    ``FINEST_BYTES`` allow it, and a share in as many parts of ``pipelined_bytes`` as there are."""
+    whole = [
+        (owner, part)
+        for owner, part in zip(members, _edges(blocks, shares), strict=True)
+        if part.stop > part.start
+    ]
+    most = max(1, MAX_PARTS - len(whole))
+    size = max(1.0, finest, blocks / most)
+    pipelined = max(1.0, pipelined_bytes / block_bytes)
+    ranges: list[BlockRange] = []
+    owners: list[PeerId] = []
+    for owner, (start, stop) in whole:
+        needed = math.ceil((stop - start) / size) if finest < blocks else 1
+        needed = min(needed, max(1, (stop - start) * block_bytes // FINEST_BYTES))
+        count = max(needed, int((stop - start) / pipelined + _NEARLY))
+        for number in range(count):
+            first, last = (start + (stop - start) * (number + turn) // count for turn in (0, 1))
+            ranges.append(BlockRange(first, last))
+            owners.append(owner)
+    return tuple(ranges), tuple(owners)
+
+
+def _asked(
+    peer: PeerId, ranges: Sequence[BlockRange], budget_blocks: float, place: tuple[int, int]
+) -> set[int]:
+    """The parts that a slow member sends its slices for: as many as fit, from a place that is another each
+    round; if not even one fits, one now and then."""
+    fragment, round_ = place
+    digest = hashlib.sha256(f"{peer}/{fragment}/{round_}".encode()).digest()
+    first = int.from_bytes(digest[:8]) % len(ranges)
+    dice = int.from_bytes(digest[8:16]) / 2**64
+    asked: set[int] = set()
+    left = budget_blocks
+    for index in [*range(first, len(ranges)), *range(first)]:
+        size = ranges[index].stop - ranges[index].start
+        if size > left:
+            break
+        asked.add(index)
+        left -= size
+    if not asked and dice < budget_blocks / (ranges[first].stop - ranges[first].start):
+        asked.add(first)
+    return asked

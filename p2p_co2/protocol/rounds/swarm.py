@@ -1,0 +1,288 @@
+"""What a round sees of the swarm: who is live, how fast they are, in which order they coordinate.
+
+Law: two peers with the same live set choose the same coordinator and the same successors (rendezvous hashing,
+Thaler and Ravishankar 1998), with no server and no election; the load spreads over peers because fragment and
+round are in the hash. This peer is always live in its own eyes, and
+training unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+
+from google.protobuf.message import Message
+
+from p2p_co2.protocol.rounds.assembly import FINEST_PIECES, PIECE_S, piece_bytes
+from p2p_co2.protocol.rounds.bounds import MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.protocol.rounds.deadline import Durations, Punctuality
+from p2p_co2.protocol.rounds.events import PayloadShape, PeerView, RoundsEvent
+from p2p_co2.protocol.rounds.lateness import Lateness
+from p2p_co2.protocol.rounds.repute import NOT_BEGUN, Repute
+from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import CellShare
+
+OTHERS_KEPT = MAX_MEMBERS
+
+
+def coordination_order(peers: Iterable[PeerId], fragment: int, round_: int) -> list[PeerId]:
+    """The peers by rendezvous hash of (peer, fragment, round): the first coordinates, the others succeed
+    it."""
+    return sorted(peers, key=lambda peer: _drawn(peer, fragment, round_))
+
+
+@lru_cache(2 * MAX_PEERS)
+def _drawn(peer: PeerId, fragment: int, round_: int) -> bytes:
+    """A peer's place in the order; asked for again and again while a round is made."""
+    return hashlib.sha256(f"{peer}/{fragment}/{round_}".encode()).digest()
+
+
+def short(peer: str) -> str:
+    """The end of a peer id, for reasons in words (its beginning is the same for everybody)."""
+    return peer[-6:]
+
+
+def named(peers: Sequence[str]) -> str:
+    """The first ``MAX_NAMED`` peers in words, and how many more: a reason must fit into an outcome."""
+    more = len(peers) - MAX_NAMED
+    listed = ", ".join(short(peer) for peer in peers[:MAX_NAMED])
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+class Swarm:
+    """The live peers as membership told us last."""
+
+    def __init__(self, me: PeerId, shape: PayloadShape, group_size: int, cells: int = 1) -> None:
+        self.me = me
+        self.cells, self.cell = cells, cell_of(me, cells)
+        self.others: dict[int, list[PeerId]] = {}
+        """Peers of other cells, as far as somebody named them: whom to ask first comes first."""
+        self.awake: dict[int, tuple[int, ...]] = {}
+        """Other cells that train, and which versions they had when they were seen."""
+        self.finished_in: dict[int, frozenset[int]] = {}
+        """By cell, the fragments for which nobody there has more to offer in this run."""
+        self.shape = shape
+        self.group_size = group_size
+        self.live: dict[PeerId, PeerView] = {me: PeerView()}
+        self._training = [me]
+        self._working: dict[int, list[PeerId]] = {}
+        """What ``working_on`` said since ``live`` changed."""
+        self._is_ending = False
+        """Whether anybody is done with a fragment."""
+        self.my_versions: dict[int, int] = {}
+        self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
+        """Who is in time with what."""
+        self.lateness = Lateness()
+        """Of owners."""
+        self.over_cells = [Durations() for _ in shape.blocks]
+        """Per fragment, rounds over several cells from BEGIN to their end."""
+        self.repute = Repute()
+        self.slept_until = -math.inf
+        """When this peer last stood still: what it knows of others may be as old as that."""
+        self._met: OrderedDict[PeerId, None] = OrderedDict()
+        self._pieces_of: tuple[object, object, float, float, int] = (None, None, 0.0, 0.0, 0)
+        """What ``piece_bytes`` was asked last (receivers, ``live``, upload, time), and said."""
+        self._vouched: OrderedDict[PeerId, None] = OrderedDict()
+        """Peers of other cells who coordinated or summed in commits that this peer was in."""
+        self.known_cells: set[int] = set()
+        """Theirs."""
+        self.sent_elsewhere: dict[tuple[PeerId, int], tuple[tuple[int, bytes], float]] = {}
+        """Who told our cell of which fragment that the others are elsewhere, what it had asked for then
+        (round, digest of its state), and from when on that should have borne out."""
+        self.last_readies = Punctuality()
+        """The same at the end of a run, where everybody is waited for longer."""
+        self.replays = Punctuality()
+        """The same of those who were a round behind: who stood still has missed deadlines enough by then."""
+
+    def set_live(self, live: Mapping[PeerId, PeerView]) -> None:
+        if self.me not in live:
+            live = {self.me: PeerView(), **live}
+        names = self.live if live.keys() == self.live.keys() else sorted(live)  # most news is not of these
+        self.live = {peer: live[peer] for peer in names}
+        self._training = [peer for peer, view in self.live.items() if view.training]
+        self._working.clear()
+        self._is_ending = any(view.finished for view in live.values())
+        for habit in (self.readies, self.last_readies, self.replays, self.slices, self.votes):
+            habit.keep(self.live)
+        self.lateness.keep(self.live)
+        if not self.live.keys() <= self._met.keys():
+            self._meet()
+
+    def _meet(self) -> None:
+        for peer in self.live:
+            self._met[peer] = None
+            self._met.move_to_end(peer)
+        while len(self._met) > MAX_PEERS:
+            self._met.popitem(last=False)
+
+    # ---- whose word counts
+
+    def to_ask(self, fragment: int, round_: int, now: float) -> list[PeerId]:
+        """Who may coordinate a round, in the order in which they are asked: by hash, but those whose rounds
+        came to nothing last. If they are half of the swarm, it is more likely us."""
+        order = coordination_order(self._training, fragment, round_)
+        last = {peer for peer in order if self.repute.is_passed_over(peer, now)}
+        return sorted(order, key=last.__contains__) if 2 * len(last) < len(order) else order
+
+    def spoilt(
+        self, coordinator: PeerId, why: str, now: float, *, rounds: float = 1, cost_s: float = 0.0
+    ) -> None:
+        """As ``Repute.spoilt``, of others."""
+        if coordinator != self.me:
+            self.repute.spoilt(coordinator, why, now, rounds=rounds, cost_s=cost_s)
+
+    def was_late(self, coordinator: PeerId, now: float, *, cost_s: float) -> None:
+        """Its outcome did not come in time. Over several cells it may have waited for a council that is slow:
+        that counts as a round that others kept from beginning."""
+        rounds = NOT_BEGUN if self.cells > 1 else 1
+        self.spoilt(coordinator, "it was too late", now, rounds=rounds, cost_s=cost_s)
+
+    def is_believed(self, signer: PeerId, now: float) -> bool:
+        """Whether ``signer`` may tell of rounds that we are not in: keys are free to make, so only one that
+        was live here, and was not found to lie."""
+        return signer in self._met and self.repute.is_believed(signer, now)
+
+    def cell_of(self, peer: str) -> int:
+        return cell_of(peer, self.cells)
+
+    def finished(self, fragment: int) -> set[int]:
+        """The cells that make no more rounds of ``fragment``, as far as we know."""
+        cells = {cell for cell, fragments in self.finished_in.items() if fragment in fragments}
+        return cells | {self.cell} if self.has_closed(fragment) else cells
+
+    def done_with(self, fragment: int) -> list[PeerId]:
+        """Who has nothing more to offer for ``fragment`` in this run. In one cell only where that keeps the
+        last one, of three or more, from a round alone: others that still train make their rounds."""
+        if not self._is_ending:
+            return []
+        done = [peer for peer, view in self.live.items() if fragment in view.finished]
+        is_last_alone = len(done) > 1 and len(self.working_on(fragment)) == 1
+        return done if self.cells > 1 or is_last_alone else []
+
+    def has_closed(self, fragment: int) -> bool:
+        """Whether our cell makes no more rounds of ``fragment`` in this run: at least half of it is done, and
+        what the others still have is not worth a state or a replay to everybody else."""
+        working = len(self.working_on(fragment))
+        done = len(self.done_with(fragment))
+        return working == 0 or 0 < working <= done
+
+    def is_over(self, fragment: int) -> bool:
+        """Whether no round of ``fragment`` can begin any more: at least half of the cells make none, or ours
+        does not. In one cell if all but one are done: a mean of one is whatever that one likes."""
+        if self.cells == 1:
+            return bool(self.done_with(fragment))
+        closed = self.finished(fragment)
+        return self.cell in closed or 2 * len(closed) >= len(self.finished_in.keys() | {self.cell})
+
+    def is_near(self, peer: str) -> bool:
+        """Whether ``peer`` is of our cell."""
+        return self.cell_of(peer) == self.cell
+
+    def met_others(self, cells: Iterable[CellShare]) -> None:
+        """Who coordinated in other cells a moment ago."""
+        for share in cells:
+            is_peer = len(share.coordinator) <= MAX_PEER_ID
+            if is_peer and share.cell != self.cell and self.cell_of(share.coordinator) == share.cell:
+                known = self.others.get(share.cell, [])
+                first = PeerId(share.coordinator)
+                self.others[share.cell] = [first, *(peer for peer in known if peer != first)][:OTHERS_KEPT]
+
+    def vouch(self, peers: Iterable[str]) -> None:
+        """These worked in a commit that this peer was in."""
+        for peer in map(PeerId, peers):
+            if len(peer) <= MAX_PEER_ID and not self.is_near(peer):
+                self._vouched[peer] = None
+                self._vouched.move_to_end(peer)
+                self.known_cells.add(self.cell_of(peer))
+        while len(self._vouched) > MAX_PEERS:
+            self._vouched.popitem(last=False)
+
+    def is_vouched(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is more than an id: live in our cell, or known to have worked in another."""
+        return self.is_live(peer) if self.is_near(peer) else peer in self._vouched
+
+    def is_live(self, peer: PeerId) -> bool:
+        return peer in self.live
+
+    def is_missed(self, peer: PeerId) -> bool:
+        """Whether its link broke and it was not heard since."""
+        return peer in self.live and self.live[peer].is_missed
+
+    def is_training(self, peer: PeerId) -> bool:
+        return peer in self.live and self.live[peer].training
+
+    def training(self) -> Sequence[PeerId]:
+        """Sorted."""
+        return self._training
+
+    def working_on(self, fragment: int) -> Sequence[PeerId]:
+        """Of those that train, who may still offer for ``fragment`` in this run; sorted."""
+        known = self._working.get(fragment)
+        if known is None:
+            live = self.live
+            known = [peer for peer in self._training if fragment not in live[peer].finished]
+            self._working[fragment] = known
+        return known
+
+    def version_of(self, peer: PeerId, fragment: int) -> int | None:
+        """The newest version that ``peer`` is known to hold; None if nobody told us."""
+        if peer == self.me:
+            return self.my_versions.get(fragment)
+        view = self.live.get(peer)
+        return view.versions[fragment] if view is not None and fragment < len(view.versions) else None
+
+    def digest_of(self, peer: PeerId, fragment: int) -> bytes | None:
+        """The digest of its newest version that another peer tells; None if nobody told us."""
+        view = self.live.get(peer)
+        return view.digests[fragment] if view is not None and fragment < len(view.digests) else None
+
+    def piece_bytes(self, receivers: Collection[PeerId], within_s: float = PIECE_S) -> int:
+        """How large the pieces of what goes to all ``receivers`` at once may be, each to be gone
+        ``within_s``."""
+        upload = self.my_upload_bytes_per_s() or self.shape.assumed_upload_bytes_per_s
+        known = self._pieces_of
+        if known[0] is receivers and known[1] is self.live and known[2:4] == (upload, within_s):
+            return known[4]  # asked for each part of a round
+        views = [self.live[peer] for peer in receivers if peer in self.live and peer != self.me]
+        rates = [upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)]
+        size, coarse = piece_bytes(rates, within_s), piece_bytes(rates)
+        payload_bytes = min(self.shape.blocks) * self.shape.block_bytes
+        while size < coarse and 2 * size * FINEST_PIECES <= payload_bytes:
+            size = min(2 * size, coarse)
+        self._pieces_of = receivers, self.live, upload, within_s, size
+        return size
+
+    def my_download_bytes_per_s(self) -> float:
+        """This peer's own cap; 0 for none."""
+        return self.live[self.me].download_bytes_per_s
+
+    def my_step_s(self) -> float:
+        """How long this peer's inner steps are; 0 if it takes none."""
+        return self.live[self.me].step_s
+
+    def my_upload_bytes_per_s(self) -> float:
+        return min(max(self.live[self.me].upload_bytes_per_s, 0.0), MAX_UPLOAD_BYTES_PER_S)
+
+
+class Outlet:
+    """Where the roles put messages and events. Messages to ourselves go to ``loop`` and take the same road as
+    others'."""
+
+    def __init__(self, me: PeerId) -> None:
+        self.me = me
+        self.messages: list[tuple[PeerId, Message]] = []
+        self.loop: deque[Message] = deque()
+        self.events: deque[RoundsEvent] = deque()
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        if peer == self.me:
+            self.loop.append(message)
+        else:
+            self.messages.append((peer, message))
+
+    def emit(self, event: RoundsEvent) -> None:
+        self.events.append(event)

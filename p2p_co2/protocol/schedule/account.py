@@ -1,0 +1,225 @@
+"""What one peer has sent and what of its work is in a mean: a training thread's decisions, without tensors,
+network or clock. ``trainer`` and ``simnet`` keep the same account.
+
+Laws: a fragment has one offer in flight at most; work that no mean has counted is in the weight of the next
+offer, and is offered again at the end; deterministic, ``now`` is an argument. On a full line a point that
+passes while the last round of a fragment is in flight is made up as soon as that round has ended: all members
+see it end at about the same time. There fragments take turns, in one order for all: the next snapshot is
+taken when the slices of the last one have left. So the line is never idle, and an answer is as fresh as it
+allows. Price: what is made up late shows as staleness.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from p2p_co2.config import RunConfig
+from p2p_co2.protocol.schedule.ending import flush_bound_s
+from p2p_co2.protocol.schedule.points import due, last_tick, points_passed
+
+FIRST_ROUND_BOUND_S = 15.0
+"""Training waits at most this long for the first rounds of what was sent in one step, if it waits at all."""
+ALONE_S = 15.0
+"""In longer rounds nothing is offered before its point: a coordinator waits 30 s for the others at most."""
+OVERDUE_POINTS = 2
+"""Where no line is full, one of several fragments that missed so many points is sent as soon as its round has
+ended. A single one is after the first: members meet the same mean up to an inner step apart, and the next
+point may lie between them, so who missed it must not be a round behind those who did not."""
+FULL_LATELY = 2.0
+"""Whether the line is full is judged by about the last half of the time between two points: a burst waits for
+a moment on any line."""
+LONGEST_TURN_ROUNDS = 2.0
+"""A fragment whose slices have not left after so many rounds keeps none of the others waiting."""
+DISTINCT = 2.0**-10
+"""Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
+must not take the offer of its last process for its own."""
+
+
+Stage = Literal["", "asking", "slices", "means"]
+"""How far the round of an offer is: not known yet, or over; its READY waits for BEGIN; it has begun, and our
+slices wait for the line; they have left."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A fragment that is in flight."""
+
+    inner_steps: int
+    at: float
+    points: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Lag:
+    """How late an answer is: in schedule points of its fragment, in inner steps and in seconds since the
+    send; 0 for one that this peer made no offer for."""
+
+    staleness: int
+    sync_delay_steps: int
+    sync_delay_s: float
+
+
+class WorkAccount:
+    """One per peer. ``tokens``, ``versions`` (by fragment): where the peer goes on."""
+
+    def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
+        self._count, self._by_time = len(versions), run.clock.mode == "time"
+        self._round_s = run.clock.round_s
+        self._tick_s = self._round_s / self._count
+        """From one fragment's point to the next one's, by the clock."""
+        self._are_rounds_short = run.clock.round_s <= ALONE_S
+        self._awaited_rounds, self._rounds = run.outer.blocking_rounds, run.clock.rounds
+        self.versions = list(versions)
+        """Of the agreed states that the live parameters have met."""
+        self.in_flight: dict[int, Sent] = {}
+        self.taken = [0] * self._count
+        """Outcomes of each fragment that the live parameters have met."""
+        self._contributed_tokens = [float(tokens)] * self._count
+        """Tokens whose work has been counted. Of an offer that was counted in part, that share: what is
+        contributed each time is a part at random, so the parts' mean age is their weight."""
+        self._waiting: dict[int, int] = {}
+        """Fragments whose point has passed and that are not sent yet, with the number of their first one."""
+        self._missed = [0] * self._count
+        """Schedule points in a row that passed while the fragment's last round was in flight."""
+        self._tick = self._full_until = 0
+        """The last point that has passed, and the one until which the line counts as full."""
+        self.partial_in_a_row = 0
+        """Means of late that lack some of what this peer offered for them."""
+        self._full_share = 0.0
+        """Of the time of late, in which bulk waited for the line."""
+        self._has_offered = [False] * self._count
+        self._delays_s: deque[float] = deque(maxlen=2 * self._count)
+        """From the offer to the mean, of the last rounds."""
+
+    def due(self, last_position: float, position: float, is_line_full: bool = False) -> list[int]:
+        """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
+        points; on a full line those with the fewest outer steps first, which all peers count alike.
+        ``is_line_full``: bulk waits for it."""
+        weight = min(1.0, FULL_LATELY * self._count * (position - last_position))
+        self._full_share += weight * (is_line_full - self._full_share)
+        points = due(self._count, last_position, position)
+        self._tick = last_tick(self._count, position)
+        for fragment in points:
+            self._waiting.setdefault(fragment, self._last_point_of(fragment))
+        order = self.versions if self._is_full else self._waiting
+        waiting = sorted(self._waiting, key=lambda fragment: (order[fragment], fragment))
+        return [fragment for fragment in waiting if fragment not in self.in_flight or fragment in points]
+
+    def _last_point_of(self, fragment: int) -> int:
+        return self._tick - (self._tick - fragment) % self._count
+
+    def may_send(self, fragment: int, awaits_begin: bool) -> bool:
+        """Whether a fragment that is due can be sent. If not, its point is made up once its round has ended:
+        by the clock, and if the line is full or it is overdue. One that ``awaits_begin`` was sent before the
+        others' were: it waits for what they send at this point."""
+        is_free = fragment not in self.in_flight
+        if is_free:
+            return True
+        if not awaits_begin:
+            self._note_full()
+            self._missed[fragment] += 1
+        overdue_points = 1 if self._is_full or self._count == 1 else OVERDUE_POINTS
+        if awaits_begin or not self._by_time or self._missed[fragment] < overdue_points:
+            self._waiting.pop(fragment, None)
+        return False
+
+    def is_held(self, stage: Callable[[int], Stage], step_s: float, now: float) -> bool:
+        """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
+        when it gets there. One has the line until its slices have left, if they are not lost. While it is
+        encoded and awaits its BEGIN, which takes all members' offers, it has it for a round at most, or, if
+        the line is idle, for the time between two points. A step that is longer than that sends several."""
+        begun, early, early_s = 0, 0, self._round_s if self._full_share > 0.5 else self._tick_s
+        for fragment, sent in self.in_flight.items():
+            at, age_s = stage(fragment), now - sent.at
+            begun += at == "slices" and age_s < LONGEST_TURN_ROUNDS * self._round_s
+            early += at in ("", "asking") and age_s < early_s
+        if begun:
+            self._note_full()
+        return self._is_full and begun + early > step_s / self._tick_s
+
+    @property
+    def _is_full(self) -> bool:
+        return self._tick < self._full_until
+
+    def _note_full(self) -> None:
+        """If bulk waits for the line most of the time, it counts as full for a round from now on. Else it is
+        others, or the way's length, that rounds wait for: one after the other they would take longer."""
+        if self._by_time and self._full_share > 0.5:
+            self._full_until = self._tick + self._count
+
+    def forget_missed(self) -> None:
+        """After a rest: its points are not made up."""
+        self._waiting.clear()
+        self._missed = [0] * self._count
+
+    def send(
+        self, fragment: int, *, position: float, inner_steps: int, tokens: int, now: float, chance: float
+    ) -> float:
+        """An offer sets out: its weight. ``chance``: 0 to 1, at random."""
+        points = points_passed(fragment, self._count, position)
+        self.in_flight[fragment] = Sent(inner_steps, now, points, tokens)
+        self._waiting.pop(fragment, None)
+        self._missed[fragment] = 0
+        self._has_offered[fragment] = True
+        return max(1, tokens - self._contributed_tokens[fragment]) + DISTINCT * chance
+
+    def awaited(self, sent: Sequence[int]) -> set[int]:
+        """Of what was just sent, the rounds that the run file wants awaited. They are awaited together: one
+        after the other, peers that were held up differently would each wait for a fragment that the others
+        are yet to send."""
+        return {fragment for fragment in sent if self.versions[fragment] < self._awaited_rounds}
+
+    def meet(self, fragment: int, version: int, ends_offer: bool) -> Sent | None:
+        """Live parameters met an outcome: the offer that is or was in flight for it."""
+        self.taken[fragment] += 1
+        self.versions[fragment] = version  # outcomes come in their order; a peer may turn back to others
+        return self.in_flight.pop(fragment, None) if ends_offer else self.in_flight.get(fragment)
+
+    def left_out(self, fragment: int) -> None:
+        """The others have made a round without us, and its state is ours now: in short rounds, and where the
+        line is full, we are due at once, since they may be ready for the next. Who waited for its own point
+        would come late to that one too, and to all that follow: of 256 peers in eight cells, with rounds of
+        10 s, more and more."""
+        is_soon = self._are_rounds_short or self._is_full
+        if is_soon and self._by_time and self._has_offered[fragment]:
+            self._waiting.setdefault(fragment, self._last_point_of(fragment))
+
+    def step(
+        self, fragment: int, sent: Sent | None, share: float, *, position: float, inner_steps: int, now: float
+    ) -> Lag:
+        """An outer step was taken. ``sent``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. Who
+        has none in it was ``left_out``."""
+        if sent is None:
+            return Lag(0, 0, 0.0)
+        if not share:
+            self.left_out(fragment)
+        self.partial_in_a_row = 0 if share >= 1 else self.partial_in_a_row + 1
+        known = self._contributed_tokens[fragment]
+        self._contributed_tokens[fragment] = known + share * (sent.tokens - known)
+        self._delays_s.append(now - sent.at)
+        passed = points_passed(fragment, self._count, position)
+        return Lag(max(0, passed - sent.points), inner_steps - sent.inner_steps, now - sent.at)
+
+    # ---- the end
+
+    def is_over(self, position: float) -> bool:
+        """Whether the run has reached its last round. What is offered from then on, at a schedule point or
+        after it, is a peer's last of that fragment, and the others wait for it longer."""
+        return 0 < self._rounds <= position
+
+    @property
+    def flush_bound_s(self) -> float:
+        """How long this peer tries to have the rest of its work counted."""
+        return flush_bound_s(self._count, self._delays_s)
+
+    def uncounted(self, tokens: int) -> list[int]:
+        """Fragments with work of this peer, which trained ``tokens``, that is in no mean yet."""
+        return [fragment for fragment, counted in enumerate(self._contributed_tokens) if counted < tokens]
+
+    def finished(self, still_to_offer: Collection[int]) -> frozenset[int]:
+        """Fragments of which nothing is in flight nor ``still_to_offer``."""
+        return frozenset(range(self._count)) - self.in_flight.keys() - frozenset(still_to_offer)

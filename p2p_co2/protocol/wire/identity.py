@@ -1,0 +1,151 @@
+"""Who a peer is: an Ed25519 key whose public half *is* its libp2p peer id.
+
+libp2p inlines Ed25519 keys into the peer id (an identity multihash over the protobuf-encoded key, libp2p
+peer-ids specification), so a signature can be checked from the id alone: no certificate authority, no key
+exchange, no account. The price: an id is free to make, so an id proves continuity, not merit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import NewType
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.protocol.wire.limits import MAX_PEER_ID, MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import Signed
+
+PeerId = NewType("PeerId", str)
+"""A libp2p peer id in base58 ("12D3Koo...")."""
+
+_KEY_PREFIX = bytes((0x08, 0x01, 0x12, 0x20))
+"""libp2p PublicKey protobuf: type = Ed25519 (1), data = 32 bytes."""
+_MULTIHASH_PREFIX = bytes((0x00, 0x24))
+"""Identity multihash of 36 bytes."""
+_PRIVATE_PREFIX = bytes((0x08, 0x01, 0x12, 0x40))
+"""libp2p PrivateKey protobuf: type = Ed25519, data = 64 bytes (seed, public)."""
+
+
+class Identity:
+    """A private key and the peer id it makes."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.peer_id = peer_id_of(key.public_key().public_bytes_raw())
+
+    @classmethod
+    def generate(cls) -> Identity:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """Read the key file (libp2p format), or make one with mode 600.
+
+        Raises ``ConfigError`` for a file that is no Ed25519 key, ``EnvironmentFault`` when it cannot be read
+        or made.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:
+                return cls._create(path)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot use the identity file {path}: {error.strerror}; choose another folder with --folder"
+            ) from None
+        if len(data) != 68 or not data.startswith(_PRIVATE_PREFIX):
+            raise ConfigError(str(path), "", "not a libp2p Ed25519 key; remove it and a new identity is made")
+        return cls(Ed25519PrivateKey.from_private_bytes(data[4:36]))
+
+    @classmethod
+    def _create(cls, path: Path) -> Identity:
+        identity = cls.generate()
+        whole = path.with_name(f"{path.name}.new")  # on a full disk a torn key would refuse every later start
+        whole.unlink(missing_ok=True)
+        descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(identity.libp2p_bytes())
+            whole.rename(path)
+        finally:
+            whole.unlink(missing_ok=True)
+        return identity
+
+    def libp2p_bytes(self) -> bytes:
+        """The private key as the libp2p daemon reads it: secret."""
+        return _PRIVATE_PREFIX + self._key.private_bytes_raw() + self._key.public_key().public_bytes_raw()
+
+    def sign(self, context: bytes, content: bytes) -> bytes:
+        """Ed25519 signature (RFC 8032) of 64 bytes; ``context`` keeps signatures of one purpose from serving
+        another."""
+        return self._key.sign(context + b"\0" + content)
+
+    def seal(self, context: bytes, content: bytes) -> bytes:
+        """A serialised ``Signed`` message that ``unseal`` opens."""
+        signed = Signed(signer=self.peer_id, content=content, signature=self.sign(context, content))
+        return signed.SerializeToString()
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id of a raw Ed25519 public key (32 bytes)."""
+    return PeerId(base58.b58encode(_MULTIHASH_PREFIX + _KEY_PREFIX + public_key).decode())
+
+
+def public_key_of(peer_id: str) -> bytes:
+    """The 32 key bytes inside a peer id; raises ``RemoteProtocolError`` if there are none."""
+    try:
+        raw = base58.b58decode(peer_id) if len(peer_id) <= MAX_PEER_ID else b""
+    except ValueError:
+        raw = b""
+    if len(raw) != 38 or not raw.startswith(_MULTIHASH_PREFIX + _KEY_PREFIX):
+        raise RemoteProtocolError("bad peer id", repr(peer_id[:64]))
+    return raw[6:]
+
+
+def verify(signer: str, context: bytes, content: bytes, signature: bytes) -> None:
+    """Raise ``RemoteProtocolError("wrong signature")`` unless ``signer`` signed ``content`` for
+    ``context``."""
+    try:
+        _key_of(signer).verify(signature, context + b"\0" + content)
+    except InvalidSignature:
+        raise RemoteProtocolError("wrong signature", f"claimed by {signer}") from None
+
+
+@lru_cache(maxsize=MAX_PEERS)
+def _key_of(peer_id: str) -> Ed25519PublicKey:
+    """Kept, because base58 costs half as much as the signature."""
+    return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
+
+
+def unseal(context: bytes, data: bytes) -> tuple[PeerId, bytes]:
+    """Open what ``Identity.seal`` made: (signer, content). Raises ``RemoteProtocolError``."""
+    signed = Signed()
+    try:
+        signed.ParseFromString(data)
+    except DecodeError:
+        raise RemoteProtocolError("unreadable", "not a Signed message") from None
+    verify(signed.signer, context, signed.content, signed.signature)
+    return PeerId(signed.signer), signed.content
+
+
+def cell_of(peer: str, cells: int) -> int:
+    """The cell that a peer belongs to, of ``cells``: for good, by a hash of its id."""
+    if cells == 1:
+        return 0
+    # What is no peer's id may be as long as a message: it must not stay in the cache.
+    return _cell_of(peer, cells) if len(peer) <= MAX_PEER_ID else _hashed_cell(peer, cells)
+
+
+def _hashed_cell(peer: str, cells: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"cell/{peer}".encode()).digest()[:8]) % cells
+
+
+_cell_of = lru_cache(maxsize=2 * MAX_PEERS)(_hashed_cell)

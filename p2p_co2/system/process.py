@@ -1,0 +1,335 @@
+"""This process among others: is the machine one we run on, who may stop us, and what do we leave behind.
+
+Laws: the first SIGINT or SIGTERM asks, the second ends at once, and even then no process below this one
+survives (the libp2p daemon would keep its port); a child that is forked from it, as a DataLoader's workers
+are, holds nothing of ours open, so that a folder and ports are free when their process ends, whoever outlives
+it. Sources: signal(7), prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2). Price: Linux only, as is the
+libp2p daemon's wheel; a look at its open files for each child that is forked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import runpy
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from p2p_co2.errors import EnvironmentFault
+
+_PR_SET_PDEATHSIG = 1
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = frozenset({"p2p_co2", "peers", "bootstrap", "monitoring"})
+_PROGRAM = (
+    "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
+    "from p2p_co2.system.process import run_program; sys.path.remove(root); run_program(module)"
+)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def require_supported_platform(system: str = sys.platform, machine: str = platform.machine()) -> None:
+    """Raise ``EnvironmentFault`` where the libp2p daemon has no build: anything but Linux on x86-64."""
+    if system != "linux" or machine not in {"x86_64", "AMD64"}:
+        raise EnvironmentFault(
+            f"p2p-co2 runs on Linux x86-64 (this is {system} on {machine}): its libp2p daemon is built for "
+            "that alone; on Windows use WSL 2, elsewhere a Linux x86-64 container or virtual machine"
+        )
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process asked to leave (SIGTERM) when process ``parent`` ends, even if that was killed; 0
+    does nothing."""
+    if parent == 0:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call above
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def processes_below(pid: int) -> list[int]:
+    """Ids of the children of ``pid`` and theirs, as far as the kernel tells."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in path.read_text().split()]
+        except OSError:
+            continue  # that thread has just ended
+        for child in children:
+            found += [child, *processes_below(child)]
+    return found
+
+
+def program(module: str, *arguments: str) -> list[str]:
+    """The command line that runs one of our programs with this interpreter, wherever it is started.
+
+    A user's own ``peers.py`` or ``monitoring`` folder must not be run instead, or be imported by it: the
+    current folder is not searched, and our packages are those that lie beside this one.
+    """
+    return [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), module, *arguments]
+
+
+def run_program(module: str) -> None:
+    """What ``program`` starts."""
+    own_packages_first()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def own_packages_first() -> None:
+    """Have our packages found before others of their names, which ``PYTHONPATH`` may hold. For programs of
+    ours; a user's own is left as it is, and imports none of these."""
+    if _OwnPackages not in sys.meta_path:
+        sys.meta_path.insert(0, _OwnPackages)
+
+
+class _OwnPackages:
+    """A finder for ``sys.meta_path``."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(_ROOT)]) if name in _PACKAGES else None
+
+
+class HasDescriptor(Protocol):
+    """A socket or file; -1 once it is closed."""
+
+    def fileno(self) -> int: ...
+
+
+_ends: weakref.WeakSet[HasDescriptor] = weakref.WeakSet()
+_places: set[str | int] = set()
+
+
+def shut_in_forks(*ends: HasDescriptor) -> None:
+    """Have these be closed in every child that is forked from this process, and in no other way."""
+    for end in ends:
+        _ends.add(end)
+
+
+def shut_in_forks_at(place: str | int) -> None:
+    """Likewise all sockets at ``place``: a unix socket's path, a TCP port of ours. For those that a library
+    opens, which hands out no descriptors."""
+    _places.add(place)
+
+
+def left_to_others(place: str | int) -> None:
+    """``place`` is not ours any more."""
+    _places.discard(place)
+
+
+def _shut() -> None:
+    """In a child: what is ours leads nowhere from now on. The numbers stay taken: whoever holds one and
+    closes it later must not hit a file of the child's."""
+    timeout_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # it would make the parent's sockets, too, non-blocking that we look at
+    ours = [end.fileno() for end in list(_ends)] + [fd for fd in _sockets() if _places_of(fd) & _places]
+    socket.setdefaulttimeout(timeout_s)
+    with suppress(OSError):  # of no memory or descriptors: nothing that a child could do
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in ours:
+            if descriptor >= 0:
+                os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+    _ends.clear()
+    _places.clear()
+
+
+def _sockets() -> list[int]:
+    """Descriptors of this process's sockets, if it may have any of ours."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if _places else ():
+        with suppress(OSError):  # the folder's own is gone
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.append(int(name))
+    return found
+
+
+def _places_of(descriptor: int) -> set[str | int]:
+    """Where a socket is, and, of a unix socket, where it leads to."""
+    places = set[str | int]()
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
+        is_unix = end.family == socket.AF_UNIX
+        name = end.getsockname()
+        places.add(name if is_unix else name[1])
+        if is_unix:
+            places.add(end.getpeername())
+    return places
+
+
+os.register_at_fork(after_in_child=_shut)
+
+
+class StopSignals:
+    """While entered, SIGINT and SIGTERM call ``ask`` once; the next one ends the process with status 130.
+
+    ``ask`` runs in the main thread between two bytecodes: it may set a flag, or raise ``KeyboardInterrupt``.
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self.ask = ask
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.asked:
+            self.asked = True
+            self.ask()
+            return
+        for pid in processes_below(os.getpid()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it was faster
+        os._exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """While entered, a write that finds the disk full says so with ``folder``: the kernel tells of the file
+    only who opens it, not who writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT} and error.filename is None:
+            error.filename = str(folder)
+        raise
+
+
+def is_kept(folder: Path) -> bool | None:
+    """Whether a process has ``folder`` (``FolderLock``); None where nobody ever had, where we may not look,
+    and where it was written elsewhere: a copy's lock is free, and so is that of another machine's folder seen
+    from here, while the process lives."""
+    try:
+        file = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_ours = os.pread(file, 256, 0).decode(errors="replace").splitlines()[1:] == [_place_of(file)]
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False if is_ours else None
+
+
+def _place_of(file: int) -> str:
+    """Of an open file: on which machine since which start of it, and which file. A copy has another."""
+    status, boot = os.fstat(file), "unknown"
+    with suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
+    return f"{boot} {status.st_dev}:{status.st_ino}"
+
+
+@contextmanager
+def ctrl_c_ends(words: str = "stopped", give_back: Callable[[], None] | None = None) -> Iterator[None]:
+    """While entered, a Ctrl-C gives back what there is, says ``words`` and ends the process with status 130,
+    and a SIGTERM likewise with 143.
+
+    For slow imports: some swallow a ``KeyboardInterrupt``, and the program would go on as if nobody had
+    pressed anything; others report it as a failure of their own; and to wait for their end takes ten seconds
+    on a busy machine. Does nothing off the main thread, nor where the program handles the signals itself.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for taken in before:
+            signal.signal(taken, signal.SIG_DFL)
+        if give_back is not None:
+            give_back()
+        os.write(2, f"{words}\n".encode())
+        os._exit(128 + number)
+
+    untouched = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before: dict[signal.Signals, Any] = {}
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    for number, handler in untouched.items():
+        if signal.getsignal(number) is handler:
+            before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class FolderLock:
+    """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
+
+    The lock is the kernel's (flock(2)), so it ends with the process however that ends, and forked children
+    do not keep it. Raises
+    ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "lock"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot use the folder {folder}: {error.strerror}; choose another one with --folder"
+            ) from None
+        shut_in_forks(self)
+        if not self._taken():
+            holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
+            self.release()
+            raise EnvironmentFault(
+                f"{folder} is in use by process {holder}; give this one another --folder"
+            ) from None
+        try:
+            os.ftruncate(self._file, 0)
+            with full_disk_named(path):
+                os.pwrite(self._file, f"{os.getpid()}\n{_place_of(self._file)}\n".encode(), 0)
+        except OSError:
+            self.release()
+            raise
+
+    def _taken(self) -> bool:
+        """Take it; twice, since ``is_kept`` may be looking."""
+        assert self._file is not None
+        for wait_s in (0.05, 0.0):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(wait_s)
+            else:
+                return True
+        return False
+
+    def fileno(self) -> int:
+        return -1 if self._file is None else self._file
+
+    def release(self) -> None:
+        """Let others have the folder; may be called twice."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

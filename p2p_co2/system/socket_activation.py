@@ -1,0 +1,218 @@
+"""A door that costs nothing until somebody knocks: a listening socket, and a program that is started at the
+first connection and given the socket.
+
+That is how every peer serves its board on its own loopback port and still trains undisturbed: until a browser
+or a scraper connects there is one thread that sleeps in select(2). Then the program runs as a process of its
+own with low priority, takes the waiting connection from the inherited socket (as inetd did), and goes when
+nobody has looked for a while; the next knock starts it again.
+
+The program may ask this process for something over a socket pair: frames of 4 bytes of length and a
+``Relayed`` message. Laws: what it asks is bounded in size and in number; a program that does not read is
+ended; ``close`` leaves no thread, process or socket. Price: the first page takes as long as the program needs
+to start (about two seconds).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import EnvironmentFault, P2PCo2Error
+from p2p_co2.protocol.wire.messages_pb2 import Relayed
+from p2p_co2.system.process import shut_in_forks
+
+HEADER_BYTES = 4
+MAX_FRAME_BYTES = 1 << 20
+MAX_ASKED = 64
+SEND_TIMEOUT_S = 5.0
+END_S = 1.0
+"""Between asking the program to end and ending it; its history survives both."""
+AGAIN_S = 2.0
+"""A program that ends at once is not started again sooner."""
+NICENESS = 10
+
+Ask = Callable[[Relayed], "Future[Relayed]"]
+
+
+class Gate:
+    """Listens on ``host``:``port`` (0: any free one) at once. ``command`` is run with the file descriptors of
+    the listening socket and of its end of the pair added as its last two arguments. ``ask`` answers the
+    program; it is called in the gate's thread and must not block. Raises ``EnvironmentFault`` if the port is
+    taken."""
+
+    def __init__(self, host: str, port: int, command: Sequence[str], ask: Ask | None = None) -> None:
+        self._command, self._ask = list(command), ask
+        self._listener = _listening(host, port)
+        shut_in_forks(self._listener)
+        port = self._listener.getsockname()[1]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        """What to open in a browser."""
+        self._waker, self._woken = socket.socketpair()
+        self._answers: queue.SimpleQueue[Relayed] = queue.SimpleQueue()
+        self._closing = False
+        self._program: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="p2p-co2 gate", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the program and the thread. May be called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake()
+        self._thread.join()
+        for end in (self._listener, self._waker, self._woken):
+            end.close()
+
+    def _wake(self) -> None:
+        self._waker.send(b"\0")
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            if self._wait_for(self._listener):
+                started_at = time.monotonic()
+                self._serve_once()
+                while not self._closing and time.monotonic() < started_at + AGAIN_S:
+                    time.sleep(0.05)
+
+    def _wait_for(self, end: socket.socket) -> bool:
+        """Sleep until ``end`` can be read (True) or somebody wakes us."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(end, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            ready = {key.fileobj for key, _ in selector.select()}
+        if self._woken in ready:
+            self._woken.recv(4096)
+        return end in ready
+
+    def _serve_once(self) -> None:
+        """Run the program until it ends; answer what it asks meanwhile."""
+        ours, theirs = socket.socketpair()
+        shut_in_forks(ours)
+        theirs.setblocking(True)  # whatever the default timeout of sockets here: the program reads it
+        with ours, theirs:
+            handed = (self._listener.fileno(), theirs.fileno())
+            try:
+                self._program = subprocess.Popen(
+                    [*self._command, *map(str, handed)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=handed,
+                    start_new_session=True,  # a Ctrl-C in our terminal is ours to act on
+                )
+            except OSError:
+                return  # too many processes, say: the next knock tries again
+            theirs.close()
+            ours.settimeout(SEND_TIMEOUT_S)
+            try:
+                self._answer_until_gone(ours)
+            finally:
+                self._end_program(self._program)
+                self._program = None
+                self._answers = queue.SimpleQueue()  # what comes yet was asked by a program that is gone
+
+    def _answer_until_gone(self, ours: socket.socket) -> None:
+        asked = 0
+        while not self._closing:
+            readable = self._wait_for(ours)
+            try:
+                while not self._answers.empty():
+                    asked -= 1
+                    _send(ours, self._answers.get())
+                if readable:
+                    message = _receive(ours)
+                    if message is None or self._ask is None or asked >= MAX_ASKED:
+                        return
+                    asked += 1
+                    self._ask(message).add_done_callback(partial(self._answered, self._answers, message.id))
+            except OSError:
+                return  # it died, or does not read
+
+    def _answered(self, answers: queue.SimpleQueue[Relayed], number: int, done: Future[Relayed]) -> None:
+        """Any thread: put the answer where the gate's thread finds it, if the program that asked still
+        runs."""
+        if done.cancelled():
+            answer = Relayed(trouble="this process is leaving")
+        elif isinstance(error := done.exception(), P2PCo2Error):
+            answer = Relayed(trouble=str(error)[:400])
+        else:
+            answer = done.result()
+        answer.id = number
+        answers.put(answer)
+        with suppress(OSError):  # closed meanwhile
+            self._wake()
+
+    def _end_program(self, program: subprocess.Popen[bytes]) -> None:
+        if program.poll() is None:
+            program.send_signal(signal.SIGTERM)
+            try:
+                program.wait(END_S)
+            except subprocess.TimeoutExpired:
+                program.kill()
+        program.wait()
+
+
+def take_over(listener_fd: int, relay_fd: int) -> tuple[socket.socket, socket.socket]:
+    """The program's side: its listening socket and its end of the pair, with lowered priority."""
+    os.nice(NICENESS)
+    return socket.socket(fileno=listener_fd), socket.socket(fileno=relay_fd)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(64)
+        listener.setblocking(True)  # whatever the default timeout of sockets here: the program inherits it
+    except OSError as error:
+        listener.close()
+        raise EnvironmentFault(
+            f"cannot serve the board on {host}:{port}: {error.strerror}; choose another port"
+        ) from None
+    return listener
+
+
+def _send(end: socket.socket, message: Relayed) -> None:
+    data = message.SerializeToString()
+    end.sendall(len(data).to_bytes(HEADER_BYTES) + data)
+
+
+def _receive(end: socket.socket) -> Relayed | None:
+    """The next message; None at the end, or for one that breaks the rules."""
+    length = int.from_bytes(_exactly(end, HEADER_BYTES))
+    if length > MAX_FRAME_BYTES:
+        return None
+    message = Relayed()
+    try:
+        message.ParseFromString(_exactly(end, length))
+    except DecodeError:
+        return None
+    return message
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = end.recv(count - len(data))
+        if not piece:
+            raise ConnectionResetError("the other end is gone")
+        data += piece
+    return data
+
+
+send_relayed, receive_relayed = _send, _receive

@@ -1,0 +1,353 @@
+"""A peer's checkpoints: what is in one, and a folder that keeps the newest two.
+
+What is agreed, the own optimizer and the buffers: no live parameters, since a resumed peer goes on from the
+agreed ones, and so no frozen ones either, which are where the model came from.
+
+Laws: a checkpoint is whole or it is not there; while a new one is being written the previous one stays; a
+damaged newest one falls back to the previous, with the reason kept. A file of an abandoned future (the peer
+went back to an earlier checkpoint, or began anew in the same folder) is set aside under another name, the
+newest of them, until the peer has come as far again.
+
+Price: two checkpoints on disk (a third while one is written, one more that is set aside), each about the fp32
+parameters twice (agreed, outer momentum) and the inner optimizer. A resumed peer has lost what it learned
+since its last offers, less than a round's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.tensors.checkpoint import tensorfile, tree
+from p2p_co2.tensors.checkpoint.agreed import header_bytes, state_from_header
+from p2p_co2.tensors.fragments.names import plain_name
+from p2p_co2.tensors.outer import OuterState
+
+_FORMAT, _OLDER = "p2p-co2 checkpoint 2", "p2p-co2 checkpoint 1"
+"""The older one has the live parameters as well, which are passed over, and no ``parameters``."""
+_KEPT, _SET_ASIDE = 2, ".set-aside"
+_PIECE = 1 << 18
+"""Values that are read at once of what is not a tensor."""
+_Loaded = TypeVar("_Loaded")
+
+
+class Values(Protocol):
+    """fp32 [n], read by slices: a tensor, or what makes one piece after the other."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: slice, /) -> Tensor: ...
+
+
+class Owned(NamedTuple):
+    """A parameter of an inner optimizer's. ``name``: "" if it is none of the model's."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InnerOptimizer:
+    """What an inner optimizer's state belongs to. ``kind``: its class; ``groups``: the parameters of each."""
+
+    kind: str
+    groups: tuple[tuple[Owned, ...], ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a peer needs to go on.
+
+    ``run_config_json``: ``RunConfig.canonical_bytes`` as text. ``plan_digest``: of the ``FragmentPlan``, 32
+    bytes. ``states``: the agreed state per fragment. ``buffers``: the module's, by name. ``optimizer``: the
+    inner optimizer's ``state_dict()``, ``inner`` what it belongs to. ``parameters``: names and shapes of
+    those that are trained, in order. ``position`` in rounds. ``residuals``: error feedback per fragment.
+    Names are plain: without wrappers' prefixes.
+
+    Set by ``load``: ``passed_over``, newer files that were damaged, and how. Of a file of the older format
+    ``inner`` is None, and ``parameters`` are in no order and have the frozen ones as well.
+
+    Tensors are held, not copied. A list of ``states`` is emptied by ``Saving``, which lets each one go when
+    it is written: the swarm may replace them meanwhile.
+    """
+
+    run_config_json: str
+    plan_digest: bytes
+    states: Sequence[OuterState]
+    buffers: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    position: float
+    inner_steps: int
+    tokens: int
+    inner: InnerOptimizer | None = None
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    residuals: Mapping[int, Values] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the swarm agreed on, enough to sample or evaluate: no live parameters, no optimizer.
+
+    Rebuild the module with the recipe, plan its fragments, compare ``plan_digest``, and load
+    ``states[i].params`` as fragment i.
+    """
+
+    run: RunConfig
+    plan_digest: bytes
+    states: tuple[OuterState, ...]
+    buffers: Mapping[str, Tensor]
+    position: float
+    inner_steps: int
+    tokens: int
+    path: Path
+    passed_over: tuple[str, ...] = ()
+
+
+class Saving:
+    """A checkpoint on its way into ``folder``: what ``parts`` of it change with training come by ``put``, the
+    agreed states of each fragment by ``put_agreed``, then ``finish`` makes it whole; ``give_up`` otherwise.
+    One thread at a time. ``said``: of ``checkpoint.optimizer``.
+
+    Raises ``EnvironmentFault`` if the disk is full or the folder not writable (the earlier checkpoints
+    stay), ``ConfigError`` for a buffer that cannot be saved.
+    """
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint, said: tree.Said) -> None:
+        self._folder = folder
+        self._path = folder / f"state-{checkpoint.inner_steps:012d}.safetensors"
+        self._agreed = {
+            f"agreed.{index}.{what}": values
+            for index, state in enumerate(checkpoint.states)
+            for what, values in (("params", state.params), ("momentum", state.momentum))
+        }
+        self._fragments = len(checkpoint.states)
+        self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
+        changing = {name: value for part in parts(checkpoint, said) for name, value in part.items()}
+        inner = checkpoint.inner or InnerOptimizer("", ())
+        metadata = {
+            "format": _FORMAT,
+            "run": checkpoint.run_config_json,
+            "plan": checkpoint.plan_digest.hex(),
+            "states": json.dumps([header_bytes(state).hex() for state in checkpoint.states]),
+            "parameters": json.dumps(checkpoint.parameters),
+            "optimizer": json.dumps(said.tree),
+            "inner": json.dumps([inner.kind, inner.groups]),
+            "position": checkpoint.position.hex(),
+            "inner_steps": str(checkpoint.inner_steps),
+            "tokens": str(checkpoint.tokens),
+        }
+        if isinstance(checkpoint.states, list):
+            checkpoint.states.clear()
+        shapes = {
+            name: torch.empty(len(values), dtype=torch.float32, device="meta")
+            for name, values in self._residuals.items()
+        }
+        self._writing = tensorfile.Writing(self._path, self._agreed | shapes | changing, metadata)
+
+    def put(self, part: Mapping[str, Tensor]) -> None:
+        """Write the values of one of the ``parts``, as they are now."""
+        for name, values in part.items():
+            self._writing.put(name, values)
+
+    def put_agreed(self, fragment: int) -> None:
+        """Write the agreed state and the residual of a fragment, and let them go: nobody's memory is needed
+        after it."""
+        for name in (f"agreed.{fragment}.params", f"agreed.{fragment}.momentum"):
+            if name in self._agreed:
+                self._writing.put(name, self._agreed.pop(name))
+        name = f"residual.{fragment}"
+        values = self._residuals.pop(name, None)
+        for start in range(0, len(values) if values is not None else 0, _PIECE):
+            assert values is not None
+            self._writing.put_piece(name, start, values[start : start + _PIECE])
+
+    def finish(self) -> Path:
+        """Write the rest; returns the file. Then the newest two are kept."""
+        for fragment in range(self._fragments):
+            self.put_agreed(fragment)
+        self._writing.finish()
+        _prune(self._folder, self._path)
+        return self._path
+
+    def give_up(self) -> None:
+        """Leave nothing of it behind."""
+        self._agreed.clear()
+        self._residuals.clear()
+        self._writing.give_up()
+
+
+def parts(checkpoint: Checkpoint, said: tree.Said) -> list[Mapping[str, Tensor]]:
+    """What changes with training, by its name in the file: what stands in one part belongs together."""
+    buffers = [{f"buffer.{name}": values} for name, values in checkpoint.buffers.items()]
+    return [*buffers, *said.tensors]
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write ``checkpoint`` into ``folder`` and keep the newest two; returns the file. Raises as ``Saving``,
+    in one go."""
+    said = tree.say(checkpoint.optimizer)
+    saving = Saving(folder, checkpoint, said)
+    for part in parts(checkpoint, said):
+        saving.put(part)
+    return saving.finish()
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is one, whole or not. Raises ``EnvironmentFault``."""
+    return any(True for _ in _candidates(folder))
+
+
+def set_aside(folder: Path) -> None:
+    """A peer begins anew: no checkpoint in ``folder`` is its own any more. Raises ``EnvironmentFault``."""
+    for path in list(_candidates(folder)):
+        try:
+            path.replace(path.with_suffix(_SET_ASIDE))
+        except OSError as error:
+            problem = f"cannot rename {path}: {error.strerror}; check its permissions"
+            raise EnvironmentFault(problem) from error
+
+
+def load(folder: Path) -> Checkpoint:
+    """The newest whole checkpoint in ``folder``.
+
+    Raises ``ConfigError`` if there is none, ``EnvironmentFault`` if there is none that this machine would
+    read.
+    """
+
+    def build(path: Path, passed_over: tuple[str, ...]) -> Checkpoint:
+        tensors, metadata = tensorfile.read(path, lambda name: True)
+        shared = _shared(tensors, metadata)
+        optimizer_tensors = [
+            tensors[f"optimizer.{index}"] for index in range(len(_of(tensors, "optimizer.")))
+        ]
+        return Checkpoint(
+            run_config_json=metadata["run"],
+            optimizer=tree.unsay(json.loads(metadata["optimizer"]), optimizer_tensors),
+            inner=_inner(metadata),
+            parameters=_parameters(tensors, metadata),
+            residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
+            passed_over=passed_over,
+            **shared,
+        )
+
+    return _newest(folder, build, ", or begin anew (--start-over, start_over=True)")
+
+
+def load_agreed(folder: Path) -> Agreed:
+    """The agreed parameters of the newest whole checkpoint in ``folder``, or of the one file that
+    ``folder`` names.
+
+    Memory: the agreed state only. Raises as ``load``, and ``ConfigError`` if the run's settings are of
+    another version.
+    """
+
+    def build(path: Path, passed_over: tuple[str, ...]) -> Agreed:
+        tensors, metadata = tensorfile.read(path, lambda name: name.startswith(("agreed.", "buffer.")))
+        shared = _shared(tensors, metadata)
+        run = RunConfig.from_canonical_bytes(metadata["run"].encode())
+        return Agreed(run=run, path=path, passed_over=passed_over, **shared)
+
+    return _newest(folder, build)
+
+
+def _shared(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that ``Checkpoint`` and ``Agreed`` share."""
+    if metadata.get("format") not in {_FORMAT, _OLDER}:
+        raise tensorfile.Damaged("not a checkpoint of this version")
+    headers = [bytes.fromhex(header) for header in json.loads(metadata["states"])]
+    return {
+        "states": tuple(
+            state_from_header(header, tensors[f"agreed.{index}.params"], tensors[f"agreed.{index}.momentum"])
+            for index, header in enumerate(headers)
+        ),
+        "plan_digest": bytes.fromhex(metadata["plan"]),
+        "buffers": {plain_name(name): value for name, value in _of(tensors, "buffer.").items()},
+        "position": float.fromhex(metadata["position"]),
+        "inner_steps": int(metadata["inner_steps"]),
+        "tokens": int(metadata["tokens"]),
+    }
+
+
+def _inner(metadata: Mapping[str, str]) -> InnerOptimizer | None:
+    if "inner" not in metadata:
+        return None
+    kind, groups = json.loads(metadata["inner"])
+    owned = (tuple(Owned(name, dtype, tuple(shape)) for name, dtype, shape in group) for group in groups)
+    return InnerOptimizer(kind, tuple(owned))
+
+
+def _parameters(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    if "parameters" in metadata:
+        return tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"]))
+    return tuple((plain_name(name), tuple(value.shape)) for name, value in _of(tensors, "live.").items())
+
+
+def _of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _newest(folder: Path, build: Callable[[Path, tuple[str, ...]], _Loaded], otherwise: str = "") -> _Loaded:
+    """The newest whole checkpoint; ``otherwise``: what else there is to do, in the words of the error."""
+    passed_over: list[str] = []
+    refused: EnvironmentFault | None = None
+    for path in _candidates(folder):
+        try:
+            return build(path, tuple(passed_over))
+        except EnvironmentFault as error:  # a bad sector need not have hit the one before it, too
+            refused = refused or error
+            passed_over.append(f"{path.name}: {error}")
+        except tensorfile.Damaged as error:
+            passed_over.append(f"{path.name}: {error}")
+        except (RemoteProtocolError, ValueError, KeyError, IndexError, TypeError) as error:
+            # The digest was right, so somebody wrote this; it is not ours to read all the same.
+            passed_over.append(f"{path.name}: its content is not a checkpoint ({error})")
+    if refused is not None:
+        raise refused
+    problem = "no checkpoint there"
+    if passed_over:
+        problem = "no whole checkpoint there: " + "; ".join(passed_over)
+    fix = f"give a peer's checkpoint folder, such as runs/peer/checkpoint{otherwise}"
+    raise ConfigError(str(folder), "", f"{problem}; {fix}")
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Newest first."""
+    if folder.is_file():
+        yield folder
+        return
+    try:
+        yield from sorted(folder.glob("state-*.safetensors"), reverse=True)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {folder}: {error.strerror}; check its permissions") from error
+
+
+def _prune(folder: Path, written: Path) -> None:
+    """Keep ``written`` and the newest before it; set aside what claims to be newer, and of what is set aside
+    keep the newest while it is further on than ``written``.
+
+    A file that cannot be removed is left: it costs space, not correctness.
+    """
+    older = []
+    for path in _candidates(folder):
+        if path > written:
+            with contextlib.suppress(OSError):
+                path.replace(path.with_suffix(_SET_ASIDE))
+        elif path < written:
+            older.append(path)
+    aside = sorted(folder.glob(f"state-*{_SET_ASIDE}"), reverse=True)
+    passed = [path for path in aside if path.stem <= written.stem]
+    for path in {*older[_KEPT - 1 :], *aside[1:], *passed}:
+        with contextlib.suppress(OSError):
+            path.unlink()

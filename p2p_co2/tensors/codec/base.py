@@ -1,0 +1,278 @@
+"""What every codec is: fp32 values to bytes and back, block after block.
+
+Laws: the payload is whole blocks of ``block_values`` values, each block self-contained (its codes, then its
+scale if it has one, all little-endian), so a slice at block boundaries is contiguous bytes and decodes alone
+to the same values as within the whole. A decoded value is a table's entry times the scale in fp32, which
+rounds once and alike on every IEEE machine: the same bits on CPU and GPU. Encoding of finite values never
+gives NaN or Inf. Codecs hold no state, so one instance serves all threads.
+
+Price: a payload is padded with zeros to whole blocks, and a scale costs 32 bits for each 128 values (a
+quarter of a bit per value). Blocks whose largest magnitude is below ``SMALLEST`` are sent as zeros, so that
+neither scales nor decoded values are ever subnormal, which some processors round differently.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from p2p_co2.config import CodecName
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.system.memory import Buffer
+from p2p_co2.tensors.codec import passes
+
+BLOCK_VALUES = 128
+SCALE_BYTES = 4
+SMALLEST = 2.0**-110
+"""Blocks with a smaller absolute maximum are zero on the wire."""
+LARGEST = torch.finfo(torch.float32).max
+CHUNK_BLOCKS = 2048
+"""Blocks worked on at once on a CPU: 256 Ki values, 1 MiB of scratch per step, which stays in the cache and
+is large enough to hide what each torch call costs (at 512 blocks encoding is half as fast)."""
+DEVICE_CHUNK_BLOCKS = 1 << 17
+"""The same on any other device: 16 Mi values, so that scratch stays at 64 MiB per step."""
+_NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
+
+
+class Codec(ABC):
+    """Lossy or plain encoding of flat fp32 tensors.
+
+    ``name`` is the codec's name in a run file; ``block_values`` values become ``block_bytes`` bytes.
+    """
+
+    name: CodecName
+    block_values: int = BLOCK_VALUES
+    block_bytes: int
+    in_passes: int | None = None
+    """What ``passes`` calls this codec, if it has it."""
+    _scale_limit_bits = 0
+
+    def blocks(self, numel: int) -> int:
+        """Blocks that hold ``numel`` values."""
+        return -(-numel // self.block_values)
+
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of the payload of ``numel`` values."""
+        return self.blocks(numel) * self.block_bytes
+
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """Encode ``values`` (fp32 [n], any device) into uint8 [blocks(n) * block_bytes] on the same device.
+
+        ``out`` takes the payload if given (same shape, dtype and device, contiguous). Raises ``ValueError``
+        if a value is NaN or Inf (training has diverged), ``LocalProtocolError`` for another dtype or shape.
+        """
+        if values.dtype != torch.float32 or values.dim() != 1:
+            raise LocalProtocolError(
+                f"encode takes a flat fp32 tensor, not {values.dtype} {tuple(values.shape)}"
+            )
+        values = values.detach().contiguous()
+        numel, width = values.numel(), self.block_values
+        if out is None:
+            out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=values.device)
+        must_fit(out, torch.uint8, self.payload_bytes(numel), values.device)
+        rows, whole = out.view(-1, self.block_bytes), numel // width
+        if self._is_passed(values):
+            self._encode_in_one_pass(values, out, whole)
+        else:
+            blocks = values[: whole * width].view(whole, width)
+            for start, stop in _chunks(whole, values.device):
+                self._encode_blocks(blocks[start:stop], rows[start:stop])
+        if whole * width < numel:
+            last = torch.zeros(1, width, dtype=torch.float32, device=values.device)
+            last[0, : numel - whole * width] = values[whole * width :]
+            self._encode_blocks(last, rows[whole:])
+        return out
+
+    def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
+        """Decode ``payload`` (uint8 [k * block_bytes]) into fp32 [k * block_values] on the same device.
+
+        ``out`` takes the values if given. The payload's bytes must have passed ``check`` if a peer sent
+        them. Raises ``RemoteProtocolError`` if it is not whole blocks.
+        """
+        rows = self._rows(payload)
+        if out is None:
+            out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device=payload.device)
+        must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
+        if passes.kernel is not None and self.in_passes is not None and payload.device.type == "cpu":
+            passes.kernel.decode(self.in_passes, rows, out, self._scale_limit_bits, len(rows))
+            return out
+        blocks = out.view(-1, self.block_values)
+        for start, stop in _chunks(len(rows), payload.device):
+            self._decode_blocks(rows[start:stop], blocks[start:stop])
+        return out
+
+    def check(self, payload: Tensor) -> None:
+        """Refuse hostile bytes (uint8 [any]): what passes decodes to finite values only.
+
+        Raises ``RemoteProtocolError`` with reason "wrong size" (not whole blocks) or "not finite" (a scale
+        or value that is NaN, Inf, or a scale that is negative or so large that a value would overflow).
+        """
+        rows = self._rows(payload)
+        for start, stop in _chunks(len(rows), payload.device):
+            if not self._finite(rows[start:stop]):
+                raise RemoteProtocolError(
+                    "not finite", f"in blocks {start} to {stop} of a {self.name} payload"
+                )
+
+    def encode_difference(
+        self, base: Tensor, values: Tensor, rows: Tensor, wanted: Tensor | None = None
+    ) -> tuple[float, float] | None:
+        """Encode ``base - values`` (fp32 [n] each, on a CPU) and measure what that loses, in one pass: None,
+        and nothing done, where there is none for this codec.
+
+        ``wanted`` (fp32 [n]) takes what was encoded. Returns ``||wanted - decoded||**2`` and
+        ``||wanted||**2``. Raises ``ValueError`` as ``encode``.
+        """
+        if passes.kernel is None or self.in_passes is None or not self._is_passed(base, values):
+            return None
+        whole = len(values) // self.block_values
+        done = passes.kernel.encode(self.in_passes, base, values, wanted, rows, self._scale_limit_bits, whole)
+        if done.blocks < whole:
+            raise ValueError(_NOT_FINITE)
+        at = whole * self.block_values
+        if at == len(values):
+            return done.lost, done.energy
+        last = base[at:] - values[at:]
+        if wanted is not None:
+            wanted[at:] = last
+        row = rows[whole * self.block_bytes :]
+        difference = (last - self.decode(self.encode(last, row))[: len(last)]).double()
+        return (
+            done.lost + float(difference.dot(difference)),
+            done.energy + float(last.double().dot(last.double())),
+        )
+
+    def decode_sound(self, payload: Buffer, values: Tensor) -> bool:
+        """Decode what a peer sent into ``values`` (fp32 [n], on a CPU) in one pass. False, with ``values``
+        spoilt, if that cannot be: there is no such pass, the size is another, or a value is not finite."""
+        whole, left = divmod(len(values), self.block_values)
+        if passes.kernel is None or self.in_passes is None or not self._is_passed(values):
+            return False
+        if len(payload) != self.payload_bytes(len(values)):
+            return False
+        sound = passes.kernel.decode(self.in_passes, payload, values, self._scale_limit_bits, whole)
+        if left:
+            last, row = (
+                torch.empty(self.block_values, dtype=torch.float32, device="cpu"),
+                memoryview(payload)[whole * self.block_bytes :],
+            )
+            sound += passes.kernel.decode(self.in_passes, row, last, self._scale_limit_bits, 1)
+            values[-left:] = last[:left]
+        return sound == self.blocks(len(values))
+
+    def mean(
+        self, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor
+    ) -> int | None:
+        """Encode the sum of ``shares[i] * slices[i]``, added in this order, in one pass; None, and nothing
+        done, where there is none for this codec. Returns the first slice found that is not finite, or -1."""
+        if passes.kernel is None or self.in_passes is None:
+            return None
+        return passes.kernel.mean(self.in_passes, slices, shares, blocks, rows, self._scale_limit_bits)
+
+    def _is_passed(self, *tensors: Tensor) -> bool:
+        """Whether ``passes`` does these."""
+        return (
+            passes.kernel is not None
+            and self.in_passes is not None
+            and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        )
+
+    def _encode_in_one_pass(self, values: Tensor, out: Tensor, blocks: int) -> None:
+        assert passes.kernel is not None
+        assert self.in_passes is not None
+        if passes.kernel.encode_plainly(self.in_passes, values, out, self._scale_limit_bits, blocks) < blocks:
+            raise ValueError(_NOT_FINITE)
+
+    @abstractmethod
+    def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
+        """Encode fp32 [b, block_values] into uint8 [b, block_bytes]; raises ``ValueError`` if not finite."""
+
+    @abstractmethod
+    def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
+        """Decode uint8 [b, block_bytes] into fp32 [b, block_values]."""
+
+    @abstractmethod
+    def _finite(self, rows: Tensor) -> bool:
+        """Whether uint8 [b, block_bytes] decodes to finite values only."""
+
+    def _rows(self, payload: Tensor) -> Tensor:
+        if payload.dtype != torch.uint8 or payload.dim() != 1:
+            raise LocalProtocolError(
+                f"a payload is a flat uint8 tensor, not {payload.dtype} {tuple(payload.shape)}"
+            )
+        if payload.numel() % self.block_bytes:
+            raise RemoteProtocolError(
+                "wrong size",
+                f"{payload.numel()} bytes are not whole {self.name} blocks of {self.block_bytes}",
+            )
+        payload = payload.contiguous()
+        if payload.storage_offset() % SCALE_BYTES:
+            payload = payload.clone()  # a view as another dtype must start at a multiple of its size
+        return payload.view(-1, self.block_bytes)
+
+
+class ScaledCodec(Codec):
+    """A codec whose blocks are ``code_bits`` per value and then a scale in fp32.
+
+    ``largest_code`` is the largest magnitude in the decoding table: a scale may be at most ``LARGEST /
+    largest_code``, which keeps every decoded value finite, whatever the codes.
+    """
+
+    code_bits: int
+    largest_code: float
+
+    def __init__(self) -> None:
+        self.block_bytes = SCALE_BYTES + self.block_values * self.code_bits // 8
+        limit = torch.tensor(LARGEST / self.largest_code, dtype=torch.float64, device="cpu").float()
+        if limit.double() * self.largest_code > LARGEST:
+            limit = torch.nextafter(limit, torch.zeros((), dtype=torch.float32, device="cpu"))
+        self.scale_limit = limit.item()
+        self._scale_limit_bits = int(limit.view(torch.int32))
+
+    def _finite(self, rows: Tensor) -> bool:
+        # As integers, non-negative finite floats keep their order, and everything else is outside of it.
+        least, most = torch.aminmax(self._scales(rows).view(torch.int32))
+        return int(least) >= 0 and int(most) <= self._scale_limit_bits
+
+    def _codes(self, rows: Tensor) -> Tensor:
+        """The codes of uint8 [b, block_bytes], a view of it."""
+        return rows[:, :-SCALE_BYTES]
+
+    def _scales(self, rows: Tensor) -> Tensor:
+        """The scales of uint8 [b, block_bytes] as fp32 [b, 1]."""
+        return rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+
+    def _write_scales(self, rows: Tensor, scale: Tensor) -> None:
+        """Write fp32 [b, 1] as the last bytes of each row."""
+        rows[:, -SCALE_BYTES:].copy_(scale.view(torch.uint8))
+
+
+def absmax(values: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """The largest magnitude of each row of fp32 [b, n] as fp32 [b, 1].
+
+    ``scratch`` (same shape) is overwritten. Raises ``ValueError`` if a value is NaN or Inf: the maximum
+    carries both.
+    """
+    most = torch.abs(values, out=scratch).amax(dim=1, keepdim=True)
+    if not bool(torch.isfinite(most).all()):
+        raise ValueError(_NOT_FINITE)
+    return most
+
+
+def _chunks(blocks: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    step = CHUNK_BLOCKS if device.type == "cpu" else DEVICE_CHUNK_BLOCKS
+    for start in range(0, blocks, step):
+        yield start, min(start + step, blocks)
+
+
+def must_fit(out: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+    """Raise ``LocalProtocolError`` unless ``out`` is contiguous, of this dtype and device, and [numel]."""
+    fits = out.dtype == dtype and out.shape == (numel,) and out.device == device and out.is_contiguous()
+    if not fits:
+        raise LocalProtocolError(
+            f"out must be contiguous {dtype} [{numel}] on {device}, "
+            f"not {out.dtype} {tuple(out.shape)} on {out.device}"
+        )

@@ -1,0 +1,113 @@
+"""Four bits per value in plain torch operations: what int4 and e3m0 share, and e3m0.
+
+``e3m0`` (Streaming DiLoCo, arXiv 2501.18512: sign, three exponent bits, no mantissa): scale = absmax / 16 per
+block, magnitudes 0, 1/4, 1/2, 1, 2, 4, 8, 16 scales, rounded to nearest. ``int4`` has a file of its own.
+
+A decoded value is a small integer times the scale: exact but for the one rounding of that product, so alike
+on every device. On a CPU one kernel of our own does it (``native``). Elsewhere, and where that was not built,
+two bytes are looked up at once, in a table of 65536 times four 8-bit integers, which are turned into fp32 and
+multiplied by the scales.
+
+Law: encoding what was decoded gives the same bytes. For e3m0 this is plain, since its scales divide by a
+power of two.
+
+Price: about ten passes of elementwise work over a chunk that fits the cache to encode (int4: one, see
+``passes``). Decoding without the kernel takes four, which makes it five times slower. The table is 256 KiB.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from p2p_co2.tensors.codec import native
+from p2p_co2.tensors.codec.base import SMALLEST, ScaledCodec, absmax, must_fit
+
+
+class FourBitCodec(ScaledCodec):
+    """Two values in each byte, the first in the low nibble.
+
+    ``steps_of_codes``: the 16 decoded values in units of ``scale * unit``, integers of 8 bits; ``unit`` is a
+    power of two. ``half_scales``: whether scales are fp16. ``zero`` is added to each value: 0.0 where there
+    must be no negative zeros.
+    """
+
+    code_bits = 4
+    steps_of_codes: tuple[int, ...]
+    unit = 1.0
+    half_scales = False
+    zero = -0.0
+
+    def __init__(self) -> None:
+        self.largest_code = max(map(abs, self.steps_of_codes)) * self.unit
+        self._levels = torch.tensor(self.steps_of_codes, dtype=torch.float32, device="cpu")
+        super().__init__()
+
+    def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
+        if payload.device.type != "cpu" or native.kernel is None:
+            return super().decode(payload, out)
+        rows = self._rows(payload)
+        if out is None:
+            out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device="cpu")
+        must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
+        native.kernel.decode(
+            rows, self.half_scales, self.unit, self._levels, self.zero, out, native.kernel.vectors
+        )
+        return out
+
+    def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
+        words = rows.view(torch.uint16)[:, : self.block_values // 4]
+        quads = torch.empty(words.shape, dtype=torch.int32, device=rows.device).copy_(words)
+        table = _quad_table(self.steps_of_codes, rows.device)
+        steps = torch.index_select(table, 0, quads.view(-1)).view(torch.int8)
+        values.copy_(steps.view(values.shape)).mul_(self._scales(rows) * self.unit)
+
+    def _pack(self, codes: Tensor, rows: Tensor) -> None:
+        """Pack uint8 codes [b, block_values], each below 16, into ``rows``: first value in the low nibble."""
+        words = codes.view(torch.int16)  # first code + 256 * second code
+        packed = torch.bitwise_right_shift(words, 4).bitwise_or_(words)  # low byte: first + 16 * second
+        self._codes(rows).copy_(packed)
+
+
+class E3M0(FourBitCodec):
+    """Sign (bit 3) and the magnitudes 0 and 2**-2 .. 2**4 (bits 0..2), scale absmax / 16. The code 8 is never
+    written; it decodes as 0.
+
+    Rounding works on the bits of ``values / absmax``. Between two powers of two the arithmetic midpoint is
+    1.5 times the lower one, where the top bit of the mantissa changes; so the exponent with that one bit
+    (``half_exponents``) decides the code. Only the step from 0 is different: its midpoint, 1/8, is a power
+    of two itself.
+    """
+
+    name = "e3m0"
+    steps_of_codes = (0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64)
+    unit = 0.25
+
+    def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
+        scratch = torch.empty_like(values)
+        most = absmax(values, scratch)
+        most.masked_fill_(most < SMALLEST, 0.0)
+        self._write_scales(rows, most / 16.0)
+        bits = torch.div(values, most.masked_fill(most == 0.0, 1.0), out=scratch).view(torch.int32)
+        shifted = torch.empty_like(bits)
+        codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+        # |value / absmax| <= 1 has an exponent of at most 127: twice it, and the mantissa bit, fit one byte.
+        half_exponents = codes.copy_(torch.bitwise_right_shift(bits, 22, out=shifted))
+        steps = half_exponents.clamp_min_(239).sub_(239)  # 1 is 1/8 of a scale, 15 is 16 scales
+        magnitudes = torch.bitwise_right_shift(steps, 1)  # right but for steps == 1, which rounds up to 1/4
+        torch.maximum(magnitudes, steps.clamp_max_(1), out=magnitudes)
+        signs = codes.copy_(torch.bitwise_right_shift(bits, 28, out=shifted)).bitwise_and_(8)
+        signs.mul_(magnitudes.clamp_max(1))  # zero has no sign
+        self._pack(magnitudes.bitwise_or_(signs), rows)
+
+
+@cache
+def _quad_table(steps: tuple[int, ...], device: torch.device) -> Tensor:
+    """For each two bytes, first byte low, the steps of their four values in order, as one int32: [65536] on
+    ``device``."""
+    table = torch.tensor(steps, dtype=torch.int8, device="cpu")
+    word = torch.arange(1 << 16, dtype=torch.int64, device="cpu")
+    quads = torch.stack([table[word >> shift & 15] for shift in (0, 4, 8, 12)], dim=1)
+    return quads.view(torch.int32).view(-1).to(device)

@@ -1,0 +1,199 @@
+"""One pass over values where torch's operations need many (``passes.c``): fp16, int8 and int4, the weighted
+mean, the outer step.
+
+What a round costs on a CPU is passes over memory: in torch an int8 encode with the report of its error is
+fifteen of them, a mean of four slices eighteen. And each of torch's operations takes the interpreter's lock
+anew, for which it waits while another thread has it; a call here takes it once.
+
+Law: the same bits as the torch operations that it stands for, in everything that peers agree on or send (the
+figures for people, energies and errors, are summed in another order). So a peer without a compiler, or with
+another processor, agrees with all others: ``kernel`` is None there, and callers go torch's way.
+
+Price: AVX2 and F16C, x86-64 only; what else there is goes torch's way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from p2p_co2.system.memory import Buffer
+from p2p_co2.tensors.codec.native import libraries
+
+FP16, INT8, INT4 = 0, 1, 2
+MOST_SQUARES = 1 << 26
+"""Of that many integers of 18 bits the sum of squares fits 64 bits, whatever the vectors."""
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
+
+
+class Encoded(NamedTuple):
+    """``blocks`` done: fewer than asked for if the next one is not finite. ``lost`` and ``energy``: squares
+    of what the codec lost, and of what it was given."""
+
+    blocks: int
+    lost: float
+    energy: float
+
+
+class Changed(NamedTuple):
+    """What an outer step says of the new momentum and of the change that the parameters lose."""
+
+    clipped: int
+    """Momentum values that were clipped."""
+    energy: float
+    """About the sum of the squares of the new momentum: for people, not for the maths."""
+    largest_change: float
+
+
+class _Step(ctypes.Structure):
+    """``struct step`` of passes.c."""
+
+    _fields_ = [
+        ("beta", ctypes.c_float), ("inverse", ctypes.c_float), ("lr", ctypes.c_float),
+        ("nesterov", ctypes.c_int), ("bound", ctypes.c_double),
+        ("clipped", ctypes.c_int64), ("energy", ctypes.c_double),
+    ]  # fmt: skip
+
+
+class Passes:
+    """Tensors are contiguous, on the CPU and of the size that is said; nothing is checked here."""
+
+    def __init__(self, library: Path) -> None:
+        """Raises ``OSError`` if the library does not load, the processor cannot run it, or it was built of
+        another version's source, ``AttributeError`` if it is another one."""
+        native = ctypes.CDLL(str(library))
+        if native.codecs_in_passes() != INT4 + 1:
+            raise OSError("this processor has no AVX2 or no F16C, or the library is of another version")
+        number, whole, bits = ctypes.c_float, ctypes.c_int, ctypes.c_int32
+        self._encode = _function(
+            native.encode_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits, _POINTER
+        )
+        self._decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
+        self._mean = _function(
+            native.mean_of_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, bits
+        )
+        self._largest = _function(native.largest_bits, bits, _POINTER, _SIZE)
+        self._halve = _function(native.halve, None, _POINTER, _SIZE, number, _POINTER)
+        self._squares = _function(native.whole_square_sum, ctypes.c_int64, _POINTER, _SIZE, number)
+        self._change = _function(
+            native.change_of, bits, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER
+        )
+        self._take = _function(native.take_change, bits, _POINTER, _POINTER, _SIZE, number, _POINTER)
+
+    # ---- codecs; ``limit_bits``: int8's largest scale as the bits of an fp32, unused by the others
+
+    def encode(
+        self, codec: int, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor,
+        limit_bits: int, blocks: int,
+    ) -> Encoded:  # fmt: skip
+        """Encode ``base - values`` (``values`` without a base), fp32 [blocks * 128], into ``rows``, uint8;
+        ``wanted`` takes what was encoded."""
+        sums = (ctypes.c_double * 2)()
+        done = self._encode(
+            codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
+            None if wanted is None else wanted.data_ptr(), rows.data_ptr(), limit_bits, sums,
+        )  # fmt: skip
+        return Encoded(done, sums[0], sums[1])
+
+    def encode_plainly(self, codec: int, values: Tensor, rows: Tensor, limit_bits: int, blocks: int) -> int:
+        """``encode`` of ``values`` alone, without the sums: the number of blocks done."""
+        done: int = self._encode(
+            codec, None, values.data_ptr(), blocks, None, rows.data_ptr(), limit_bits, None
+        )
+        return done
+
+    def decode(
+        self, codec: int, payload: Buffer | Tensor, values: Tensor, limit_bits: int, blocks: int
+    ) -> int:
+        """Decode whole blocks into ``values``, fp32; how many of them hold only finite values."""
+        sound: int = self._decode(codec, _address(payload), blocks, values.data_ptr(), limit_bits)
+        return sound
+
+    def mean(
+        self, codec: int, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor,
+        limit_bits: int,
+    ) -> int:  # fmt: skip
+        """Encode the sum of ``shares[i] * slices[i]``, added in this order, into ``rows``. Returns -1, or the
+        first slice found that is not finite; ``rows`` is spoilt then."""
+        count = len(slices)
+        places = (_POINTER * count)(*map(_address, slices))
+        factors = (ctypes.c_float * count)(*shares)
+        found: int = self._mean(codec, places, factors, count, blocks, rows.data_ptr(), limit_bits)
+        return found
+
+    # ---- fp32 values, [n]
+
+    def magnitude(self, values: Tensor) -> float:
+        """The largest magnitude; inf if any value is not finite, 0 for no values."""
+        return _magnitude(self._largest(values.data_ptr(), values.numel()))
+
+    def halve(self, values: Tensor, factor: float, halves: Tensor) -> None:
+        """``values * factor`` as fp16."""
+        self._halve(values.data_ptr(), values.numel(), factor, halves.data_ptr())
+
+    def square_sum(self, values: Tensor, scale: float) -> int:
+        """The sum of the squares of ``round(values * scale)``, exact if those are at most 2^18."""
+        pieces = torch.split(values, MOST_SQUARES)
+        return sum(self._squares(piece.data_ptr(), piece.numel(), scale) for piece in pieces)
+
+    def change_of(
+        self, old: Tensor, mean: Tensor, momentum: Tensor, change: Tensor, *, beta: float, inverse: float,
+        lr: float, nesterov: bool, bound: float, piece: int,
+    ) -> Changed:  # fmt: skip
+        """``outer.stepping.change_of`` in one call."""
+        it = _Step(beta, inverse, lr, nesterov, bound, 0, 0.0)
+        largest = self._change(
+            ctypes.byref(it), old.data_ptr(), mean.data_ptr(), mean.numel(), piece,
+            momentum.data_ptr(), change.data_ptr(),
+        )  # fmt: skip
+        return Changed(it.clipped, it.energy, _magnitude(largest))
+
+    def take_change_(self, change: Tensor, params: Tensor, scale: float) -> tuple[int, float]:
+        """Turn ``change`` into ``params - change``: ``square_sum`` of the change, and the largest new
+        magnitude."""
+        total, largest, sum_here = 0, 0, ctypes.c_int64()
+        for start in range(0, change.numel(), MOST_SQUARES):
+            here, old = change[start : start + MOST_SQUARES], params[start : start + MOST_SQUARES]
+            bits = self._take(here.data_ptr(), old.data_ptr(), here.numel(), scale, ctypes.byref(sum_here))
+            total, largest = total + sum_here.value, max(largest, bits)
+        return total, _magnitude(largest)
+
+
+def _function(
+    function: ctypes._NamedFuncPointer, result: type | None, *arguments: type
+) -> ctypes._NamedFuncPointer:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def _magnitude(bits: int) -> float:
+    value: float = struct.unpack("=f", struct.pack("=i", bits))[0]
+    return value if math.isfinite(value) else math.inf
+
+
+def _address(data: Buffer | Tensor) -> int:
+    """Where bytes lie, also those that may not be written to."""
+    if isinstance(data, Tensor):
+        return data.data_ptr()
+    return int(np.frombuffer(data, np.uint8).ctypes.data) if len(data) else 0
+
+
+def load() -> Passes | None:
+    """The passes of this installation, ``None`` if they were not built or do not fit this machine."""
+    for library in libraries():
+        try:
+            return Passes(library)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+kernel = load()
