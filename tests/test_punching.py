@@ -46,9 +46,6 @@ LIBERAL = "netfilter/nf_conntrack_tcp_be_liberal"
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.skipif(bool(KERNEL.problem), reason=f"no network namespaces here: {KERNEL.problem}"),
-    pytest.mark.skipif(
-        not (KERNEL.tun or KERNEL.netem), reason="neither /dev/net/tun nor netem: nothing delays packets"
-    ),
     pytest.mark.skipif(not KERNEL.masquerade, reason="neither nft nor iptables makes a router here"),
 ]
 LINE = replace(PROFILES["fibre"], latency_ms=5.0, jitter_ms=0.0, loss=0.0)

@@ -34,9 +34,6 @@ KERNEL = netns.examine()
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.skipif(bool(KERNEL.problem), reason=f"no network namespaces here: {KERNEL.problem}"),
-    pytest.mark.skipif(
-        not (KERNEL.tun or KERNEL.netem), reason="neither /dev/net/tun nor netem: nothing delays packets"
-    ),
 ]
 needs_router = pytest.mark.skipif(
     not KERNEL.masquerade, reason="neither nft nor iptables makes a router here"
@@ -103,12 +100,9 @@ def transfer(sender: Machine, receiver: Machine, data: bytes) -> tuple[bytes, fl
         return bytes(got), time.monotonic() - began_at
 
 
-@pytest.mark.parametrize("kernel", [KERNEL, replace(KERNEL, shaper="", netem=False)], ids=["kernel", "own"])
-def test_a_line_has_its_delay_rate_and_loss_and_loses_no_byte(tmp_path: Path, kernel: netns.Kernel) -> None:
-    if not kernel.shaper and not kernel.tun:
-        pytest.skip("no /dev/net/tun")
+def test_a_line_has_its_delay_rate_and_loss_and_loses_no_byte(tmp_path: Path) -> None:
     line = replace(OPEN_DSL, jitter_ms=0.0, loss=0.02)
-    with Internet(kernel, tmp_path, seed=5) as internet:
+    with Internet(KERNEL, tmp_path, seed=5) as internet:
         a, b = internet.add("a", line), internet.add("b", line)
         internet.start()
         round_trip_s = internet.round_trip_s("a", "b")
@@ -121,11 +115,9 @@ def test_a_line_has_its_delay_rate_and_loss_and_loses_no_byte(tmp_path: Path, ke
         up, _ = internet.traffic_bytes()["a"]
         assert len(data) < up < 1.5 * len(data)
     assert namespaces() == []
-    if internet.delay_by == "forwarder":
-        assert 0 < internet.forwarded["lost"] < 0.1 * internet.forwarded["packets"]
+    assert 0 < internet.forwarded["lost"] < 0.1 * internet.forwarded["packets"]
 
 
-@pytest.mark.skipif(KERNEL.netem, reason="netem loses packets, not segments: here the kernel keeps its sizes")
 def test_many_connections_on_a_fast_line_share_large_packets_and_lose_single_segments(tmp_path: Path) -> None:
     line = replace(PROFILES["transatlantic"], latency_ms=10.0, jitter_ms=0.0, loss=0.005)
     with Internet(KERNEL, tmp_path, seed=5) as internet:
