@@ -32,6 +32,11 @@ class ConfigError(P2PCo2Error):
         self.where, self.key, self.problem = where, key, problem
         super().__init__(f"{where}: {key}: {problem}" if key else f"{where}: {problem}")
 
+    @classmethod
+    def of_option(cls, option: str, problem: str) -> ConfigError:
+        """What is wrong with an option such as ``--peers``."""
+        return cls("command line", option, problem)
+
 
 class TicketError(P2PCo2Error):
     """The ticket is damaged, of another version, or for another run."""

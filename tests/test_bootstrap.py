@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bootstrap import seed
 from bootstrap.local_swarm import LocalSwarm, environment
-from bootstrap.seed import SeedOptions, how_to_join, serve_run
+from bootstrap.seed import Seed, SeedOptions, how_to_join, serve_run
+from bootstrap.stage import exit_status_of
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.discovery import Discovery
@@ -174,9 +174,7 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
     said: list[str] = []
     options = SeedOptions(folder=tmp_path, host="127.0.0.1")
     others = set(processes_below(os.getpid()))
-    serving = asyncio.create_task(
-        seed._serve(seed._Seed(options, identity, run, run.digest(), identity.peer_id), said.append)
-    )
+    serving = asyncio.create_task(Seed(options, run, None, said.append).serve())
     try:
         async with open_peer("libp2p", tmp_path / "peer", run=run.digest()) as peer:
             p2p = peer.carrier._p2p  # type: ignore[attr-defined]
@@ -206,3 +204,31 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
 )
 def test_a_seed_says_how_its_run_is_joined(recipe: str, words: str) -> None:
     assert words in how_to_join(recipe)
+
+
+@pytest.mark.parametrize(("reasons", "status"), [([], 0), (["the loss did not fall"], 1)])
+def test_reasons_are_told_and_make_it_a_failure(
+    reasons: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status_of(lambda: reasons, "stopped") == status
+    assert capsys.readouterr().err == "".join(f"error: {reason}\n" for reason in reasons)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_is_stopped_cleans_up_and_says_so(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned: list[bool] = []
+
+    def run() -> list[str]:
+        try:
+            os.kill(os.getpid(), number)
+            return ["it went on"]
+        finally:
+            cleaned.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert exit_status_of(run, "stopped; nothing is left") == 130
+    assert capsys.readouterr().err == "stopped; nothing is left\n"
+    assert cleaned == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
