@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bootstrap.plan import PlanOptions, run_plan
-from bootstrap.plan.command import as_table, make_plan
+from bootstrap.plan import PlanOptions, as_table, make_plan, run_plan
 from bootstrap.plan.links import GivenLink, read_links
 from bootstrap.plan.picture import jobs_of
 from bootstrap.plan.report import WHY, print_plan, seconds, size
