@@ -17,9 +17,9 @@ import torch
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe
-from peers.doctor import machine, needs
+from peers.doctor import machine
 from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, Role, State, line_of
-from peers.doctor.nat import NatKind, Sight, connections, nat_finding, nat_kind
+from peers.doctor.network import NatKind, Sight, connections, nat_finding, nat_kind
 
 ROOT = Path(__file__).resolve().parent.parent
 OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
@@ -300,8 +300,8 @@ def test_addresses_of_the_kernels_tables(tmp_path: Path) -> None:
 def test_the_built_in_model_is_counted_without_making_it() -> None:
     run = RunConfig(recipe_options={"layers": 2, "width": 32, "batch": 3})
     model = load_recipe("byte-gpt", run.recipe_options, 0).model
-    assert needs.parameters_of(run) == sum(parameter.numel() for parameter in model.parameters())
-    assert needs.parameters_of(RunConfig(recipe="file.py:make")) is None
+    assert machine.parameters_of(run) == sum(parameter.numel() for parameter in model.parameters())
+    assert machine.parameters_of(RunConfig(recipe="file.py:make")) is None
 
 
 ENORMOUS: dict[str, str | int | float | bool] = {"layers": 1, "width": 1 << 20, "heads": 2}  # 500 TB
@@ -316,15 +316,15 @@ def test_a_runs_needs_in_each_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (RunConfig(clock={"round_s": 0.1}), 1e12, {"run's link": LIMITED}),  # type: ignore[arg-type]
         (RunConfig(recipe="file.py:make"), 1e12, {"this run": UNKNOWN}),
     ):
-        monkeypatch.setattr(needs, "available_memory_bytes", lambda available=available: available)
-        found = {f.name: f.state for f in needs.look_at_needs(run, config, 3, link)}
+        monkeypatch.setattr(machine, "available_memory_bytes", lambda available=available: available)
+        found = {f.name: f.state for f in machine.look_at_needs(run, config, 3, link)}
         assert states.items() <= found.items()
-    assert "run's link" not in {f.name for f in needs.look_at_needs(RunConfig(), config, 3, MeasuredLink())}
+    assert "run's link" not in {f.name for f in machine.look_at_needs(RunConfig(), config, 3, MeasuredLink())}
 
 
 @pytest.mark.parametrize(("floor_s", "state"), [(10.0, OK), (55.0, LIMITED), (70.0, LIMITED)])
 def test_a_link_against_the_round(floor_s: float, state: State) -> None:
-    assert needs.check_link(floor_s, 60.0).state == state
+    assert machine.check_link(floor_s, 60.0).state == state
 
 
 # ---- the command

@@ -24,7 +24,6 @@ from bootstrap.internet import Internet
 from bootstrap.local_swarm import LocalSwarm, environment
 from bootstrap.plan.links import GivenLink, read_links
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.probe import ProbeServer
@@ -33,10 +32,16 @@ from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.process import program
 from p2p_co2.ticket import Ticket
-from peers.doctor import names, network
+from peers.doctor import network
 from peers.doctor.findings import State
-from peers.doctor.network import Outcome, clock_finding, look_at_network, round_trips_finding
-from peers.doctor.seen import rate_finding, together
+from peers.doctor.network import (
+    Outcome,
+    clock_finding,
+    look_at_network,
+    rate_finding,
+    round_trips_finding,
+    together,
+)
 
 RUN = RunConfig(recipe_digest="00" * 32)
 OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
@@ -91,20 +96,20 @@ def test_round_trips() -> None:
 )
 def test_routes(tmp_path: Path, lines: str, state: State) -> None:
     (tmp_path / "route").write_text(lines)
-    assert names.check_route((tmp_path / "route", tmp_path / "none")).state == state
+    assert network.check_route((tmp_path / "route", tmp_path / "none")).state == state
 
 
 async def test_names_that_are_there_and_that_are_not() -> None:
     by_name = ("/dns/localhost/tcp/1/p2p/12D3KooW",)
-    assert (await names.check_names(("/ip4/192.0.2.1/tcp/1/p2p/12D3KooW",), "")).state == OK
-    assert (await names.check_names(by_name, "127.0.0.1")).state == OK
+    assert (await network.check_names(("/ip4/192.0.2.1/tcp/1/p2p/12D3KooW",), "")).state == OK
+    assert (await network.check_names(by_name, "127.0.0.1")).state == OK
 
     async def lost(name: str) -> object:
         raise socket.gaierror(-2, "Name or service not known")
 
-    assert (await names.check_names(by_name, "", lost)).state == CANNOT
-    assert (await names.check_names((*by_name, "/ip4/192.0.2.1/tcp/1/p2p/x"), "", lost)).state == LIMITED
-    announced = await names.check_names((), "my.host.example", lost)
+    assert (await network.check_names(by_name, "", lost)).state == CANNOT
+    assert (await network.check_names((*by_name, "/ip4/192.0.2.1/tcp/1/p2p/x"), "", lost)).state == LIMITED
+    announced = await network.check_names((), "my.host.example", lost)
     assert (announced.state, "--announce-host" in announced.advice) == (CANNOT, True)
 
 
@@ -268,10 +273,10 @@ def test_the_command_against_a_seed_process_feeds_the_planner(tmp_path: Path) ->
 def kernel() -> netns.Kernel:
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    try:
-        return netns.examine()
-    except EnvironmentFault as error:
-        pytest.skip(f"no network namespaces here: {error}")
+    kernel = netns.examine()
+    if kernel.problem:
+        pytest.skip(f"no network namespaces here: {kernel.problem}")
+    return kernel
 
 
 def line(nat: str, up_bits_per_s: int = 20_000_000) -> LinkProfile:

@@ -3,7 +3,7 @@
 The arithmetic is ``p2p_co2.planning``'s; here the figures are gathered (``plan``: the model is built, its
 inner step measured, links are read) and shown (``report``, ``picture``). Nothing is published, dialled or
 written but the picture that was asked for; every figure that was measured, given or assumed is said to be
-so. """
+so."""
 
 from __future__ import annotations
 

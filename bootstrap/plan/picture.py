@@ -2,7 +2,7 @@
 
 The curves are those of ``planning.simulator`` (no latency, no loss), so they compare methods; what is
 expected on the plan's link is in its table. Colours are Okabe and Ito's (2008), told apart by colour-blind
-readers. """
+readers."""
 
 from __future__ import annotations
 

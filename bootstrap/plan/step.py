@@ -1,7 +1,7 @@
 """The model of a run file on this machine: its fragments counted, its inner step measured.
 
 Measured is what a peer does between two steps of the swarm (loss, backward, optimizer), on real batches of
-the recipe, for some seconds; the first steps, which allocate, are thrown away. """
+the recipe, for some seconds; the first steps, which allocate, are thrown away."""
 
 from __future__ import annotations
 
