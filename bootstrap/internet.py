@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from bootstrap import forwarder, netns
 from bootstrap.local_swarm import environment
@@ -100,9 +99,7 @@ class Internet:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def add(self, name: str, profile: LinkProfile) -> Machine:
@@ -111,9 +108,7 @@ class Internet:
             raise EnvironmentFault(f"at most {MAX_MACHINES} machines in one rehearsal")
         hidden = profile.nat != "open"
         if hidden and not self._kernel.masquerade:
-            raise EnvironmentFault(
-                "neither nft nor iptables can make a router here; install nftables, or give --nat open"
-            )
+            raise EnvironmentFault("nft cannot make a router here; install nftables, or give --nat open")
         router_address = self._address()
         address = _LAN_ADDRESS if hidden else self._address()
         machine = self.machines[name] = Machine(
@@ -128,7 +123,7 @@ class Internet:
         self._wire(machine, router_address)
         if hidden:
             is_symmetric = profile.nat == "symmetric"
-            netns.masquerade(machine.router, self._kernel.masquerade, "wan0", symmetric=is_symmetric)
+            netns.masquerade(machine.router, "wan0", symmetric=is_symmetric)
         return machine
 
     def start(self) -> None:

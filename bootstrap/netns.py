@@ -19,11 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from p2p_co2.errors import EnvironmentFault
 
-Masquerade = Literal["nft", "iptables", ""]
 _PREFIX = "p2pco2"
 _OURS = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-\S+")
 _MOUNTED = Path("/run/netns")
@@ -35,10 +34,10 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True)
 class Kernel:
     """What this machine lets us emulate. ``problem``: why there are no lines, "" if there are.
-    ``masquerade``: the program that makes a router hide what is behind it."""
+    ``masquerade``: whether nft can make a router that hides what is behind it."""
 
     problem: str = ""
-    masquerade: Masquerade = ""
+    masquerade: bool = False
 
 
 def examine() -> Kernel:
@@ -55,8 +54,7 @@ def examine() -> Kernel:
         return Kernel(str(error))
     try:
         ip(trial, "link add trial0 type veth peer name trial1")
-        routers: tuple[Masquerade, ...] = ("nft", "iptables")
-        return Kernel("", next((program for program in routers if _masquerades(trial, program)), ""))
+        return Kernel("", _masquerades(trial))
     except EnvironmentFault as error:
         return Kernel(f"this kernel has no pairs of virtual devices ({error})")
     finally:
@@ -143,25 +141,14 @@ def set_kernel_options(namespace: str, options: dict[str, str]) -> None:
     call_inside(namespace, write)
 
 
-def masquerade(router: str, program: str, outside: str, symmetric: bool) -> None:
+def masquerade(router: str, outside: str, symmetric: bool) -> None:
     """Make ``router`` hide what is behind it, and drop what was not asked for.
 
     ``outside``: its device towards the internet. Cone routers keep the port that the machine behind them
     chose; ``symmetric`` ones draw another for each connection. Raises ``EnvironmentFault``.
     """
-    if program == "nft":
-        chosen = "masquerade fully-random" if symmetric else "masquerade"
-        _run(inside(router, ["nft", "-f", "-"]), _NFT_RULES.format(outside=outside, how=chosen))
-        return
-    unasked = ["-m", "conntrack", "--ctstate", "NEW,INVALID", "-j", "DROP"]
-    masked = ["-o", outside, "-j", "MASQUERADE", *(["--random-fully"] if symmetric else [])]
-    for rule in (
-        ["-t", "nat", "-A", "POSTROUTING", *masked],
-        ["-A", "FORWARD", "-i", outside, *unasked],
-        ["-A", "INPUT", "-i", outside, "-p", "tcp", *unasked],
-        ["-A", "INPUT", "-i", outside, "-p", "udp", *unasked],
-    ):
-        _run(inside(router, ["iptables", "-w", *rule]))
+    chosen = "masquerade fully-random" if symmetric else "masquerade"
+    _run(inside(router, ["nft", "-f", "-"]), _NFT_RULES.format(outside=outside, how=chosen))
 
 
 _NFT_RULES = """
@@ -176,9 +163,9 @@ table ip p2pco2 {{
 """
 
 
-def _masquerades(trial: str, program: str) -> bool:
+def _masquerades(trial: str) -> bool:
     try:
-        masquerade(trial, program, "trial0", symmetric=False)
+        masquerade(trial, "trial0", symmetric=False)
     except EnvironmentFault:
         return False
     return True

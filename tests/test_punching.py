@@ -46,7 +46,7 @@ LIBERAL = "netfilter/nf_conntrack_tcp_be_liberal"
 pytestmark = [
     pytest.mark.swarm,
     pytest.mark.skipif(bool(KERNEL.problem), reason=f"no network namespaces here: {KERNEL.problem}"),
-    pytest.mark.skipif(not KERNEL.masquerade, reason="neither nft nor iptables makes a router here"),
+    pytest.mark.skipif(not KERNEL.masquerade, reason="nft makes no router here"),
 ]
 LINE = replace(PROFILES["fibre"], latency_ms=5.0, jitter_ms=0.0, loss=0.0)
 NATS = ("symmetric", "cone", "cone")

@@ -35,9 +35,7 @@ pytestmark = [
     pytest.mark.swarm,
     pytest.mark.skipif(bool(KERNEL.problem), reason=f"no network namespaces here: {KERNEL.problem}"),
 ]
-needs_router = pytest.mark.skipif(
-    not KERNEL.masquerade, reason="neither nft nor iptables makes a router here"
-)
+needs_router = pytest.mark.skipif(not KERNEL.masquerade, reason="nft makes no router here")
 ROOT = Path(__file__).resolve().parent.parent
 BOUND_S = 240.0
 """On what takes seconds on a machine that is at rest."""

@@ -5,7 +5,7 @@ A daemon and an identity of its own, for a moment: a peer that runs beside it is
 is published. All is bounded in time and bytes; a stage that fails leaves the later ones "unknown". What
 seeds and peers say is one voice each, and a median where they disagree. Rates are lower bounds, since the
 other end may be the slower one, so several are asked at once. A port counts as reached only if who answered
-there proved to be us. """
+there proved to be us."""
 
 from __future__ import annotations
 
