@@ -24,7 +24,6 @@ from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
-from p2p_co2.run_recipe import is_own
 from p2p_co2.system.process import (
     FolderLock,
     StopSignals,
@@ -175,7 +174,7 @@ class Seed:
             await probes.start()
             self.say(f'run "{run.name}", recipe {run.recipe}, digest {self._digest.hex()[:16]}')
             ticket = await self._print_ticket(p2p)
-            self.say(f"join with: {how_to_join(run.recipe)}")
+            self.say(f"join with: {how_to_join(run)}")
             self.say("Ctrl-C ends the seed; peers that know each other go on")
             if options.port == 0 and not options.also:
                 self.say("the port is a free one: for a ticket that outlives a restart, give --port")
@@ -268,11 +267,11 @@ class Seed:
         raise EnvironmentFault(f"the libp2p daemon ended ({words}); start the seed again")
 
 
-def how_to_join(recipe: str) -> str:
+def how_to_join(run: RunConfig) -> str:
     """What a volunteer types."""
-    if recipe == OWN_LOOP:
+    if run.recipe == OWN_LOOP:
         return "your own program: python my_loop.py TICKET"
-    if is_own(recipe):
+    if run.is_own_recipe:
         return "p2p-co2 join TICKET --recipe FILE.py:function, with a copy of the recipe's file"
     return "p2p-co2 join TICKET"
 

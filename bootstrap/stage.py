@@ -151,7 +151,7 @@ class Stage:
     @property
     def own_recipe(self) -> str:
         """Where the run's own recipe lies here, "" for the built-in one."""
-        return self._config.recipe if ":" in self._config.recipe else ""
+        return self._config.recipe if self._config.is_own_recipe else ""
 
     def start_seed(self, place: Sequence[str] = LOOPBACK, wrap: Wrap = list) -> None:
         """Start the seed and wait for its ticket. Raises ``EnvironmentFault``."""

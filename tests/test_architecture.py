@@ -21,7 +21,7 @@ FLOORS = (
     {"config", "telemetry", "protocol.wire", "protocol.heartbeat", "protocol.schedule", "planning.profiles"},
     {"ticket", "tensors"},
     {"protocol", "recipes"},
-    {"net", "peer_options", "run_recipe", "trained", "planning"},
+    {"net", "peer_options", "trained", "planning"},
     {"node", "simnet"},
     {"trainer"},
     {"peers", "bootstrap", "monitoring"},

@@ -203,7 +203,7 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
     ],
 )
 def test_a_seed_says_how_its_run_is_joined(recipe: str, words: str) -> None:
-    assert words in how_to_join(recipe)
+    assert words in how_to_join(RunConfig(recipe=recipe))
 
 
 @pytest.mark.parametrize(("reasons", "status"), [([], 0), (["the loss did not fall"], 1)])

@@ -11,8 +11,8 @@ from torch import nn
 
 from p2p_co2.recipes import load_recipe
 from p2p_co2.trainer.peer import Peer
-from peers import measuring
-from peers.measuring import AT_MOST_EVERY_S, SHARE, AgreedLoss
+from peers import daemon as measuring
+from peers.daemon import AT_MOST_EVERY_S, SHARE, AgreedLoss
 
 
 class Clock:

@@ -9,8 +9,7 @@ import torch
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.recipes import recipe_digest
-from p2p_co2.run_recipe import is_own, load_run_recipe
+from p2p_co2.recipes import load_run_recipe, recipe_digest
 
 TINY: dict[str, str | int | float | bool] = {"layers": 1, "width": 16, "heads": 2, "context": 16}
 OWN = """
@@ -72,7 +71,7 @@ def test_a_peer_may_train_on_a_text_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("recipe", "own"), [("byte-gpt", False), ("own-loop", False), ("a/b.py:make", True)])
 def test_a_colon_tells_whose_recipe_it_is(recipe: str, own: bool) -> None:
-    assert is_own(recipe) is own
+    assert RunConfig(recipe=recipe).is_own_recipe is own
 
 
 # ---- refused, and nothing of a stranger's file has run

@@ -1,12 +1,8 @@
 """Bytes that a round moves: payloads by the codec's arithmetic, the rest by building the messages.
 
-Laws: what is counted is what a peer's ``up_bytes`` counts (whole messages, ALGORITHMS.md section 5), and the
-fixed messages are measured on real ones of the schema, so the two cannot drift apart. ``LINK_OVERHEAD`` is
-what the carriers, TLS, TCP and IP add on the wire. Imports no torch: the codec's block sizes are written here
-and held against the codecs by a test.
-
-Price: no replays, no second attempts, nothing that a peer fetches because it fell behind.
-"""
+Counted is what a peer's ``up_bytes`` counts: whole messages, the fixed ones measured on real ones of the
+schema. ``LINK_OVERHEAD`` is what the carriers, TLS, TCP and IP add on the wire. No replays, no second
+attempts, nothing that a peer fetches because it fell behind. """
 
 from __future__ import annotations
 
@@ -94,14 +90,9 @@ def round_control_bytes(peers: int, payload: int) -> float:
         parts=[PartSpec(owner=_PEER_ID, start_block=_ROUND, stop_block=_ROUND)] * (peers * each),
     )  # fmt: skip
     outcome = Outcome(
-        key=key,
-        run=digest,
-        committed=True,
-        decided_by=_PEER_ID,
-        state_digest=digest,
-        members=members,
+        key=key, run=digest, committed=True, decided_by=_PEER_ID, state_digest=digest, members=members,
         parts=parts,
-    )
+    )  # fmt: skip
     ready = Ready(
         fragment=3, round=_ROUND, base_version=_ROUND, state_digest=digest, weight=_NUMBER,
         upload_bytes_per_s=_NUMBER,

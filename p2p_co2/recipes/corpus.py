@@ -1,11 +1,9 @@
 """Text to train on: the corpus that every Python installation carries, or the user's own files.
 
 The embedded corpus is the standard library's sources and pydoc's topics, so a first run downloads nothing.
-Law: which documents are held out depends on their names alone (sha256), so no peer ever trains on a document
-that another peer with the same installation evaluates on, and no byte is in both parts.
-Price: two Python versions carry slightly different texts, so held-out losses compare exactly only between
-peers with the same Python; and the text is read anew at each start (well under two seconds).
-"""
+Which documents are held out depends on their names alone (sha256), so no peer trains on a document that
+another with the same installation evaluates on. Two Python versions carry slightly different texts: held-out
+losses compare exactly only between peers with the same Python."""
 
 from __future__ import annotations
 
@@ -51,10 +49,8 @@ def embedded_corpus(cap_bytes: int = CAP_BYTES) -> Corpus:
         total += len(content)
         (held_out if _is_held_out(name) else train).extend(content)
     if not train or not held_out:
-        raise ConfigError(
-            "recipe byte-gpt",
-            "recipe_options.text",
-            "this Python carries no library sources to train on; give a text file or a folder here",
+        raise _text_error(
+            "this Python carries no library sources to train on; give a text file or a folder here"
         )
     return Corpus(_bytes_tensor(train), _bytes_tensor(held_out))
 
@@ -190,11 +186,9 @@ def _read_text(path: Path) -> bytes:
 
 
 def _bytes_tensor(content: bytearray) -> Tensor:
-    return (
-        torch.frombuffer(content, dtype=torch.uint8)
-        if content
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    if not content:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _text_error(problem: str) -> ConfigError:

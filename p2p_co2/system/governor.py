@@ -2,7 +2,7 @@
 
 A machine without a clock: the minute of the local day is handed in. Without hours it works; a wish (pause,
 go on) overrides the hours until they next open or close, and counts for ever where there are none. A wish
-may come from a signal handler or another thread: it is one assignment. """
+may come from a signal handler or another thread: it is one assignment."""
 
 from __future__ import annotations
 

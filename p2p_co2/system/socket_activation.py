@@ -8,7 +8,7 @@ while.
 
 The program may ask this process for something over a socket pair: frames of 4 bytes of length and a
 ``Relayed`` message, bounded in size and in number. A program that does not read is ended; ``close`` leaves
-no thread, process or socket. """
+no thread, process or socket."""
 
 from __future__ import annotations
 
