@@ -1,6 +1,4 @@
-"""The commands that look before anybody joins: ``plan``, ``doctor`` and ``simulate``. On the floor of
-``cli``, which adds them to the program; a file of their own because ``cli`` has enough.
-"""
+"""The commands that look before anybody joins: ``plan``, ``doctor`` and ``simulate``."""
 
 from __future__ import annotations
 
@@ -10,7 +8,12 @@ from typing import Annotated
 import typer
 
 from p2p_co2.cli.ctrl_c import hand_over, take_back
-from p2p_co2.peer_options import peer_config
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")]
+Device = Annotated[str | None, typer.Option(help="torch's name of it: cpu, cuda, cuda:1.")]
+Carrier = Annotated[str | None, typer.Option(help="auto, grpc or libp2p.")]
+AnnounceHost = Annotated[str | None, typer.Option(help="Address that others dial.")]
+Port = Annotated[int | None, typer.Option(help="0 for any.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -24,21 +27,20 @@ def doctor(
     ticket: Annotated[
         str, typer.Argument(metavar="[TICKET]", help="Of the run to look at; this machine alone if absent.")
     ] = "",
-    config_file: Annotated[
-        Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")
-    ] = None,
+    config_file: ConfigFile = None,
     folder: Annotated[Path | None, typer.Option(help="Where join will keep its checkpoints.")] = None,
-    device: Annotated[str | None, typer.Option(help="torch's name of it: cpu, cuda, cuda:1.")] = None,
+    device: Device = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for training.")] = None,
-    carrier: Annotated[str | None, typer.Option(help="auto, grpc or libp2p.")] = None,
+    carrier: Carrier = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
-    announce_host: Annotated[str | None, typer.Option(help="Address that others dial.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
-    libp2p_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    announce_host: AnnounceHost = None,
+    grpc_port: Port = None,
+    libp2p_port: Port = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; plan --link reads it.")] = False,
 ) -> None:
     """Look whether this machine can take part, and how, before anything is downloaded; give it join's
     options. Exit status 0: all well; 1: works with limits; 2: cannot work."""
+    from p2p_co2.peer_options import peer_config
     from peers.doctor import DoctorOptions, run_doctor
 
     config = peer_config(

@@ -1,11 +1,9 @@
 """The console script ``p2p-co2``: reads the command line, starts an application, turns errors into one line.
 
-It stands above the applications and is the only place that wires them together (the demo of ``bootstrap`` is
-watched by ``monitoring`` through an observer handed in here). Laws: ``--help`` and ``--version`` import
-neither torch nor hivemind; a mistake of the user's gives one line on stderr that says how to mend it and exit
-status 2 (this machine or the network at fault: 1; the run over: 3), never a traceback. A traceback is left to
-bugs.
-"""
+It is the only place that wires the applications together (the demo of ``bootstrap`` is watched by
+``monitoring``). ``--help`` and ``--version`` import neither torch nor hivemind. A mistake of the user's
+gives one line on stderr that says how to mend it and exit status 2 (this machine or the network at fault: 1;
+the run over: 3); a traceback is left to bugs. """
 
 from __future__ import annotations
 
@@ -25,9 +23,14 @@ import typer
 
 from p2p_co2.cli import checks, views
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
-from p2p_co2.peer_options import peer_config
 
 hand_over()
+RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")]
+Peers = Annotated[int, typer.Option(help="Peer processes.")]
+Carrier = Annotated[str, typer.Option(help="auto, grpc or libp2p.")]
+OwnRecipe = Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
+Parent = Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")]
 HELP_ORDER = (
     "demo", "init", "plan", "rehearse", "simulate", "seed", "doctor", "join", "board", "watch", "export",
     "sample", "eval",
@@ -111,9 +114,7 @@ def _options(
 
 @app.command()
 def seed(
-    run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")
-    ] = None,
+    run_file: RunFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Fixed port, so that tickets outlive a restart; 0 for any.")] = 0,
     folder: Annotated[Path, typer.Option(help="Keeps the seed's identity and the published run.")] = Path(
@@ -126,21 +127,15 @@ def seed(
     relay: Annotated[
         bool, typer.Option(help="Pass on traffic between peers that cannot reach each other directly.")
     ] = True,
-    parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
+    parent: Parent = 0,
 ) -> None:
     """Publish a run and print its ticket; peers find each other through this process, which never trains."""
     from bootstrap.seed import SeedOptions, serve_run
 
     options = SeedOptions(
-        run_file=run_file,
-        host=host,
-        port=port,
-        folder=folder,
-        announce_host=announce_host,
-        also=also,
-        relay=relay,
-        parent=parent,
-    )
+        run_file=run_file, host=host, port=port, folder=folder, announce_host=announce_host, also=also,
+        relay=relay, parent=parent,
+    )  # fmt: skip
     raise typer.Exit(serve_run(options))
 
 
@@ -149,24 +144,22 @@ def join(
     ticket: Annotated[
         str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
     ],
-    config_file: Annotated[
-        Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")
-    ] = None,
+    config_file: checks.ConfigFile = None,
     folder: Annotated[Path | None, typer.Option(help="Keeps identity, checkpoints and events.")] = None,
     name: Annotated[str | None, typer.Option(help="What others see beside the peer's id.")] = None,
-    device: Annotated[str | None, typer.Option(help="torch's name of it: cpu, cuda, cuda:1.")] = None,
+    device: checks.Device = None,
     batch: Annotated[int | None, typer.Option(help="Sequences per inner step; 0 for the recipe's.")] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads for training; 0 for the number of cores.")
     ] = None,
-    carrier: Annotated[str | None, typer.Option(help="auto, grpc or libp2p.")] = None,
+    carrier: checks.Carrier = None,
     host: Annotated[
         str | None,
         typer.Option(help="Address to listen on; all of this machine's, if the seeds are elsewhere."),
     ] = None,
-    announce_host: Annotated[str | None, typer.Option(help="Address that others dial.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
-    libp2p_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    announce_host: checks.AnnounceHost = None,
+    grpc_port: checks.Port = None,
+    libp2p_port: checks.Port = None,
     board: Annotated[
         bool | None,
         typer.Option("--board/--no-board", help="Serve a page on loopback; idle until looked at."),
@@ -199,9 +192,11 @@ def join(
     text: Annotated[Path | None, typer.Option(help="Train on your own file or folder of text.")] = None,
     tokens: Annotated[Path | None, typer.Option(help="Train on your own file of token ids.")] = None,
     slow_line: Annotated[str | None, typer.Option(hidden=True, help="Of a rehearsal without root.")] = None,
-    parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
+    parent: Parent = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
+    from p2p_co2.peer_options import peer_config
+
     config = peer_config(
         config_file,
         {
@@ -242,18 +237,18 @@ def _rate(option: str, text: str | None) -> float | None:
         value = math.nan
     if found is None or math.isnan(value):
         problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
-        raise ConfigError("command line", option, problem)
+        raise ConfigError.of_option(option, problem)
     return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
 @app.command()
 def demo(
-    peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
+    peers: Peers = 4,
     seconds: Annotated[float, typer.Option(help="Length of the training.")] = 150.0,
     round_s: Annotated[float, typer.Option(help="Seconds between a fragment's rounds.")] = 5.0,
     rule: Annotated[str, typer.Option(help="How new parameters arrive: keep, co2, blend or eager.")] = "keep",
     codec: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0.")] = "int4",
-    carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
+    carrier: Carrier = "auto",
     device: Annotated[str, typer.Option(help="What all peers train on: cpu, cuda, cuda:1.")] = "cpu",
     folder: Annotated[
         Path | None, typer.Option(help="Where the run is written; runs/demo-<time> if absent.")
@@ -285,10 +280,8 @@ def demo(
 
 @app.command()
 def rehearse(
-    run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")
-    ] = None,
-    peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
+    run_file: RunFile = None,
+    peers: Peers = 4,
     profile: Annotated[
         str,
         typer.Option(
@@ -312,11 +305,11 @@ def rehearse(
     congestion: Annotated[
         str, typer.Option(help="TCP's congestion control, cubic or bbr; this machine's own if absent.")
     ] = "",
-    carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
+    carrier: Carrier = "auto",
     folder: Annotated[
         Path | None, typer.Option(help="Where the run is written; runs/rehearsal-<time> if absent.")
     ] = None,
-    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+    recipe: OwnRecipe = "",
     in_carrier: Annotated[
         bool, typer.Option("--in-carrier", help="Slow the carriers down on loopback, as without root.")
     ] = False,
@@ -340,11 +333,11 @@ def rehearse(
 
 @app.command()
 def sample(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
+    checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "def ",
     length: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 300,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+    recipe: OwnRecipe = "",
 ) -> None:
     """Generate text from a checkpoint."""
     take_back()
@@ -356,8 +349,8 @@ def sample(
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
-    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+    checkpoint: Checkpoint,
+    recipe: OwnRecipe = "",
 ) -> None:
     """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
     take_back()

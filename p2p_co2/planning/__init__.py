@@ -2,7 +2,7 @@
 ``simulator`` for methods that wait, ``advice`` for what to change.
 
 Pure arithmetic on numbers that are handed in, without torch or a socket, so that the dashboard may use it
-too. """
+too."""
 
 from p2p_co2.planning.advice import Advice, advise
 from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, link_of, round_time

@@ -10,7 +10,7 @@ of open transfers the oldest goes first. So a link that is too slow shows as few
 longer queue.
 
 Pure; mean values only: jitter, and processors that are busy with something else, come on top. Sources: TCP's
-slow start (RFC 6928: ten segments) and its throughput under loss (Mathis et al. 1997). """
+slow start (RFC 6928: ten segments) and its throughput under loss (Mathis et al. 1997)."""
 
 from __future__ import annotations
 

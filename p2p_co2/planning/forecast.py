@@ -3,7 +3,7 @@
 ``utilisation`` is what the program's summary will say: training waits only for the last rounds, for the
 first ones if the run says so, and for copies. ``utilisation_if_waiting`` is that of peers that stood still
 whenever an answer is more than one round late, CO2's bound of one step of staleness: it says whether the
-links are enough. Pure; one step time for all peers, steady links, no churn. """
+links are enough. Pure; one step time for all peers, steady links, no churn."""
 
 from __future__ import annotations
 

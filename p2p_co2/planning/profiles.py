@@ -2,7 +2,7 @@
 
 A link is the same wherever it is emulated: both ends' figures add up by the rules written at the fields. The
 figures are round numbers of ordinary subscriptions, so that a user recognises their own line; no
-measurements. """
+measurements."""
 
 from __future__ import annotations
 

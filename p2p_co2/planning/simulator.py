@@ -6,7 +6,7 @@ step of the bandwidth grid away. A step is 3 L - 1 equal pieces of work for L la
 activations but for the first layer, backward by parameters). A layer's reduction can start when its last
 piece is done; reductions pass one channel, first come first served; the layer's forward pass ``delay_steps``
 later waits for the answer. No latency, no loss, equal layers: it compares methods, ``forecast`` says what
-happens on a real link. """
+happens on a real link."""
 
 from __future__ import annotations
 

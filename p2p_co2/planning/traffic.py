@@ -2,7 +2,7 @@
 
 Counted is what a peer's ``up_bytes`` counts: whole messages, the fixed ones measured on real ones of the
 schema. ``LINK_OVERHEAD`` is what the carriers, TLS, TCP and IP add on the wire. No replays, no second
-attempts, nothing that a peer fetches because it fell behind. """
+attempts, nothing that a peer fetches because it fell behind."""
 
 from __future__ import annotations
 
