@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+from p2p_co2 import errors
 from p2p_co2.config import (
     ClockConfig,
     CodecConfig,
@@ -19,7 +21,7 @@ from p2p_co2.config import (
     read_run_config,
     write_toml,
 )
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error
 
 WRONG = [
     ("name = [", "", "not valid TOML"),
@@ -64,16 +66,6 @@ def test_files_that_are_not_there_or_not_text_or_not_readable(tmp_path: Path) ->
     (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
     with pytest.raises(EnvironmentFault, match="cannot read"):
         read_run_config(tmp_path / "loop.toml")
-
-
-def test_peer_settings_are_read_like_run_settings(tmp_path: Path) -> None:
-    path = tmp_path / "peer.toml"
-    path.write_text("device = 'cuda'\n[limits]\nthreads = 2\n")
-    config = read_peer_config(path)
-    assert (config.device, config.limits.threads) == ("cuda", 2)
-    path.write_text("grpc_port = 70000")
-    with pytest.raises(ConfigError, match="grpc_port"):
-        read_peer_config(path)
 
 
 def test_a_peers_hours_are_read_and_a_useless_cap_refused(tmp_path: Path) -> None:
@@ -154,14 +146,19 @@ def test_every_field_is_in_the_digest(change: dict[str, object]) -> None:
     assert RunConfig(**change).digest() != RunConfig().digest()  # type: ignore[arg-type]
 
 
-def test_configs_are_frozen() -> None:
-    with pytest.raises(ValidationError):
-        RunConfig().name = "other"  # type: ignore[misc]
-
-
 def test_a_manifest_from_another_version_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match=r"quantum: unknown key; .*install the organiser's$") as refused:
         RunConfig.from_canonical_bytes(b'{"name": "x", "quantum": true}')
     assert "spelling" not in str(refused.value)  # a volunteer did not spell it
     with pytest.raises(ConfigError):
         RunConfig.from_canonical_bytes(b"not json at all")
+
+
+def test_the_docstring_draws_the_tree() -> None:
+    drawn = set(re.findall(r"[├└]── (\w+)", errors.__doc__ or ""))
+    defined = {
+        name
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, P2PCo2Error) and kind is not P2PCo2Error
+    }
+    assert drawn == defined

@@ -39,7 +39,6 @@ from peers.doctor.network import (
     clock_finding,
     look_at_network,
     rate_finding,
-    round_trips_finding,
     together,
 )
 
@@ -71,19 +70,6 @@ def test_rates_of_several_are_what_passed_together() -> None:
     assert rate_finding("upload", {"a": slow, "b": quick}, []).state == OK
     assert rate_finding("upload", {"a": slow}, []).state == LIMITED
     assert rate_finding("upload", {}, ["seed 1: refused: busy"]).state == UNKNOWN
-
-
-def test_a_line_measured_twice_in_turn_is_no_line_of_twice_the_rate() -> None:
-    """A seed that was busy measures after the other: each had 2.5 MB/s to itself."""
-    first, after = Passed(2_500_000, 1.0, ended_at=1.0), Passed(2_500_000, 1.0, ended_at=2.4)
-    assert together([after, first]) == 2_500_000
-    half_over = Passed(2_500_000, 1.0, ended_at=1.5)
-    assert together([first, half_over]) == pytest.approx(5_000_000 / 1.5)
-
-
-def test_round_trips() -> None:
-    assert round_trips_finding({"seed 1": 0.05}, 3).state == OK
-    assert round_trips_finding({"seed 1": 0.05, "peer x": 0.6}, 3).state == LIMITED
 
 
 @pytest.mark.parametrize(
@@ -218,17 +204,6 @@ async def test_a_run_that_is_gone(tmp_path: Path) -> None:
     assert (outcome.run, outcome.is_reachable) == (None, None)
 
 
-async def test_one_seed_of_two_is_gone(tmp_path: Path) -> None:
-    async with seed(tmp_path / "here") as host:
-        async with seed(tmp_path / "gone") as other:
-            lost = other.ticket.seeds
-        both = Ticket(host.ticket.run, host.ticket.run_key, (*host.ticket.seeds, *lost))
-        states, words, outcome = await looked(both)
-    assert states["seeds"] == LIMITED
-    assert "1 of 2 answer" in words["seeds"]
-    assert outcome.is_reachable
-
-
 async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*arguments: object) -> None:
         await asyncio.Event().wait()
@@ -240,14 +215,6 @@ async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert states["network"] == UNKNOWN
     assert "try again" in words["network"]
     assert outcome == Outcome()
-
-
-async def test_a_daemon_that_cannot_start(tmp_path: Path) -> None:
-    async with seed(tmp_path) as host:
-        states, words, _ = await looked(host.ticket, host="192.0.2.1")
-    assert states["libp2p daemon"] == CANNOT
-    assert "another one to listen on" in words["libp2p daemon"]
-    assert "seeds" not in states
 
 
 # ---- the command, against a real swarm and from behind routers

@@ -74,15 +74,6 @@ def test_measuring_stays_within_its_share_of_the_time(clock: Clock) -> None:
     assert len(quick.measured) - 1 == pytest.approx(100 / AT_MOST_EVERY_S, abs=1)
 
 
-def test_without_held_out_data_nothing_is_measured(clock: Clock) -> None:
-    peer: Any = Trainer("a", [])
-    loss = AgreedLoss(None)
-    loss.begin(peer)
-    peer.position = 7.0
-    loss.after_step(peer)
-    assert not peer.measured
-
-
 def test_a_glance_is_a_small_fixed_slice_of_the_held_out_data() -> None:
     recipe = load_recipe(
         "byte-gpt", {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 4}, seed=0

@@ -3,7 +3,7 @@
 It is the only place that wires the applications together (the demo of ``bootstrap`` is watched by
 ``monitoring``). ``--help`` and ``--version`` import neither torch nor hivemind. A mistake of the user's
 gives one line on stderr that says how to mend it and exit status 2 (this machine or the network at fault: 1;
-the run over: 3); a traceback is left to bugs. """
+the run over: 3); a traceback is left to bugs."""
 
 from __future__ import annotations
 

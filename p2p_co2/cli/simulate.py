@@ -2,7 +2,7 @@
 
 ``simnet`` plays, ``monitoring`` sums up: the same ``events.jsonl`` and ``summary.json`` as a real run
 writes. Exit status 0 only if no law was broken. A Ctrl-C or SIGTERM ends it with what was played by then,
-status 130. A model's size counts on the links, not its values: nothing is said about its loss. """
+status 130. A model's size counts on the links, not its values: nothing is said about its loss."""
 
 from __future__ import annotations
 
