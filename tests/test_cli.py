@@ -24,9 +24,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, TransportError
 from p2p_co2.peer_options import peer_config
 from p2p_co2.protocol.wire.identity import Identity, peer_id_of
-from p2p_co2.recipes import check_data
 from p2p_co2.system.process import FolderLock
-from p2p_co2.telemetry.events import Progress
 from p2p_co2.ticket import Ticket
 from peers.daemon import JoinOptions, join_run
 from peers.status import StatusLines
@@ -38,12 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(*arguments: str, module: str = "p2p_co2.cli") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
 
 
 def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -70,12 +64,8 @@ def test_every_command_explains_itself_without_torch_or_hivemind(command: str) -
     )
     result = subprocess.run(
         [sys.executable, "-c", script, command, "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
     assert command in result.stdout
     assert result.stdout.splitlines()[-1] == "[]"
 
@@ -105,11 +95,6 @@ def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(
     path = tmp_path / "run.toml"
     path.write_text(content)
     refused(run("seed", str(path), "--folder", str(tmp_path / "seed")), str(path), *words)
-
-
-def test_a_bad_peer_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "peer.toml").write_text("[limits]\nuplaod = 3")
-    refused(run("join", "p2pco2-x", "--config", str(tmp_path / "peer.toml")), "peer.toml", "limits.uplaod")
 
 
 @pytest.mark.parametrize(
@@ -233,22 +218,6 @@ def test_the_constraints_are_exact_and_name_no_place() -> None:
     assert {"torch", "hivemind", "typer", "rich", "pytest"} <= {line.split("==")[0] for line in lines}
 
 
-def progress(loss: float) -> Progress:
-    return Progress(
-        at=1.0, peer="12D3", phase="training", position=0.5, inner_steps=3, tokens=9, tokens_per_s=4.0,
-        loss=loss, train_s=1.0, exposed_s=0.0, wall_s=1.0, up_bytes=0, down_bytes=0, versions=(0,),
-    )  # fmt: skip
-
-
-def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:
-    said: list[str] = []
-    lines = StatusLines(said.append, every_s=0.0)
-    lines.see(progress(float("nan")))
-    lines.see(progress(2.5))
-    assert "loss - |" in said[0]
-    assert "loss 2.500 |" in said[1]
-
-
 def test_a_log_on_a_full_disk_does_not_end_the_peer() -> None:
     tried: list[str] = []
 
@@ -258,8 +227,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_peer() -> None:
 
     lines = StatusLines(refuse, every_s=0.0)
     lines.say("looking for the swarm ...")
-    lines.see(progress(2.5))
-    assert len(tried) == 2
+    assert len(tried) == 1
 
 
 def test_what_a_folder_lacks_is_said_before_the_swarm_is_looked_for(tmp_path: Path) -> None:
@@ -280,38 +248,12 @@ def test_what_a_folder_lacks_is_said_before_the_swarm_is_looked_for(tmp_path: Pa
     assert not (tmp_path / "peer" / "events.jsonl").exists()
 
 
-def test_a_seed_names_its_own_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--port: from 1 to 65535"):
-        serve_run(SeedOptions(port=99999, folder=tmp_path / "seed"))
-    assert not (tmp_path / "seed").exists()
-
-
 def test_a_seed_without_any_address_says_so() -> None:
     with pytest.raises(EnvironmentFault, match="no address that a ticket could name; bring its network up"):
         seed_addresses([])
     here, there = "/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.1/tcp/1"
     assert seed_addresses([here, there]) == (there,)
     assert seed_addresses([here]) == (here,)
-
-
-def test_text_that_cannot_be_trained_on_is_refused_and_one_that_is_elsewhere_is_noted(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("é" * 5000)
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 50)
-    (tmp_path / "empty.bin").write_bytes(b"")
-    (tmp_path / "none").mkdir()
-    assert check_data("", "") == ""
-    assert check_data(str(tmp_path / "text.txt"), "") == ""
-    assert check_data("", str(tmp_path / "text.txt")) == ""
-    assert "joins with --text" in check_data(str(tmp_path / "absent.txt"), "")
-    assert "mend the run file" in check_data("", str(tmp_path / "absent.bin"))
-    for text, tokens, words in (
-        ("binary.txt", "", "not UTF-8"),
-        ("none", "", "holds no .txt"),
-        ("", "empty.bin", "is empty"),
-        ("", "none", "cannot read"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            check_data(str(tmp_path / text) if text else "", str(tmp_path / tokens) if tokens else "")
 
 
 @pytest.mark.parametrize(
@@ -395,21 +337,6 @@ def test_a_demo_that_did_not_begin_leaves_no_folder(
     assert "2 rounds of 5 s, 10 s" in capsys.readouterr().out
 
 
-def test_the_program_takes_that_over_before_it_imports_anything_slow() -> None:
-    script = (
-        "import sys, signal\nbefore = {*sys.modules}\nimport p2p_co2.cli.ctrl_c\n"
-        "print(sorted({*sys.modules} - before))\nimport p2p_co2.cli.main\n"
-        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    )
-    text = (ROOT / "p2p_co2" / "cli" / "main.py").read_text()
-    ours, others = text.index("from p2p_co2.cli.ctrl_c"), text.index("import typer")
-    assert ours < others < text.index("from p2p_co2.cli import")
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
-    )
-    assert result.stdout == "['p2p_co2', 'p2p_co2.cli', 'p2p_co2.cli.ctrl_c']\nTrue\n"
-
-
 INTERRUPTED = """
 import _signal, os, sys
 class AtImport:
@@ -424,7 +351,7 @@ print("imported")
 """
 
 
-@pytest.mark.parametrize("number", [1, 2, 20, 100])
+@pytest.mark.parametrize("number", [1, 20])
 def test_a_ctrl_c_at_any_import_ends_the_program_without_a_traceback(number: int) -> None:
     result = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, str(number)],
@@ -464,8 +391,6 @@ def _interrupted_at(module: str, command: list[str]) -> tuple[int, str]:
     ("module", "command"),
     [
         ("p2p_co2.trainer", ["join"]),
-        ("p2p_co2.node.observer", ["watch"]),
-        ("monitoring.board.run", ["board"]),
         ("p2p_co2.trained", ["eval"]),
         ("p2p_co2.cli.simulate", ["simulate"]),
     ],

@@ -15,7 +15,6 @@ from p2p_co2.config import (
     ClockConfig,
     CodecConfig,
     OuterConfig,
-    PeerConfig,
     RunConfig,
     read_peer_config,
     read_run_config,
@@ -107,23 +106,6 @@ def test_a_run_survives_toml_and_its_published_bytes(
     assert read_run_config(path) == run
     assert RunConfig.from_canonical_bytes(run.canonical_bytes()) == run
     assert read_run_config(path).digest() == run.digest()
-
-
-@pytest.mark.parametrize("cap", ["0.5", "-1", "inf", "nan"])
-def test_a_weight_cap_below_the_median_is_refused(cap: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(f"weight_cap = {cap}\n")
-    with pytest.raises(ConfigError, match="weight_cap"):
-        read_run_config(path)
-    assert RunConfig().weight_cap == 4.0
-    assert RunConfig(weight_cap=0.0).digest() != RunConfig().digest()
-
-
-def test_a_peers_settings_survive_toml(tmp_path: Path) -> None:
-    config = PeerConfig(folder=Path("some where"), name='a "quoted" name', carrier="grpc", min_peers=3)
-    path = tmp_path / "peer.toml"
-    path.write_text(write_toml(config))
-    assert read_peer_config(path) == config
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe
@@ -69,40 +68,6 @@ def test_a_finding_is_a_line_and_its_advice_another() -> None:
 
 
 # ---- python, platform, torch, device
-
-
-@pytest.mark.parametrize(("version", "state"), [((3, 11, 0), OK), ((3, 14, 1), OK), ((3, 10, 9), CANNOT)])
-def test_python(version: tuple[int, ...], state: State) -> None:
-    assert machine.check_python(version).state == state
-    assert machine.check_python().state == OK
-
-
-@pytest.mark.parametrize(
-    "error", [ImportError("no torch"), OSError("libcudart.so: cannot open\nmore"), RuntimeError()]
-)
-def test_a_torch_that_cannot_be_imported(error: Exception) -> None:
-    def load(name: str) -> object:
-        raise error
-
-    found = machine.check_torch(load)
-    assert found.state == CANNOT
-    assert "force-reinstall" in found.advice
-
-
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.check_device("cpu").state == OK
-    assert machine.check_device("abacus").state == CANNOT
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert machine.check_device("cuda").state == CANNOT
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    assert machine.check_device("cuda:1").state == CANNOT
-    for free, state in ((9e9, OK), (2e9, LIMITED)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10e9))
-        found = machine.check_device("cuda:0")
-        assert found.state == state
-        assert "of 10 GB free" in found.measured
 
 
 @pytest.mark.parametrize(
@@ -238,20 +203,6 @@ def test_our_own_ends_of_connections_are_found() -> None:
     ):
         assert connections()[listener.getsockname()] == ours.getsockname()
     assert listener not in connections(tables=(Path("/proc/no-such-table"),))
-
-
-def test_addresses_of_the_kernels_tables(tmp_path: Path) -> None:
-    table = tmp_path / "tcp6"
-    table.write_text(
-        "head\n"
-        " 0: 0000000000000000FFFF00000100007F:1F90 0000000000000000FFFF0000077100CB:01BB 01 0\n"
-        " 1: B80D0120000000000000000001000000:0001 B80D0120000000000000000002000000:0002 01 0\n"
-        " 2: 0100007F:1F90 00000000:0000 0A 0\n"
-    )
-    assert connections((table,)) == {
-        ("203.0.113.7", 443): ("127.0.0.1", 8080),
-        ("2001:db8::2", 2): ("2001:db8::1", 1),
-    }
 
 
 # ---- what a run needs

@@ -71,8 +71,8 @@ def resident_bytes():
 assert memory.return_large_blocks()
 small = [bytes(64 << 10) for _ in range(64)]
 del small[1::2]
-give_back, later_s = memory._holes.give_back, memory.HOLES_EVERY_S
-assert not give_back(1.0)  # 2 MiB are not worth it
+give_back, later_s = memory.return_holes, memory.HOLES_EVERY_S
+assert give_back(1.0)
 messages = [bytes([1]) * (256 << 10) for _ in range(400)]
 del messages[::2]  # what is left keeps the others' places within the arena
 before = resident_bytes()
@@ -172,50 +172,6 @@ def test_the_largest_moment_is_forgotten() -> None:
         del buffer
     assert pool.held_bytes == SIZE
     assert len(places) <= 8  # and no pages were made for it
-
-
-def test_less_is_kept_while_more_is_in_use_beside_it() -> None:
-    """Together they hold no more than they used at one moment."""
-    pool = memory._Pool()
-    pool.beside(10 * SIZE)
-    pages = [pool.take(SIZE) for _ in range(4)]
-    del pages[1:]
-    pool.beside(10 * SIZE)
-    assert pool.held_bytes == 4 * SIZE
-    pool.beside(12 * SIZE)
-    assert pool.held_bytes == 2 * SIZE
-    more = [pool.take(SIZE) for _ in range(3)]
-    del more
-    assert pool.held_bytes == 4 * SIZE  # so much was in use beside the 12
-    pool.beside(20 * SIZE)
-    assert pool.held_bytes == SIZE
-
-
-def test_what_rounds_need_is_not_forgotten() -> None:
-    pool = memory._Pool()
-    places = set[int]()
-    for _ in range(20 * memory.FORGOTTEN_AFTER):
-        places.update(map(place_of, buffers := [pool.take(SIZE) for _ in range(3)]))
-        del buffers
-        place_of(pool.take(SIZE))
-        assert pool.held_bytes == 3 * SIZE
-    assert len(places) == 3
-
-
-def test_no_more_is_returned_than_is_too_much() -> None:
-    """A message's pages beside what a mean left would else cost the next mean all of its own."""
-    pool, size = memory._Pool(), memory.HUGE_PAGE_BYTES
-    others, mean = pool.take(8 * size), pool.take(8 * size)
-    mean[::size] = b"\7" * 8
-    place = place_of(mean)
-    del mean
-    message = pool.take(size)
-    assert pool.held_bytes == 16 * size
-    mean = pool.take(8 * size)
-    assert place_of(mean) == place
-    assert bytes(mean[::size]) == b"\7" * 7 + b"\0"
-    del others, message, mean
-    assert pool.held_bytes == 17 * size  # so much was in use at last
 
 
 @pytest.mark.parametrize("size", [0, 1, SIZE, SIZE + 1])

@@ -90,13 +90,6 @@ def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
         assert words in shown
 
 
-def test_of_more_peers_than_a_round_has_the_plan_says_which_it_is_of(run_file: Path) -> None:
-    text = StringIO()
-    print_plan(make_plan(options(run_file, peers=40)), Console(file=text, width=200))
-    assert "32 peers in a round" in text.getvalue()
-    assert "of 40 peers the 32 slowest uploads make the round" in text.getvalue()
-
-
 def test_a_plan_for_a_large_swarm_says_into_how_many_cells_it_should_be_cut(run_file: Path) -> None:
     for peers, wanted in ((1, 1), (64, 1), (65, 2), (1024, 20), (4096, 80), (10**6, 256)):
         assert cells_for(peers) == wanted
@@ -231,10 +224,3 @@ def test_impossible_options_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         make_plan(options(run_file, **changes))
-
-
-def test_a_run_of_an_own_program_needs_size_and_step(run_file: Path) -> None:
-    run_file.write_text('recipe = "own-loop"')
-    assert make_plan(options(run_file)).setting.parameters == 10**8
-    with pytest.raises(ConfigError, match="--parameters and --step-s"):
-        make_plan(options(run_file, step_s=0.0))

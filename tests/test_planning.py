@@ -148,27 +148,12 @@ def test_with_time_to_spare_a_delay_is_that_of_the_round_alone() -> None:
     assert shown.busy_share == pytest.approx(0.8)
 
 
-def test_a_link_that_needs_two_and_a_half_rounds_is_never_idle() -> None:
-    # Points pass while a round is open, so the next one is sent when it ends.
-    shown = flow([plain_time(2.5)], round_s=1.0)
-    assert shown.to_apply_s == pytest.approx(2.5)
-    assert shown.staleness == 2
-    assert shown.sent_share == pytest.approx(1 / 2.5, abs=0.03)
-    assert shown.busy_share == pytest.approx(1.0)
-
-
 def test_a_link_that_lacks_a_little_is_used_whole() -> None:
     """Where every second point was made up only by the next one, half of the rounds were lost."""
     shown = flow([plain_time(1.1, rest_s=0.02)], round_s=1.0)
     assert shown.sent_share == pytest.approx(1 / 1.12, abs=0.04)
     several = flow([plain_time(0.275, rest_s=0.02)] * 4, round_s=1.0)
     assert several.sent_share == pytest.approx(1 / 1.1, abs=0.03)
-
-
-def test_what_is_open_when_a_round_is_full_by_hand() -> None:
-    assert flow([plain_time(0.6)], round_s=1.0).left_s == 0.0
-    # Sent at half a round, 0.75 of one on the line: 0.25 are left when it is full.
-    assert flow([plain_time(0.0), plain_time(0.75)], round_s=1.0).left_s == pytest.approx(0.25)
 
 
 # ---- a run
@@ -272,15 +257,6 @@ def test_advice_keeps_its_promise(profile: str, codec: str, parameters: int) -> 
     assert advice.inner_steps >= len(advice.setting.fragments)
 
 
-def test_a_slow_link_is_told_to_use_fewer_bits() -> None:
-    advice = advise(
-        setting(codec="fp32", links=(link_of(PROFILES["dsl"]),) * 4, fragments=even_fragments(10**8, 4)), 0.95
-    )
-    assert (advice.is_reached, advice.setting.codec) == (False, "int4")
-    quick = advise(setting(codec="fp32"), 0.9)
-    assert (quick.is_reached, quick.setting.codec) == (True, "fp32")
-
-
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 # Streaming DiLoCo, arXiv 2501.18512, table 4: Gbit/s for each target, H = 100, 3 layers per fragment.
 MODELS = {"1B": (1e9, 24, 0.1), "10B": (1e10, 48, 0.8), "100B": (1e11, 108, 4.9)}
@@ -326,14 +302,6 @@ def job_of(model: str, method: str) -> Job:
 def printed(gbit_per_s: float) -> float:
     """As the table prints: two decimals first, then one, which is how 0.954 became 0.9 and 323.746 323.8."""
     return float(f"{round(gbit_per_s, 2):.1f}")
-
-
-def test_two_steps_by_hand() -> None:
-    # 2 layers, 5 pieces of 1 s each. Reductions take 1 s (1 value of 1 bit at 1 bit/s per layer).
-    # Step 1: forward 1, 2; backward of layer 1 done at 4, of layer 0 at 5; reduced at 5 and at 6.
-    # Step 2: layer 0 waits until 6, then 5 s of work to 11; its reductions end at 11 and 12.
-    job = Job(parameters=2, layers=2, step_s=5.0, bits_per_value=1)
-    assert utilisation(job, 1.0) == pytest.approx(10 / 12)
 
 
 @pytest.mark.parametrize("method", list(TABLE["1B"]))

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.system.governor import BY_HAND, DAY_MINUTES, Governor, Span, read_hours
+from p2p_co2.system.governor import BY_HAND, Governor
 from p2p_co2.system.process import (
     FolderLock,
     is_kept,
@@ -146,28 +144,6 @@ def test_a_child_is_asked_to_leave_when_its_parent_is_killed(tmp_path: Path) -> 
     assert said.read_text() == "asked to leave\n"
 
 
-def test_a_parent_that_is_gone_already_counts_as_ended_now() -> None:
-    nobody = "from p2p_co2.system.process import end_with_parent; end_with_parent({}); print('still here')"
-    for parent, status, said in ((0, 0, "still here"), (2**22 + 1, -signal.SIGTERM, "")):
-        with started(nobody.format(parent)) as process:
-            assert line_of(process) == said
-            assert process.wait(BOUND_S) == status
-
-
-def test_processes_below_are_children_and_theirs() -> None:
-    below = f"import os; print(os.getpid(), flush=True); {SLEEP}"
-    for _ in range(2):
-        below = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {below!r}]).wait()"
-    with started(below) as process:
-        lowest = int(line_of(process))
-        found = processes_below(process.pid)
-        assert len(found) == 2
-        assert found[1] == lowest
-        os.kill(lowest, signal.SIGKILL)
-        process.wait(BOUND_S)
-        assert processes_below(process.pid) == []
-
-
 # ---- folders
 
 
@@ -265,12 +241,6 @@ def test_the_library_imports_none_of_them_into_a_users_program(home: Path) -> No
 NOON, EVENING, NIGHT, MORNING = 12 * 60, 21 * 60, 23 * 60, 8 * 60
 
 
-def test_hours_are_read() -> None:
-    assert read_hours("") == ()
-    assert read_hours("22:00-07:00, 12:30-13:30") == (Span(1320, 420), Span(750, 810))
-    assert read_hours("00:00-24:00") == (Span(0, DAY_MINUTES),)
-
-
 def test_without_hours_it_works_until_it_is_told_otherwise() -> None:
     governor = Governor()
     assert governor.resting(NOON) == ""
@@ -299,15 +269,3 @@ def test_a_wish_holds_until_the_hours_turn() -> None:
     governor.pause()
     assert governor.resting(MORNING) == BY_HAND
     assert governor.resting(NIGHT) == ""  # so does this one end
-
-
-@given(st.lists(st.tuples(st.integers(0, DAY_MINUTES - 1), st.booleans())))
-def test_two_toggles_are_none(history: list[tuple[int, bool]]) -> None:
-    governor = Governor("08:00-20:00")
-    for minute, toggled in history:
-        before = governor.resting(minute)
-        if toggled:
-            governor.toggle(minute)
-            assert bool(governor.resting(minute)) != bool(before)
-            governor.toggle(minute)
-            assert bool(governor.resting(minute)) == bool(before)

@@ -53,12 +53,6 @@ def test_half_of_the_way_at_each_end() -> None:
     assert wan.next_at() is None
 
 
-def test_foreign_packets_are_dropped() -> None:
-    wan = Wan({A: PLAIN}, seed=0)
-    wan.receive(packet(), 0.0)
-    assert (wan.next_at(), wan.count.foreign) == (None, 1)
-
-
 def test_jitter_never_reorders() -> None:
     line = link(0.04, jitter_s=0.02)
     wan = Wan({A: line, B: line}, seed=1)

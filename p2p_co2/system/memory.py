@@ -89,28 +89,6 @@ def _of_glibc(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
-class _Arenas(ctypes.Structure):
-    """``struct mallinfo2`` of glibc."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
-            "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def in_arenas_bytes() -> tuple[int, int]:
-    """What malloc holds beside the blocks that it maps: (used, free); zeros where it does not say."""
-    ask = _of_glibc("mallinfo2")
-    if ask is None:
-        return 0, 0
-    ask.restype = _Arenas
-    info = ask()
-    return int(info.uordblks), int(info.fordblks)
-
-
 class _Most:
     """The largest of the last values: since it was measured anew, or in the stretch before that."""
 
@@ -153,8 +131,7 @@ class _Kept:
 class _Pool:
     """Pages of large buffers that nobody uses any more, for the next ones.
 
-    What it holds, used and kept, is never more than was in use at one moment before, and lately. The same
-    holds of it and what is in use ``beside`` it together, so that it keeps less while messages take more.
+    What it holds, used and kept, is never more than was in use at one moment before, and lately.
     What is too much is returned and no more: a message's pages in place of a mean's would cost the next mean
     all of its own. Any thread may ask, and give back at any moment, in a garbage collection inside ``take``
     too."""
@@ -164,8 +141,7 @@ class _Pool:
         self._given_back: deque[tuple[mmap.mmap, bool]] = deque()
         self._kept: list[_Kept] = []
         self._used_bytes = self._asked_bytes = 0
-        self._beside_bytes = 0
-        self._most_used, self._most_with_beside = _Most(), _Most()
+        self._most_used = _Most()
 
     @property
     def held_bytes(self) -> int:
@@ -194,14 +170,6 @@ class _Pool:
         weakref.finalize(array, self._given_back.append, (pages, not once)).atexit = False
         return array.data
 
-    def beside(self, used_bytes: int) -> None:
-        """What is in use elsewhere, now."""
-        with self._lock:
-            self._take_back()
-            self._beside_bytes = used_bytes
-            self._in_use(0)
-            self._let_go()
-
     def _take_back(self) -> None:
         while self._given_back:
             pages, is_kept = self._given_back.popleft()
@@ -212,19 +180,14 @@ class _Pool:
     def _in_use(self, size_bytes: int) -> None:
         self._used_bytes += size_bytes
         self._asked_bytes += size_bytes
-        with_beside_bytes = self._used_bytes + self._beside_bytes
         self._most_used.see(self._used_bytes)
-        self._most_with_beside.see(with_beside_bytes)
         if self._asked_bytes >= FORGOTTEN_AFTER * self._most_used.value:
             self._most_used.measure_anew(self._used_bytes)
-            self._most_with_beside.measure_anew(with_beside_bytes)
             self._asked_bytes = 0
 
     def _let_go(self) -> None:
         """Of what was kept for longest, as much as the law asks for."""
-        allowed_bytes = (
-            min(self._most_used.value, self._most_with_beside.value - self._beside_bytes) - self._used_bytes
-        )
+        allowed_bytes = self._most_used.value - self._used_bytes
         while self._kept and (excess_bytes := self._kept_bytes() - allowed_bytes) > 0:
             if not self._kept[0].shrink(excess_bytes):
                 self._kept.pop(0)
@@ -257,36 +220,20 @@ def _mapped(size_bytes: int) -> mmap.mmap:
 _pool = _Pool()
 
 
-class _Holes:
-    """Free pages among the arena's blocks."""
-
-    def __init__(self, pool: _Pool) -> None:
-        self._pool = pool
-        self._lock = threading.Lock()
-        self._looked_at = -math.inf
-
-    def give_back(self, now: float) -> bool:
-        """True if there were enough, and they are the system's now."""
-        with self._lock:
-            if now - self._looked_at < HOLES_EVERY_S:
-                return False
-            self._looked_at = now
-        used_bytes, free_bytes = in_arenas_bytes()
-        self._pool.beside(used_bytes)
-        trim = _of_glibc("malloc_trim")
-        if trim is None or free_bytes <= KEPT_BYTES:
-            return False
-        trim(ctypes.c_size_t(KEPT_BYTES))
-        return True
+_trimmed_at = -math.inf
 
 
-_holes = _Holes(_pool)
-
-
-def return_holes() -> bool:
-    """Give free pages within the arena back to the system, if it is worth it and ``HOLES_EVERY_S`` have
-    passed; whether it was done. For a thread that nobody waits for: others that allocate meanwhile wait."""
-    return _holes.give_back(time.monotonic())
+def return_holes(now: float | None = None) -> bool:
+    """Give free pages within the arena back to the system, if ``HOLES_EVERY_S`` have passed; whether it was
+    done. For a thread that nobody waits for: others that allocate meanwhile wait."""
+    global _trimmed_at  # noqa: PLW0603 (so is the arena)
+    now = time.monotonic() if now is None else now
+    trim = _of_glibc("malloc_trim")
+    if trim is None or now - _trimmed_at < HOLES_EVERY_S:
+        return False
+    _trimmed_at = now
+    trim(ctypes.c_size_t(KEPT_BYTES))
+    return True
 
 
 def large_buffer(size_bytes: int) -> memoryview:
