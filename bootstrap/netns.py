@@ -83,11 +83,6 @@ def remove(namespace: str) -> None:
     subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=_COMMAND_S, check=False)
 
 
-def owned(pid: int) -> list[str]:
-    """Full names of the namespaces that process ``pid`` made."""
-    return [name for name in _names() if int(name.split("-")[1]) == pid]
-
-
 def sweep() -> list[str]:
     """Remove the namespaces of processes that are no more; returns their names."""
     dead = []

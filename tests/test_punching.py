@@ -39,6 +39,7 @@ from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.telemetry.events import LinkOpened
+from tests.swarms import owned
 from tests.transport_peers import until
 
 KERNEL = netns.examine()
@@ -190,4 +191,4 @@ async def test_a_relayed_link_becomes_direct_through_a_punched_hole(
             assert any("(relayed by " in words for words in first.log)
             assert first.log[-1].endswith("by libp2p (direct, through a punched hole)")
             assert all(words.endswith(f"by libp2p (relayed by {seed})") for words in drawn.log)
-    assert netns.owned(os.getpid()) == []
+    assert owned(os.getpid()) == []

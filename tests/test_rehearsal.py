@@ -29,6 +29,7 @@ from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.system.process import program
 from p2p_co2.telemetry.events import LinkOpened
 from p2p_co2.telemetry.journal import read_events
+from tests.swarms import owned
 
 KERNEL = netns.examine()
 pytestmark = [
@@ -50,7 +51,7 @@ OPEN_DSL = replace(PROFILES["dsl"], nat="open")
 
 
 def namespaces() -> list[str]:
-    return netns.owned(os.getpid())
+    return owned(os.getpid())
 
 
 def start_rehearsal(folder: Path, *options: str) -> subprocess.Popen[bytes]:
@@ -153,7 +154,7 @@ def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
     finally:
         netns.remove(mine)
         netns.remove(left)
-    assert netns.owned(maker.pid) == []
+    assert owned(maker.pid) == []
 
 
 # ---- the command
@@ -205,7 +206,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def test_peers_behind_routers_meet_through_the_seed(rehearsals: dict[str, Rehearsal]) -> None:
     rehearsal = rehearsals["routers"]
     output, summary = rehearsal.finished()
-    assert netns.owned(rehearsal.process.pid) == []
+    assert owned(rehearsal.process.pid) == []
     assert "emulation: real packets" in output
     assert "new port each time" in output
     assert summary["digests_equal"]
@@ -238,10 +239,10 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
         assert time.monotonic() < ends_at
         assert process.poll() is None, (tmp_path / "output").read_text()
         time.sleep(0.1)
-    assert netns.owned(process.pid)
+    assert owned(process.pid)
     process.send_signal(signal.SIGINT)
     assert process.wait(BOUND_S) == 130
-    assert netns.owned(process.pid) == []
+    assert owned(process.pid) == []
     assert "no process and no namespace is left" in (tmp_path / "output").read_text()
 
 

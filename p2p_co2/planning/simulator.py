@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 TABLE_ROUNDS = 2
-GRID_POINTS, GRID_FROM, GRID_TO = 50, -1.0, 3.0
-"""The table's bandwidths: 10 to the power of so many even steps, Gbit/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +66,3 @@ def _layers_sent(job: Job, step: int, every: int) -> Iterator[int]:
     """The layers whose gradients are sent after ``step`` (from 1): one fragment at a time, strided."""
     if step % every == 0:
         yield from range((step // every - 1) % job.fragments, job.layers, job.fragments)
-
-
-def bandwidth_grid() -> list[float]:
-    """The table's bandwidths, Gbit/s."""
-    width = (GRID_TO - GRID_FROM) / (GRID_POINTS - 1)
-    return [10 ** (GRID_FROM + width * point) for point in range(GRID_POINTS)]
-
-
-def required_bandwidth(job: Job, target: float) -> float | None:
-    """The table's figure: the last bandwidth of the grid (Gbit/s) at which utilisation is below ``target``;
-    None if it is nowhere."""
-    grid = bandwidth_grid()
-    low, high = 0, len(grid)
-    while low < high:  # the first point that reaches the target; more bandwidth never lowers utilisation
-        middle = (low + high) // 2
-        if utilisation(job, 1e9 * grid[middle]) < target:
-            low = middle + 1
-        else:
-            high = middle
-    return grid[low - 1] if low else None
