@@ -109,25 +109,18 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
 
 async def _until_stopped(seed: Seed) -> None:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    serving = asyncio.create_task(seed.serve(), name="seed")
 
     def ask() -> None:
-        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(serving.cancel)
 
     with StopSignals(ask):
-        serving = asyncio.create_task(seed.serve(), name="seed")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            serving.cancel()
-            await asyncio.wait({serving, stopping})
-        error = None if serving.cancelled() else serving.exception()
-        while isinstance(error, BaseExceptionGroup):  # ``TaskGroup`` wraps the cause
-            error = error.exceptions[0]
-        if error is not None:
-            raise error
+        await asyncio.wait({serving})
+    error = None if serving.cancelled() else serving.exception()
+    while isinstance(error, BaseExceptionGroup):  # ``TaskGroup`` wraps the cause
+        error = error.exceptions[0]
+    if error is not None:
+        raise error
     seed.say("the seed has left")
 
 

@@ -4,7 +4,7 @@ It carries what a newcomer cannot look up: the digest of the run's settings, the
 addresses of seeds. Everything else comes from the swarm and is checked against these. Not a secret.
 
 Form: ``p2pco2-`` and the base58 of (version, run, run key, seeds, 4 bytes of sha256). Base58 has no letters
-that look alike; only the one spelling that ``str`` gives is taken. About 130 characters for one seed. """
+that look alike; only the one spelling that ``str`` gives is taken. About 130 characters for one seed."""
 
 from __future__ import annotations
 

@@ -148,24 +148,6 @@ async def looked_at_rest(
     return states, words, outcome
 
 
-async def test_a_swarm_in_good_order(tmp_path: Path) -> None:
-    async with seed(tmp_path) as host:
-        wanted = dict.fromkeys(("upload", "download", "round trips"), OK)
-        states, words, outcome = await looked_at_rest(host.ticket, wanted)
-    assert set(states) - {"route"} == {
-        "names (dns)", "libp2p daemon", "seeds", "clock", "nat", "reachability", "upload", "download",
-        "round trips",
-    }  # fmt: skip
-    assert {state for name, state in states.items() if name != "route"} == {OK}, words
-    assert outcome.is_reachable
-    assert outcome.run == RUN
-    link = outcome.link
-    assert link.up_bytes_per_s
-    assert link.down_bytes_per_s
-    assert link.round_trip_s
-    assert min(link.up_bytes_per_s, link.down_bytes_per_s, link.round_trip_s) > 0
-
-
 async def test_a_seed_with_a_wrong_clock_and_a_thin_link(tmp_path: Path) -> None:
     async with seed(tmp_path, ahead_s=3600.0, cap=50_000.0) as host:
         states, words, _ = await looked_at_rest(host.ticket, {"download": LIMITED, "upload": OK})
@@ -176,22 +158,6 @@ async def test_a_seed_with_a_wrong_clock_and_a_thin_link(tmp_path: Path) -> None
         assert (states["upload"], states["download"]) == (UNKNOWN, UNKNOWN)
         assert "somebody else" in words["upload"]
         assert (outcome.link.up_bytes_per_s, outcome.link.down_bytes_per_s) == (None, None)
-
-
-async def test_a_peer_that_nobody_can_dial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def cannot(self: ProbeServer, probe: object, observed: str) -> bool:
-        return False
-
-    async with seed(tmp_path) as host:
-        with monkeypatch.context() as patch:  # the real one stands behind the router of the last test
-            patch.setattr(ProbeServer, "_dial_back", cannot)
-            states, words, outcome = await looked(host.ticket)
-        assert (states["reachability"], outcome.is_reachable) == (LIMITED, False), words
-        assert words["reachability"].count("not reached") == 2
-        assert "--host 0.0.0.0" in words["reachability"]
-        states, words, _ = await looked(host.ticket, announce_host="192.0.2.1")
-        assert states["reachability"] == UNKNOWN
-        assert "correct --announce-host" in words["reachability"]
 
 
 async def test_a_run_that_is_gone(tmp_path: Path) -> None:

@@ -310,15 +310,6 @@ def run_of(name: str, options: dict[str, str | int | float | bool], seed: int = 
 # ---- by hand
 
 
-def test_the_organisers_recipe_starts_from_the_runs_seed_and_options() -> None:
-    def embedding(seed: int) -> torch.Tensor:
-        return load_run_recipe(run_of("byte-gpt", SMALL, seed)).model.get_parameter("embedding.weight")
-
-    assert embedding(1).shape == (256, 16)
-    assert embedding(1).equal(embedding(1))
-    assert not embedding(1).equal(embedding(2))
-
-
 def test_a_peer_may_train_on_a_text_of_its_own(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 100)
