@@ -158,11 +158,6 @@ def test_a_demo_does_not_overwrite_a_run(tmp_path: Path) -> None:
             1,
             "error: No space left on device: x.bin; free some space, or write to another disk",
         ),
-        (  # as a write to a file that is open already ends
-            OSError(errno.ENOSPC, "No space left on device"),
-            1,
-            "error: No space left on device; free some space, or write to another disk",
-        ),
         (
             PermissionError(errno.EACCES, "Permission denied", "runs"),
             1,

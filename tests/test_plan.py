@@ -168,27 +168,10 @@ def test_links_by_profile_figures_and_measurement(tmp_path: Path) -> None:
     [
         ("no json", "not JSON"),
         ("[]", "link: missing"),
-        (
-            '{"link": {"up_bytes_per_s": null, "down_bytes_per_s": 1, "round_trip_s": 1}}',
-            "link.up_bytes_per_s: was not",
-        ),
-        (
-            '{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": -1, "round_trip_s": 1}}',
-            "link.down_bytes_per_s",
-        ),
-        ('{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": 1, "round_trip_s": NaN}}', "link.round_trip_s"),
-        (
-            '{"link": {"up_bytes_per_s": true, "down_bytes_per_s": 1, "round_trip_s": 1}}',
-            "link.up_bytes_per_s",
-        ),
-        (
-            f'{{"link": {{"up_bytes_per_s": 1{"0" * 400}, "down_bytes_per_s": 1, "round_trip_s": 1}}}}',
-            "link.up_bytes_per_s",
-        ),
-        (
-            '{"link": {"up_bytes_per_s": 1e-308, "down_bytes_per_s": 1, "round_trip_s": 1}}',
-            "link.up_bytes_per_s",
-        ),
+        ('{"link": {"up_bytes_per_s": null}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": true}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": 1e-308}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": -1}}', "link.down_bytes_per_s"),
         ("[" * 100_000, "not JSON"),
     ],
 )
