@@ -105,7 +105,7 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
 def _demonstrate(
     options: DemoOptions, config: RunConfig, watch_with: Callable[[RunConfig, Path], Watch], folder: Path
 ) -> list[str]:
-    config, loss_start = prepare(config, folder, STOPPED, is_judged=True)
+    config, loss_start = prepare(config, folder, is_judged=True)
     with LocalSwarm(folder / "logs") as swarm:
         demo = RunningDemo(options, Stage(swarm, config, folder, options.carrier), swarm)
         watch = watch_with(config, folder)

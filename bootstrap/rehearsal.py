@@ -119,7 +119,7 @@ def _rehearse(
     folder: Path,
 ) -> list[str]:
     with recipe_of(options.run_file, given=bool(options.recipe)):
-        config, loss_start = prepare(config, folder, STOPPED)
+        config, loss_start = prepare(config, folder)
     with ExitStack() as stack:
         kernel = netns.examine()
         problem = "it was asked for" if options.in_carrier else kernel.problem

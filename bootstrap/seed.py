@@ -24,10 +24,10 @@ from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
+from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.process import (
     FolderLock,
     StopSignals,
-    ctrl_c_ends,
     end_with_parent,
     full_disk_named,
     require_supported_platform,
@@ -95,9 +95,10 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
     if run.recipe_digest:
         return run
     say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
-    with ctrl_c_ends():
-        from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
+    take_back()
+    from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
 
+    hand_over()
     with recipe_of(options.run_file):
         if run.recipe == BYTE_GPT:
             files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.system.process import ctrl_c_ends, full_disk_named, program
+from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.process import full_disk_named, program
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
@@ -46,6 +47,12 @@ Wrap = Callable[[list[str]], list[str]]
 
 def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callable[[Path], list[str]]) -> int:
     """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``): see ``exit_status_of``."""
+    require_new(folder)
+    print("preparing the recipe ...", flush=True)
+    take_back()
+    import p2p_co2.recipes  # noqa: F401 (slow, and nothing is to be given back yet)
+
+    hand_over()
 
     def inside() -> list[str]:
         made = new_run_folder(folder, kind)
@@ -75,14 +82,17 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def require_new(folder: Path | None) -> None:
+    """Raises ``ConfigError`` if ``folder`` holds a run already."""
+    if folder and (folder / "logs").exists():
+        raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
+
+
 def new_run_folder(folder: Path | None, kind: str) -> Path:
-    """Make ``folder`` (None: ``runs/KIND-<time>``) with its ``logs``. Raises ``ConfigError`` if it holds a
-    run already, ``EnvironmentFault`` if it cannot be made."""
+    """Make ``folder`` (None: ``runs/KIND-<time>``) with its ``logs``. Raises ``EnvironmentFault``."""
     folder = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
     try:
         (folder / "logs").mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder") from None
     except OSError as error:
         raise EnvironmentFault(
             f"cannot make {folder}: {error.strerror}; choose another with --folder"
@@ -105,17 +115,13 @@ def require_carrier(name: str) -> None:
         raise ConfigError.of_option("--carrier", f"auto, grpc or libp2p (got {name!r})")
 
 
-def prepare(
-    config: RunConfig, folder: Path, stopped: str, *, is_judged: bool = False
-) -> tuple[RunConfig, float | None]:
+def prepare(config: RunConfig, folder: Path, *, is_judged: bool = False) -> tuple[RunConfig, float | None]:
     """(the run with its recipe's digest, the held-out loss before the first step, None if the recipe has
     none). Writes ``run.toml``. A failure or Ctrl-C takes an empty ``folder`` back. Raises ``ConfigError``,
     for a recipe without held-out loss too if the run ``is_judged`` by it."""
-    print("preparing the recipe ...", flush=True)
-    with ctrl_c_ends(stopped, lambda: remove_empty_run_folder(folder)):
-        import torch
+    import torch
 
-        from p2p_co2.recipes import load_recipe, recipe_digest
+    from p2p_co2.recipes import load_recipe, recipe_digest
 
     torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
     try:

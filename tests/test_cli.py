@@ -375,23 +375,22 @@ def test_a_ctrl_c_while_a_command_imports_ends_it(module: str, command: list[str
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    "command",
     [
-        (["seed", "--folder"], "stopped"),
-        (["demo", "--no-board", "--folder"], "stopped; no process is left"),
-        (["rehearse", "--folder"], "stopped; no process and no namespace is left"),
-        (["plan", "examples/run.toml", "--plot"], "stopped"),
+        ["seed", "--folder"], ["demo", "--no-board", "--folder"], ["rehearse", "--folder"],
+        ["plan", "examples/run.toml", "--plot"],
     ],
-)
-def test_a_ctrl_c_that_an_import_swallows_is_not_lost(tmp_path: Path, command: list[str], words: str) -> None:
+)  # fmt: skip
+def test_a_ctrl_c_that_an_import_swallows_is_not_lost(tmp_path: Path, command: list[str]) -> None:
     """The seed went on as if nothing had been pressed, in 2 of 24 tries."""
-    assert _interrupted_at("torch", [*command, str(tmp_path / "it")]) == (130, f"{words}\n")
+    assert _interrupted_at("torch", [*command, str(tmp_path / "it")]) == (-signal.SIGINT, "stopped\n")
     assert not (tmp_path / "it").exists()
 
 
 @pytest.mark.parametrize("command", [["seed", "--host", "127.0.0.1", "--folder"], ["demo", "--folder"]])
 def test_a_ctrl_c_has_one_status_per_kind_of_command(tmp_path: Path, command: list[str]) -> None:
-    """What runs until it is stopped has done its work (0); what would have ended by itself has not (130)."""
+    """What runs until it is stopped has done its work (0); what would have ended by itself has not: 130, or,
+    while it imports torch, the signal, which a shell shows as 130."""
     process = subprocess.Popen(
         [sys.executable, "-m", "p2p_co2.cli", *command, str(tmp_path / "it")],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -405,5 +404,5 @@ def test_a_ctrl_c_has_one_status_per_kind_of_command(tmp_path: Path, command: li
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
-    assert process.returncode == (0 if command[0] == "seed" else 130), rest
+    assert process.returncode in ((0,) if command[0] == "seed" else (130, -signal.SIGINT)), rest
     assert "Traceback" not in rest

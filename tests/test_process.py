@@ -113,24 +113,6 @@ def test_the_first_signal_asks_and_the_second_leaves_nothing(number: signal.Sign
         assert until(lambda: has_ended(below))
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_ctrl_c_that_an_import_would_swallow_ends_the_process_at_once(name: str, status: int) -> None:
-    importing = (
-        "import signal; from p2p_co2.system.process import ctrl_c_ends\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with ctrl_c_ends(): pass\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
-        "with ctrl_c_ends('gone', lambda: print('given back', flush=True)):\n"
-        f"    try: signal.raise_signal(signal.{name})\n"
-        "    except KeyboardInterrupt: pass\n"
-        "    print('went on', flush=True)"
-    )
-    with started(importing) as process:
-        assert process.wait(BOUND_S) == status
-        assert process.communicate() == ("given back\n", "gone\n")
-
-
 # ---- parents and children
 
 

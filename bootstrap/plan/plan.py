@@ -12,7 +12,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
 from p2p_co2.planning.cell_count import advice_on_cells, advice_on_short_rounds, cells_for
 from p2p_co2.protocol.wire.limits import MAX_PEERS
-from p2p_co2.system.process import ctrl_c_ends
+from p2p_co2.system.ctrl_c import hand_over, take_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,10 @@ def make_plan(options: PlanOptions) -> Plan:
     fragments = even_fragments(options.parameters, run.fragments) if options.parameters else ()
     step_s, tokens, train_bytes = options.step_s, 0, 16.0 * options.parameters
     if not (fragments and step_s):
-        with ctrl_c_ends():
-            from bootstrap.plan.step import load_model, measure_step
+        take_back()
+        from bootstrap.plan.step import load_model, measure_step
 
+        hand_over()
         recipe, counted = load_model(run, options.device)
         if not fragments:
             fragments = counted

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from p2p_co2.cli.ctrl_c import hand_over, take_back
+from p2p_co2.system.ctrl_c import hand_over, take_back
 
 
 def says(words: str, *names: str, **settings: Any) -> Any:

@@ -7,7 +7,11 @@ the run over: 3); a traceback is left to bugs."""
 
 from __future__ import annotations
 
-from p2p_co2.cli.ctrl_c import hand_over, take_back, was_interrupted  # before all that takes time to import
+from p2p_co2.system.ctrl_c import (
+    hand_over,
+    take_back,
+    was_interrupted,
+)  # before all that takes time to import
 
 # isort: split
 import errno

@@ -17,7 +17,6 @@ import signal
 import socket
 import stat
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -230,40 +229,6 @@ def _place_of(file: int) -> str:
     with suppress(OSError):
         boot = _BOOT_ID.read_text().strip()
     return f"{boot} {status.st_dev}:{status.st_ino}"
-
-
-@contextmanager
-def ctrl_c_ends(words: str = "stopped", give_back: Callable[[], None] | None = None) -> Iterator[None]:
-    """While entered, a Ctrl-C gives back what there is, says ``words`` and ends the process with status 130,
-    and a SIGTERM likewise with 143.
-
-    For slow imports, some of which swallow a ``KeyboardInterrupt`` or report it as a failure of their own.
-    Does nothing off the main thread, nor where the program handles the signals itself."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        for taken in before:
-            signal.signal(taken, signal.SIG_DFL)
-        if give_back is not None:
-            give_back()
-        os.write(2, f"{words}\n".encode())
-        os._exit(128 + number)
-
-    untouched = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before: dict[signal.Signals, Any] = {}
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    for number, handler in untouched.items():
-        if signal.getsignal(number) is handler:
-            before[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class FolderLock:
