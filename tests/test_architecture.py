@@ -21,7 +21,7 @@ FLOORS = (
     {"config", "telemetry", "protocol.wire", "protocol.heartbeat", "protocol.schedule", "planning.profiles"},
     {"ticket", "tensors"},
     {"protocol", "recipes"},
-    {"net", "peer_options", "run_recipe", "trained", "planning"},
+    {"net", "peer_options", "trained", "planning"},
     {"node", "simnet"},
     {"trainer"},
     {"peers", "bootstrap", "monitoring"},
@@ -35,9 +35,6 @@ NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry"
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
 
 IN_CIRCLES = {
-    "bootstrap.plan.command",
-    "bootstrap.plan.picture",
-    "bootstrap.plan.report",
     "p2p_co2.node.apart",
     "p2p_co2.node.catching",
     "p2p_co2.node.deciding",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2p_co2.cli.ctrl_c import hand_over, take_back
 from p2p_co2.errors import ConfigError
+from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX
 
 if TYPE_CHECKING:

@@ -1,9 +1,7 @@
-"""Options in, plan out: puts the setting together and prints it as a table or as JSON."""
+"""A run's setting, its forecast and what is advised: options in, plan out."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
 from p2p_co2.protocol.wire.limits import MAX_PEERS
-from p2p_co2.system.process import ctrl_c_ends
+from p2p_co2.system.ctrl_c import hand_over, take_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,24 +47,6 @@ class Plan:
     sources: dict[str, str]
 
 
-def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
-    """Print the plan; returns the exit status. Raises ``ConfigError`` and ``EnvironmentFault``."""
-    plan = make_plan(options)
-    if options.as_json:
-        say(json.dumps(as_table(plan), indent=2))
-    else:
-        from bootstrap.plan.report import print_plan
-
-        print_plan(plan)
-    if options.plot is not None:
-        from bootstrap.plan.picture import draw_plan
-
-        draw_plan(plan, options.plot)
-        if not options.as_json:
-            say(f"picture: {options.plot}")
-    return 0
-
-
 def make_plan(options: PlanOptions) -> Plan:
     """Read, measure, reckon. Raises ``ConfigError`` and ``EnvironmentFault``."""
     _check(options)
@@ -78,15 +58,16 @@ def make_plan(options: PlanOptions) -> Plan:
     fragments = even_fragments(options.parameters, run.fragments) if options.parameters else ()
     step_s, tokens, train_bytes = options.step_s, 0, 16.0 * options.parameters
     if not (fragments and step_s):
-        with ctrl_c_ends():
-            from bootstrap.plan.step import load_model, measure_step
+        take_back()
+        from bootstrap.plan.step import load_model, measure_step
 
-        model = load_model(run, options.device)
+        hand_over()
+        recipe, counted = load_model(run, options.device)
         if not fragments:
-            fragments = model.fragments
+            fragments = counted
             sources["parameters"] = "counted"
         if not step_s:
-            measured = measure_step(model, options.device, options.batch, options.threads)
+            measured = measure_step(recipe, options.device, options.batch, options.threads)
             step_s, tokens, train_bytes = measured.step_s, measured.tokens, measured.train_bytes
             sources["step"] = measured.how
     setting = setting_of(run, fragments, step_s, links, tokens_per_step=tokens, train_bytes=train_bytes)
@@ -111,7 +92,7 @@ def _check(options: PlanOptions) -> None:
     )  # fmt: skip
     for option, is_wrong, problem in wrong:
         if is_wrong:
-            raise ConfigError("command line", option, problem)
+            raise ConfigError.of_option(option, problem)
 
 
 def as_table(plan: Plan) -> dict[str, Any]:

@@ -1,14 +1,10 @@
 """A Ctrl-C while the program is still importing itself: one word and the end, no traceback.
 
 The command line imports this before anything else, and calls ``hand_over`` when it has all that it needs;
-commands say themselves what a Ctrl-C means to them from then on. The process ends by the signal, which a
-shell shows as status 130. Law: nothing slow is imported before the handler is there, and no import sees a
-``KeyboardInterrupt``, which some swallow and others report as a failure of their own. A program that handles
-the signal itself, or has an excepthook of its own (a debugger), keeps both.
-
-Price: the interpreter's own start is not ours: some 20 ms, 10 more where the package is installed editable.
-A Ctrl-C in that time ends the process as well, but Python may print where it was.
-"""
+commands say themselves what a Ctrl-C means to them from then on. No import sees a ``KeyboardInterrupt``,
+which some swallow and others report as a failure of their own. The process ends by the signal, which a shell
+shows as status 130. A program that handles the signal itself, or has an excepthook of its own, keeps both.
+Of a Ctrl-C in the interpreter's own start, some 20 ms, Python may print where it was."""
 
 from __future__ import annotations
 
