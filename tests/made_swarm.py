@@ -13,7 +13,7 @@ from functools import cache
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.feed import FeedState, News, Sighting
+from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
 
 TOKENS_PER_S = 2400
 PAYLOAD_BYTES = 170_000
@@ -165,31 +165,24 @@ class MadeSwarm:
         return found
 
 
-class MadeFeed:
-    """A ``Feed`` over a made-up swarm; ``advance`` moves its time, or ``clock`` does (unix seconds)."""
+class MadeFeed(Feed):
+    """A feed over a made-up swarm; ``advance`` moves its time, or ``clock`` does (unix seconds)."""
 
     def __init__(self, swarm: MadeSwarm, state: FeedState | None = None) -> None:
         self.swarm = swarm
-        self.run: RunConfig | None = swarm.run_config
+        self.run = swarm.run_config
         self.place = "a made-up swarm"
-        self.me = ""
         self.is_whole = True
         self.state = state or FeedState("connected", "made up")
         self._next = 0
-        self._news = News(sightings=[Sighting(peer_id(n), "answering") for n in range(swarm.peers)])
+        self.news = News(sightings=[Sighting(peer_id(n), "answering") for n in range(swarm.peers)])
 
     def advance(self, until: int) -> None:
         """Let seconds pass, up to ``until`` since the start."""
         for t in range(self._next, until):
-            self._news.events += self.swarm.at(t)
+            self.news.events += self.swarm.at(t)
         self._next = max(self._next, until)
 
     def take(self) -> News:
-        news, self._news = self._news, News()
+        news, self.news = self.news, News()
         return news
-
-    def watched(self, now: float) -> None:
-        return
-
-    def close(self) -> None:
-        return

@@ -8,26 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
+from monitoring.known import Known, swarm_facts
 from monitoring.summary import RunFacts
-from monitoring.terminal import print_summary, swarm_frame
+from monitoring.terminal import NEWS_LINES, print_summary
+from monitoring.terminal import frame as frame_of
+from monitoring.words import news
 from p2p_co2.config import RunConfig
-from p2p_co2.telemetry.events import (
-    CaughtUp,
-    Event,
-    FragmentApplied,
-    FragmentSent,
-    LinkLost,
-    LinkOpened,
-    MessageRefused,
-    PeerFinished,
-    PeerLeft,
-    PeerStarted,
-    Progress,
-    RoundAborted,
-    RoundCommitted,
-    SendSkipped,
-    Warned,
-)
+from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import SwarmView, fold
 
 IDS = {"ada": "12D3KooWAAAAAA", "bob": "12D3KooWBBBBBB"}
@@ -42,11 +29,11 @@ FACTS = RunFacts(
 
 def story(
     name: str, other: str, *, finish: bool = True, digest: str = "d" * 64, last_loss: float = 2.0
-) -> list[Event]:
+) -> list[ev.Event]:
     """1000 parameters in 2 fragments, 3 committed rounds each, one abort; 60 inner steps, 20 s."""
     me, them = IDS[name], IDS[other]
-    events: list[Event] = [
-        PeerStarted(
+    events: list[ev.Event] = [
+        ev.PeerStarted(
             at=100.0,
             peer=me,
             name=name,
@@ -57,11 +44,11 @@ def story(
             fragments=2,
             run="aa",
         ),
-        LinkOpened(at=100.5, peer=me, other=them, carrier="grpc"),
+        ev.LinkOpened(at=100.5, peer=me, other=them, carrier="grpc"),
     ]
     for second in range(21):
         events.append(
-            Progress(
+            ev.Progress(
                 at=101.0 + second,
                 peer=me,
                 phase="training",
@@ -83,8 +70,8 @@ def story(
             at = 101.0 + 6 * number + fragment
             key: dict[str, Any] = {"at": at, "peer": me, "fragment": fragment}
             events += [
-                FragmentSent(**key, round=number, payload_bytes=266, weight=1.0, relative_error=0.01),
-                RoundCommitted(
+                ev.FragmentSent(**key, round=number, payload_bytes=266, weight=1.0, relative_error=0.01),
+                ev.RoundCommitted(
                     **key,
                     round=number,
                     coordinator=me,
@@ -93,7 +80,7 @@ def story(
                     partial=0,
                     duration_s=0.5,
                 ),
-                FragmentApplied(
+                ev.FragmentApplied(
                     **key,
                     version=number,
                     contributed=True,
@@ -106,10 +93,12 @@ def story(
                     clipped_share=0.0,
                 ),
             ]
-    events.append(RoundAborted(at=121.0, peer=me, fragment=0, round=4, reason="the owner of part 1 was lost"))
+    events.append(
+        ev.RoundAborted(at=121.0, peer=me, fragment=0, round=4, reason="the owner of part 1 was lost")
+    )
     if finish:
         events.append(
-            PeerFinished(
+            ev.PeerFinished(
                 at=122.0,
                 peer=me,
                 reason="the run ended",
@@ -127,11 +116,11 @@ def swarm(**of_bob: Any) -> SwarmView:
 
 def hostile_view() -> SwarmView:
     name = "[red]$x_\x1b[31m\u202e界" * 20
-    events: list[Event] = [
-        PeerStarted(
+    events: list[ev.Event] = [
+        ev.PeerStarted(
             at=1.0, peer="p", name=name, pid=1, software="", device="[/]", parameters=0, fragments=0, run=""
         ),
-        Progress(
+        ev.Progress(
             at=2.0,
             peer="p",
             phase="[/bold]",
@@ -147,11 +136,11 @@ def hostile_view() -> SwarmView:
             down_bytes=10**18,
             versions=(),
         ),
-        PeerLeft(at=2.0, peer="p", other="", reason="[link]"),
-        LinkOpened(at=2.0, peer="p", other="q", carrier="[x]"),
-        LinkLost(at=2.0, peer="p", other="z", carrier="[x]", reason="[/x]"),
-        RoundAborted(at=3.0, peer="p", fragment=-5, round=10**15, reason="[/]\x07"),
-        CaughtUp(
+        ev.PeerLeft(at=2.0, peer="p", other="", reason="[link]"),
+        ev.LinkOpened(at=2.0, peer="p", other="q", carrier="[x]"),
+        ev.LinkLost(at=2.0, peer="p", other="z", carrier="[x]", reason="[/x]"),
+        ev.RoundAborted(at=3.0, peer="p", fragment=-5, round=10**15, reason="[/]\x07"),
+        ev.CaughtUp(
             at=3.0,
             peer="p",
             fragment=0,
@@ -162,10 +151,10 @@ def hostile_view() -> SwarmView:
             bytes=0,
             duration_s=0.0,
         ),
-        MessageRefused(at=3.0, peer="p", other="[/]", reason="[/]"),
-        SendSkipped(at=3.0, peer="p", fragment=0, reason="[/]"),
-        Warned(at=3.0, peer="p", text="[/]" * 1000),
-        FragmentApplied(
+        ev.MessageRefused(at=3.0, peer="p", other="[/]", reason="[/]"),
+        ev.SendSkipped(at=3.0, peer="p", fragment=0, reason="[/]"),
+        ev.Warned(at=3.0, peer="p", text="[/]" * 1000),
+        ev.FragmentApplied(
             at=3.0,
             peer="p",
             fragment=0,
@@ -179,7 +168,7 @@ def hostile_view() -> SwarmView:
             momentum_norm=0.0,
             clipped_share=math.nan,
         ),
-        FragmentApplied(
+        ev.FragmentApplied(
             at=3.0,
             peer="p",
             fragment=0,
@@ -203,13 +192,9 @@ def drawn(renderable: Any, width: int = 120) -> str:
     return console.export_text()
 
 
-def frame(view: SwarmView, *, now: float = 123.0, width: int = 120, rows: int = 24) -> str:
-    return drawn(
-        swarm_frame(
-            view, "demo", now, elapsed_s=31.0, trained_s=23.0, expected_s=60.0, width=width, most_rows=rows
-        ),
-        width,
-    )
+def frame(view: SwarmView, *, now: float = 123.0, width: int = 120, rows: int = 48) -> str:
+    told = news(view, NEWS_LINES)
+    return drawn(frame_of(swarm_facts(Known(view, now)), width, rows, news=told), width)
 
 
 def printed(summary: dict[str, Any]) -> str:

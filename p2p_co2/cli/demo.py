@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from bootstrap.demo import DemoEnd
+from monitoring.known import Known
 from monitoring.picture import draw_run
 from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
@@ -34,23 +36,21 @@ class DemoWatch:
         self._view = SwarmView()
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
         self._console = Console(width=None if sys.stdout.isatty() else 150)
-        self._folder = folder
+        self._config, self._place = config, f"demo in {folder}"
         self._gate: Gate | None = None
         if board:
             command = program("monitoring", str(folder.resolve()))
             self._gate = Gate("127.0.0.1", 0, command)
             print(f"board: {self._gate.address}", flush=True)
         expected_s = config.clock.rounds * config.clock.round_s
-        self._terminal: LiveTerminal | None = LiveTerminal(
-            f"p2p-co2 demo in {folder}", expected_s, console=self._console
-        )
+        self._terminal: LiveTerminal | None = LiveTerminal(self._console, expected_s=expected_s)
         self._terminal.__enter__()
 
     def see(self, events: Sequence[Event]) -> None:
         for event in events:
             self._view.add(event)
         if self._terminal:
-            self._terminal.show(self._view)
+            self._terminal.show(Known(self._view, time.time(), self._config, place=self._place))
 
     def finish(self, end: DemoEnd) -> list[str]:
         """Write ``summary.json``, ``loss.png`` and ``report.html``, print the summary; why the run was no

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +18,9 @@ from rich.console import Console
 
 from bootstrap.lines import Line
 from bootstrap.rehearsal import RehearsalEnd
-from monitoring.exchanges import ExchangeLog, exchange_figures
-from monitoring.link_tables import exchanges_line, lines_table, used_table
+from monitoring.known import Known
+from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, lines_table, print_exchanges
 from monitoring.picture import draw_run
-from monitoring.steady_state import SteadyState
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
 from p2p_co2.config import RunConfig
@@ -37,7 +37,7 @@ class RehearsalTerminal:
         self._steady = SteadyState(max(1, config.outer.blocking_rounds))
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
         self._console = Console(width=None if sys.stdout.isatty() else 150)
-        self._folder = folder
+        self._config, self._place = config, f"rehearsal in {folder}"
         clock = config.clock
         self._expected_s = clock.rounds * clock.round_s if clock.mode == "time" else None
         self._terminal: LiveTerminal | None = None
@@ -46,9 +46,8 @@ class RehearsalTerminal:
         """Print which lines are emulated and how; then the live table begins."""
         self._console.print(f"emulation: {emulation}", markup=False, highlight=False)
         rows = [(line.peer, line.profile, line.address, line.round_trip_s) for line in lines]
-        self._console.print(lines_table(rows))
-        title = f"p2p-co2 rehearsal in {self._folder}"
-        self._terminal = LiveTerminal(title, self._expected_s, console=self._console)
+        self._console.print(lines_table(rows, self._console.width))
+        self._terminal = LiveTerminal(self._console, expected_s=self._expected_s)
         self._terminal.__enter__()
 
     def see(self, events: Sequence[Event]) -> None:
@@ -57,7 +56,7 @@ class RehearsalTerminal:
             self._exchanges.add(event)
             self._steady.add(event)
         if self._terminal:
-            self._terminal.show(self._view)
+            self._terminal.show(Known(self._view, time.time(), self._config, place=self._place))
 
     def finish(self, end: RehearsalEnd) -> list[str]:
         """Write ``summary.json`` and ``loss.png``, print the summary; why the run was no success, if it was
@@ -82,8 +81,7 @@ class RehearsalTerminal:
             loss_unit=summary["loss"]["unit"],
         )
         print_summary(summary, self._console)
-        self._console.print(used_table(summary))
-        self._console.print(exchanges_line(summary))
+        print_exchanges(summary, self._console)
         self._console.print(f"written to {end.folder}", markup=False, highlight=False)
         return [*end.deaths, *verdict(summary, by_loss=False)]
 
@@ -106,12 +104,7 @@ class RehearsalTerminal:
                 }
                 for line in end.lines
             },
-            "steady": {
-                "utilisation": self._steady.utilisation(),
-                "saving_share": self._steady.saving_share(),
-                "measuring_share": self._steady.measuring_share(),
-                "tokens_per_s": self._steady.tokens_per_s(),
-            },
+            "steady": self._steady.figures(),
             "exchanges": exchange_figures(self._exchanges, end.traffic, profiles, since),
             "forwarder": end.forwarded or None,
         }

@@ -92,14 +92,11 @@ class Reporting:
                 busy_s = now.bulk_s - before.bulk_s
                 seen[PeerId(peer)] = LinkTraffic(now.bulk_bytes, now.bulk_s)
                 node.report(
-                    LinkMeasured,
-                    other=peer,
-                    carrier=carrier,
+                    LinkMeasured, other=peer, carrier=carrier, sent_bytes=now.bulk_bytes,
                     relayed=carrier == "libp2p" and peer in relayed,
                     round_trip_s=info.round_trip_s if info.round_trips_s else 0.0,
                     bytes_per_s=(now.bulk_bytes - before.bulk_bytes) / busy_s if busy_s > 0 else 0.0,
-                    sent_bytes=now.bulk_bytes,
-                )
+                )  # fmt: skip
 
     async def _relayed(self) -> set[str]:
         """Peers that the daemon reaches only through a third machine."""
