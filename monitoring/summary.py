@@ -75,7 +75,6 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "rounds": _rounds(view),
         "staleness": _distribution(view.staleness),
         "sync_delay_steps": _distribution(view.sync_delay_steps),
-        "gap_max": _rounded(max((peer.tally.gap_max for peer in peers.values()), default=1.0), 4),
         "bytes": _bytes(view, peers, config),
         "utilisation": {
             "mean": _rounded(_mean(counted), 4),
@@ -207,9 +206,6 @@ def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
         "utilisation": _rounded(peer.utilisation, 4),
         "staleness_mean": _rounded(mean_of(peer.staleness), 4),
         "sync_delay_steps_mean": _rounded(mean_of(tally.sync_delay_steps), 3),
-        "sync_delay_max_s": _rounded(tally.sync_delay_max_s, 3),
-        "relative_error_max": _rounded(tally.relative_error_max, 6),
-        "clipped_share_max": _rounded(tally.clipped_share_max, 6),
         "sends": tally.sends,
         "skipped_sends": dict(sorted(tally.skipped_sends.items())),
         "caught_up": dict(sorted(tally.caught_up.items())),

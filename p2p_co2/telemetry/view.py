@@ -97,30 +97,21 @@ def _mean_point(points: list[tuple[float, float, float]]) -> tuple[float, float,
 @dataclass
 class Tally:
     """What one peer's events are counted as. ``staleness``: applied outer steps by (fragment, staleness);
-    ``refused_from``: refused messages by sender; ``in_flight_s``: from send to apply, over all outer steps;
-    ``rounds_alone``: made with nobody else."""
+    ``in_flight_s``: from send to apply, over all of them; ``rounds_alone``: made with nobody else."""
 
     staleness: Counter[tuple[int, int]] = field(default_factory=Counter)
     sync_delay_steps: Counter[int] = field(default_factory=Counter)
     skipped_sends: Counter[str] = field(default_factory=Counter)
     caught_up: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    refused_from: Counter[str] = field(default_factory=Counter)
     sends: int = 0
     rounds_alone: int = 0
     in_flight_s: float = 0.0
-    sync_delay_max_s: float = 0.0
-    gap_max: float = 1.0
-    clipped_share_max: float = 0.0
-    relative_error_max: float = 0.0
 
     def apply(self, event: ev.FragmentApplied) -> None:
         _count_value(self.staleness, (event.fragment, event.staleness))
         _count_value(self.sync_delay_steps, event.sync_delay_steps)
         self.in_flight_s += _finite_or(event.sync_delay_s, 0.0)
-        self.sync_delay_max_s = _larger(self.sync_delay_max_s, event.sync_delay_s)
-        self.gap_max = _larger(self.gap_max, event.gap)
-        self.clipped_share_max = _larger(self.clipped_share_max, event.clipped_share)
 
     def recall(self, event: ev.Recalled) -> None:
         """Begin with what an observer could not see for itself."""
@@ -248,7 +239,6 @@ class PeerView:
                 self._progress(event)
             case ev.FragmentSent():
                 self.tally.sends += 1
-                self.tally.relative_error_max = _larger(self.tally.relative_error_max, event.relative_error)
                 self.sent[event.fragment] = event
                 self.recent_sends.append((event.at, ""))
             case ev.FragmentApplied():
@@ -283,7 +273,6 @@ class PeerView:
                     self.agreed = event
             case ev.MessageRefused():
                 _count(self.tally.refused, event.reason)
-                _count(self.tally.refused_from, event.other)
             case ev.Recalled():
                 self.tally.recall(event)
 
@@ -310,29 +299,23 @@ class PeerView:
 
 def recalled(view: PeerView) -> list[ev.Event]:
     """What ``view`` holds as events for a reader that comes late: they fold to the same view of the peer, its
-    maxima, its loss of old and what others say of it left out."""
+    loss of old and what others say of it left out."""
     arrived, sent = list(view.arrived.values()), list(view.sent.values())
-    applied = [event for event in arrived if isinstance(event, ev.FragmentApplied)]
-    tally, at = view.tally, view.last_seen_at or 0.0
-    staleness = tally.staleness - Counter((event.fragment, event.staleness) for event in applied)
-    caught_up = tally.caught_up - Counter(event.how for event in arrived if isinstance(event, ev.CaughtUp))
+    newer, tally, at = Tally(), view.tally, view.last_seen_at or 0.0
+    for event in arrived:
+        if isinstance(event, ev.FragmentApplied):
+            newer.apply(event)
+        else:
+            newer.caught_up[event.how] += 1
+    delays, staleness = tally.sync_delay_steps - newer.sync_delay_steps, tally.staleness - newer.staleness
     first = ev.Recalled(
-        at=at,
-        peer=view.peer,
-        in_flight_s=max(0.0, tally.in_flight_s - sum(_finite_or(event.sync_delay_s, 0) for event in applied)),
-        sends=tally.sends - len(sent),
-        rounds_alone=tally.rounds_alone,
+        at=at, peer=view.peer, in_flight_s=max(0.0, tally.in_flight_s - newer.in_flight_s),
+        sends=tally.sends - len(sent), rounds_alone=tally.rounds_alone,
         staleness={f"{fragment}:{stale}": times for (fragment, stale), times in staleness.items()},
-        sync_delay_steps={
-            str(delay): times
-            for delay, times in (
-                tally.sync_delay_steps - Counter(event.sync_delay_steps for event in applied)
-            ).items()
-        },
-        skipped_sends=dict(tally.skipped_sends),
-        caught_up=dict(caught_up),
+        sync_delay_steps={str(delay): times for delay, times in delays.items()},
+        skipped_sends=dict(tally.skipped_sends), caught_up=dict(tally.caught_up - newer.caught_up),
         refused=dict(tally.refused),
-    )
+    )  # fmt: skip
     newest = [event for event in (view.start, view.progress, view.end, view.agreed) if event and event.peer]
     opened = [
         ev.LinkOpened(at=at, peer=view.peer, other=other, carrier=carrier)
@@ -663,7 +646,3 @@ def _is_number(text: str) -> bool:
 
 def _finite_or(value: float, otherwise: float) -> float:
     return value if math.isfinite(value) else otherwise
-
-
-def _larger(known: float, value: float) -> float:
-    return max(known, value) if math.isfinite(value) else known
