@@ -27,7 +27,7 @@ from p2p_co2.telemetry.events import FragmentApplied
 from p2p_co2.telemetry.feed import FeedState, Sighting
 from p2p_co2.telemetry.view import PeerView, RoundView, SwarmView, mean_of
 
-CONNECTED = FeedState("connected")
+CONNECTED = FeedState("connected", "waiting for the first peer")
 ROUNDS_SHOWN = 240
 RATE_OVER_S, RATE_FROM_S = 10.0, 3.0
 """A rate is over so many seconds; over fewer than the second a round's burst would pass for the rate."""

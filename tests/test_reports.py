@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import zlib
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 
@@ -181,12 +180,13 @@ def test_a_coordinator_that_offered_nothing_decides_like_any_other() -> None:
 
 def test_somebody_elses_decision_does_not_crowd_out_the_coordinators() -> None:
     members = {A.peer_id: 300.0, B.peer_id: 100.0}
-    tables = ((A, responder(A)), (C, responder(C)), (B, responder(B)))
-    for who, table in tables:
-        table.see(committed(1, who, coordinator=C if who is C else A))
-    tables[0][1].remember(0, 1, decision(1, A, members))
-    tables[1][1].remember(0, 1, decision(1, C, {C.peer_id: 1e9, B.peer_id: 1.0}))
-    assert weights_told(*tables) == [members]
+    for order in permutations((A, B, C)):
+        tables = {who.peer_id: (who, responder(who)) for who in order}
+        for who, table in tables.values():
+            table.see(committed(1, who, coordinator=C if who is C else A))
+        tables[A.peer_id][1].remember(0, 1, decision(1, A, members))
+        tables[C.peer_id][1].remember(0, 1, decision(1, C, {C.peer_id: 1e9, B.peer_id: 1.0}))
+        assert weights_told(*tables.values()) == [members]
 
 
 def test_a_coordinator_without_a_witness_counts_nothing() -> None:
@@ -273,15 +273,6 @@ def test_a_report_of_somebody_else_or_damaged_is_refused() -> None:
             open_report(sealed(bad), A.peer_id, RUN)
 
 
-def test_nonsense_is_told_with_the_peer_that_sent_it() -> None:
-    talk = Talk((A, responder(A)))
-    for peer, _ in talk.poller.due(1.0):
-        talk.poller.answered(peer, b"garbage", 1.0, NOW)
-    (sighting,) = [seen for seen in talk.poller.take().sightings if seen.refused]
-    assert sighting.peer == A.peer_id
-    assert "no" in sighting.reason or "report" in sighting.reason
-
-
 def test_a_desk_refuses_requests_that_break_the_rules() -> None:
     for question in (b"\xff" * 10, b"x" * 9000, ReportRequest(run=bytes(32)).SerializeToString()):
         with pytest.raises(RemoteProtocolError):
@@ -338,12 +329,3 @@ def test_a_peer_that_cannot_be_reached_is_asked_ever_more_rarely() -> None:
     gaps = [later - earlier for earlier, later in pairwise(asked_at)]
     assert gaps == sorted(gaps)
     assert max(gaps) <= 31.0
-
-
-def test_events_are_told_as_they_were_written() -> None:
-    table = responder()
-    event = dataclasses.replace(progress(1), loss=math.nan)
-    table.see(event)
-    (told,) = Talk((A, table)).turn()
-    assert isinstance(told, ev.Progress)
-    assert math.isnan(told.loss)

@@ -6,7 +6,7 @@ is off by more than ``OFFSET_MATTERS_S``.
 
 Signed decisions: a coordinator sends its own unasked, else one teller after the other is asked for it. It
 counts if the signature holds, the signer is who most tellers call the coordinator, and another member of the
-round is among those tellers: one liar counts nothing.
+round is one of those: one liar counts nothing.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ class _Wanted:
         return self.reads.get(Counter(self.tellers.values()).most_common(1)[0][0])
 
     def is_witnessed(self, read: RoundCounted) -> bool:
-        """Whether another member than its signer tells of the round. The signer need not be a member: who
-        coordinates may have nothing to offer."""
-        others = [teller for teller in self.tellers if teller in read.weights and teller != read.decided_by]
-        return bool(others) or set(read.weights) == {read.decided_by}
+        """Whether another member than its signer calls the signer the coordinator. The signer need not be a
+        member: a peer that coordinates may have nothing to offer."""
+        others = set(read.weights) - {read.decided_by}
+        named = {teller for teller, coordinator in self.tellers.items() if coordinator == read.decided_by}
+        return bool(others & named) or not others
 
 
 class Poller:
@@ -106,14 +107,13 @@ class Poller:
     def due(self, now: float, most: int = MAX_ASKED) -> list[tuple[PeerId, bytes]]:
         """Whom to ask now, ``most`` at once and who has waited longest first, with the serialised
         ``ReportRequest``; each must end in ``answered`` or ``failed``."""
-        waiting = [
-            (asked.next_at, peer)
+        due = [
+            (peer, asked)
             for peer, asked in self._asked.items()
             if not asked.in_flight and asked.next_at <= now
         ]
         found = []
-        for _, peer in sorted(waiting)[: max(0, most)]:
-            asked = self._asked[peer]
+        for peer, asked in sorted(due, key=lambda item: item[1].next_at)[: max(0, most)]:
             asked.in_flight, asked.asked_at = True, now
             request = ReportRequest(run=self._run, process=asked.process, after=asked.after)
             self._want_decisions(request, peer)
