@@ -131,13 +131,8 @@ class Observer(Feed):
             answering = self._poller.answering
         if listed or answering:
             return f"{answering} of {max(listed, answering)} peers answer"
-        rounds, words = self.run.clock.rounds if self.run is not None else 0, "nobody trains now"
-        if last is not None and last.position >= rounds > 0:
-            words = f"the run ended at round {rounds}"
-        elif last is not None:
-            left = f"all left at round {last.position:.1f}"
-            words = f"{left}; the run goes on when one with a checkpoint is back"
-        return f"the seed answers, but no peer is listed: {words}"
+        rounds = self.run.clock.rounds if self.run is not None else 0
+        return f"the seed answers, but no peer is listed: {where_it_was(last, rounds)}"
 
     async def _ask_all(self, network: Network, asking: Asking, tasks: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(MAX_AT_ONCE)
@@ -166,6 +161,15 @@ class Observer(Feed):
                     self._poller.failed(peer, reason, time.monotonic())
                 else:
                     self._poller.answered(peer, answer, time.monotonic(), time.time())
+
+
+def where_it_was(last: RunPosition | None, rounds: int) -> str:
+    """A run without peers in words: ``last`` is where it was when they last said so, ``rounds`` its end."""
+    if last is None:
+        return "nobody trains now"
+    if last.position >= rounds > 0:
+        return f"the run ended at round {rounds}"
+    return f"all left at round {last.position:.1f}; the run goes on when one with a checkpoint is back"
 
 
 async def _until_daemon_ends(network: Network) -> None:
