@@ -117,7 +117,7 @@ def facts(peers: int = 512) -> dict[str, Any]:
     steps, events, used_s = 0, 0, 0.0
     for t in range(30, 60):
         feed.advance(t + 1)
-        events += len(feed._news.events)
+        events += len(feed.news.events)
         before = time.process_time()
         recorder.follow(START + t)
         made = model.facts()

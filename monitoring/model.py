@@ -98,8 +98,8 @@ class Model:
         self.now = at
         for peer in self.view.peers.values():
             if peer.last_seen_at is not None:
-                pace = self._paces.setdefault(peer.peer, Pace())
-                pace.add(peer.last_seen_at, peer.totals.up_bytes, peer.totals.down_bytes)
+                pace, totals = self._paces.setdefault(peer.peer, Pace()), peer.totals
+                pace.add(peer.last_seen_at, totals.up_bytes, totals.down_bytes)
         is_over = self.feed.state.phase == "ended" and not is_replay
         self._facts, self._known = None, Known(
             self.view, at, self.feed.run, self.feed.state, self.feed.place, self.view.labels(),
@@ -108,7 +108,7 @@ class Model:
         return events
 
     def _forget(self) -> None:
-        """List no more who is gone for long, nor a crowd that never said anything."""
+        """List no more the peers that are gone for long, nor a crowd that never said anything."""
         unheard = [peer for peer in self.sightings if peer not in self.view.peers]
         gone = unheard[: max(0, len(unheard) - MAX_UNHEARD)]
         if not self.feed.is_whole:
@@ -223,15 +223,12 @@ class Recorder:
         return made
 
     def write(self, batch: Batch) -> None:
-        """Write it; what could not be written is kept for the next one, its samples left out."""
+        """Write it; what cannot be written is lost, and ``trouble`` says so."""
         try:
             self.history.write(batch)
             self.trouble = self.history.trouble
         except EnvironmentFault as error:
             self.trouble = str(error)
-            self._happenings = [*batch.happenings, *self._happenings][-MAX_SAID:]
-            self._agreed = [*batch.agreed, *self._agreed][-MAX_SAID:]
-            self._changed |= {(facts.fragment, facts.round) for facts, _ in batch.rounds}
 
     def follow(self, now: float) -> None:
         """Take in what is new by ``now``, and write it at once: for programs that serve nobody meanwhile."""

@@ -178,4 +178,4 @@ async def _until_daemon_ends(network: Network) -> None:
 
 
 def _ignore(peer: object, error: RemoteProtocolError) -> None:
-    """A forged record in the DHT: refused there, and no business of somebody who only looks."""
+    """A forged record in the DHT: refused there, and no business of an observer."""

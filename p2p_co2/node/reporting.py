@@ -32,7 +32,7 @@ LAST_WORDS_S = 3.0
 """A peer that leaves waits at most this long for observers to fetch its last events."""
 
 
-class Reporting:
+class ReportService:
     """All calls on the network's loop, but for ``see``, which may come from any thread."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Reporting:
         self._measuring = asyncio.create_task(self._measure(node), name="measure links")
 
     async def say_last_words(self) -> None:
-        """Let observers who are here fetch the newest events, at most ``LAST_WORDS_S``."""
+        """Let observers that are here fetch the newest events, at most ``LAST_WORDS_S``."""
         ends_at = time.monotonic() + LAST_WORDS_S
         while self._measuring is not None and time.monotonic() < ends_at:
             if self._responder.told_everybody(time.monotonic()):

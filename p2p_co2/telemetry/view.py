@@ -27,6 +27,8 @@ MAX_DISTINCT = 64
 OTHERS = "(others)"
 MAX_LINKS = 4096
 """Most other peers of which a peer's links or word are remembered."""
+MAX_RECALLED_LINKS = 256
+"""A report has no room for more."""
 MAX_RECENT_SENDS = 64
 MAX_VALUES = 1024
 """Most distinct values of a histogram; others are left out of it."""
@@ -319,7 +321,7 @@ def recalled(view: PeerView) -> list[ev.Event]:
     newest = [event for event in (view.start, view.progress, view.end, view.agreed) if event and event.peer]
     opened = [
         ev.LinkOpened(at=at, peer=view.peer, other=other, carrier=carrier)
-        for other, carrier in view.open_links.items()
+        for other, carrier in list(view.open_links.items())[:MAX_RECALLED_LINKS]
     ]
     return [first, *newest, *sent, *arrived, *opened]
 

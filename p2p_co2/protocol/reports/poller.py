@@ -105,7 +105,7 @@ class Poller:
         }
 
     def due(self, now: float, most: int = MAX_ASKED) -> list[tuple[PeerId, bytes]]:
-        """Whom to ask now, ``most`` at once and who has waited longest first, with the serialised
+        """Whom to ask now, ``most`` at once, those that have waited longest first, with the serialised
         ``ReportRequest``; each must end in ``answered`` or ``failed``."""
         due = [
             (peer, asked)
