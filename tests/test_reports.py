@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from dataclasses import replace
 from itertools import pairwise, permutations
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, Report
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import event_line
 from p2p_co2.telemetry.view import fold
+from tests import event_samples as samples
 
 RUN = bytes(range(32))
 A, B, C = (Identity.generate() for _ in range(3))
@@ -26,30 +29,18 @@ ASKER = Identity.generate().peer_id
 NOW = 1_800_000_000.0
 
 
-def progress(number: int, who: Identity = A, **changes: object) -> ev.Progress:
-    fields: dict[str, object] = {
-        "at": NOW + number, "peer": who.peer_id, "phase": "training", "position": number / 5,
-        "tokens": 100 * number,
-        "inner_steps": number, "tokens_per_s": 100.0, "loss": 3.0, "train_s": 0.9 * number, "exposed_s": 0.0,
-        "wall_s": float(number), "up_bytes": 10 * number, "down_bytes": 9 * number,
-        "versions": (number // 5,),
-    }  # fmt: skip
-    return ev.Progress(**(fields | changes))  # type: ignore[arg-type]
+def progress(number: int, who: Identity = A, **changes: Any) -> ev.Progress:
+    made = samples.progress(who.peer_id, NOW + number, inner_steps=number)
+    figures = {"train_s": 0.9 * number, "wall_s": float(number), "versions": (number // 5,), **changes}
+    return replace(made, **figures)
 
 
 def applied(number: int, who: Identity = A) -> ev.FragmentApplied:
-    return ev.FragmentApplied(
-        at=NOW + number, peer=who.peer_id, fragment=0, version=number, contributed=True, staleness=number % 3,
-        sync_delay_steps=number % 5, sync_delay_s=0.5, gap=1.0, gradient_norm=1.0, momentum_norm=1.0,
-        clipped_share=0.0,
-    )  # fmt: skip
+    return replace(samples.applied(who.peer_id, number % 3, number % 5), at=NOW + number, version=number)
 
 
 def committed(number: int, who: Identity, coordinator: Identity) -> ev.RoundCommitted:
-    return ev.RoundCommitted(
-        at=NOW + number, peer=who.peer_id, fragment=0, round=number, coordinator=coordinator.peer_id,
-        group_size=2, contributors=2, partial=0, duration_s=1.0,
-    )  # fmt: skip
+    return replace(samples.committed(who.peer_id, number), at=NOW + number, coordinator=coordinator.peer_id)
 
 
 def decision(number: int, signer: Identity, members: dict[str, float], run: bytes = RUN) -> Decision:
