@@ -334,7 +334,9 @@ def round_facts(known: Known, view: RoundView) -> RoundFacts:
         reason = f"missed by {', '.join(known.label(peer) for peer in missed[:8])}"
     elif aborts:
         reason = "; ".join(f"{why} ({times})" for why, times in aborts.most_common(3))
-    at = max((commit.at for commit in view.commits), default=view.begun[0] if view.begun else known.now)
+    at = max(
+        (commit.at for commit in view.commits.values()), default=view.begun[0] if view.begun else known.now
+    )
     return RoundFacts(
         fragment=view.fragment, round=view.round, at=at, outcome=outcome, group_size=view.group_size,
         contributors=view.contributors, staleness=view.staleness, duration_s=view.duration_s,

@@ -279,6 +279,6 @@ def time_line(view: RoundView) -> dict[str, dict[str, float]]:
             "parts_s": round(commit.parts_s, 4), "mean_s": round(commit.means_s, 4),
             "commit_s": round(commit.duration_s, 4),
         }
-        for commit in view.commits
+        for commit in view.commits.values()
         if commit.duration_s > 0
     }  # fmt: skip

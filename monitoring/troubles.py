@@ -114,7 +114,7 @@ def _alone(view: SwarmView, peers: Sequence[PeerFacts], now: float) -> list[Trou
         commit.at
         for known in view.rounds.values()
         if known.outcome == "committed"
-        for commit in known.commits
+        for commit in known.commits.values()
     ]
     left = [peer.last_seen_at or 0.0 for peer in peers if peer is not here[0]]
     since_at = max([here[0].joined_at or now, *together, *left])

@@ -327,37 +327,26 @@ def recalled(view: PeerView) -> list[ev.Event]:
 
 
 @dataclass(slots=True)
-class RoundReport:
-    """What one peer wrote of a round: its commit if it learned of one, its aborts by reason (None for none:
-    most rounds have none, and there are many rounds). ``staleness``: of this peer's outer step that the round
-    made; -1 as long as it has taken none."""
-
-    commit: ev.RoundCommitted | None = None
-    aborts: Counter[str] | None = None
-    staleness: int = -1
-
-
-@dataclass(slots=True)
 class RoundView:
     """One (fragment, round) as all its members tell it. ``begun``: (at, coordinator, group) of the newest
-    BEGIN; ``weights``: whose work is in the mean, as a signed decision says; empty if none was seen."""
+    BEGIN. ``commits``: by the member that learned of one; ``aborted``: attempts by reason, by member.
+    ``staleness``: of the most stale outer step that came of it; -1 if none is known. ``weights``: whose work
+    is in the mean, as a signed decision says; empty if none was seen."""
 
     fragment: int
     round: int
     begun: tuple[float, str, tuple[str, ...]] | None = None
-    reports: dict[str, RoundReport] = field(default_factory=dict)
+    commits: dict[str, ev.RoundCommitted] = field(default_factory=dict)
+    aborted: dict[str, Counter[str]] = field(default_factory=dict)
+    staleness: int = -1
     weights: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def commits(self) -> list[ev.RoundCommitted]:
-        return [report.commit for report in self.reports.values() if report.commit is not None]
 
     @property
     def outcome(self) -> str:
         """ "committed", "alone" (by one peer, with nobody else), "aborted" (every attempt) or "open"."""
-        if commits := self.commits:
-            return "alone" if max(commit.group_size for commit in commits) == 1 else "committed"
-        return "aborted" if any(report.aborts for report in self.reports.values()) else "open"
+        if self.commits:
+            return "alone" if self._most("group_size") == 1 else "committed"
+        return "aborted" if self.aborted else "open"
 
     @property
     def aborts(self) -> Counter[str]:
@@ -367,43 +356,34 @@ class RoundView:
         those that know of the commit are asked, since the others may have lost just the answer
         (``missed_by``).
         """
-        committed = bool(self.commits)
-        asked = [
-            (-report.aborts.total(), peer, report.aborts)
-            for peer, report in self.reports.items()
-            if report.aborts and (report.commit is not None or not committed)
-        ]
-        return Counter(min(asked)[2]) if asked else Counter()
+        asked = self.aborted.keys() & self.commits.keys() if self.commits else self.aborted.keys()
+        best = min(asked, key=lambda peer: (-self.aborted[peer].total(), peer), default="")
+        return Counter(self.aborted.get(best, ()))
 
     @property
     def missed_by(self) -> tuple[str, ...]:
         """Peers that gave this round up although others committed it."""
-        if not self.commits:
-            return ()
-        return tuple(sorted(peer for peer, told in self.reports.items() if told.aborts and not told.commit))
+        return tuple(sorted(self.aborted.keys() - self.commits.keys())) if self.commits else ()
+
+    def _most(self, name: str) -> int:
+        return max((getattr(commit, name) for commit in self.commits.values()), default=0)
 
     @property
     def contributors(self) -> int:
-        return max((commit.contributors for commit in self.commits), default=0)
+        return self._most("contributors")
 
     @property
     def partial(self) -> int:
-        return max((commit.partial for commit in self.commits), default=0)
-
-    @property
-    def staleness(self) -> int:
-        """The most stale outer step that came of this round; -1 if none is known."""
-        return max((report.staleness for report in self.reports.values()), default=-1)
+        return self._most("partial")
 
     @property
     def group_size(self) -> int:
-        group = len(self.begun[2]) if self.begun else 0
-        return max((commit.group_size for commit in self.commits), default=group)
+        return self._most("group_size") or (len(self.begun[2]) if self.begun else 0)
 
     @property
     def duration_s(self) -> float:
         """Longest time from a member's offer to its knowing of the commit, seconds; 0 if none offered."""
-        return max((_finite_or(commit.duration_s, 0.0) for commit in self.commits), default=0.0)
+        return max((_finite_or(commit.duration_s, 0.0) for commit in self.commits.values()), default=0.0)
 
 
 @dataclass
@@ -454,19 +434,17 @@ class SwarmView:
                 begun = (event.at, event.peer, event.group)
                 round_.begun = begun if round_.begun is None else max(round_.begun, begun)
             case ev.RoundCommitted():
-                self._report(event).commit = event
+                self._round(event.fragment, event.round).commits[event.peer] = event
             case ev.RoundAborted():
-                report = self._report(event)
-                report.aborts = Counter() if report.aborts is None else report.aborts
-                _count(report.aborts, event.reason)
+                round_ = self._round(event.fragment, event.round)
+                _count(round_.aborted.setdefault(event.peer, Counter()), event.reason)
             case ev.RoundCounted():
                 self._count(event)
             case ev.FragmentApplied():
-                # Noted if this peer itself told of the commit: then nobody else's events matter.
                 known = self.rounds.get((event.fragment, event.version))
-                told = known.reports.get(event.peer) if known is not None else None
-                if told is not None and told.commit is not None:
-                    told.staleness = event.staleness
+                # If this peer itself told of the commit: then nobody else's events matter.
+                if known is not None and event.peer in known.commits:
+                    known.staleness = max(known.staleness, event.staleness)
             case ev.Warned():
                 self.warnings += 1
         if isinstance(event, _NOTABLE):
@@ -497,9 +475,6 @@ class SwarmView:
                 self._settled.aborts += old.aborts
             known = self.rounds[fragment, number] = RoundView(fragment, number)
         return known
-
-    def _report(self, event: ev.RoundCommitted | ev.RoundAborted) -> RoundReport:
-        return self._round(event.fragment, event.round).reports.setdefault(event.peer, RoundReport())
 
     def _count(self, event: ev.RoundCounted) -> None:
         """Every member reads the same decision, so the first that tells of it is enough."""
