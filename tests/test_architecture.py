@@ -53,7 +53,6 @@ IN_CIRCLES = {
     "p2p_co2.simnet.swarm",
 }
 TOO_LARGE = {
-    "monitoring.model.Model",
     "p2p_co2.net.discovery.dht.Discovery",
     "p2p_co2.node.catching.Catching",
     "p2p_co2.node.links.Links",
@@ -77,7 +76,6 @@ TOO_LARGE = {
     "p2p_co2.simnet.process.Process",
     "p2p_co2.simnet.swarm.Swarm",
     "p2p_co2.simnet.training.Training",
-    "p2p_co2.telemetry.peer_view.PeerView",
     "p2p_co2.trainer.fragment_ledger.FragmentLedger",
     "p2p_co2.trainer.network_thread.NetworkThread",
     "p2p_co2.trainer.peer.Peer",
