@@ -25,7 +25,7 @@ def test_a_peer_that_cannot_be_listed_still_looks_for_others(fails: tuple[str, .
         async def publish_self(self, somebody_unmet: bool) -> str:
             return self.answer("publish", "")
 
-        async def find_peers(self, cell: int) -> list[PeerRecord]:
+        async def find_peers(self) -> list[PeerRecord]:
             return self.answer("find", [PeerRecord(peer="other", expires_at=9.0)])
 
         def answer(self, what: str, value: Any) -> Any:
@@ -35,7 +35,7 @@ def test_a_peer_that_cannot_be_listed_still_looks_for_others(fails: tuple[str, .
 
     warnings: list[str] = []
     node: Any = SimpleNamespace(
-        membership=Membership(PeerId("me")), now=lambda: 5.0, far=SimpleNamespace(cell=0), pump=lambda: None,
+        membership=Membership(PeerId("me")), now=lambda: 5.0, pump=lambda: None,
         progress=SimpleNamespace(rests=False, status=Status),
         report=lambda kind, text: warnings.append(text) if kind is Warned else None,
     )  # fmt: skip

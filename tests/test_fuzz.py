@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.node.envelope import enveloped
-from p2p_co2.node.receiving import CELL_KINDS, OUTLOOK_KINDS
 from p2p_co2.protocol.rounds.gathering import behind_message
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -27,8 +26,7 @@ from tests.fuzz.play import STRANGER, Game, check_bounds
 from tests.fuzz.world import RUN, World, make_identity, run_virtual
 
 KINDS = {field.name for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields}
-KINDS -= CELL_KINDS | OUTLOOK_KINDS | {"model_table"}  # a bench has no model to compare
-"""Those between cells have a test like these of their own (``test_rounds_cells``)."""
+KINDS -= {"model_table"}  # a bench has no model to compare
 PATIENT = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MUTANTS_PER_MESSAGE, MESSAGES_PER_KIND = 6, 8
 SELDOM_WRONG = frozenset({"manifest", "chunk"})

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
 from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.node import network as room
 from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, lead_nowhere_else, publishable
-from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket
@@ -114,17 +114,16 @@ class Searchable:
 
     def __init__(self, clock: Clock, peers: Sequence[str]) -> None:
         self.clock, self.peers, self.trouble, self.takes_s = clock, peers, "", 1.0
-        self.software, self.cells, self.ages_s, self.sealed_manifest = "", 1, 0.0, b""
+        self.software, self.ages_s, self.sealed_manifest = "", 0.0, b""
         self.answers: asyncio.Event | None = None
         self.searches = 0
 
-    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
+    async def find_peers(self) -> list[PeerRecord]:
         self.searches += 1
         expires_at = time.time() + 60.0 - self.ages_s
         found = [
             PeerRecord(peer=peer, run=RUN, expires_at=expires_at, software=self.software)
             for peer in self.peers
-            if cell is None or cell_of(PeerId(peer), self.cells) == cell
         ]
         self.clock.now += self.takes_s
         if (answers := self.answers) is not None:
@@ -159,12 +158,12 @@ def searchable(
 
 
 async def search_held_up(
-    network: Network, dht: Searchable, cell: int | None, software: str
+    network: Network, dht: Searchable, software: str
 ) -> tuple[asyncio.Task[list[PeerRecord]], Callable[[], None]]:
     """A search that has found peers of this software, and what lets it end."""
     answers = asyncio.Event()
     dht.answers, dht.software = answers, software
-    search = asyncio.create_task(network.find_peers(cell))
+    search = asyncio.create_task(network.find_peers())
     await asyncio.sleep(0)
     dht.answers = None
     return search, answers.set
@@ -179,7 +178,7 @@ def software_known(network: Network, peer: PeerId) -> str:
 async def test_one_search_serves_all_who_ask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a dozen dead peers that the DHT lists, each is dialled over two carriers."""
     network, dht, clock = searchable(tmp_path, monkeypatch, *"abcdef")
-    await network.find_peers(0)
+    await network.find_peers()
     clock.now += 60.0
     asked = [network.find_record(PeerId(peer), True) for peer in "abcdef" for _ in range(2)]
     found = await asyncio.gather(*asked)
@@ -189,7 +188,7 @@ async def test_one_search_serves_all_who_ask_at_once(tmp_path: Path, monkeypatch
 
 async def test_what_was_found_a_moment_ago_is_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network, dht, clock = searchable(tmp_path, monkeypatch, "a")
-    await network.find_peers(0)
+    await network.find_peers()
     assert await network.find_record(PeerId("a"), True)
     assert dht.searches == 1
     clock.now += 0.1  # it began more than a second ago
@@ -224,14 +223,14 @@ async def test_who_asks_while_a_search_fails_waits_for_no_other(
     assert await asyncio.gather(*asked) == [None] * 9
     assert dht.searches == 2  # the others asked while the first was under way
     with pytest.raises(TransportError):
-        await network.find_peers(0)
+        await network.find_peers()
 
 
 async def test_a_search_that_is_given_up_serves_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network, dht, clock = searchable(tmp_path, monkeypatch, "a")
-    await network.find_peers(0)
+    await network.find_peers()
     clock.now += 60.0
     dht.takes_s = 0.0
     given_up = asyncio.create_task(network.find_record(PeerId("a"), True))
@@ -249,11 +248,11 @@ async def test_a_search_that_was_overtaken_takes_nothing_back(
 ) -> None:
     """A peer was started again meanwhile, and the later search has found where it is now."""
     network, dht, _ = searchable(tmp_path, monkeypatch, "a")
-    early, answer_early = await search_held_up(network, dht, 0, "old")
+    early, answer_early = await search_held_up(network, dht, "old")
     dht.software = "new"
     dht.trouble = "the DHT did not answer" if later_fails else ""
     with contextlib.suppress(TransportError):
-        await network.find_peers(0)
+        await network.find_peers()
     dht.trouble = ""
     answer_early()
     assert [record.software for record in await early] == ["old"]
@@ -266,12 +265,12 @@ async def test_of_three_searches_the_last_that_found_anything_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network, dht, _ = searchable(tmp_path, monkeypatch, "a")
-    early, answer_early = await search_held_up(network, dht, 0, "old")
+    early, answer_early = await search_held_up(network, dht, "old")
     dht.software = "new"
-    await network.find_peers(0)
+    await network.find_peers()
     dht.trouble = "the DHT did not answer"
     with pytest.raises(TransportError):
-        await network.find_peers(0)
+        await network.find_peers()
     dht.trouble = ""
     answer_early()
     await early
@@ -283,9 +282,9 @@ async def test_what_only_an_overtaken_search_found_is_kept(
 ) -> None:
     """The later one ended first because the nodes that know the peer did not answer it."""
     network, dht, _ = searchable(tmp_path, monkeypatch, "a", "b")
-    early, answer_early = await search_held_up(network, dht, 0, "early")
+    early, answer_early = await search_held_up(network, dht, "early")
     dht.peers, dht.software = ("b", "c"), "late"
-    await network.find_peers(0)
+    await network.find_peers()
     answer_early()
     await early
     known = {peer: software_known(network, PeerId(peer)) for peer in "abc"}
@@ -298,7 +297,7 @@ async def test_an_old_copy_of_a_record_does_not_replace_a_newer_one(
     network, dht, _ = searchable(tmp_path, monkeypatch, "a")
     for software, ages_s, known in (("new", 0.0, "new"), ("old", 30.0, "new"), ("newest", -1.0, "newest")):
         dht.software, dht.ages_s = software, ages_s
-        await network.find_peers(0)
+        await network.find_peers()
         assert software_known(network, PeerId("a")) == known
 
 
@@ -308,7 +307,7 @@ async def test_a_record_that_has_expired_is_not_searched_for_by_each_who_asks(
     """Dead peers whose records ran out, asked for one after the other."""
     network, dht, clock = searchable(tmp_path, monkeypatch, "a", "b")
     dht.ages_s = 120.0
-    await network.find_peers(0)
+    await network.find_peers()
     clock.now, dht.takes_s = clock.now + 60.0, 0.1
     for peer in "abab":
         assert await network.find_record(PeerId(peer))
@@ -320,45 +319,11 @@ async def test_a_daemon_that_comes_back_is_asked_at_once(
 ) -> None:
     network, dht, _ = searchable(tmp_path, monkeypatch, "a")
     dht.takes_s = 0.0
-    await network.find_peers(0)
+    await network.find_peers()
     monkeypatch.setattr(dht, "rebootstrap", lambda seeds: asyncio.sleep(0), raising=False)
     await network._revived("killed")
     assert await network.find_record(PeerId("a"), True)
     assert dht.searches == 2
-
-
-async def test_a_search_of_all_cells_that_one_overtook_counts_for_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network, dht, _ = searchable(tmp_path, monkeypatch, "a", "b", "c", "d")
-    network.run, dht.cells = RunConfig(cells=2), 2
-    early, answer_early = await search_held_up(network, dht, None, "early")
-    dht.software = "late"
-    await network.find_peers(1)
-    answer_early()
-    assert len(await early) == 4
-    for peer in map(PeerId, "abcd"):
-        assert software_known(network, peer) == ("late" if cell_of(peer, 2) == 1 else "early")
-
-
-async def test_a_search_of_one_cell_serves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    network, dht, clock = searchable(tmp_path, monkeypatch, "a", "b", "c", "d")
-    network.run, dht.cells = RunConfig(cells=2), 2
-    cells = {cell_of(PeerId(peer), 2): PeerId(peer) for peer in "abcd"}
-    assert set(cells) == {0, 1}
-    await network.find_peers(None)
-    clock.now += 60.0
-    dht.takes_s = 0.0
-    await network.find_peers(0)
-    assert await network.find_record(cells[0], True)
-    assert dht.searches == 2
-    assert await network.find_record(cells[1], True)
-    assert dht.searches == 3
-    clock.now += 60.0
-    await network.find_peers(None)
-    assert await network.find_record(cells[0], True)
-    assert await network.find_record(cells[1], True)
-    assert dht.searches == 4
 
 
 async def test_relayed_links_are_led_to_where_the_newest_records_say(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class Finding:
             errors.append(str(error))
         try:
             if self._is_due():
-                records = await self._network.find_peers(self._node.far.cell)
+                records = await self._network.find_peers()
                 self._tell_of_ways(trouble, records)
                 await self._take(records)
                 self._found_at, self._found_among = self._node.now(), frozenset(self._node.membership.live)

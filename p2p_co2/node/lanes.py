@@ -27,7 +27,7 @@ from p2p_co2.net.transport.base import Link
 from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.meter import LinePace, Pace, UploadMeter
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import CellMean, CellPart, Mean, Part
+from p2p_co2.protocol.wire.messages_pb2 import Mean, Part
 
 QUEUE_LOOK_S = 0.04
 """How often it is looked at what waits before the line."""
@@ -39,7 +39,7 @@ the second waits before and after it, the line was full."""
 CRAWLS_OF = 8
 """A connection that may send less than this part of its lane's share of the line crawls: BBR left one of two
 at 5 kB/s of 1 MB/s for good, and from 50 kB/s it took four seconds."""
-_PIECES = frozenset({"part", "mean", "cell_part", "cell_mean"})
+_PIECES = frozenset({"part", "mean"})
 """Kinds of messages that are pieces."""
 ATTEMPTS_KEPT = 256
 """Whose order is remembered: many more than are open at once."""
@@ -56,8 +56,7 @@ class UnderWay(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a bulk message is a piece of: a slice in an attempt at a round, or a mean; between cells a cell's
-    sum, or the mean over all cells, in the council's attempt."""
+    """What a bulk message is a piece of: a slice in an attempt at a round, or a mean."""
 
     attempt: bytes
     is_mean: bool
@@ -67,8 +66,8 @@ def piece_of(message: Message, kind: str) -> Piece | None:
     """Of a message of the protocol, by its kind."""
     if kind not in _PIECES:
         return None
-    assert isinstance(message, Part | Mean | CellPart | CellMean)
-    return Piece(message.key.attempt, kind in ("mean", "cell_mean"))
+    assert isinstance(message, Part | Mean)
+    return Piece(message.key.attempt, kind == "mean")
 
 
 class Bulk(NamedTuple):

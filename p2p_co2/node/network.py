@@ -12,8 +12,7 @@ import contextlib
 import math
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from p2p_co2 import __version__
@@ -41,7 +40,7 @@ from p2p_co2.net.transport.probe_limits import address_of
 from p2p_co2.net.transport.slow import SlowCarriers, SlowLine
 from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.peer_options import listening
-from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 from p2p_co2.system.process import FolderLock
@@ -82,11 +81,10 @@ class Network:
         self.reach_advice = self._news = ""
         """What keeps others from reaching this peer and what helps; news to tell once. Empty: nothing."""
         self._records = KnownRecords()
-        self._searched_at: dict[int, float] = {}
-        self._found_at: dict[int, float] = {}
-        """When the last search of each cell began that has ended, and the last that found what is known."""
+        self._searched_at = self._found_at = -math.inf
+        """When the last search began that has ended, and the last that found what is known."""
         self._revived_at = -math.inf
-        self._searching = defaultdict[int, asyncio.Lock](asyncio.Lock)
+        self._searching = asyncio.Lock()
         self._published_at = self._placed_at = self._manifest_kept_at = -1e9
         self._acquaintances = Acquaintances(config.folder / "acquaintances.json", ticket.run)
         self._own_maddrs: tuple[str, ...] = ()
@@ -262,22 +260,21 @@ class Network:
             f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts[:MAX_GRPC_ADDRESSES]
         ]
 
-    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
-        """Records of the other peers of the run, as the DHT has them now; of one cell only if it is named.
-        Raises ``TransportError``."""
-        cells, began_at = range(self.run.cells) if cell is None else (cell,), time.monotonic()
+    async def find_peers(self) -> list[PeerRecord]:
+        """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
+        began_at = time.monotonic()
         try:
-            found = await self.discovery.find_peers(cell)
+            found = await self.discovery.find_peers()
         except TransportError:
-            self._note_search(cells, began_at)
+            self._note_search(began_at)
             raise
-        self._note_search(cells, began_at)
+        self._note_search(began_at)
         me, is_here = self.identity.peer_id, self._is_on_one_machine
         records = [one for one in found if one.peer != me and (is_here or leads_elsewhere(one))]
         # One that began later may have ended before this one: what that found stays.
-        new = {one for one in cells if self._found_at.get(one, -math.inf) <= began_at}
-        self._found_at.update(dict.fromkeys(new, began_at))
-        self._records.found([*records, *self._records.outside(new, self.run.cells)], time.monotonic())
+        is_overtaken = began_at < self._found_at
+        self._found_at = max(began_at, self._found_at)
+        self._records.found(records, time.monotonic(), keeps=is_overtaken)
         self._remember(records)
         return records
 
@@ -302,9 +299,10 @@ class Network:
             seeds += [maddr for maddr in direct if leads_as_far(maddr, self.ticket.seeds)][:1]
         return Ticket(self.ticket.run, self.ticket.run_key, tuple(dict.fromkeys(seeds))[:MAX_ADDRESSES])
 
-    def _note_search(self, cells: Iterable[int], began_at: float) -> None:
-        for cell in cells if began_at >= self._revived_at else ():
-            self._searched_at[cell] = max(began_at, self._searched_at.get(cell, began_at))
+    def _note_search(self, began_at: float) -> None:
+        """A search has ended, and was not given up."""
+        if began_at >= self._revived_at:
+            self._searched_at = max(began_at, self._searched_at)
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """The record of ``peer``. The DHT is asked for one that is not known yet, and, unless a search began
@@ -314,18 +312,18 @@ class Network:
         record = self._records.use(peer, now)
         if fresh or record is None or record.expires_at < time.time():
             since = now if record is None else now - JUST_FOUND_S
-            await self._search(cell_of(peer, self.run.cells), since)
+            await self._search(since)
             record = self._records.use(peer, time.monotonic())
         return record
 
-    async def _search(self, cell: int, since: float) -> None:
-        """Return when a search of ``cell`` has ended that began no earlier than ``since``: the next one
+    async def _search(self, since: float) -> None:
+        """Return when a search has ended that began no earlier than ``since``: the next one
         serves all who wait for it, in what it finds and where it fails. That takes two bounds on a search at
         most, as the one under way may have begun too early, and one more for each searcher cancelled."""
-        async with self._searching[cell]:
-            if self._searched_at.get(cell, -math.inf) < since:
+        async with self._searching:
+            if self._searched_at < since:
                 with contextlib.suppress(TransportError):
-                    await self.find_peers(cell)
+                    await self.find_peers()
 
     async def daemon_ended(self) -> str:
         """Wait until the libp2p daemon has ended by itself and does not come back, however often it is
@@ -343,7 +341,7 @@ class Network:
         again = self.discovery.rebootstrap(self.ticket.seeds)
         troubles = await asyncio.gather(again, *reached, return_exceptions=True)
         self._revived_at = time.monotonic()  # what failed so far may succeed now
-        self._searched_at.clear()
+        self._searched_at = -math.inf
         for trouble in troubles:
             if isinstance(trouble, BaseException) and not isinstance(trouble, TransportError):
                 raise trouble
@@ -387,11 +385,11 @@ class KnownRecords:
     def __len__(self) -> int:
         return len(self._records)
 
-    def found(self, records: Sequence[PeerRecord], now: float) -> None:
-        """Take what a search found in the place of the last one's. Of two records of a peer the one that
-        lasts longer is the newer: a node of the DHT may answer with an old copy."""
+    def found(self, records: Sequence[PeerRecord], now: float, keeps: bool = False) -> None:
+        """Take what a search found in the place of the last one's, or beside it (``keeps``). Of two records
+        of a peer the one that lasts longer is the newer: a node of the DHT may answer with an old copy."""
         listed = dict[PeerId, PeerRecord]()
-        for record in records[:MAX_PEERS]:
+        for record in [*records, *(self._records.values() if keeps else ())][:MAX_PEERS]:
             peer = PeerId(record.peer)
             held = listed.get(peer) or self._records.get(peer)
             listed[peer] = record if held is None or record.expires_at >= held.expires_at else held
@@ -401,10 +399,6 @@ class KnownRecords:
                 listed[peer] = self._records[peer]
         self._records = listed
         self._used_at = {peer: at for peer, at in used_at.items() if peer in listed}
-
-    def outside(self, some: Collection[int], cells: int) -> list[PeerRecord]:
-        """Those of other cells than ``some``."""
-        return [record for peer, record in self._records.items() if cell_of(peer, cells) not in some]
 
     def used(self, most: int) -> list[PeerRecord]:
         """Records that were used of late, the newest first."""

@@ -22,7 +22,6 @@ from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
 from p2p_co2.node.errands import Errands
-from p2p_co2.node.far import Far
 from p2p_co2.node.finding import Finding
 from p2p_co2.node.lanes import piece_of
 from p2p_co2.node.ledger import AgreedVersion, Ledger
@@ -86,8 +85,7 @@ class Node:
         pace = network.run.clock
         quiet_s = quiet_beat_s(pace.round_s) if pace.mode == "time" else 0.0
         self.membership = Membership(self.me, quiet_s, model)
-        self.far = Far(self, network.run.cells, network.find_peers)
-        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, self.far.cells)
+        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
         sizes = Shape(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
@@ -190,13 +188,13 @@ class Node:
         self.pump()
 
     def live_peers(self) -> int:
-        """Peers heard of late, without this one; of another cell that was heard, one."""
-        return len(self.membership.live) + len(self.far.outlook.recent(self.now()))
+        """Peers heard of late, without this one."""
+        return len(self.membership.live)
 
     def unheard_peers(self) -> int:
         """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or
         about to answer. Before it was asked there may be any."""
-        return self.membership.awaited + self.far.outlook.unanswered() + (not self.membership.has_looked)
+        return self.membership.awaited + (not self.membership.has_looked)
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""
@@ -241,7 +239,7 @@ class Node:
         kind, links = "", self.links
         last: Message | None = None
         data: Unsent = b""
-        for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
+        for machine in (self.membership, self.rounds, self.catchup):
             for peer, message in machine.messages_to_send():
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data, kind = message, unsent(message, self._envelope_head), kind_of(message)
@@ -262,7 +260,7 @@ class Node:
         while (catch_event := self.catchup.next_event()) is not None:
             handled = True
             self.catching.handle(catch_event)
-        return self.far.handle() or handled
+        return handled
 
     async def _keep_time(self) -> None:
         while True:
@@ -281,7 +279,6 @@ class Node:
                 self.know_all()
                 self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
-            self.far.outlook.handle_timer(now)
             self.pump()
             self.progress.conclude(self.now())
             self._wake.clear()
@@ -310,12 +307,11 @@ class Node:
             "membership": self.membership.get_timer(),
             "rounds": self.rounds.get_timer(),
             "catching up": self.catchup.get_timer(),
-            "other cells": self.far.outlook.get_timer(),
         }
 
     def _next_timer_at(self) -> float:
         until = self._news_at()
-        for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
+        for machine in (self.membership, self.rounds, self.catchup):
             if (at := machine.get_timer()) is not None and at < until:
                 until = at
         return until
@@ -411,9 +407,6 @@ class Node:
         self.membership.link_broke(peer)
 
     def _unreachable(self, peer: PeerId, reason: str) -> None:
-        if not self.far.is_near(peer):
-            self.far.outlook.unreachable(peer)
-            return  # of another cell: no member
         self._finding.unreached.failed(peer, reason)
         self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
         self.pump()

@@ -21,7 +21,6 @@ from p2p_co2.node.allowances import (
     useless_units,
 )
 from p2p_co2.node.envelope import Opened, opened
-from p2p_co2.protocol.outlook import check_sights
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_STATUS_BYTES
 from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES
@@ -40,15 +39,9 @@ REFUSALS_REPORTED = 10
 _MEMBERSHIP = frozenset({"ping", "pong", "leave"})
 _MEMBER_TO_COORDINATOR = frozenset({"ready", "result", "ask_outcome", "listen"})
 _COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "reassign", "decision", "behind"})
-CELL_KINDS = frozenset(
-    {"cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision"}
-)
-OUTLOOK_KINDS = frozenset({"cell_look", "cell_sight"})
-_ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | CELL_KINDS | {"part", "mean"}
+_ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | {"part", "mean"}
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
-BULK = frozenset({"part", "mean", "chunk", "cell_part", "cell_mean"})
-_QUIET = _MEMBERSHIP | {"cell_sight"}
-"""They move no timer but their own machines', and only membership answers any of them."""
+BULK = frozenset({"part", "mean", "chunk"})
 _SAID = frozenset({"shut out", "too many messages"})
 """Reasons for which we dropped a link ourselves."""
 
@@ -112,7 +105,7 @@ class Receiving:
         except Exception as error:  # named place: a carrier would take our bug for the sender's fault
             node.crash(error)
             return 0.0
-        node.pump(timers=kind not in _QUIET)
+        node.pump(timers=kind not in _MEMBERSHIP)
         if self._overasked:
             units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
         try:
@@ -147,12 +140,6 @@ class Receiving:
         node, kind, message, useful = self._node, opened.kind, opened.body, True
         if kind in _MEMBERSHIP or kind == "model_table":
             self._take_membership(opened, size_bytes, sender, now)
-        elif kind in OUTLOOK_KINDS:
-            if size_bytes > MAX_STATUS_BYTES:
-                raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
-            outlook = node.far.outlook
-            outlook.mine = node.far.sight() if kind == "cell_look" else outlook.mine
-            outlook.receive(message, sender, now)
         elif kind in _ROUNDS:
             node.know_all()
             useful = node.rounds.receive(message, sender, now)
@@ -171,18 +158,13 @@ class Receiving:
         return useful
 
     def _take_membership(self, opened: Opened, size_bytes: int, sender: PeerId, now: float) -> None:
-        """What peers of one cell say of themselves."""
+        """What peers say of themselves."""
         node, kind, message = self._node, opened.kind, opened.body
         if size_bytes > (MAX_STATUS_BYTES if kind in _MEMBERSHIP else 2 * MAX_TABLE_BYTES):
             raise RemoteProtocolError("too large", f"a {kind} of {size_bytes} bytes")
-        if not node.far.is_near(sender):
-            raise RemoteProtocolError("wrong cell", f"a {kind} from another cell")
         if kind in {"leave", "model_table"}:
             node.membership.receive(message, sender, now)
             return
         if kind == "ping" and message.nonce:
             node.membership.status = node.progress.status()  # a pong says where we are, not were
-        status = opened.status
-        if status.sights:
-            check_sights(status.sights, node.far.cells)
-        node.membership.receive(message, sender, now, status)
+        node.membership.receive(message, sender, now, opened.status)

@@ -12,7 +12,6 @@ published again before they do, and for that long a dead peer is still listed.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -52,7 +51,7 @@ from p2p_co2.net.transport.hivemind_quiet import (
 from p2p_co2.net.transport.libp2p_control import daemon_errors, reach
 from p2p_co2.net.transport.libp2p_daemon import require_daemon
 from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of
-from p2p_co2.protocol.wire.limits import MAX_CELLS, MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
+from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
 REACH_TIMEOUT_S = 10.0
@@ -133,16 +132,13 @@ class Discovery:
         own.CopyFrom(record)
         own.peer, own.run, own.expires_at = self._identity.peer_id, self._run, get_dht_time() + lifetime_s
         sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
-        key = peers_key(self._run, self._records.shard_of(self._identity.peer_id))
+        key = peers_key(self._run, shard_of(self._identity.peer_id))
         await self._store(key, self._identity.peer_id, sealed, own.expires_at)
 
-    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
-        """The checked, unexpired records of all other peers, sorted by peer; those of one cell if it is named
-        and the run has several. Raises ``TransportError``."""
+    async def find_peers(self) -> list[PeerRecord]:
+        """The checked, unexpired records of all other peers, sorted by peer. Raises ``TransportError``."""
         found = []
-        everywhere = range(self._records.shards)
-        shards = everywhere if cell is None or self._records.cells == 1 else (cell,)
-        for entries in await self._find([peers_key(self._run, shard) for shard in shards]):
+        for entries in await self._find([peers_key(self._run, shard) for shard in range(PEER_SHARDS)]):
             for writer, sealed in entries.items():
                 try:
                     record = self._records.peer_record(writer, sealed)
@@ -179,7 +175,6 @@ class Discovery:
                 f"{len(sealed)} bytes when published, at most {MAX_RECORD_BYTES}; shorten recipe_options",
             )
         self._records.run_key, self._sealed_manifest = self._identity.peer_id, sealed
-        self._records.spread(_cells_in(config))
         await self.keep_manifest(lifetime_s)
 
     async def fetch_manifest(self, run_key: PeerId) -> RunManifest:
@@ -216,7 +211,6 @@ class Discovery:
         manifest = self._records.manifest(run_key, sealed)
         _require_our_protocol(manifest)
         self._sealed_manifest = sealed
-        self._records.spread(_cells_in(manifest.config))
         return manifest
 
     async def keep_manifest(self, lifetime_s: float = MAX_LIFETIME_S) -> None:
@@ -450,16 +444,6 @@ def _entries(found: ValueWithExpiration | None) -> Entries:
         for writer, sealed in entries.items()
         if isinstance(writer, str) and isinstance(sealed, bytes)
     }
-
-
-def _cells_in(config: bytes) -> int:
-    """How many cells a run has, by its canonical settings."""
-    try:
-        settings = json.loads(config)
-    except ValueError:
-        return 1  # who reads the settings will refuse them
-    cells = settings.get("cells", 1) if isinstance(settings, dict) else 1
-    return cells if isinstance(cells, int) and 1 <= cells <= MAX_CELLS else 1
 
 
 def _require_our_protocol(manifest: RunManifest) -> None:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.wire.messages_pb2 import CellMean, CellPart, Envelope, Mean, Part
+from p2p_co2.protocol.wire.messages_pb2 import Envelope, Mean, Part
 from p2p_co2.system.memory import Buffer
 
-M = TypeVar("M", Part, Mean, CellPart, CellMean)
+M = TypeVar("M", Part, Mean)
 LEAST_BYTES = 4 << 10
 """Smaller data is parsed as quickly as it is found."""
 MOST_FIELDS = 256
@@ -169,7 +169,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 _DATA_FIELDS: dict[type[Message], int] = {
-    kind: kind.DESCRIPTOR.fields_by_name["data"].number for kind in (Part, Mean, CellPart, CellMean)
+    kind: kind.DESCRIPTOR.fields_by_name["data"].number for kind in (Part, Mean)
 }
 _BODY_FIELDS = {
     field.number: _DATA_FIELDS[type(getattr(Envelope(), field.name))]
