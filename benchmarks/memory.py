@@ -302,7 +302,7 @@ def _held(peer: Peer) -> dict[str, int]:
         "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
         "catchup: past means": node.catchup.donor.history.held_bytes,
         "catchup: states being given": sum(
-            len(one.data) for one in list(node.catchup.donor._exports.values())
+            len(one.data) for one in list(node.catchup.donor.exports.values())
         ),
         "node: queued messages": sum(lane.bulk_bytes for lane in lanes),
         "memory: pages kept for the next round": _pool.held_bytes - _pool._used_bytes,

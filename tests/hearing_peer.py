@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from p2p_co2.node.catching import Catching
+from p2p_co2.node.agreement import Agreement
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import SwarmProgress
@@ -46,8 +46,12 @@ class Place:
         )
         self.node.far = Far(cast(Any, self.node), 1, self._find_peers)
         self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25, rounds)
-        self.node.catching = Catching(cast(Any, self.node))
+        majority = Agreement(PeerId("me"), self.node.membership, self.node.agreed, self._standing, 32)
+        self.node.catching = SimpleNamespace(majority=majority, busy=lambda: False)
         self.node.membership.found([], self.now)
+
+    def _standing(self) -> tuple[Status.Phase, frozenset[int]]:
+        return self.progress.local.phase, self.progress.local.finished
 
     async def _find_peers(self, cell: int | None) -> list[PeerRecord]:
         raise AssertionError("there is one cell")
@@ -64,7 +68,7 @@ class Place:
         self.conclude()
 
     def move(self, *versions: int) -> None:
-        self.node.agreed = [AgreedVersion(version, bytes([version]) * 32) for version in versions]
+        self.node.agreed[:] = [AgreedVersion(version, bytes([version]) * 32) for version in versions]
         self.conclude()
 
     def conclude(self) -> None:

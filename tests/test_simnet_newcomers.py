@@ -9,11 +9,9 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.progress import WAITS_FOR_THEIR_STATE
-from p2p_co2.protocol.outlook import SILENT_S
-from p2p_co2.protocol.wire.identity import cell_of
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm, rendezvous, training
-from p2p_co2.telemetry.events import CaughtUp, Event, FragmentSent, Warned
+from p2p_co2.telemetry.events import Event, FragmentSent, Warned
 
 PEERS, ROUND_S, ROUNDS = 5, 10.0, 18
 STARTS_AT = 110.0
@@ -31,66 +29,6 @@ def swarm_of(cells: int, block_bytes: float, seed: int) -> Swarm:
         real_bytes_per_block=block_bytes, state_factor=64,
     )  # fmt: skip
     return Swarm(settings, EventLog(digests=False))
-
-
-def seed_with_one_alone() -> tuple[int, int]:
-    """A seed, and a peer that has a cell to itself."""
-    for seed in range(100):
-        cells = [cell_of(peer, 2) for peer in swarm_of(2, 1.0, seed).peer_ids()]
-        alone = [index for index, cell in enumerate(cells) if cells.count(cell) == 1]
-        if alone:
-            return seed, alone[0]
-    raise AssertionError("no such seed")
-
-
-def test_donors_stay_for_a_newcomer_that_has_a_cell_to_itself() -> None:
-    """A cell in which nobody has joined yet says nothing of itself: all others agreed and left, and the
-    newcomer, half of the state in hand, began a history of its own (seed 200038 of the drawn runs)."""
-    seed, alone = seed_with_one_alone()
-    swarm, caught_up = swarm_of(2, 6e4, seed), list[CaughtUp]()
-    newcomer = swarm.peer_ids()[alone]
-
-    def note(event: Event) -> None:
-        if isinstance(event, CaughtUp) and event.peer == newcomer:
-            caught_up.append(event)
-
-    swarm.log.readers.append(note)
-    ends_at = ROUND_S * ROUNDS
-    swarm.world.call_at(0.5 * ends_at, swarm.kill, alone, True)
-    swarm.world.call_at(0.7 * ends_at, swarm.start, alone, False)
-    result = swarm.run()
-    assert result.violations == []
-    assert result.lacking == result.left_behind == []
-    assert caught_up  # by a state or by rounds
-    assert result.virtual_s > ends_at + 30.0  # more than a run's end takes: they did wait
-    assert len(result.digests) == PEERS
-    assert len(set(result.digests.values())) == 1
-
-
-@pytest.mark.parametrize("cut_s", [20.0, 45.0])
-def test_a_newcomer_that_loses_the_only_other_cell_waits_for_it(cut_s: float) -> None:
-    """When that cell's last word had grown old it took itself for the first peer, until the next conclusion,
-    and trained from the start: a fork of minutes."""
-    seed, alone = seed_with_one_alone()
-    swarm, told = swarm_of(2, 6e4, seed), list[Warned]()
-
-    def note(event: Event) -> None:
-        if isinstance(event, Warned) and event.text == WAITS_FOR_THEIR_STATE:
-            told.append(event)
-
-    swarm.log.readers.append(note)
-    sides = {peer: int(index != alone) for index, peer in enumerate(swarm.peer_ids())}
-    swarm.world.call_at(30.0, swarm.kill, alone, True)
-    swarm.world.call_at(STARTS_AT, swarm.start, alone, False)
-    swarm.world.call_at(STARTS_AT + 15.0, swarm.split, sides)
-    swarm.world.call_at(STARTS_AT + 15.0 + cut_s, swarm.split, {})
-    result = swarm.run()
-    assert result.violations == []
-    assert result.forks == 0
-    if cut_s > SILENT_S:
-        assert [event.peer for event in told] == [swarm.peer_ids()[alone]]
-    assert result.left_behind == result.lacking == []
-    assert len(set(result.digests.values())) == 1
 
 
 @pytest.mark.parametrize("cut_s", [20.0, 45.0])

@@ -77,7 +77,7 @@ class Far:
         late what the others made without it comes late to their next round, too, and so on."""
         if self.cells == 1:
             return
-        phase, has_heard = self._node.progress.local.phase, self._node.catching.has_heard
+        phase, has_heard = self._node.progress.local.phase, False
         is_round_short = self._node.progress.rounds_per_s * ALONE_S >= 1.0
         self.outlook.hurry = phase != Status.TRAINING or has_heard or is_round_short
         self.outlook.ends = phase == Status.DRAINING
@@ -136,7 +136,7 @@ class Far:
         sight.finished = finished_bits(filter(node.rounds.has_closed, fragments), len(fragments))
         majority = node.catching.majority
         for fragment in range(len(node.agreed)):
-            version = majority.near_version(fragment)
+            version = majority.reached(fragment)
             sight.versions.append(version)
             sight.digests.append(majority.digest(fragment, version) or b"")
         return sight

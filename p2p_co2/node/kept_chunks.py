@@ -38,15 +38,15 @@ class KeptChunks:
         ]
         return 0 if self._ended else max(versions, default=0)
 
-    def buffer(self, manifest: Manifest) -> memoryview:
-        path, data = self._path(manifest), zeros(manifest.total_bytes)
+    def resume(self, manifest: Manifest) -> memoryview | None:
+        path = self._path(manifest)
         if not self._ended and _size_bytes(path) == manifest.total_bytes:
+            data = zeros(manifest.total_bytes)
             with contextlib.suppress(OSError), path.open("rb") as file:  # then it is loaded again
                 if file.readinto(data) == manifest.total_bytes:
                     return data
-                data = zeros(manifest.total_bytes)
-        self.begin(manifest)
-        return data
+        self._begin(manifest)
+        return None
 
     def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
         if self._ended:
@@ -65,7 +65,7 @@ class KeptChunks:
         self._ended = True
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def begin(self, manifest: Manifest) -> None:
+    def _begin(self, manifest: Manifest) -> None:
         """A file with nothing but a hole, in the place of the fragment's earlier one."""
         if self._ended:
             return

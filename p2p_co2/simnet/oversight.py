@@ -131,7 +131,6 @@ class Oversight:
         self._weigh(3, self._membership.held())
         if self._has_cells:
             self._weigh(4, self._outlook.held())
-        self._weigh(5, self._node.catching.majority.last_words.held())
 
     def _weigh(self, place: int, held: dict[str, tuple[int, int]]) -> None:
         if held == self._held[place]:
