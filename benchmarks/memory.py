@@ -295,9 +295,6 @@ def _held(peer: Peer) -> dict[str, int]:
         "trainer: gradient in flight, or what the codec lost of it": sum(
             _size(one.gradient) for one in in_flight
         ),
-        "trainer: rounds made alone (the first: a past mean)": sum(
-            one._alone.held_bytes for one in fragments
-        ),
         "rounds: payloads": sum(len(offer.payload) for offer in offers),
         "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
         "catchup: past means": node.catchup.donor.history.held_bytes,
