@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.goals import ROUND, STATE, ExportWanted, Outbox, Shape
@@ -131,15 +132,7 @@ class Donor:
     ) -> None:  # fmt: skip
         """The answer to ``ExportWanted``."""
         shape, size, place = self._shape, len(data), Fetch(what=STATE, fragment=fragment, version=version)
-        manifest = make_manifest(
-            self._identity,
-            self._run,
-            place,
-            size,
-            chunk_digests,
-            digest=digest,
-            chunk_bytes=shape.chunk_bytes,
-        )
+        manifest = self._sign(place, size, chunk_digests, digest=digest)
         is_small = shape.is_free(size)
         longest_s = EXPORT_LONGEST_S + size * shape.scale / EXPORT_SLOWEST_BYTES_PER_S
         longest_s = SMALL_LONGEST_S if is_small else longest_s
@@ -205,11 +198,8 @@ class Donor:
             self._note_taker(peer, now)
         else:
             if kept.manifest is None:
-                digests, size = kept.chunk_digests(self._shape.chunk_bytes), len(kept.mean)
-                kept.manifest = make_manifest(
-                    self._identity, self._run, fetch, size, digests, decision=kept.decision,
-                    chunk_bytes=self._shape.chunk_bytes,
-                )  # fmt: skip
+                digests = kept.chunk_digests(self._shape.chunk_bytes)
+                kept.manifest = self._sign(fetch, len(kept.mean), digests, decision=kept.decision)
             self._answer(fetch, peer, kept.manifest)
 
     # ---- states
@@ -283,6 +273,10 @@ class Donor:
 
     # ---- answers
 
+    def _sign(self, place: Fetch, size: int, digests: list[bytes], **more: Any) -> Manifest:
+        chunk_bytes = self._shape.chunk_bytes
+        return make_manifest(self._identity, self._run, place, size, digests, chunk_bytes=chunk_bytes, **more)
+
     def _answer(self, fetch: Fetch, peer: PeerId, signed: Manifest) -> None:
         manifest = Manifest()
         manifest.CopyFrom(signed)
@@ -307,14 +301,7 @@ class Donor:
         self._refuse(fetch, peer, reason, newest=version, again=early)
 
     def _refuse(
-        self,
-        fetch: Fetch,
-        peer: PeerId,
-        reason: str,
-        *,
-        newest: int = 0,
-        again: bool = False,
-        serving: int = 0,
+        self, fetch: Fetch, peer: PeerId, reason: str, newest: int = 0, again: bool = False, serving: int = 0
     ) -> None:
         refusal = Refusal(request=fetch.request, reason=reason, newest_version=newest, again=again)
         refusal.serving = serving

@@ -268,12 +268,12 @@ class Load:
     def choose(self, now: float) -> None:
         """Fix what is loaded, once it is sure or the others were waited for."""
         camps: dict[Content, list[PeerId]] = {}
-        for peer, its in list(self.donors.items()):
+        for peer, its in list(self.donors.items()) if not self.is_chosen else ():
             if isinstance(its, Promised) and self._terms.vouched(peer, its.manifest) is False:
                 self.forget(peer, "the others know no such state")  # they say more by now
             elif isinstance(its, Promised):
                 camps.setdefault(its.content, []).append(peer)
-        if self.is_chosen or not camps:
+        if not camps:
             return
         best = max(camps.values(), key=self._rank)
         promise, waits = self.donors[best[0]], any(isinstance(its, Asked) for its in self.donors.values())

@@ -29,12 +29,9 @@ class CatchUp:
     grows with every call that may have made anything longer that is held."""
 
     def __init__(
-        self,
-        identity: Identity,
-        run: bytes,
-        shape: Shape,
+        self, identity: Identity, run: bytes, shape: Shape,
         is_everywhere: Callable[[int, int], bool] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shape = shape
         self._out = Outbox()
         self.donor = Donor(identity, run, shape, self._out)
@@ -59,7 +56,7 @@ class CatchUp:
         self.fetcher.terms.vouch = vouch
 
     def want(self, goal: Goal, now: float) -> None:
-        """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
+        """As ``Fetcher.want``."""
         self.revision += 1
         self.fetcher.want(goal, now)
 
@@ -105,14 +102,9 @@ class CatchUp:
         self.donor.turned_back(fragment)
 
     def exported(
-        self,
-        fragment: int,
-        version: int,
-        data: bytes | Joined,
-        digest: bytes,
-        chunk_digests: list[bytes],
+        self, fragment: int, version: int, data: bytes | Joined, digest: bytes, chunk_digests: list[bytes],
         now: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The answer to ``ExportWanted``; ``chunk_digests`` of ``data``'s chunks, in order."""
         self.revision += 1
         self.donor.exported(fragment, version, data, digest, chunk_digests, now)
