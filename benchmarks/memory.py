@@ -296,14 +296,11 @@ def _held(peer: Peer) -> dict[str, int]:
         "trainer: gradient in flight, or what the codec lost of it": sum(
             _size(one.gradient) for one in in_flight
         ),
-        "trainer: rounds made alone (the first: a past mean)": sum(
-            one._alone.held_bytes for one in fragments
-        ),
         "rounds: payloads": sum(len(offer.payload) for offer in offers),
         "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
         "catchup: past means": node.catchup.donor.history.held_bytes,
         "catchup: states being given": sum(
-            len(one.data) for one in list(node.catchup.donor._exports.values())
+            len(one.data) for one in list(node.catchup.donor.exports.values())
         ),
         "node: queued messages": sum(lane.bulk_bytes for lane in lanes),
         "memory: pages kept for the next round": _pool.held_bytes - _pool._used_bytes,
