@@ -25,7 +25,7 @@ from p2p_co2.node.ledger import (
 )
 from p2p_co2.node.node import Node
 from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
-from p2p_co2.protocol.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape
+from p2p_co2.protocol.catchup import ROUND, Fetched, Goal
 from p2p_co2.protocol.rounds import (
     Committed,
     FellBehind,
@@ -40,13 +40,10 @@ from p2p_co2.protocol.rounds.decision import sign_outcome
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import (
-    Chunk,
     Contributor,
-    Fetch,
     Member,
     Outcome,
     PartOutcome,
-    Refusal,
     RoundKey,
     Status,
 )
@@ -75,10 +72,12 @@ def node_with(live: list[PeerId], group_size: int = 32) -> Any:
         shape=SHAPE,
         group_size=group_size,
         agreed=[AgreedVersion(4, START)],
+        offer_early=lambda fragment: None,
+        _early={},
         membership=SimpleNamespace(live=infos, quiet_s=0.0),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
         catching=SimpleNamespace(
-            apart=SimpleNamespace(moved=lambda *of: None, is_unshared=lambda fragment: True),
+            apart=SimpleNamespace(moved=lambda *of: None),
             overtaken=lambda fragment: None,
         ),
     )
@@ -122,7 +121,7 @@ def test_where_what_was_fetched_is_our_own_state_the_offer_that_ended_for_it_is_
     node.rounds.set_state = node.catchup.moved = Mock()
     ledger = Mock()
     deciding = Deciding(node, ledger, cast(Any, None))
-    deciding.opened(Offer(0, 5, 4, START, bytes(32), 1.0))
+    deciding.opened(Offer(0, 5, 4, START, bytes(32), 1.0, offer_id=b"mine"))
     deciding.handle(FellBehind(0, 6, b"", (PeerId("donor"),), ends_offer))
     if moves:
         deciding._agree(0, AgreedVersion(5, START), None)
@@ -159,15 +158,15 @@ class Ends:
     """A ledger that takes any state over, and the offers whose end it is told of."""
 
     def __init__(self) -> None:
-        self.ended: list[tuple[int, int, float]] = []
+        self.ended: list[tuple[int, bytes]] = []
 
     async def adopt(
         self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, *how: bool
     ) -> AgreedVersion:
         return agreed
 
-    async def abort(self, fragment: int, round_: int, weight: float) -> None:
-        self.ended.append((fragment, round_, weight))
+    async def abort(self, fragment: int, offer_id: bytes) -> None:
+        self.ended.append((fragment, offer_id))
 
 
 async def test_an_offer_that_a_state_replaced_does_not_end_the_next_one() -> None:
@@ -178,7 +177,7 @@ async def test_an_offer_that_a_state_replaced_does_not_end_the_next_one() -> Non
     node.rounds = Rounds(make_identity(0), RUN, SHAPE, 32)
     node.rounds.set_peers({peer: PeerView() for peer in MEMBERS}, 1.0)
     node.rounds.set_state(0, 4, START)
-    node.rounds.offer(Offer(0, 5, 4, START, bytes(32), 1.0), 1.0)
+    node.rounds.offer(Offer(0, 5, 4, START, bytes(32), 1.0, offer_id=b"mine"), 1.0)
     node.progress = node.catchup = Mock()
     node.refresh = Mock()
     said: list[Any] = []
@@ -197,7 +196,7 @@ async def test_an_offer_that_a_state_replaced_does_not_end_the_next_one() -> Non
     for coroutine in work:
         await coroutine
     assert said == [RoundAborted]
-    assert ledger.ended == [(0, 5, 1.0)]
+    assert ledger.ended == [(0, b"mine")]
     node.rounds.offer(Offer(0, 5, 4, digest(b"theirs"), bytes(32), 2.0), 2.0)
 
 
@@ -208,26 +207,25 @@ async def test_an_offer_that_is_on_its_way_goes_on_where_the_one_before_it_is_gi
     node.spawn = work.append
     deciding = Deciding(node, cast(Any, ledger), cast(Any, None))
     deciding.end_offer(0)
-    deciding.opened(Offer(0, 5, 4, START, bytes(32), 1.0))
+    deciding.opened(Offer(0, 5, 4, START, bytes(32), 1.0, offer_id=b"mine"))
     deciding.end_offer(0)
     for coroutine in work:
         await coroutine
-    assert ledger.ended == [(0, 5, 1.0)]
+    assert ledger.ended == [(0, b"mine")]
 
 
-async def test_an_offer_from_a_state_that_was_given_up_is_ended_and_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It set out from the round after ours; then the peer went over to most others, who are behind that."""
-    monkeypatch.setattr("p2p_co2.node.node.NEWS_COME_WITHIN_S", 0.02)
+async def test_an_offer_from_a_state_that_was_given_up_is_ended() -> None:
+    """It waited for the news of the round after ours; then the peer went over to others' state."""
     node, ledger, work = node_with([]), Ends(), list[Any]()
     node.now, node.spawn, node._ledger = time.monotonic, work.append, ledger
     node.offer = partial(Node.offer, node)
-    node.offer(Offer(0, 6, 5, START, bytes(32), 1.0))
+    node.offer(Offer(0, 6, 5, START, bytes(32), 1.0, offer_id=b"mine"))
     assert work == []  # the news may come yet
-    await asyncio.sleep(0.2)
+    node.agreed[0] = AgreedVersion(5, digest(b"theirs"))
+    Node.offer_early(node, 0)
+    await asyncio.sleep(0)
     await work.pop()
-    assert ledger.ended == [(0, 6, 1.0)]
+    assert ledger.ended == [(0, b"mine")]
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -260,61 +258,6 @@ async def test_a_slice_that_is_refused_is_counted_once_and_only_in_a_job_that_is
         net.run_until_settled()  # nobody waits for this owner for ever
     await deciding._reduce(jobs[0])
     assert refused == ([(liar, "bad slice", "not finite; fragment 0, round 1")] if is_open else [])
-
-
-@pytest.mark.parametrize("is_unshared", [True, False])
-async def test_while_lonely_work_goes_back_nobody_is_given_the_state_that_holds_it(is_unshared: bool) -> None:
-    """Who had loaded it in that moment would have brought the same work to the others once more."""
-    catchup = CatchUp(make_identity(0), RUN, Shape((10,), (1000,)))
-    catchup.moved(0, 4)
-    asker, chunk = MEMBERS[0], Fetch(what=STATE, version=4, request=1, want_chunk=True)
-    sent: list[Any] = []
-
-    def ask() -> None:
-        catchup.receive(chunk, asker, 1.0)
-        sent.extend(type(message) for _, message in catchup.messages_to_send())
-
-    class Slow:
-        async def adopt(
-            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, *how: bool
-        ) -> AgreedVersion:
-            assert how == (False, is_unshared)
-            ask()
-            return agreed
-
-    node = node_with(MEMBERS)
-    node.rounds = node.progress = Mock()
-    node.rounds.next_commit = lambda fragment: None
-    node.refresh = node.pump = Mock()
-    node.catchup = catchup
-    node.catching.apart.is_unshared = lambda fragment: is_unshared
-    catchup.receive(Fetch(what=STATE, version=4, request=1), asker, 1.0)
-    catchup.exported(0, 4, bytes(1000), bytes(32), [bytes(32)], 1.0)
-    catchup.messages_to_send()
-    await Deciding(node, cast(Any, Slow()), cast(Any, None)).adopt(0, b"", AgreedVersion(9, bytes(32)))
-    ask()
-    assert sent == [Refusal if is_unshared else Chunk, Chunk]
-
-
-@pytest.mark.parametrize("is_ours_alone", [True, False])
-async def test_work_that_others_have_a_part_of_is_not_kept_to_go_back(is_ours_alone: bool) -> None:
-    """Of lonely rounds; that would be half a copy for as long as nobody joins in."""
-    told: list[bool] = []
-
-    class Told:
-        async def commit(self, mean: AgreedMean) -> AgreedVersion:
-            told.append(mean.is_alone)
-            return AgreedVersion(4, START)
-
-    node = node_with(MEMBERS)
-    node.rounds = node.progress = node.catchup = Mock()
-    node.refresh = node.pump = Mock()
-    node.catching.apart.may_stay_unshared = lambda fragment: is_ours_alone
-    fetched = round_of([node.me])
-    mean = agreed_mean(Outcome.FromString(fetched.decision.outcome), fetched.data)
-    assert mean.is_alone
-    await Deciding(node, cast(Any, Told()), cast(Any, None)).take(mean, fetched.decision)
-    assert told == [is_ours_alone]
 
 
 async def test_a_round_upon_a_state_that_was_exchanged_meanwhile_is_told_of() -> None:

@@ -253,7 +253,7 @@ class Books:
             ledger.commit = self._noting_commit(fragment, ledger.commit)  # type: ignore[method-assign]
 
     def _live(self, fragment: int) -> torch.Tensor:
-        return self._trainer.sync.live.snapshot(fragment).double()
+        return self._trainer.exchanged.live.snapshot(fragment).double()
 
     def _noting_offer(self, fragment: int, offer: Callable[..., Any]) -> Callable[..., Any]:
         def noting(snapshot: torch.Tensor, weight: float) -> Any:

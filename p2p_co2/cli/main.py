@@ -24,6 +24,7 @@ from typing import Annotated
 import typer
 
 from p2p_co2.cli import checks, views
+from p2p_co2.codec_specs import codec_names
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 from p2p_co2.peer_options import peer_config
 
@@ -252,7 +253,7 @@ def demo(
     seconds: Annotated[float, typer.Option(help="Length of the training.")] = 150.0,
     round_s: Annotated[float, typer.Option(help="Seconds between a fragment's rounds.")] = 5.0,
     rule: Annotated[str, typer.Option(help="How new parameters arrive: keep, co2, blend or eager.")] = "keep",
-    codec: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0.")] = "int4",
+    codec: Annotated[str, typer.Option(help=f"{codec_names()}.")] = "int4",
     carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
     device: Annotated[str, typer.Option(help="What all peers train on: cpu, cuda, cuda:1.")] = "cpu",
     folder: Annotated[

@@ -11,9 +11,9 @@ versions that others helped to make nobody turns back before they are contradict
 several states of which none has a majority, the largest digest decides among equals: a liar who finishes with
 them may be who it is. Who loaded a state that its makers have given up, goes to where most others finish.
 Neither leads from a state that somebody left with to one that fewer hold or left with: one liar less than
-hold another state, who say that they hold ours or more and leave, can keep us there.
-Price: the versions made alone are lost; their work is offered again, unless somebody was given any of them
-(``trainer.alone``). In a swarm of cells the others' cells decide (``rounds.council``), and nobody turns back.
+hold another state, who say that they hold ours or more and leave, can keep us there. Price: the versions made
+alone are lost, and their work. In a swarm of cells the others' cells decide (``rounds.council``), and nobody
+turns back.
 """
 
 from __future__ import annotations
@@ -111,8 +111,6 @@ class Apart:
         """What going there costs, in words."""
         alone = self._alone_beyond(fragment, camp.version, camp.digest)
         rounds = f"{alone} round{'s' if alone > 1 else ''} of this peer alone"
-        if alone and self.is_unshared(fragment):
-            return f"what only our history holds is lost; the work of {rounds} is kept for our next offer"
         return "what only our history holds is lost" + (f", {rounds} among it" if alone else "")
 
     def where_to(self, fragment: int, now: float) -> Camp | None:

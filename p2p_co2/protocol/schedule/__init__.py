@@ -13,7 +13,7 @@ from p2p_co2.protocol.schedule.account import (
     Stage,
     WorkAccount,
 )
-from p2p_co2.protocol.schedule.clock import SLEW, SwarmClock
+from p2p_co2.protocol.schedule.clock import SLEW, SwarmClock, due, points_passed
 from p2p_co2.protocol.schedule.ending import (
     COUNCIL_SETTLE_S,
     FLUSH_CAP_S,
@@ -23,12 +23,10 @@ from p2p_co2.protocol.schedule.ending import (
     SETTLE_S,
     STILL_LOADS,
     Ending,
-    LastOffers,
     few_at_once,
     flush_bound_s,
     settle_bound_s,
 )
-from p2p_co2.protocol.schedule.points import due, points_passed
 
 __all__ = [
     "ALONE_S",
@@ -44,7 +42,6 @@ __all__ = [
     "STILL_LOADS",
     "Ending",
     "Lag",
-    "LastOffers",
     "Sent",
     "Stage",
     "SwarmClock",

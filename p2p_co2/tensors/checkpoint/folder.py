@@ -76,8 +76,7 @@ class Checkpoint:
     Set by ``load``: ``passed_over``, newer files that were damaged, and how. Of a file of the older format
     ``inner`` is None, and ``parameters`` are in no order and have the frozen ones as well.
 
-    Tensors are held, not copied. A list of ``states`` is emptied by ``Saving``, which lets each one go when
-    it is written: the swarm may replace them meanwhile.
+    Tensors are held, not copied.
     """
 
     run_config_json: str
@@ -130,7 +129,6 @@ class Saving:
             for index, state in enumerate(checkpoint.states)
             for what, values in (("params", state.params), ("momentum", state.momentum))
         }
-        self._fragments = len(checkpoint.states)
         self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
         changing = {name: value for part in parts(checkpoint, said) for name, value in part.items()}
         inner = checkpoint.inner or InnerOptimizer("", ())
@@ -146,8 +144,6 @@ class Saving:
             "inner_steps": str(checkpoint.inner_steps),
             "tokens": str(checkpoint.tokens),
         }
-        if isinstance(checkpoint.states, list):
-            checkpoint.states.clear()
         shapes = {
             name: torch.empty(len(values), dtype=torch.float32, device="meta")
             for name, values in self._residuals.items()
@@ -159,22 +155,18 @@ class Saving:
         for name, values in part.items():
             self._writing.put(name, values)
 
-    def put_agreed(self, fragment: int) -> None:
-        """Write the agreed state and the residual of a fragment, and let them go: nobody's memory is needed
-        after it."""
-        for name in (f"agreed.{fragment}.params", f"agreed.{fragment}.momentum"):
-            if name in self._agreed:
-                self._writing.put(name, self._agreed.pop(name))
-        name = f"residual.{fragment}"
-        values = self._residuals.pop(name, None)
-        for start in range(0, len(values) if values is not None else 0, _PIECE):
-            assert values is not None
-            self._writing.put_piece(name, start, values[start : start + _PIECE])
+    def put_agreed(self) -> None:
+        """Write the agreed states and the residuals, and let them go: nobody's memory is needed after it."""
+        for name in list(self._agreed):
+            self._writing.put(name, self._agreed.pop(name))
+        for name in list(self._residuals):
+            values = self._residuals.pop(name)
+            for start in range(0, len(values), _PIECE):
+                self._writing.put_piece(name, start, values[start : start + _PIECE])
 
     def finish(self) -> Path:
         """Write the rest; returns the file. Then the newest two are kept."""
-        for fragment in range(self._fragments):
-            self.put_agreed(fragment)
+        self.put_agreed()
         self._writing.finish()
         _prune(self._folder, self._path)
         return self._path
