@@ -29,11 +29,9 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.tensors.checkpoint import tensorfile, tree
 from p2p_co2.tensors.checkpoint.agreed import header_bytes, state_from_header
-from p2p_co2.tensors.fragments.names import plain_name
 from p2p_co2.tensors.outer import OuterState
 
-_FORMAT, _OLDER = "p2p-co2 checkpoint 2", "p2p-co2 checkpoint 1"
-"""The older one has the live parameters as well, which are passed over, and no ``parameters``."""
+_FORMAT = "p2p-co2 checkpoint 2"
 _KEPT, _SET_ASIDE = 2, ".set-aside"
 _PIECE = 1 << 18
 """Values that are read at once of what is not a tensor."""
@@ -73,8 +71,7 @@ class Checkpoint:
     those that are trained, in order. ``position`` in rounds. ``residuals``: error feedback per fragment.
     Names are plain: without wrappers' prefixes.
 
-    Set by ``load``: ``passed_over``, newer files that were damaged, and how. Of a file of the older format
-    ``inner`` is None, and ``parameters`` are in no order and have the frozen ones as well.
+    Set by ``load``: ``passed_over``, newer files that were damaged, and how.
 
     Tensors are held, not copied.
     """
@@ -87,7 +84,7 @@ class Checkpoint:
     position: float
     inner_steps: int
     tokens: int
-    inner: InnerOptimizer | None = None
+    inner: InnerOptimizer = InnerOptimizer("", ())
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     residuals: Mapping[int, Values] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
@@ -131,7 +128,6 @@ class Saving:
         }
         self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
         changing = {name: value for part in parts(checkpoint, said) for name, value in part.items()}
-        inner = checkpoint.inner or InnerOptimizer("", ())
         metadata = {
             "format": _FORMAT,
             "run": checkpoint.run_config_json,
@@ -139,7 +135,7 @@ class Saving:
             "states": json.dumps([header_bytes(state).hex() for state in checkpoint.states]),
             "parameters": json.dumps(checkpoint.parameters),
             "optimizer": json.dumps(said.tree),
-            "inner": json.dumps([inner.kind, inner.groups]),
+            "inner": json.dumps([checkpoint.inner.kind, checkpoint.inner.groups]),
             "position": checkpoint.position.hex(),
             "inner_steps": str(checkpoint.inner_steps),
             "tokens": str(checkpoint.tokens),
@@ -226,7 +222,7 @@ def load(folder: Path) -> Checkpoint:
             run_config_json=metadata["run"],
             optimizer=tree.unsay(json.loads(metadata["optimizer"]), optimizer_tensors),
             inner=_inner(metadata),
-            parameters=_parameters(tensors, metadata),
+            parameters=tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"])),
             residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
             passed_over=passed_over,
             **shared,
@@ -254,8 +250,8 @@ def load_agreed(folder: Path) -> Agreed:
 
 def _shared(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     """The fields that ``Checkpoint`` and ``Agreed`` share."""
-    if metadata.get("format") not in {_FORMAT, _OLDER}:
-        raise tensorfile.Damaged("not a checkpoint of this version")
+    if metadata.get("format") != _FORMAT:
+        raise tensorfile.Damaged("not a checkpoint of this version; p2p-co2 of its time goes on from it")
     headers = [bytes.fromhex(header) for header in json.loads(metadata["states"])]
     return {
         "states": tuple(
@@ -263,27 +259,17 @@ def _shared(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[
             for index, header in enumerate(headers)
         ),
         "plan_digest": bytes.fromhex(metadata["plan"]),
-        "buffers": {plain_name(name): value for name, value in _of(tensors, "buffer.").items()},
+        "buffers": _of(tensors, "buffer."),
         "position": float.fromhex(metadata["position"]),
         "inner_steps": int(metadata["inner_steps"]),
         "tokens": int(metadata["tokens"]),
     }
 
 
-def _inner(metadata: Mapping[str, str]) -> InnerOptimizer | None:
-    if "inner" not in metadata:
-        return None
+def _inner(metadata: Mapping[str, str]) -> InnerOptimizer:
     kind, groups = json.loads(metadata["inner"])
     owned = (tuple(Owned(name, dtype, tuple(shape)) for name, dtype, shape in group) for group in groups)
     return InnerOptimizer(kind, tuple(owned))
-
-
-def _parameters(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    if "parameters" in metadata:
-        return tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"]))
-    return tuple((plain_name(name), tuple(value.shape)) for name, value in _of(tensors, "live.").items())
 
 
 def _of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
