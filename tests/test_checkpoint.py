@@ -11,7 +11,6 @@ import pickle
 import resource
 import signal
 import struct
-import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

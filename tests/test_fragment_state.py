@@ -81,7 +81,7 @@ def everybody(peers: list[Simulated], blocks: int) -> list[PartWeights]:
 
 
 def filled(value: float, blocks: int = 1) -> Tensor:
-    return torch.full((blocks * BLOCK,), value)
+    return torch.full((blocks * BLOCK,), value, dtype=torch.float32)
 
 
 # ---- by hand
@@ -321,7 +321,7 @@ def test_every_committed_drift_counts_exactly_once(data: st.DataObject, rule: st
     made: list[tuple[bytes, list[PartWeights]]] = []
 
     def train(name: str) -> None:
-        step = torch.arange(BLOCK * blocks) % 7 - float(data.draw(st.integers(-4, 4)))
+        step = (torch.arange(BLOCK * blocks) % 7 - float(data.draw(st.integers(-4, 4)))).float()
         peers[name].live = peers[name].live + step
         drift[name] += step
 
