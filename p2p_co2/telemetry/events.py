@@ -282,7 +282,7 @@ class CaughtUp(Event):
     """How many took part; ``donor`` is the one that gave most."""
     rounds_given_up: int = 0
     """Rounds that this peer had made alone and that the state of others lacks: at most so many. Their work is
-    offered again, unless somebody may have them."""
+    lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
