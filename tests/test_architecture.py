@@ -17,7 +17,7 @@ from tests import house
 
 ROOT = house.ROOT
 FLOORS = (
-    {"errors", "system", "digest"},
+    {"errors", "system", "digest", "codec_specs"},
     {"config", "telemetry", "protocol.wire", "protocol.heartbeat", "protocol.schedule", "planning.profiles"},
     {"ticket", "tensors"},
     {"protocol", "recipes"},
@@ -31,7 +31,16 @@ FLOORS = (
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 MESSAGE_WING = {"protocol", "net", "node", "simnet", "ticket"}
 APPLICATIONS = {"peers", "bootstrap", "monitoring"}
-NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry", "digest", "monitoring"}
+NO_TORCH = MESSAGE_WING | {
+    "errors",
+    "config",
+    "codec_specs",
+    "system",
+    "planning",
+    "telemetry",
+    "digest",
+    "monitoring",
+}
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
 
 IN_CIRCLES = {
@@ -64,16 +73,11 @@ TOO_LARGE = {
     "p2p_co2.protocol.rounds.owner.PartJob",
     "p2p_co2.protocol.rounds.swarm.Swarm",
     "p2p_co2.protocol.rounds.tally.Tally",
-    "p2p_co2.protocol.schedule.account.WorkAccount",
     "p2p_co2.simnet.links.VirtualLinks",
     "p2p_co2.simnet.oversight.Oversight",
     "p2p_co2.simnet.process.Process",
     "p2p_co2.simnet.swarm.Swarm",
     "p2p_co2.simnet.training.Training",
-    "p2p_co2.trainer.fragment_ledger.FragmentLedger",
-    "p2p_co2.trainer.network_thread.NetworkThread",
-    "p2p_co2.trainer.peer.Peer",
-    "p2p_co2.trainer.synchroniser.Synchroniser",
 }
 WHOLES_GIVEN_AWAY = {
     "p2p_co2.net.transport.slow.SlowCarriers: SlowCarrier(self)",

@@ -584,8 +584,8 @@ def test_who_connects_with_a_clock_in_doubt_hears_it(
         def open(self) -> None:
             return
 
-        def report(self, kind: type[ev.Warned], fields: dict[str, str]) -> None:
-            self.on_event(kind(at=0.0, peer="me", **fields))
+        def warn(self, text: str) -> None:
+            self.on_event(ev.Warned(at=0.0, peer="me", text=text))
 
     monkeypatch.setattr("p2p_co2.trainer.connection.NetworkThread", Opened)
     told = list[ev.Event]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import chain, repeat
 
 import pytest
@@ -23,8 +24,7 @@ async def train(world: World, resting: Trainer, seconds: float) -> None:
 
 
 def show(trainer: Trainer, phase: Status.Phase) -> None:
-    trainer.sync.phase = phase
-    trainer.sync.report()
+    trainer.node.show(replace(trainer.node.progress.local, phase=phase))
 
 
 def commits(trainer: Trainer) -> int:
@@ -191,6 +191,6 @@ def test_who_wake_one_after_the_other_find_the_one_that_went_on(names: str, gap_
 async def _train_those_awake(world: World, seconds: float) -> None:
     for _ in range(int(seconds / STEP_S)):
         for trainer in world.trainers:
-            if trainer.sync.phase == Status.TRAINING:
+            if trainer.node.progress.local.phase == Status.TRAINING:
                 trainer.step()
         await asyncio.sleep(STEP_S)

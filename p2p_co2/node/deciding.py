@@ -66,8 +66,8 @@ def members_of(decision: Decision) -> tuple[PeerId, ...]:
 class Deciding:
     def __init__(self, node: Node, ledger: Ledger, discovery: Announcer) -> None:
         self._node, self._ledger, self._discovery = node, ledger, discovery
-        self._opened: dict[int, tuple[int, float]] = {}
-        """By fragment, round and weight of the last offer that was opened."""
+        self._opened: dict[int, bytes] = {}
+        """By fragment, the id of the last offer that was opened."""
         self._owed: set[int] = set()
         """Fragments whose offer has ended in a commit that is to be fetched: by that the tensor side hears of
         it."""
@@ -87,7 +87,7 @@ class Deciding:
             self._node.report(
                 ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason
             )
-            self._node.spawn(self._ledger.abort(event.fragment, event.round, event.weight))
+            self._node.spawn(self._ledger.abort(event.fragment, event.offer_id))
         elif isinstance(event, Began):
             self._node.report(
                 ev.RoundBegan,
@@ -239,13 +239,13 @@ class Deciding:
 
     def opened(self, offer: Offer) -> None:
         """The rounds machine has it."""
-        self._opened[offer.fragment] = offer.round, offer.weight
+        self._opened[offer.fragment] = offer.offer_id
 
     def end_offer(self, fragment: int) -> None:
         """The offer that was opened last came to nothing, should the tensor side still hold it in flight. The
         next one may be there already, and be on its way to be opened: that one goes on."""
         if fragment in self._opened:
-            self._node.spawn(self._ledger.abort(fragment, *self._opened[fragment]))
+            self._node.spawn(self._ledger.abort(fragment, self._opened[fragment]))
 
     async def export(self, fragment: int) -> None:
         version, data = await self._ledger.export(fragment)
@@ -274,6 +274,7 @@ class Deciding:
             self._node.refresh()
             if self._node.progress.local.phase == Status.DRAINING or self._node.membership.quiet_s:
                 self._node.membership.announce(self._node.now())  # others wait to see it, or for long
+        self._node.offer_early(fragment)
         return changed
 
     async def _publish(self, decision: Decision, fragment: int, round_: int) -> None:

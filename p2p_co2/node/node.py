@@ -43,8 +43,6 @@ from p2p_co2.telemetry import events as ev
 
 QUIET_IDLE = 0.5
 """Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
-NEWS_UNDER_WAY_S, NEWS_COME_WITHIN_S = 0.002, 10.0
-"""What the tensor side is ahead of us by is looked for so often, and so long."""
 LAST_WORDS_S = 1.0
 """What is said last may take so long to be on its way."""
 CROWD_S = 0.05
@@ -108,6 +106,8 @@ class Node:
         self.receiving = Receiving(self, network.config.limits.download_bytes_per_s, open_message)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._early: dict[int, Offer] = {}
+        """By fragment: an offer upon a state that this thread has yet to hear of."""
         self._tasks: asyncio.TaskGroup | None = None
         self._errands = Errands()
         self._links: Outgoing | None = None
@@ -166,16 +166,15 @@ class Node:
 
     # ---- what the trainer asks
 
-    def offer(self, offer: Offer, until: float | None = None) -> None:
+    def offer(self, offer: Offer) -> None:
         """Start a round with this peer's encoded outer gradient."""
         agreed, now = self.agreed[offer.fragment], self.now()
-        until = until or now + NEWS_COME_WITHIN_S
-        if agreed.version < offer.round - 1 and now < until:
+        if agreed.version < offer.round - 1:
             # The tensor side is ahead of us by a commit whose news is on its way; or it went back since.
-            asyncio.get_running_loop().call_later(NEWS_UNDER_WAY_S, self.offer, offer, until)
+            self._early[offer.fragment] = offer
             return
         if (agreed.version, agreed.digest) != (offer.round - 1, offer.state_digest):
-            self.spawn(self._ledger.abort(offer.fragment, offer.round, offer.weight))
+            self.spawn(self._ledger.abort(offer.fragment, offer.offer_id))
             return
         self.rounds.set_peers(self.progress.views(), now)
         try:
@@ -184,6 +183,11 @@ class Node:
         except LocalProtocolError as error:
             self.crash(error)
         self.pump()
+
+    def offer_early(self, fragment: int) -> None:
+        """The news of a commit has come: an offer that waits for it sets out."""
+        if (offer := self._early.pop(fragment, None)) is not None:
+            asyncio.get_running_loop().call_soon(self.offer, offer)
 
     def show(self, progress: LocalProgress) -> None:
         """Where the training thread is; a new phase and a fragment that is finished are announced at once,

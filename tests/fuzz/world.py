@@ -13,7 +13,7 @@ import selectors
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -36,9 +36,10 @@ from p2p_co2.tensors.checkpoint import state_size_bytes
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import plan_fragments
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
-from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+from p2p_co2.trainer.worker import TensorWorker
 
 RUN = RunConfig(
     name="fuzz",
@@ -173,9 +174,8 @@ class Trainer:
         plan, codec = plan_fragments(self.model, RUN.fragments), get_codec(RUN.codec.name)
         live = LiveParameters(self.model, plan)
         states = [outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments]
-        self.ledger = TensorLedger(codec, [FragmentLedger(RUN, codec, self.me, state) for state in states])
-        self.ledger._worker.shutdown()
-        self.ledger._worker = Inline()  # type: ignore[assignment]
+        fragments = [FragmentState(RUN, codec, self.me, state, index) for index, state in enumerate(states)]
+        self.ledger = TensorWorker(codec, fragments, thread=cast(Any, Inline()))
         loop = asyncio.get_running_loop()
         self.node = Node(
             Beside(world, self.identity),
@@ -191,7 +191,10 @@ class Trainer:
             Clock(loop.time, lambda: 1.7e9 + loop.time()),
             lambda *_: MemoryLinks(world, self.me),
         )
-        self.sync = Synchroniser(RUN, self.model, plan, self.ledger, self, Progressed())
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        setup = Plan(RUN, PeerConfig(), plan, self.model, optimizer, None, (0.1,))
+        self.exchanged = ExchangedModel(setup, lambda text: None)
+        self.sync = Synchroniser(RUN, self.exchanged, self.ledger, self, Progressed())
         self.sync.report()
 
     def step(self) -> None:

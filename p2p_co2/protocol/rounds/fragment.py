@@ -411,7 +411,10 @@ class FragmentRounds:
         ahead = self._ahead.waiting
         self._aborted_round = offer.round
         self._end()
-        self._outlet.emit(Aborted(offer.fragment, offer.round, offer.weight, reason, now - self.offered_at))
+        lasted_s = now - self.offered_at
+        self._outlet.emit(
+            Aborted(offer.fragment, offer.round, offer.weight, reason, lasted_s, offer.offer_id)
+        )
         if ahead is not None:
             self._ahead.tell(ahead, ends_offer=False)
 

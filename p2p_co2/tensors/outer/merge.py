@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,39 +11,43 @@ from torch import Tensor
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.tensors.outer.norms import PIECE
-from p2p_co2.tensors.outer.state import Merge, OuterState
+from p2p_co2.tensors.outer.step import OuterState
 
 
-def outer_gradient(state: OuterState, params: Tensor, correction: Tensor | None = None) -> Tensor:
+class Merge(NamedTuple):
+    """How live parameters change: ``live = keep * live + addend``. ``addend``: fp32 [n], host memory. One
+    affine pass, so that the training thread computes nothing else, whatever it did to the live parameters
+    since the snapshot."""
+
+    keep: float
+    addend: Tensor
+
+
+def outer_gradient(state: OuterState, params: Tensor) -> Tensor:
     """``state.params - params`` (fp32 [n]): what this peer offers for ``params``, a snapshot of its live
     parameters.
 
     ``state`` is the one that the live parameters last met: the newest under "keep" and "blend"; under "co2"
     and "eager" the one of the last boundary merge, even if a newer one has committed since. Its version is
     the offer's base version.
-
-    ``correction`` is the one that was merged at the peer's last boundary under rule "eager", and None
-    otherwise: those parameters began at ``state.params - correction``, and what was corrected has been
-    offered already, so it must not count again.
     """
-    gradient = state.params - params
-    return gradient if correction is None else gradient.sub_(correction)
+    return state.params - params
 
 
 def merge(
     config: OuterConfig,
     old: OuterState,
     new: OuterState,
-    snapshot: Tensor | None,
+    offered: Callable[[slice], Tensor] | None,
     missed: Sequence[slice],
     out: Tensor | None = None,
 ) -> Merge:
     """Rules "keep" and "blend": how live parameters take in the step from ``old`` to ``new``, at any moment
     after it.
 
-    ``snapshot``: fp32 [n], the live parameters that this peer's offer was measured at, from ``old``; None
+    ``offered``: any range of the outer gradient that this peer offered, from ``old``, as a new tensor; None
     if it made no offer. ``missed``: ranges in which the offer did not reach the mean. ``out``: memory for the
-    addend; it may be ``snapshot`` itself, whose values are lost then.
+    addend; it may be ``old.params`` itself.
 
     keep: where the offer counted, the drift since the snapshot survives (``new + (live - snapshot)``), so
     the next outer gradient is exactly minus that drift. Where it did not, all drift since ``old`` survives
@@ -50,53 +55,27 @@ def merge(
 
     blend: ``alpha * live + (1 - alpha) * new`` (Streaming DiLoCo). A peer with any missed range uses "keep"
     for this one merge: blending would throw away a share of work that nobody else has.
-
-    Catching up over several versions at once is ``old`` as it was, ``new`` as it is, and the whole fragment
-    missed.
     """
     if config.rule not in {"keep", "blend"}:
         raise LocalProtocolError(f"merge is not for rule {config.rule!r}: use boundary_merge")
-    if config.rule == "blend" and snapshot is not None and not missed:
+    if config.rule == "blend" and offered is not None and not missed:
         return Merge(config.blend_alpha, torch.mul(new.params, 1.0 - config.blend_alpha, out=out))
-    if snapshot is None:
-        return Merge(1.0, torch.sub(new.params, old.params, out=out))
-    addend = torch.sub(new.params, snapshot, out=out)
-    for part in missed:
-        addend[part] = new.params[part] - old.params[part]
-    return Merge(1.0, addend)
-
-
-def merge_offered(
-    config: OuterConfig,
-    old: OuterState,
-    new: OuterState,
-    offered: Callable[[slice], Tensor],
-    missed: Sequence[slice],
-    out: Tensor | None = None,
-) -> Merge:
-    """``merge`` for a peer that kept the outer gradient it offered, ``offered(slice)``, not the snapshot,
-    which was ``old.params - offered``. ``out`` may be ``old.params`` itself."""
-    if config.rule == "blend" and not missed:
-        return Merge(config.blend_alpha, torch.mul(new.params, 1.0 - config.blend_alpha, out=out))
+    addend = torch.empty_like(old.params) if out is None else out
     # Where the offer was missed the drift is measured from ``old``, as if nothing had been offered.
     lost = [(max(0, part.start), part.stop) for part in missed]
-    addend = torch.empty_like(old.params) if out is None else out
     for start in range(0, addend.numel(), PIECE):
         at = slice(start, min(start + PIECE, addend.numel()))
-        counted = offered(at)
-        for first, last in lost:
-            counted[max(0, first - start) : max(0, last - start)] = 0.0
-        torch.sub(new.params[at], old.params[at], out=addend[at]).add_(counted)
+        here = torch.sub(new.params[at], old.params[at], out=addend[at])
+        if offered is not None:
+            counted = offered(at)
+            for first, last in lost:
+                counted[max(0, first - start) : max(0, last - start)] = 0.0
+            here.add_(counted)
     return Merge(1.0, addend)
 
 
 def boundary_merge(
-    config: OuterConfig,
-    new: OuterState,
-    snapshot: Tensor,
-    lost_work: Tensor | None = None,
-    correction: Tensor | None = None,
-    out: Tensor | None = None,
+    config: OuterConfig, new: OuterState, snapshot: Tensor, out: Tensor | None = None
 ) -> Merge:
     """Rules "co2" and "eager" at a fragment's schedule point: live parameters become ``new``, plus what
     they drifted since ``snapshot``.
@@ -104,27 +83,16 @@ def boundary_merge(
     ``new``: the state after the mean that was in flight, or the current one if nothing was. ``snapshot``:
     fp32 [n], the live parameters at this boundary; the gradient offered now is measured at it, from the
     state before this merge. The progress since the last boundary is dropped here and returns, averaged,
-    with that offer.
-
-    ``lost_work``: from ``lost_work_of``, if the previous offer was not wholly counted. It is put back into
-    the live parameters, so that it is part of the next offer. ``correction``: from ``eager_correction``;
-    None for "co2". ``out``: memory for the addend; it may be ``snapshot`` itself.
+    with that offer. ``out``: memory for the addend; it may be ``snapshot`` itself.
     """
     if config.rule not in {"co2", "eager"}:
         raise LocalProtocolError(f"boundary_merge is not for rule {config.rule!r}: use merge")
-    addend = torch.sub(new.params, snapshot, out=out)
-    if lost_work is not None:
-        addend.sub_(lost_work)
-    if correction is not None:
-        addend.sub_(correction)
-    return Merge(1.0, addend)
+    return Merge(1.0, torch.sub(new.params, snapshot, out=out))
 
 
-def lost_work_of(gradient: Tensor, missed: Sequence[slice]) -> Tensor | None:
+def lost_work_of(gradient: Tensor, missed: Sequence[slice]) -> Tensor:
     """The outer gradient that this peer offered, in the ranges where it did not reach the mean, 0
-    elsewhere; None if none was missed."""
-    if not missed:
-        return None
+    elsewhere."""
     lost = torch.zeros_like(gradient)
     for part in missed:
         lost[part] = gradient[part]
