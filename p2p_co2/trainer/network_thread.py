@@ -25,6 +25,7 @@ from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.placing import Placing
 from p2p_co2.node.progress import LocalProgress
+from p2p_co2.node.reporting import ReportService
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.protocol.wire.identity import PeerId
