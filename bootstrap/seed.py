@@ -39,7 +39,7 @@ from p2p_co2.ticket import Ticket
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
-    from p2p_co2.net.transport.hivemind_quiet import P2P
+    from p2p_co2.net.transport.libp2p.hivemind import P2P
 
 RENEW_S = 600.0
 """Between two publications of the settings; far below the time for which the DHT keeps them."""
@@ -177,9 +177,7 @@ def _first(error: BaseException) -> BaseException:
 
 async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
     from p2p_co2.net.discovery import Discovery
-    from p2p_co2.net.transport.libp2p_daemon import stop_p2p
-    from p2p_co2.net.transport.libp2p_relay import start_relay
-    from p2p_co2.net.transport.libp2p_revival import end_if_hung
+    from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
     from p2p_co2.net.transport.probe import ProbeServer
 
     def refused(peer: PeerId, error: RemoteProtocolError) -> None:
@@ -187,10 +185,9 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
 
     options = seed.options
     async with AsyncExitStack() as stack:
-        p2p = await start_relay(
+        p2p = await start_p2p(
             options.folder / "identity", options.host, options.port,
             announce_host=options.announce_host, public=bool(options.announce_host), relay=options.relay,
-            say=say,
         )  # fmt: skip
         stack.push_async_callback(stop_p2p, p2p)
         discovery = Discovery(p2p, seed.identity, seed.run_digest, refused)
@@ -206,7 +203,6 @@ async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
         say("Ctrl-C ends the seed; peers that know each other go on")
         if options.port == 0 and not options.also:
             say("the port is a free one: for a ticket that outlives a restart, give --port")
-        stack.push_async_callback(end_if_hung, p2p)
         async with asyncio.TaskGroup() as group:
             group.create_task(_keep_up(discovery, options.folder, say), name="keep up")
             group.create_task(_keep_daemon(p2p, seed, discovery, ticket, say), name="keep the daemon")
@@ -223,7 +219,7 @@ def how_to_join(recipe: str) -> str:
 
 async def _print_ticket(p2p: P2P, seed: _Seed, say: Callable[[str], None], before: str = "") -> str:
     """Print and keep the ticket, unless that of ``before`` still leads here; returns the one that counts."""
-    from p2p_co2.net.transport.libp2p_control import own_maddrs
+    from p2p_co2.net.transport.libp2p.control import own_maddrs
 
     own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
     if before and set(own).intersection(Ticket.parse(before).seeds):
@@ -306,8 +302,8 @@ def read_positions(folder: Path) -> list[tuple[str, bytes]]:
 async def _keep_daemon(
     p2p: P2P, seed: _Seed, discovery: Discovery, ticket: str, say: Callable[[str], None]
 ) -> None:
-    """Start the libp2p daemon again whenever it dies or hangs. Raises ``EnvironmentFault`` when it cannot."""
-    from p2p_co2.net.transport.libp2p_revival import keep_alive
+    """Start the libp2p daemon again whenever it dies. Raises ``EnvironmentFault`` when it cannot."""
+    from p2p_co2.net.transport.libp2p.daemon import keep_alive
 
     async def revived(words: str) -> None:
         nonlocal ticket

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.net.transport.acknowledged import Acknowledged
-from p2p_co2.net.transport.base import OnMessage, OnRefused, Seen
+from p2p_co2.net.transport.base import OnMessage, OnRefused
+from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.node.links import LinkObserver, Links
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord

@@ -92,7 +92,6 @@ TOO_LARGE = {
     "p2p_co2.trainer.synchroniser.Synchroniser",
 }
 WHOLES_GIVEN_AWAY = {
-    "p2p_co2.net.transport.slow.SlowCarriers: SlowCarrier(self)",
     "p2p_co2.node.node.Node: Catching(self)",
     "p2p_co2.node.node.Node: Deciding(self)",
     "p2p_co2.node.node.Node: Far(self)",
@@ -105,7 +104,7 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
     "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
-TIME_CONSTANTS = 283
+TIME_CONSTANTS = 269
 
 
 def sources() -> list[Path]:

@@ -18,7 +18,7 @@ from bootstrap.seed import SeedOptions, how_to_join, serve_run
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport import libp2p_relay
+from p2p_co2.net.transport.libp2p import daemon as libp2p_daemon
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.system.process import processes_below, program
 from p2p_co2.ticket import Ticket
@@ -159,7 +159,7 @@ def test_a_seed_with_a_public_name_relays_at_once(
         asked.append(options)
         raise EnvironmentFault("far enough")
 
-    monkeypatch.setattr(libp2p_relay, "start_p2p", start_p2p)
+    monkeypatch.setattr(libp2p_daemon, "start_p2p", start_p2p)
     run_file = tmp_path / "run.toml"
     run_file.write_text(f'recipe_digest = "{bytes(32).hex()}"\n')
     options = SeedOptions(run_file=run_file, folder=tmp_path / "seed", port=4001, announce_host=announce_host)

@@ -22,7 +22,9 @@ from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError,
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery import records as rec
 from p2p_co2.net.discovery.dht import CALL_TIMEOUT_S
-from p2p_co2.net.transport.hivemind_quiet import (
+from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.hivemind import (
     DHTID,
     P2P,
     DHTNode,
@@ -31,8 +33,6 @@ from p2p_co2.net.transport.hivemind_quiet import (
     PeerID,
     get_dht_time,
 )
-from p2p_co2.net.transport.libp2p_control import own_maddrs, reach
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import (
     MAX_ADDRESSES,

@@ -22,9 +22,9 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, POSITION_CONTEXT, Records
 from p2p_co2.net.transport.admission import HELLO_CONTEXT, Admission
-from p2p_co2.net.transport.libp2p_relay import _read_answer
-from p2p_co2.net.transport.probe import HEADER_BYTES, _parsed
-from p2p_co2.net.transport.probing import Prober
+from p2p_co2.net.transport.libp2p.relay import _read_answer
+from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES
+from p2p_co2.net.transport.probe import Prober, _parsed
 from p2p_co2.node.receiving import CELL_KINDS
 from p2p_co2.protocol.reports.reader import REPORT_CONTEXT, open_report
 from p2p_co2.protocol.reports.responder import Responder

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p, wait_p2p_exit
 from p2p_co2.node import network as room
 from p2p_co2.node.network import RECORD_KEPT_S, KnownRecords, Network, lead_nowhere_else, publishable
 from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
@@ -373,7 +373,7 @@ async def test_relayed_links_are_led_to_where_the_newest_records_say(tmp_path: P
             for port in (1, 2):
                 maddr = f"/ip4/203.0.113.9/tcp/{port}"
                 network._records.found([PeerRecord(peer="c", run=RUN, maddrs=[maddr])], float(port))
-                assert tuple(carrier._ways._newest(PeerId("c"))) == (maddr,)
+                assert tuple(carrier._upgrades._newest(PeerId("c"))) == (maddr,)
         finally:
             await network.close()
             await stop_p2p(network.p2p)

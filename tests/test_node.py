@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from p2p_co2.net.transport.acknowledged import LEAST_BYTES, Acknowledged
+from p2p_co2.net.transport.flow import LEAST_BYTES, Acknowledged
 from p2p_co2.node.lanes import Bulk, Lane, Piece
 from p2p_co2.node.links import MAX_CONTROL_BYTES, MAX_QUEUED_BYTES, MAX_SERVED_BYTES
 from p2p_co2.node.meter import (

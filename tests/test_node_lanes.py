@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2p_co2.net.transport.acknowledged import Acknowledged
-from p2p_co2.net.transport.base import Seen
+from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.node.envelope import unsent
 from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, LineTurns, Piece
 from p2p_co2.node.meter import FAST_BYTES_PER_S, LinePace, UploadMeter

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.acknowledged import Acknowledged
 from p2p_co2.net.transport.base import Carrier, Link
+from p2p_co2.net.transport.flow import Acknowledged
 from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, LineTurns, Piece, UnderWay
 from p2p_co2.node.meter import Pace, UploadMeter

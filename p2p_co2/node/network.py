@@ -27,18 +27,21 @@ from p2p_co2.errors import (
 )
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery.records import POSITION_RENEWED_S, run_position
-from p2p_co2.net.transport.addresses import is_loopback, is_loopback_host, is_near, is_own
+from p2p_co2.net.transport.addresses import (
+    address_of,
+    is_loopback,
+    is_near,
+    is_own,
+    is_relayed,
+)
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
-from p2p_co2.net.transport.clocks import clock_offsets_s, judge_clock
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
-from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.net.transport.libp2p_control import is_relayed, own_maddrs, reach
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.net.transport.libp2p_relay import Places
-from p2p_co2.net.transport.libp2p_revival import end_if_hung, keep_alive
-from p2p_co2.net.transport.probe import ProbeServer
-from p2p_co2.net.transport.probe_limits import address_of
-from p2p_co2.net.transport.slow import SlowCarriers, SlowLine
+from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
+from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.relay import Places
+from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
+from p2p_co2.net.transport.slow import Line, SlowCarrier, SlowLine
 from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
@@ -129,7 +132,6 @@ class Network:
             self._places = Places(self.p2p, self.identity.peer_id, self.ticket.seeds)
         self.discovery = Discovery(self.p2p, self.identity, self.ticket.run, on_refused)
         self._stack.push_async_callback(self.discovery.close)
-        self._stack.push_async_callback(end_if_hung, self.p2p)
         await self._compare_clocks(await self._meet_somebody())
         manifest = await self._settings()
         self.run = RunConfig.from_canonical_bytes(manifest.config)
@@ -190,10 +192,9 @@ class Network:
             newest = self._records.maddrs_of
             carriers.append(Libp2pCarrier(self.p2p, self.identity, self.ticket.run, newest=newest))
         if self.config.slow_line:
-            slow = SlowCarriers(
-                SlowLine.parse(self.config.slow_line), zlib.crc32(self.identity.peer_id.encode())
-            )
-            carriers = [slow.slowed(carrier) for carrier in carriers]
+            seed = zlib.crc32(self.identity.peer_id.encode())
+            line = Line(SlowLine.parse(self.config.slow_line), seed)
+            carriers = [SlowCarrier(carrier, line) for carrier in carriers]
         for carrier in carriers:
             self._stack.push_async_callback(carrier.close)
             await carrier.start(on_message, on_refused)
@@ -201,7 +202,6 @@ class Network:
         probes = ProbeServer(self.p2p, self.ticket.run, self.config.limits.upload_bytes_per_s)
         self._stack.push_async_callback(probes.close)
         await probes.start()
-        self._stack.push_async_callback(end_if_hung, self.p2p)
 
     async def publish_self(self, somebody_unmet: bool = False) -> str:
         """Put this peer's signed record into the DHT if the last one grows old, with its places at relays.
@@ -451,7 +451,7 @@ def require_others_can_dial(config: PeerConfig, ticket: Ticket) -> None:
     """Raise ``ConfigError`` if a peer would tell others on other machines to dial their own: it would hear
     nobody, or live on relays."""
     host = config.announce_host or config.host
-    if not is_loopback_host(host) or is_on_this_machine(ticket):
+    if not is_loopback(host) or is_on_this_machine(ticket):
         return
     key = "announce_host" if config.announce_host else "host"
     raise ConfigError(
@@ -476,7 +476,7 @@ def leads_elsewhere(record: PeerRecord) -> bool:
         for maddr in record.maddrs
         if maddr.count("/") > 2
     ]
-    return not hosts or not all(map(is_loopback_host, hosts))
+    return not hosts or not all(map(is_loopback, hosts))
 
 
 def lead_nowhere_else(seeds: Sequence[str]) -> bool:

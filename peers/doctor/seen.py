@@ -1,6 +1,6 @@
 """How others see this machine: NAT, whether it can be dialled, and how fast bytes go either way.
 
-Each question goes to seeds and peers over ``transport.probing``. Laws: what is measured is bounded in bytes
+Each question goes to seeds and peers over ``transport.probe``. Laws: what is measured is bounded in bytes
 and time; a port counts as reached only if whoever answered there proved to be us. Price: rates are lower
 bounds, since the other end may be the slower one; so several are asked at once.
 """
@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import EnvironmentFault, TransportError
-from p2p_co2.net.transport.hivemind_quiet import P2P
-from p2p_co2.net.transport.libp2p_control import daemon_errors, own_maddrs
-from p2p_co2.net.transport.probe import GREETING
-from p2p_co2.net.transport.probe_limits import address_of
-from p2p_co2.net.transport.probing import Look, Passed, Prober, ProberBusy, open_prober
+from p2p_co2.net.transport.addresses import address_of
+from p2p_co2.net.transport.libp2p.control import daemon_errors, own_maddrs
+from p2p_co2.net.transport.libp2p.hivemind import P2P
+from p2p_co2.net.transport.probe import GREETING, Look, Passed, Prober, ProberBusy, open_prober
 from p2p_co2.protocol.wire.identity import PeerId
 from peers.doctor.findings import Finding, MeasuredLink, State
 from peers.doctor.nat import Place, Sight, connections, nat_finding, nat_kind

@@ -38,7 +38,9 @@ from p2p_co2.net.discovery.records import (
     shard_of,
 )
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S
-from p2p_co2.net.transport.hivemind_quiet import (
+from p2p_co2.net.transport.libp2p.control import daemon_errors, reach
+from p2p_co2.net.transport.libp2p.daemon import require_daemon
+from p2p_co2.net.transport.libp2p.hivemind import (
     DHTID,
     P2P,
     DHTNode,
@@ -49,8 +51,6 @@ from p2p_co2.net.transport.hivemind_quiet import (
     ValueWithExpiration,
     get_dht_time,
 )
-from p2p_co2.net.transport.libp2p_control import daemon_errors, reach
-from p2p_co2.net.transport.libp2p_daemon import require_daemon
 from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_CELLS, MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition

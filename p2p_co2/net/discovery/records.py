@@ -27,7 +27,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.net.transport.hivemind_quiet import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
+from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
 from p2p_co2.protocol.wire.identity import PeerId, cell_of, unseal
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition

@@ -1,16 +1,13 @@
-"""The carrier for peers that cannot be dialled directly: raw libp2p streams through the daemon (relays, hole
-punching).
+"""The carrier for peers that cannot be dialled directly: raw libp2p streams through the daemon.
 
-A link is one stream. The dialler writes frames: 4 bytes of length (big-endian), then the message; length 0
-says goodbye, because a half-closed stream does not survive the daemon. The other end answers with frames of
-one code byte and a text: welcome, alive (every ``HEARTBEAT_S``), refused and why, goodbye. "Alive" also says
-how many bytes of messages it has read, if its welcome said that it would (``acknowledged``). The first
-message is the same signed hello as over gRPC (``admission``); libp2p has proved the peer as well, and both
-must name the same.
+A link is one stream. The dialler writes frames (``streams``); an empty one says goodbye, because a
+half-closed stream does not survive the daemon. The other end answers with frames of one code byte and a text:
+welcome, alive (every ``HEARTBEAT_S``), refused and why, goodbye. "Alive" also says how many bytes of messages
+it has read, if its welcome said that it would (``Acknowledged``). The first message is the same signed hello
+as over gRPC (``admission``); libp2p has proved the peer as well, and both must name the same.
 
-Law of death: a killed process is noticed at once, silence after ``SILENCE_S``. Raw streams rather than
-hivemind's protobuf handlers: about a third less CPU for large messages. Price against gRPC: three to five
-times its CPU, as all bytes also pass a local socket and the Go daemon.
+Law of death: a killed process is noticed at once, silence after ``SILENCE_S``. Price against gRPC: three to
+five times its CPU, as all bytes also pass a local socket and the Go daemon.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.acknowledged import SAY_EVERY_S, Acknowledged
+from p2p_co2.net.transport.addresses import address_of, is_relayed
 from p2p_co2.net.transport.admission import MAX_HELLO_BYTES, MAX_INBOUND_LINKS, RELAYED, Admission, network_at
 from p2p_co2.net.transport.base import (
     CLOSE_TIMEOUT_S,
@@ -29,38 +26,34 @@ from p2p_co2.net.transport.base import (
     MESSAGE_TIMEOUT_S,
     OnMessage,
     OnRefused,
-    Seen,
     check_incoming,
     check_outgoing,
 )
-from p2p_co2.net.transport.hivemind_quiet import P2P, P2PDaemonError, StreamInfo
-from p2p_co2.net.transport.libp2p_control import Stream, hang_up, is_relayed, open_stream_by, reach
-from p2p_co2.net.transport.libp2p_ways import DIRECT, Ways, way_in_words
-from p2p_co2.net.transport.probe_limits import address_of
+from p2p_co2.net.transport.flow import SAY_EVERY_S, Acknowledged, Seen
+from p2p_co2.net.transport.libp2p.control import Stream, hang_up, open_stream_by, reach
+from p2p_co2.net.transport.libp2p.hivemind import P2P, StreamInfo
+from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, ServedStreams, framed, read_frame
+from p2p_co2.net.transport.libp2p.upgrade import DIRECT, LinkUpgrades, way_in_words
 from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_STRING, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/link"
-HEADER_BYTES = 4
 WELCOME, REFUSED, GOODBYE, ALIVE = b"\0", b"\1", b"\2", b"\3"
 SAYS_WHAT_CAME = "says what came"
 """Text of a welcome: each "alive" will say how many bytes of messages have come. Without it none does."""
 HEARTBEAT_S = 5.0
-SILENCE_S = 20.0
+SILENCE_S = 4 * HEARTBEAT_S
 """A link whose other end has not even said that it is alive for this long is dead."""
 MAX_STREAMS = MAX_INBOUND_LINKS + 64
-"""Inbound streams with a task of ours: the links, and those that read why they were refused."""
-_GOODBYE_FRAME = bytes(HEADER_BYTES)
-_MAX_ANSWER_BYTES = 1 + MAX_STRING
+"""Inbound streams: the links, and those that read why they were refused."""
 _MOST_UNREAD_BYTES = 64 << 10
 _NO_CERTIFICATE = b""
-_DAEMON_TIMEOUT_S = 5.0
 
 
 class Libp2pCarrier:
     """Over a started ``P2P``, which stays the caller's; ``run`` is the digest of the run, ``newest`` as
-    ``Ways`` has it."""
+    ``LinkUpgrades`` has it."""
 
     name = "libp2p"
 
@@ -75,18 +68,16 @@ class Libp2pCarrier:
         self._p2p = p2p
         self._admission = Admission(identity, run, clock)
         self._links: set[Libp2pLink] = set()
-        self._ways = Ways(p2p, identity.peer_id, lambda: tuple(self._links), newest)
-        self._inbound: set[asyncio.Task[None]] = set()
-        self._listening = False
+        self._upgrades = LinkUpgrades(p2p, identity.peer_id, lambda: tuple(self._links), newest)
+        self._inbound = ServedStreams(p2p, PROTOCOL, self._serve, MAX_STREAMS, MAX_STREAMS)
         self._on_message: OnMessage | None = None
         self._on_refused: OnRefused | None = None
 
     async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         """See ``Carrier``."""
         self._on_message, self._on_refused = on_message, on_refused
-        await self._p2p.add_binary_stream_handler(PROTOCOL, self._serve)
-        self._listening = True
-        self._ways.start()
+        await self._inbound.start()
+        self._upgrades.start()
 
     def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
         """See ``Carrier``."""
@@ -103,66 +94,29 @@ class Libp2pCarrier:
         stream, way = await open_stream_by(self._p2p, peer, PROTOCOL, CONNECT_TIMEOUT_S)
         link = Libp2pLink(peer, stream, self._links.discard)
         link.maddrs, link.is_relayed = tuple(record.maddrs), is_relayed(way)
-        link.way = way_in_words(way, self._ways.was_relayed(peer))
-        self._ways.opened(link)
+        link.way = way_in_words(way, self._upgrades.was_relayed(peer))
+        self._upgrades.opened(link)
         self._links.add(link)
         try:
             await link.open(self._admission.hello(peer, _NO_CERTIFICATE))
         except BaseException:
             await link.drop("never opened")
             raise
-        link.on_end(self._ways.ended)
+        link.on_end(self._upgrades.ended)
         return link
 
     async def close(self) -> None:
         """See ``Carrier``."""
-        listening, self._listening = self._listening, False
-        await self._ways.stop()
+        await self._upgrades.stop()
         await asyncio.gather(*(link.close() for link in list(self._links)))
-        if listening:
-            try:
-                async with asyncio.timeout(_DAEMON_TIMEOUT_S):
-                    await self._p2p.remove_binary_stream_handler(PROTOCOL)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError):
-                pass  # the daemon is gone, and its handlers with it
-        tasks = list(self._inbound)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._inbound.close()
 
     async def _serve(
         self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._inbound) >= MAX_STREAMS:
-            await self._turn_away(PeerId(info.peer_id.to_base58()), writer)
-            return
-        self._inbound.add(task)
-        try:
-            place = address_of(str(info.addr))
-            network = network_at(place[0]) if place is not None else RELAYED
-            await self._receive(PeerId(info.peer_id.to_base58()), network, reader, writer)
-        except OSError:
-            pass  # the peer is gone; its link ends here
-        except asyncio.CancelledError:
-            if self._listening:
-                raise
-            # `close` did it: just end, because asyncio's streams complain about a cancelled handler
-        finally:
-            self._inbound.discard(task)
-            await hang_up(writer)
-
-    async def _turn_away(self, dialler: PeerId, writer: asyncio.StreamWriter) -> None:
-        """No answer: whoever opens streams without end does not wait for one."""
         assert self._on_refused is not None
-        self._on_refused(dialler, RemoteProtocolError("too many links", f"{MAX_STREAMS} streams are open"))
-        await hang_up(writer)
-
-    async def _receive(
-        self, dialler: PeerId, network: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        assert self._on_refused is not None
+        dialler, place = PeerId(info.peer_id.to_base58()), address_of(str(info.addr))
+        network = network_at(place[0]) if place is not None else RELAYED
         peer: PeerId | None = None
         try:
             peer = await self._admit(dialler, network, reader)
@@ -174,8 +128,6 @@ class Libp2pCarrier:
             self._on_refused(dialler, error)
             _answer(writer, REFUSED, str(error))
             await _until_gone(reader)
-        except asyncio.IncompleteReadError:
-            return  # died in the middle: its node will tell, or not
         finally:
             if peer is not None:
                 self._admission.leave(peer, network)
@@ -187,7 +139,7 @@ class Libp2pCarrier:
         receipt = _Receipt(writer)
         beating = asyncio.create_task(receipt.beat(), name=f"heartbeat to {peer}")
         try:
-            while (data := await _read_frame(reader)) is not None:
+            while data := await _read_message(reader):
                 receipt.came(len(data))
                 await self._on_message(peer, data)
         finally:
@@ -199,10 +151,7 @@ class Libp2pCarrier:
         self._admission.knock(network)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                length = int.from_bytes(await reader.readexactly(HEADER_BYTES))
-                if not 0 < length <= MAX_HELLO_BYTES:
-                    raise RemoteProtocolError("wrong hello", f"{length} bytes")
-                sealed = await reader.readexactly(length)
+                sealed = await read_frame(reader, MAX_HELLO_BYTES)
         except TimeoutError:
             raise RemoteProtocolError("no hello", f"silent for {HELLO_TIMEOUT_S:.0f} s") from None
         finally:
@@ -246,7 +195,7 @@ class _Receipt:
 
 
 class Libp2pLink:
-    """See ``Link``."""
+    """See ``Link``. The connection is the daemon's: nothing is known of it, and nothing can be changed."""
 
     carrier = "libp2p"
     is_far = False
@@ -266,14 +215,12 @@ class Libp2pLink:
         self._watcher = asyncio.create_task(self._watch(), name=f"libp2p link to {peer}")
 
     def look(self) -> Seen:
-        """See ``Link``: nothing is known, the connection is the daemon's."""
         return Seen()
 
     def begin_anew(self, now: float) -> None:
-        """See ``Link``: the connection is not ours to change."""
+        """See ``Link``."""
 
     def there_in_s(self, size_bytes: int) -> float:
-        """See ``Link``: unknown too."""
         return 0.0
 
     async def open(self, hello: bytes) -> None:
@@ -299,10 +246,10 @@ class Libp2pLink:
             self._closing = why
             try:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S), self._writing:
-                    self._writer.write(_GOODBYE_FRAME)
+                    self._writer.write(framed(b""))
                     await asyncio.shield(self._watcher)
             except TimeoutError:
-                pass  # the peer is slow or gone: it is dropped below, which is what closing means then
+                why = self._closing  # it is slow or gone: it is dropped, which is what closing means then
         await self.drop(why)
 
     async def wait_closed(self) -> str:
@@ -326,8 +273,7 @@ class Libp2pLink:
         try:
             if self.acknowledged is not None:
                 self.acknowledged.sent(len(data), time.monotonic())
-            # One write: a lone header would travel through the daemon as a packet of its own.
-            self._writer.write(len(data).to_bytes(HEADER_BYTES) + data)
+            self._writer.write(framed(data))
             await self._writer.drain()
         except OSError:
             raise PeerLost(await self.wait_closed()) from None
@@ -338,57 +284,49 @@ class Libp2pLink:
         try:
             while True:
                 async with asyncio.timeout(SILENCE_S):
-                    length = int.from_bytes(await self._reader.readexactly(HEADER_BYTES))
-                if not 0 < length <= _MAX_ANSWER_BYTES:
-                    cause = "the peer answers nonsense"
-                    break
-                answer = await self._reader.readexactly(length)
+                    answer = await read_frame(self._reader, 1 + MAX_STRING)
                 if answer[:1] == WELCOME:
                     if answer[1:] == SAYS_WHAT_CAME.encode() and not self._welcome.is_set():
                         self.acknowledged = Acknowledged()
                     self._welcome.set()
-                    continue
-                if answer[:1] == ALIVE:
+                elif answer[:1] == ALIVE:
                     if self.acknowledged is not None:
                         self.acknowledged.hear(answer[1:], time.monotonic())
-                    continue
-                cause = "the peer closed the link"
-                if answer[:1] == REFUSED:
-                    cause = f"the peer refused us: {answer[1:].decode(errors='replace')}"
-                break
+                else:
+                    cause = "the peer closed the link"
+                    if answer[:1] == REFUSED:
+                        cause = f"the peer refused us: {answer[1:].decode(errors='replace')}"
+                    break
         except TimeoutError:
             cause = f"the peer has been silent for {SILENCE_S:.0f} s"
         except RemoteProtocolError as error:
             cause = f"the peer answers nonsense: {error}"
         except (asyncio.IncompleteReadError, OSError):
-            pass  # the stream ended; the cause is already in words
+            cause = "the peer is gone"
         self._welcome.set()
         self._writer.transport.abort()  # wakes a sender that waits for room
         return self._closing or cause
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """One message, or None at a goodbye. Raises ``RemoteProtocolError`` before it allocates too much, and for
+async def _read_message(reader: asyncio.StreamReader) -> bytes:
+    """One message, empty at a goodbye. Raises ``RemoteProtocolError`` before it allocates too much, and for
     one that takes too long. Who says nothing at all may be asleep; who says a byte now and then is not."""
+    reason, detail = "silent", "not a byte"
     try:
         async with asyncio.timeout(MESSAGE_TIMEOUT_S):
             head = await reader.readexactly(1)
-    except TimeoutError:
-        raise RemoteProtocolError("silent", f"not a byte in {MESSAGE_TIMEOUT_S:.0f} s") from None
-    try:
+        reason, detail = "too slow", "no whole message"
         async with asyncio.timeout(MESSAGE_TIMEOUT_S):
             length = int.from_bytes(head + await reader.readexactly(HEADER_BYTES - 1))
-            if not length:
-                return None
-            check_incoming(length)
+            if length:
+                check_incoming(length)
             return await reader.readexactly(length)
     except TimeoutError:
-        raise RemoteProtocolError("too slow", f"no whole message in {MESSAGE_TIMEOUT_S:.0f} s") from None
+        raise RemoteProtocolError(reason, f"{detail} in {MESSAGE_TIMEOUT_S:.0f} s") from None
 
 
 def _answer(writer: asyncio.StreamWriter, code: bytes, text: str = "") -> None:
-    answer = code + text.encode()[:MAX_STRING]
-    writer.write(len(answer).to_bytes(HEADER_BYTES) + answer)
+    writer.write(framed(code + text.encode()[:MAX_STRING]))
 
 
 async def _until_gone(reader: asyncio.StreamReader) -> None:
@@ -397,6 +335,6 @@ async def _until_gone(reader: asyncio.StreamReader) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             while await reader.read(1 << 16):
-                pass
+                continue
     except TimeoutError:
         return

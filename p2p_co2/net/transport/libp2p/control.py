@@ -1,10 +1,8 @@
-"""Requests to the libp2p daemon: reach a peer, open a stream to it, hang up on it, and say where we can be
-reached and which ways there are to others.
+"""Requests to the libp2p daemon: reach a peer, open a stream to it, hang up on it, tell our addresses.
 
-hivemind's client has them, but leaves its socket open when the daemon says no, and fixes the read buffer of a
-stream at 64 KiB. Here each socket is closed on every path, a failure is a ``TransportError`` in words, and a
-stream reads in pieces of ``STREAM_BUFFER_BYTES``. The control protocol is libp2p's (go-libp2p-daemon
-specification: length-prefixed protobuf).
+hivemind's client has them, but leaves its socket open when the daemon says no, and reads streams in pieces of
+64 KiB. Here each socket is closed on every path, a failure is a ``TransportError`` in words, and a stream
+reads in pieces of ``STREAM_BUFFER_BYTES``. The protocol is go-libp2p-daemon's: length-prefixed protobuf.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import TransportError
-from p2p_co2.net.transport.hivemind_quiet import (
+from p2p_co2.net.transport.libp2p.hivemind import (
     P2P,
     Multiaddr,
     MultiaddrError,
@@ -27,10 +25,10 @@ from p2p_co2.net.transport.hivemind_quiet import (
     read_pbmsg_safe,
     write_pbmsg,
 )
-from p2p_co2.net.transport.libp2p_daemon import DAEMON_GONE
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_STRING
 
+DAEMON_GONE = "the libp2p daemon of this process is gone"
 STREAM_BUFFER_BYTES = 1 << 20
 _P2P_CODE, _CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
 """421 and 290 as varints (multiaddr's table of protocols)."""
@@ -38,54 +36,24 @@ _P2P_CODE, _CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def answers(p2p: P2P, timeout_s: float) -> bool:
-    """Whether the daemon answers a question about itself in this time. False only of one that is silent: one
-    that has ended is its owner's to notice. Safe to cancel."""
-    writer: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_unix_connection(p2p.daemon_listen_maddr["unix"])
-            await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
-            await read_pbmsg_safe(reader, p2pd_pb2.Response())
-    except TimeoutError:
-        return False
-    except (BlockingIOError, ConnectionResetError):
-        return False  # so many wait for it that the system takes no more
-    except (OSError, asyncio.IncompleteReadError, DecodeError):
-        return True  # it has ended, or this process has no file left: starting another would not mend that
-    finally:
-        if writer is not None:
-            await hang_up(writer)
-    return True
-
-
 async def reach(p2p: P2P, peer: PeerId, maddrs: Sequence[str], timeout_s: float) -> None:
     """Make the daemon hold a connection to ``peer``; with no usable ``maddrs`` it asks its routing table.
-
-    Raises ``TransportError``. Safe to cancel.
-    """
+    Raises ``TransportError``. Safe to cancel."""
     addresses = [raw for raw in (_address_bytes(maddr) for maddr in maddrs[:MAX_ADDRESSES]) if raw]
-    request = p2pd_pb2.Request(
-        type=p2pd_pb2.Request.CONNECT,
-        connect=p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer).to_bytes(), addrs=addresses),
-    )
-    _, writer, _ = await _ask(p2p, request, timeout_s)
-    await hang_up(writer)
+    connect = p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer).to_bytes(), addrs=addresses)
+    await _tell(p2p, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect), timeout_s)
 
 
 async def hang_up_on(p2p: P2P, peer: PeerId, timeout_s: float) -> None:
     """Make the daemon close its connections with ``peer``, and all streams with them. Raises
     ``TransportError``."""
-    request = p2pd_pb2.Request(
-        type=p2pd_pb2.Request.DISCONNECT,
-        disconnect=p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes()),
-    )
-    _, writer, _ = await _ask(p2p, request, timeout_s)
-    await hang_up(writer)
+    disconnect = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
+    request = p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=disconnect)
+    await _tell(p2p, request, timeout_s)
 
 
 async def ways_to_peers(p2p: P2P, timeout_s: float) -> dict[str, list[str]]:
-    """Multiaddrs of the daemon's connections by peer; see ``is_relayed``. Raises ``TransportError``."""
+    """Multiaddrs of the daemon's connections, by peer. Raises ``TransportError``."""
     with daemon_errors(f"the libp2p daemon did not answer within {timeout_s:.0f} s"):
         async with asyncio.timeout(timeout_s):
             peers = await p2p.list_peers()
@@ -93,11 +61,6 @@ async def ways_to_peers(p2p: P2P, timeout_s: float) -> dict[str, list[str]]:
     for info in peers:
         ways.setdefault(info.peer_id.to_base58(), []).extend(str(address) for address in info.addrs)
     return ways
-
-
-def is_relayed(maddr: str) -> bool:
-    """Whether a third machine passes on what goes to this address."""
-    return "/p2p-circuit" in maddr
 
 
 async def own_maddrs(p2p: P2P, timeout_s: float) -> list[str]:
@@ -129,17 +92,15 @@ async def open_stream(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float) -
 
 
 async def open_stream_by(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float) -> tuple[Stream, str]:
-    """``open_stream``, and the multiaddr that it goes to, with "/p2p-circuit" in it if by a relay."""
-    request = p2pd_pb2.Request(
-        type=p2pd_pb2.Request.STREAM_OPEN,
-        streamOpen=p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol]),
-    )
-    reader, writer, response = await _ask(p2p, request, timeout_s)
+    """``open_stream``, and the multiaddr that it goes to."""
+    wanted = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])
+    request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=wanted)
+    stream, response = await _ask(p2p, request, timeout_s)
     try:
         way = str(Multiaddr(response.streamInfo.addr)) if response.streamInfo.addr else ""
     except (MultiaddrError, ValueError):
         way = ""  # an address of a kind that this library does not know
-    return (reader, writer), way
+    return stream, way
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
@@ -149,9 +110,12 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def _ask(
-    p2p: P2P, request: p2pd_pb2.Request, timeout_s: float
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, p2pd_pb2.Response]:
+async def _tell(p2p: P2P, request: p2pd_pb2.Request, timeout_s: float) -> None:
+    (_, writer), _ = await _ask(p2p, request, timeout_s)
+    await hang_up(writer)
+
+
+async def _ask(p2p: P2P, request: p2pd_pb2.Request, timeout_s: float) -> tuple[Stream, p2pd_pb2.Response]:
     """The daemon's answer. Errors are the cause alone: whoever shows them has named the peer already."""
     writer: asyncio.StreamWriter | None = None
     response = p2pd_pb2.Response()
@@ -164,7 +128,7 @@ async def _ask(
         if response.type == p2pd_pb2.Response.ERROR:
             raise TransportError(_cause(response.error.msg))
         answered, writer = writer, None
-        return reader, answered, response
+        return (reader, answered), response
     except TimeoutError:
         raise TransportError(f"it did not answer within {timeout_s:.0f} s") from None
     except (OSError, asyncio.IncompleteReadError, DecodeError):
@@ -175,10 +139,8 @@ async def _ask(
 
 
 def _address_bytes(maddr: str) -> bytes | None:
-    """A peer's own idea of its address, or None if libp2p could not read it.
-
-    hivemind writes a relay's id in a form that the daemon does not read, so that part is written here.
-    """
+    """A peer's own idea of its address, or None if libp2p could not read it. hivemind writes a relay's id in
+    a form that the daemon does not read, so that part is written here."""
     transport, _, relay = maddr.rpartition("/p2p/")[0].partition("/p2p/")
     if len(maddr) > MAX_STRING:
         return None
@@ -189,9 +151,8 @@ def _address_bytes(maddr: str) -> bytes | None:
         relay_id = PeerID.from_base58(relay.removesuffix("/p2p-circuit")).to_bytes()
     except (MultiaddrError, ValueError):
         return None
-    return (
-        raw + _P2P_CODE + bytes((len(relay_id),)) + relay_id + _CIRCUIT_CODE if len(relay_id) < 128 else None
-    )
+    by_relay = raw + _P2P_CODE + bytes((len(relay_id) & 0x7F,)) + relay_id + _CIRCUIT_CODE
+    return by_relay if len(relay_id) < 128 else None
 
 
 def _cause(message: str) -> str:

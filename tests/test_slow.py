@@ -8,8 +8,7 @@ import time
 import pytest
 
 from p2p_co2.errors import ConfigError, PeerLost
-from p2p_co2.net.transport import slow as room
-from p2p_co2.net.transport.slow import SlowCarriers, SlowLine, SlowLink
+from p2p_co2.net.transport.slow import Line, SlowLine, SlowLink
 from p2p_co2.protocol.wire.identity import PeerId
 
 LINE = SlowLine(up_bits_per_s=8e6, down_bits_per_s=8e6, latency_s=0.05, jitter_s=0.0, loss=0.0)
@@ -42,7 +41,7 @@ async def came(link: Link, count: int) -> None:
 
 
 async def test_messages_come_in_order_no_sooner_than_the_line_allows() -> None:
-    link, slow = Link(), SlowCarriers(SlowLine(8e6, 8e6, 0.05, 0.03, 0.0), seed=1)
+    link, slow = Link(), Line(SlowLine(8e6, 8e6, 0.05, 0.03, 0.0), seed=1)
     line = SlowLink(link, slow)
     began_at = time.monotonic()
     sent = [bytes((number,)) * 10_000 for number in range(20)]
@@ -56,7 +55,7 @@ async def test_messages_come_in_order_no_sooner_than_the_line_allows() -> None:
 
 
 async def test_all_links_share_the_line() -> None:
-    slow = SlowCarriers(LINE, seed=0)
+    slow = Line(LINE, seed=0)
     lines = [SlowLink(Link(), slow) for _ in range(2)]
     began_at = time.monotonic()
     await asyncio.gather(*(line.send(bytes(100_000)) for line in lines))
@@ -66,7 +65,7 @@ async def test_all_links_share_the_line() -> None:
 
 
 def test_a_lost_packet_is_a_round_trip() -> None:
-    slow = SlowCarriers(SlowLine(1e6, 1e6, 0.05, 0.0, 0.01), seed=0)
+    slow = Line(SlowLine(1e6, 1e6, 0.05, 0.0, 0.01), seed=0)
     late = [slow.latency_s(1000) for _ in range(10_000)]
     assert sorted(set(late)) == pytest.approx([0.05, 0.15])
     assert 60 < sum(value > 0.1 for value in late) < 140
@@ -75,7 +74,7 @@ def test_a_lost_packet_is_a_round_trip() -> None:
 
 async def test_a_broken_link_is_a_lost_peer() -> None:
     link = Link()
-    line = SlowLink(link, SlowCarriers(SlowLine(1e9, 1e9, 0.0, 0.0, 0.0), seed=0))
+    line = SlowLink(link, Line(SlowLine(1e9, 1e9, 0.0, 0.0, 0.0), seed=0))
     link.closed.set_result("the peer is gone")
     await line.send(b"on its way")
     await asyncio.wait({line._carrying})
@@ -93,4 +92,4 @@ def test_what_is_no_line_is_refused(text: str) -> None:
 
 
 def test_a_line_is_read() -> None:
-    assert room.SlowLine.parse("8e6,8e6,0.05,0,0") == LINE
+    assert SlowLine.parse("8e6,8e6,0.05,0,0") == LINE

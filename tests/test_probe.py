@@ -1,4 +1,4 @@
-"""transport.probe: what it may be asked by hand, then over the real daemon and sockets of this machine."""
+"""The prober: what it may be asked by hand, then over the real daemon and sockets of this machine."""
 
 from __future__ import annotations
 
@@ -9,44 +9,34 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.net.transport import probe, probe_limits, probing
-from p2p_co2.net.transport.hivemind_quiet import P2P
-from p2p_co2.net.transport.libp2p_control import hang_up, open_stream, reach
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.net.transport.probe import GREETING, PROTOCOL, ProbeServer
-from p2p_co2.net.transport.probe_limits import ProbeLimits, address_of, check_dial_back, network_of
-from p2p_co2.net.transport.probing import Prober, open_prober
+from p2p_co2.net.transport import probe
+from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.hivemind import P2P
+from p2p_co2.net.transport.libp2p.streams import framed
+from p2p_co2.net.transport.probe import (
+    GREETING,
+    MAX_BULK_BYTES,
+    MOST,
+    PROTOCOL,
+    ProbeLimits,
+    Prober,
+    ProbeServer,
+    check_dial_back,
+    open_prober,
+)
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import LookProbe, Probe
+from p2p_co2.protocol.wire.messages_pb2 import Probe
 from tests.transport_peers import PATIENCE_S, until
 
 RUN = hashlib.sha256(b"a run").digest()
+
+
 SEEN = "/ip4/203.0.113.7/tcp/40000"
-
-
-# ---- limits
-
-
-@pytest.mark.parametrize(
-    ("maddr", "place"),
-    [
-        ("/ip4/203.0.113.7/tcp/40000", ("203.0.113.7", 40000)),
-        ("/ip6/2001:db8::1/tcp/4/p2p/12D3KooW", ("2001:db8::1", 4)),
-        ("/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit", None),
-        ("/ip4/203.0.113.7/udp/4001/quic", None),
-        ("/dns4/example.org/tcp/80", None),
-        ("/ip4/300.0.113.7/tcp/4001", None),
-        ("/ip4/203.0.113.7/tcp/0", None),
-        ("", None),
-    ],
-)
-def test_only_a_direct_tcp_connection_has_an_address(maddr: str, place: tuple[str, int] | None) -> None:
-    assert address_of(maddr) == place
 
 
 def test_a_connection_back_goes_where_the_asker_is_seen_and_nowhere_else() -> None:
@@ -65,38 +55,32 @@ def test_a_connection_back_goes_where_the_asker_is_seen_and_nowhere_else() -> No
 
 def test_dials_are_counted_per_address_and_in_all() -> None:
     limits = ProbeLimits()
-    for _ in range(probe_limits.MAX_DIALS_PER_ADDRESS):
+    for _ in range(MOST["dials"][0]):
         limits.dial("203.0.113.7", 0.0)
     with pytest.raises(RemoteProtocolError, match="too often"):
         limits.dial("203.0.113.7", 59.0)
     limits.dial("203.0.113.8", 59.0)  # another address is another asker
     limits.dial("203.0.113.7", 60.0)  # and a minute later it may ask again
-    for number in range(probe_limits.MAX_DIALS - 2):
+    for number in range(MOST["dials"][1] - 2):
         limits.dial(f"198.51.100.{number}", 60.0)
     with pytest.raises(RemoteProtocolError, match="too often"):
         limits.dial("192.0.2.1", 60.0)
 
 
-def test_addresses_of_one_ipv6_network_are_one_asker() -> None:
-    assert (
-        network_of("2001:db8:0:1::5") == network_of("2001:db8:0:1:ffff::9") != network_of("2001:db8:0:2::5")
-    )
-
-
 def test_bulk_is_bounded_in_size_in_number_and_one_at_a_time() -> None:
     limits = ProbeLimits()
-    for size in (0, probe_limits.MAX_BULK_BYTES + 1):
+    for size in (0, MAX_BULK_BYTES + 1):
         with pytest.raises(RemoteProtocolError, match="bytes"):
             limits.bulk("203.0.113.7", size, 0.0)
-    limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 0.0)
+    limits.bulk("203.0.113.7", MAX_BULK_BYTES, 0.0)
     with pytest.raises(RemoteProtocolError, match="somebody else"):
         limits.bulk("203.0.113.8", 1, 0.0)
     limits.end_bulk(0.0)
-    for _ in range(probe_limits.MAX_BULK_BYTES_PER_ADDRESS // probe_limits.MAX_BULK_BYTES - 1):
-        limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 1.0)
+    for _ in range(MOST["bytes"][0] // MAX_BULK_BYTES - 1):
+        limits.bulk("203.0.113.7", MAX_BULK_BYTES, 1.0)
         limits.end_bulk(1.0)
     with pytest.raises(RemoteProtocolError, match="too often"):
-        limits.bulk("203.0.113.7", probe_limits.MAX_BULK_BYTES, 2.0)
+        limits.bulk("203.0.113.7", MAX_BULK_BYTES, 2.0)
     assert not limits.bulk_running
     limits.bulk("203.0.113.7", 1, 61.0)
 
@@ -108,25 +92,15 @@ def test_nobody_keeps_the_one_place_for_measuring_with_small_and_slow_questions(
             limits.bulk("203.0.113.7", 1, now)
         except RemoteProtocolError:
             refused += 1
-            limits.bulk("203.0.113.8", probe_limits.MAX_BULK_BYTES_PER_ADDRESS // 60, now)  # another has it
+            limits.bulk("203.0.113.8", MOST["bytes"][0] // 60, now)  # another has it
             limits.end_bulk(now)
             now += 1.0
         else:
             now += 9.0  # as long as a byte that does not come is waited for
             limits.end_bulk(now)
     held_s = 9.0 * (60 - refused)
-    assert held_s <= now / probe_limits.WINDOW_S * (probe_limits.MAX_BULK_S_PER_ADDRESS + 9.0) + 60.0
+    assert held_s <= now / probe.WINDOW_S * (MOST["seconds"][0] + 9.0) + 60.0
     assert refused > 30
-
-
-def test_what_is_remembered_of_askers_is_bounded() -> None:
-    limits = ProbeLimits()
-    for number in range(2 * probe_limits.MAX_ADDRESSES):
-        limits._spent(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
-    assert len(limits._of) == probe_limits.MAX_ADDRESSES
-
-
-# ---- over the daemon
 
 
 @dataclass
@@ -155,8 +129,6 @@ async def world(folder: Path, *, cap: float = 0.0, ahead_s: float = 0.0) -> Asyn
         await server.close()
         await stop_p2p(asker_p2p)
         await stop_p2p(server_p2p)
-    assert not len(server._streams)
-    assert not server._streams._of
 
 
 @asynccontextmanager
@@ -210,27 +182,6 @@ async def test_rates_are_measured_both_ways_and_keep_to_a_cap(tmp_path: Path) ->
         assert not it.server._limits.bulk_running
 
 
-@pytest.mark.parametrize(("reader", "way"), [(probe, "upload"), (probing, "download")])
-async def test_a_busy_peer_reads_at_once_and_makes_no_line_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: ModuleType, way: str
-) -> None:
-    size, stood_s, take_bulk = 1 << 18, 0.5, probe.take_bulk
-
-    async def starved(stream: asyncio.StreamReader, most_bytes: int) -> tuple[int, float, bool]:
-        await asyncio.sleep(stood_s)
-        taken, _, ended = await take_bulk(stream, most_bytes)
-        return taken, 0.001, ended
-
-    async with world(tmp_path) as it:
-        monkeypatch.setattr(reader, "take_bulk", starved)
-        async with it.prober() as prober:
-            asked_at = time.monotonic()
-            passed = await getattr(prober, way)(size)
-            most_s = time.monotonic() - asked_at
-        assert 0 < passed.size_bytes < size
-        assert size / most_s * 0.5 < passed.bytes_per_s < 2 * size / stood_s  # a round trip took time, too
-
-
 async def test_what_is_refused_says_why(tmp_path: Path) -> None:
     async with world(tmp_path) as it:
         async with it.prober(bytes(32)) as prober:
@@ -238,7 +189,7 @@ async def test_what_is_refused_says_why(tmp_path: Path) -> None:
                 await prober.look()
         async with it.prober() as prober:
             with pytest.raises(TransportError, match="at most 4194304"):
-                await prober.download(probe_limits.MAX_BULK_BYTES + 1)
+                await prober.download(MAX_BULK_BYTES + 1)
             with pytest.raises(TransportError, match="does not know the question"):
                 await prober._ask(Probe())
         it.server._limits.bulk_running = True
@@ -274,7 +225,7 @@ async def test_more_bytes_than_announced_are_refused(tmp_path: Path) -> None:
     async with world(tmp_path) as it, it.prober() as prober:
         await prober._ask(Probe(take_bytes=1000))
         for _ in range(2):
-            await probe.write_frame(prober._writer, bytes(600))
+            prober._writer.write(framed(bytes(600)))
         with pytest.raises(TransportError, match="hung up"):
             await prober.look()
         await until(lambda: not it.server._limits.bulk_running)
@@ -289,14 +240,6 @@ async def test_streams_are_bounded_per_asker(tmp_path: Path) -> None:
                 await third.look()
 
 
-async def test_a_peer_without_probes_is_said_to_be_one(tmp_path: Path) -> None:
-    async with world(tmp_path) as it:
-        await it.server.close()
-        with pytest.raises(TransportError):
-            async with it.prober() as prober:
-                await prober.look()
-
-
 @asynccontextmanager
 async def lying(it: World, frame: bytes) -> AsyncIterator[Prober]:
     """A prober at a server that answers every question with ``frame``."""
@@ -305,7 +248,8 @@ async def lying(it: World, frame: bytes) -> AsyncIterator[Prober]:
 
     async def serve(info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
-        await probe.write_frame(writer, frame)
+        writer.write(framed(frame))
+        await writer.drain()
         await reader.read()
         await hang_up(writer)
         ended.set()
@@ -332,12 +276,3 @@ async def test_a_prober_that_answers_nonsense_is_one_failed_question(
     async with world(tmp_path) as it, lying(it, frame) as prober:
         with pytest.raises(TransportError, match=words):
             await prober.look()
-
-
-def test_a_question_fits_its_bound() -> None:
-    longest = Probe(
-        run=bytes(32),
-        dial_back=probe.DialBackProbe(port=65535, host="h" * 253, expect=bytes(32)),
-    )
-    assert longest.ByteSize() <= probe.MAX_QUESTION_BYTES
-    assert Probe(run=bytes(32), look=LookProbe()).ByteSize() < 64

@@ -1,20 +1,14 @@
-"""Which way a libp2p link goes, and a better one if there is one: relayed links move to direct connections.
+"""Relayed libp2p links move to direct connections where there is one, or a hole can be punched.
 
-A stream stays on the connection that it was opened on. So when libp2p has punched a hole beside a relayed
-connection, a link has to be opened anew to go through it; and libp2p tries to punch only at the moment when a
-relayed connection comes in, when it may not yet know its own address as others see it. So the peer with the
-smaller id makes the connection anew, at growing intervals, as long as both say that they have such an address
-(libp2p believes in one when four others have seen it; without that there is nothing to try).
+A stream stays on the connection that it was opened on. So a relayed link is closed, to be opened anew, when a
+direct connection is there. And libp2p tries to punch a hole only when a relayed connection comes in, when it
+may not know its own public address yet. So the peer with the smaller id makes the connection anew, at growing
+intervals, as long as both ends say that they have such an address.
 
-Who makes it anew dials the other's address besides the relay, for the half second that the relay takes. That
-opens its own router, but for this attempt alone: what the other sends later comes through and is answered out
-of sequence, which a router that follows sequence numbers drops (Linux does), and the port is taken for a
-minute. So the other end dials at once, too: measured with such routers, 12 of 13 holes were punched where it
-did within 0.7 s, and none of six where it did later or not at all. What is left of a try that failed is gone
-after two minutes, in Linux: the next one waits for that.
-
-Law: what a link was sent before it moves arrives; only a message that is just being handed over may be lost,
-as with any link that ends.
+The other end must dial at the same moment: a router that follows sequence numbers drops what only one side
+opened, and takes the port for a minute. With such routers 12 of 13 holes were punched where both dialled
+within 0.7 s, and none of six otherwise. Law: what a link was sent before it moves arrives; only a message
+that is just being handed over may be lost, as with any link that ends.
 """
 
 from __future__ import annotations
@@ -25,22 +19,22 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from p2p_co2.errors import TransportError
-from p2p_co2.net.transport.addresses import is_public_maddr
-from p2p_co2.net.transport.hivemind_quiet import P2P
-from p2p_co2.net.transport.libp2p_control import hang_up_on, is_relayed, own_maddrs, reach, ways_to_peers
+from p2p_co2.net.transport.addresses import is_public_maddr, is_relayed
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
+from p2p_co2.net.transport.libp2p.control import hang_up_on, own_maddrs, reach, ways_to_peers
+from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.protocol.wire.identity import PeerId
 
 DIRECT = "direct"
 LOOK_EVERY_S = 15.0
 ANEW_AFTER_S = (45.0, 180.0, 180.0, 600.0, 3600.0)
 """Seconds after a link was first relayed at which the connection is made anew to punch a hole; then as often
-as the last of them."""
+as the last of them. What is left of a try that failed is gone after two minutes, in Linux."""
 MAX_REMEMBERED = 4096
-_TIMEOUT_S = 10.0
 
 
 class RelayedLink(Protocol):
-    """What this room knows of a link."""
+    """What is needed of a link. ``maddrs``: where its peer said that it can be reached."""
 
     @property
     def peer(self) -> PeerId: ...
@@ -60,9 +54,9 @@ def way_in_words(maddr: str, was_relayed: bool) -> str:
     return f"{DIRECT}, through a punched hole" if was_relayed else DIRECT
 
 
-class Ways:
-    """``links`` gives the links that are open now, ``newest`` the addresses that a peer's last record names:
-    none if it is not known. ``start`` and ``stop`` in the loop of ``p2p``."""
+class LinkUpgrades:
+    """``links`` gives the links that are open now, ``newest`` the addresses in a peer's last record, none if
+    it is not known. ``start`` and ``stop`` in the loop of ``p2p``."""
 
     def __init__(
         self,
@@ -78,7 +72,7 @@ class Ways:
         self._dialling: dict[PeerId, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._look_after(), name="ways of libp2p links")
+        self._task = asyncio.create_task(self._look_after(), name="upgrades of libp2p links")
 
     async def stop(self) -> None:
         """May be called twice."""
@@ -107,7 +101,7 @@ class Ways:
 
     async def _dial(self, link: RelayedLink) -> None:
         try:
-            await reach(self._p2p, link.peer, self._maddrs(link), _TIMEOUT_S)
+            await reach(self._p2p, link.peer, self._maddrs(link), CONNECT_TIMEOUT_S)
         except TransportError:
             return  # it is gone: who has something to send to it will say so
 
@@ -115,34 +109,31 @@ class Ways:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             relayed = [link for link in self._links() if link.is_relayed]
-            if not relayed:
-                continue
             try:
                 await self._improve(relayed)
             except TransportError:
                 continue  # the daemon is busy or gone; the links themselves tell of it
 
     async def _improve(self, relayed: list[RelayedLink]) -> None:
-        ways = await ways_to_peers(self._p2p, _TIMEOUT_S)
+        ways = await ways_to_peers(self._p2p, CONNECT_TIMEOUT_S) if relayed else {}
         for link in relayed:
             if any(not is_relayed(way) for way in ways.get(link.peer, ())):
                 await link.close("moving to a direct connection")
             elif self._is_due(link.peer) and await self._may_punch(link):
                 self._tries[link.peer] = self._tries.get(link.peer, 0) + 1
-                await hang_up_on(self._p2p, link.peer, _TIMEOUT_S)
-                await reach(self._p2p, link.peer, self._maddrs(link), _TIMEOUT_S)
+                await hang_up_on(self._p2p, link.peer, CONNECT_TIMEOUT_S)
+                await reach(self._p2p, link.peer, self._maddrs(link), CONNECT_TIMEOUT_S)
 
     def _is_due(self, peer: PeerId) -> bool:
         if self._me > peer:
             return False  # the other end does it
         tries = self._tries.get(peer, 0)
-        known = ANEW_AFTER_S[: tries + 1]
-        wait_s = sum(known) + max(0, tries + 1 - len(ANEW_AFTER_S)) * ANEW_AFTER_S[-1]
+        wait_s = sum(ANEW_AFTER_S[: tries + 1]) + max(0, tries + 1 - len(ANEW_AFTER_S)) * ANEW_AFTER_S[-1]
         return time.monotonic() - self._relayed_since.get(peer, time.monotonic()) > wait_s
 
     async def _may_punch(self, link: RelayedLink) -> bool:
         """Whether both ends know an address of theirs that the world sees."""
-        own = await own_maddrs(self._p2p, _TIMEOUT_S)
+        own = await own_maddrs(self._p2p, CONNECT_TIMEOUT_S)
         return all(any(map(is_public_maddr, maddrs)) for maddrs in (own, self._maddrs(link)))
 
     def _maddrs(self, link: RelayedLink) -> tuple[str, ...]:

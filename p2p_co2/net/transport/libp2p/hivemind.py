@@ -1,15 +1,11 @@
 """The one place that imports hivemind, so that the import changes nothing else in the process.
 
 hivemind 1.1.12 adds a coloured handler to its logger, renames the level WARNING, and warns about deprecations
-of its own. It does not touch the event loop policy (only its ``DHT`` and averager processes, which we do not
-use, install uvloop). After this import its records go where the application's go, from ERROR upwards, or from
-``HIVEMIND_LOGLEVEL`` if that is set.
-
-Its packages import all of it at their first import, its averagers and torch with them, though a seed or a
-board needs only the DHT and libp2p. So three of them begin empty here, and run their own ``__init__`` when
-something is asked of them that is not in ``_LIGHT``: whoever uses ``hivemind.Optimizer`` beside us gets it.
-Measured: 0.14 s of CPU for the import instead of 1.4 s, and a seed of 57 MB instead of 262. Price: a name
-that another hivemind moves is found all the same, but by way of torch.
+of its own. After this import its records go where the application's go, from ERROR upwards, or from
+``HIVEMIND_LOGLEVEL``. Its packages would import torch and its averagers, though a seed or a board needs only
+the DHT and libp2p. So three of them begin empty here, and run their own ``__init__`` when something is asked
+of them that is not in ``_LIGHT``: whoever uses ``hivemind.Optimizer`` beside us gets it. Measured: 0.14 s of
+CPU for the import instead of 1.4 s, and a seed of 57 MB instead of 262.
 """
 
 from __future__ import annotations
@@ -105,43 +101,18 @@ logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "ERRO
 
 def quiet_stream_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A loop's exception handler: a daemon's stream that ends before its header is no news, nor is a search
-    of the DHT that was going on when the daemon ended (a Ctrl-C).
-
-    hivemind lets the ``IncompleteReadError`` of the first out, and an ``AssertionError`` of the second;
-    asyncio would print their tracebacks.
-    """
-    error = context.get("exception")
-    task = context.get("future")
-    if isinstance(error, AssertionError) and isinstance(task, asyncio.Task) and _is_search(task):
-        logging.getLogger(__name__).debug("a search of the DHT was broken off")
-        return
-    if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
-        logging.getLogger(__name__).debug("a stream of the daemon ended early: %r", error)
-        return
-    loop.default_exception_handler(context)
-
-
-def _is_search(task: asyncio.Task[Any]) -> bool:
-    return getattr(task.get_coro(), "__name__", "") == "traverse_dht"
+    of the DHT that was going on when the daemon ended. asyncio would print their tracebacks."""
+    error, task = context.get("exception"), context.get("future")
+    name = getattr(task.get_coro(), "__name__", "") if isinstance(task, asyncio.Task) else ""
+    is_search = isinstance(error, AssertionError) and name == "traverse_dht"
+    if is_search or isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+        logging.getLogger(__name__).debug("broken off by the daemon's end: %r", error)
+    else:
+        loop.default_exception_handler(context)
 
 
 __all__ = [
-    "DHTID",
-    "P2P",
-    "DHTNode",
-    "DHTRecord",
-    "DictionaryDHTValue",
-    "MSGPackSerializer",
-    "Multiaddr",
-    "MultiaddrError",
-    "P2PDaemonError",
-    "PeerID",
-    "RecordValidatorBase",
-    "StreamInfo",
-    "ValueWithExpiration",
-    "get_dht_time",
-    "p2pd_pb2",
-    "quiet_stream_ends",
-    "read_pbmsg_safe",
-    "write_pbmsg",
-]
+    "DHTID", "P2P", "DHTNode", "DHTRecord", "DictionaryDHTValue", "MSGPackSerializer", "Multiaddr",
+    "MultiaddrError", "P2PDaemonError", "PeerID", "RecordValidatorBase", "StreamInfo", "ValueWithExpiration",
+    "get_dht_time", "p2pd_pb2", "quiet_stream_ends", "read_pbmsg_safe", "write_pbmsg",
+]  # fmt: skip

@@ -1,15 +1,14 @@
-"""The libp2p daemon of this process: started with the cause and the fix in every failure, stopped without a
-trace.
+"""The libp2p daemon of this process: started with cause and fix in every failure, started again when it dies,
+stopped without a trace.
 
-hivemind's own start hides why the daemon died behind "Daemon failed to start in 15.0 seconds" and ends it
-when the seeds cannot be reached. So we start its binary ourselves, read what it prints, and hand hivemind the
-running daemon (``P2P.replicate``, its public way to share one). Seeds are not the daemon's business:
-``discovery`` connects to them.
+hivemind's own start hides why the daemon died. So we start its binary, read what it prints, and hand hivemind
+the running daemon (``P2P.replicate``, its public way to share one). A daemon that ends is started again under
+the ``P2P`` that used it: same identity, port and handlers. Its links, places and knowledge of others are
+lost; whoever uses the ``P2P`` only sees links that end. That reaches into hivemind's client (1.1.12).
 
-Laws. One daemon per process, listening where it was told, with our identity. It never outlives us: it ends
-when its control connection does, even after a SIGKILL (measured: within 2 s). Its control socket lies in a
-folder of its own, mode 700. Price: the daemon is a Go program in the hivemind wheel, Linux x86-64 only, and
-costs about 30 MB of memory.
+Laws: one daemon per process, with our identity. It ends when its control connection does, even after a
+SIGKILL (within 2 s). Its control socket lies in a folder of mode 700. It is tried ``TRIES`` times in a row at
+most. Price: a Go program in the hivemind wheel, Linux x86-64 only, about 30 MB of memory.
 """
 
 from __future__ import annotations
@@ -29,33 +28,40 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
-from p2p_co2.net.transport.addresses import is_own
-from p2p_co2.net.transport.hivemind_quiet import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
-from p2p_co2.net.transport.probe_limits import address_of
+from p2p_co2.net.transport.addresses import address_of, is_loopback, is_own, multiaddr_of
+from p2p_co2.net.transport.libp2p.control import DAEMON_GONE
+from p2p_co2.net.transport.libp2p.hivemind import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
 from p2p_co2.system.process import shut_in_forks_at
 
 logger = logging.getLogger(__name__)
 
-STARTUP_TIMEOUT_S = 15.0
+STARTUP_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
-DAEMON_GONE = "the libp2p daemon of this process is gone"
+TRIES = 8
+FIRST_WAIT_S, STEADY_S = 0.5, 60.0
+"""Before the second try, doubled each time up to the second of these. A daemon that dies again sooner than
+that is still the same trouble."""
 _PUBLIC, _LISTEN = "-forceReachabilityPublic", "-hostAddrs="
-_IDLE_TIMEOUT_S = 30
-"""The daemon ends itself if we do not connect within this after its start."""
 _OUTPUT_LINES = 30
-_CLIENT_SOCKETS = "hivemind-p2pclient-*.sock"
-"""Where hivemind listens for the daemon, in /tmp."""
 _PREFIX = "p2p-co2-"
-_FOLDERS = f"{_PREFIX}{8 * '?'}"
 _SOCKET_PATH_BYTES = 100
 """Unix sockets take a path of 107 bytes at most."""
 _LITTER_AFTER_S = 600.0
 """A socket that nobody serves is litter of a killed process once it is this old."""
+_FAULTS = {
+    "address already in use": "the port is in use; choose another one (libp2p_port, 0 for any free one)",
+    "cannot assign requested": "the address is not this machine's; choose another one to listen on (host)",
+    "bind: permission denied": "this port needs more rights; choose one above 1023 (libp2p_port)",
+    "cannot parse invalid wire-format": "the identity file is damaged; remove it for a new identity",
+    "too many open files": "too many files are open; raise the limit: ulimit -n 65536",
+    "no space left": "the disk is full; free some space",
+}
+"""What the daemon prints before it ends, and what helps."""
 
 
 class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
@@ -66,21 +72,20 @@ class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
 
     def point_to(self, daemon: Daemon) -> None:
         """Have all further requests go to this daemon."""
-        self._daemon_listen_maddr = Multiaddr(f"/unix{_control_socket(daemon.folder)}")
+        self._daemon_listen_maddr = Multiaddr(f"/unix{daemon.socket}")
         control = self._client.control
         control.daemon_connector = type(control.daemon_connector)(self._daemon_listen_maddr)
 
 
 class Daemon:
-    """The daemon's process, its folder, and the last lines that it printed. Made in the loop that waits for
-    it.
+    """The daemon's process, its folder, and the last lines that it printed; made in the loop that uses it.
 
     A thread waits for its end, and no signal handler does: SIGCHLD is the whole process's, and a DataLoader
     or the user may take it. Whoever else collects the child's exit status takes that and no more.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.process, self.folder = process, folder
+        self.process, self.folder, self.socket = process, folder, folder / "p2pd.sock"
         self.output: deque[str] = deque(maxlen=_OUTPUT_LINES)
         self._loop = asyncio.get_running_loop()
         self._ready, self._ended = asyncio.Event(), asyncio.Event()
@@ -107,13 +112,8 @@ class Daemon:
         await self._ended.wait()
         return self.output[-1] if self.output else f"exit status {self.process.returncode}"
 
-    def kill(self) -> None:
-        """End the process at once; ``wait_exit`` then returns, and ``stop`` is still to be called."""
-        self._signal(signal.SIGKILL)
-
     async def stop(self) -> None:
-        """End the process and remove its folder. Cancelled meanwhile, it does both at once: who leaves amid
-        a start cancels that a second time."""
+        """End the process and remove its folder; at once if cancelled meanwhile."""
         try:
             self._signal(signal.SIGTERM)
             try:
@@ -179,26 +179,33 @@ async def start_p2p(
     identity_path: file written by ``Identity.load_or_create``. host, port: address to listen on, port 0 any
     free one. announce_host: the address or name that others dial, "" for what libp2p finds out; needs a fixed
     ``port``. public: we know that we can be dialled (a seed), so we pass on traffic at once instead of
-    finding out first; relay False: never. A slow machine gets a second try with four times the time. Raises
-    ``EnvironmentFault`` with cause and fix, ``ConfigError`` for impossible addresses.
+    finding out first; relay False: never. Raises ``EnvironmentFault`` with cause and fix, ``ConfigError`` for
+    impossible addresses.
     """
     sweep()
     arguments = _arguments(identity_path, host, port, announce_host, public, relay)
     _require_free(host, port)
     asyncio.get_running_loop().set_exception_handler(quiet_stream_ends)
+    daemon = _launch(arguments)
     try:
-        return await _start(arguments, startup_timeout_s)
+        async with asyncio.timeout(startup_timeout_s):
+            await daemon.wait_ready()
+            p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{daemon.socket}"))
     except TimeoutError:
-        logger.warning(
-            "the libp2p daemon was not up after %.0f s; trying once more, for longer", startup_timeout_s
-        )
-    try:
-        return await _start(arguments, 4 * startup_timeout_s)
-    except TimeoutError:
+        await daemon.stop()
         raise EnvironmentFault(
-            f"the libp2p daemon was not up after {4 * startup_timeout_s:.0f} s: this machine is very busy, "
-            "or a security program holds the daemon back; stop other work or allow the program p2pd"
+            f"the libp2p daemon was not up after {startup_timeout_s:.0f} s: this machine is very busy, or a "
+            "security program holds the daemon back; stop other work or allow the program p2pd"
         ) from None
+    except (OSError, asyncio.IncompleteReadError, P2PDaemonError):
+        await daemon.stop()
+        raise _explain(" / ".join(daemon.output)) from None
+    except BaseException:
+        await daemon.stop()
+        raise
+    p2p.daemon, p2p.arguments = daemon, tuple(arguments)
+    shut_in_forks_at(str(p2p._client_listen_maddr).removeprefix("/unix"))
+    return p2p
 
 
 async def stop_p2p(p2p: P2P) -> None:
@@ -228,16 +235,100 @@ async def wait_p2p_exit(p2p: P2P) -> str:
     return await p2p.daemon.wait_exit()
 
 
+async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str:
+    """Start the daemon of ``p2p`` again whenever it ends; ``revived`` hears the old one's last words.
+    Returns why it is given up, in words. Safe to cancel."""
+    failures, began_at = 0, -STEADY_S
+    while True:
+        words = await wait_p2p_exit(p2p)
+        if not isinstance(p2p, DaemonP2P) or p2p.daemon is None:
+            return words  # it was stopped by us
+        if time.monotonic() - began_at > STEADY_S:
+            failures = 0
+        while p2p.daemon.has_ended:
+            if failures >= TRIES:
+                return f"{words}; {TRIES} starts in a row came to nothing"
+            if failures:
+                await asyncio.sleep(min(STEADY_S, FIRST_WAIT_S * 2**failures))
+            failures += 1
+            try:
+                await _revive(p2p)
+            except EnvironmentFault as error:
+                logger.warning("the libp2p daemon did not come back: %s", error)
+                words = str(error)
+        began_at = time.monotonic()
+        await revived(words)
+
+
+async def _revive(p2p: DaemonP2P) -> None:
+    """A new daemon in the place of one that has ended. Raises ``EnvironmentFault``; then ``p2p`` is as it
+    was, and may be revived later. Safe to cancel."""
+    control = p2p._client.control
+    await _part(p2p)
+    daemon = _launch(_same_port(p2p))
+    unary = dict(control.unary_handlers)
+    try:
+        async with asyncio.timeout(STARTUP_TIMEOUT_S):
+            await daemon.wait_ready()
+            p2p.point_to(daemon)
+            await control._ensure_persistent_conn()
+            for protocol, handler in list(control.handlers.items()):
+                await control.stream_handler(protocol, handler)
+            control.unary_handlers.clear()
+            for protocol, answer in unary.items():
+                await control.add_unary_handler(protocol, answer)
+            await p2p._ping_daemon()
+    except (TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError) as error:
+        await daemon.stop()
+        raise EnvironmentFault(f"the libp2p daemon did not start again: {error or 'it hangs'}") from None
+    except BaseException:
+        await daemon.stop()
+        raise
+    finally:
+        control.unary_handlers.update(unary)
+    p2p.daemon = daemon
+
+
+async def _part(p2p: DaemonP2P) -> None:
+    """End what is left of the old daemon: its folder, and in hivemind's client its connection and those who
+    wait for it."""
+    control = p2p._client.control
+    if p2p.daemon is not None:
+        await p2p.daemon.stop()
+    tasks = [control._read_task, control._write_task, *control._handler_tasks.values()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    control._handler_tasks.clear()
+    while not control._pending_messages.empty():
+        control._pending_messages.get_nowait()
+    for call in control._pending_calls.values():
+        if not call.done():
+            call.set_exception(ConnectionResetError("the libp2p daemon has ended"))
+
+
+def _same_port(p2p: DaemonP2P) -> list[str]:
+    """The arguments of the daemon of ``p2p``, with the port that it had: others know it."""
+    places = [address_of(str(maddr)) for maddr in p2p._visible_maddrs]
+    port = next((place[1] for place in places if place is not None and is_own(place[0])), 0)
+    return [
+        f"{one.removesuffix('0')}{port}" if one.startswith(_LISTEN) and one.endswith("/tcp/0") else one
+        for one in p2p.arguments
+    ]
+
+
 def sweep(older_than_s: float = _LITTER_AFTER_S) -> None:
-    """Remove what killed processes of this user left behind: only sockets that refuse a connection, and the
-    empty folder of a daemon that ended after its peer was killed."""
+    """Remove what killed processes of this user left behind: sockets that refuse a connection, and the empty
+    folders of daemons."""
     parents = {Path(tempfile.gettempdir()), Path("/tmp")}
-    patterns = ("p2p-co2-*/p2pd.sock", _CLIENT_SOCKETS)
-    found = [path for parent in parents for pattern in patterns for path in parent.glob(pattern)]
-    for path in found:
+    patterns = (f"{_PREFIX}*/p2pd.sock", "hivemind-p2pclient-*.sock", f"{_PREFIX}{8 * '?'}")
+    for path in [path for pattern in patterns for parent in parents for path in parent.glob(pattern)]:
         try:
-            status = path.stat()
+            status = path.lstat()
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < older_than_s:
+                continue
+            if path.is_dir():
+                path.rmdir()
                 continue
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(str(path))
@@ -247,69 +338,27 @@ def sweep(older_than_s: float = _LITTER_AFTER_S) -> None:
                 shutil.rmtree(path.parent, ignore_errors=True)
         except OSError as error:
             logger.debug("leaving %s alone: %s", path, error)
-    for folder in [folder for parent in parents for folder in parent.glob(_FOLDERS)]:
-        try:
-            status = folder.lstat()
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime >= older_than_s:
-                folder.rmdir()
-        except OSError as error:  # it is not empty, or not a folder
-            logger.debug("leaving %s alone: %s", folder, error)
 
 
-def multiaddr_of(host: str, port: int) -> str:
-    """The libp2p address of an IP address or DNS name and a TCP port."""
-    try:
-        kind = f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:
-        kind = "dns"
-    return f"/{kind}/{host}/tcp/{port}"
-
-
-async def _start(arguments: list[str], timeout_s: float) -> P2P:
-    daemon = _launch(arguments)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await daemon.wait_ready()
-            p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{_control_socket(daemon.folder)}"))
-    except TimeoutError:  # an OSError of its own kind: the caller may try again
-        await daemon.stop()
-        raise
-    except (OSError, asyncio.IncompleteReadError, P2PDaemonError):
-        await daemon.stop()
-        raise _explain(" / ".join(daemon.output)) from None
-    except BaseException:
-        await daemon.stop()
-        raise
-    p2p.daemon, p2p.arguments = daemon, tuple(arguments)
-    shut_in_forks_at(str(p2p._client_listen_maddr).removeprefix("/unix"))
-    return p2p
-
-
-def launch_for(p2p: DaemonP2P, any_port: bool) -> Daemon:
-    """A new daemon as that of ``p2p`` was started, on the port that it had: others know it. ``any_port``: on
-    any, if none was asked for. Raises ``EnvironmentFault``."""
-    arguments = list(p2p.arguments)
-    for index, argument in enumerate(arguments):
-        if argument.startswith(_LISTEN) and argument.endswith("/tcp/0") and not any_port:
-            places = (address_of(str(maddr)) for maddr in p2p._visible_maddrs)
-            port = next((place[1] for place in places if place is not None and is_own(place[0])), 0)
-            arguments[index] = f"{argument.removesuffix('0')}{port}"
-    return _launch(arguments)
-
-
-def _launch(arguments: list[str]) -> Daemon:
+def _launch(arguments: Sequence[str]) -> Daemon:
     binary = Path(str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd"))
     folder = _make_folder()
-    shut_in_forks_at(str(_control_socket(folder)))  # else the daemon would live as long as a forked child
+    control = folder / "p2pd.sock"
+    shut_in_forks_at(str(control))  # else the daemon would live as long as a forked child
+    environment = {**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")}
+    if _PUBLIC in arguments:
+        # A public daemon makes two relays, which race for one protocol. libp2p's own, with 128 KiB per
+        # circuit, wins wherever Go has a second thread (8 of 8 starts with two processors, 0 of 8 with one).
+        environment["GOMAXPROCS"] = "1"
     try:
         process = subprocess.Popen(
-            [str(binary), f"-listen=/unix{_control_socket(folder)}", *arguments],
+            [str(binary), f"-listen=/unix{control}", *arguments],
             start_new_session=True,  # a Ctrl-C in our terminal is for us: leaving cleanly needs the daemon
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
-            env=_environment(arguments),
+            env=environment,
         )
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -321,7 +370,7 @@ def _make_folder() -> Path:
     """A private folder with a path short enough for a unix socket."""
     causes = []
     for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(parent.encode()) > _SOCKET_PATH_BYTES - len("/p2p-co2-12345678/p2pd.sock"):
+        if len(parent.encode()) > _SOCKET_PATH_BYTES - len(f"/{_PREFIX}12345678/p2pd.sock"):
             continue
         try:
             return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -333,34 +382,28 @@ def _make_folder() -> Path:
     )
 
 
-def _control_socket(folder: Path) -> Path:
-    return folder / "p2pd.sock"
-
-
 def _arguments(
     identity_path: Path, host: str, port: int, announce_host: str, public: bool, relay: bool
 ) -> list[str]:
     if not 0 <= port < 65536:
         raise ConfigError("libp2p_port", "", f"{port} is no TCP port; use 0 to 65535 (0: any free one)")
     if announce_host and not port:
-        raise ConfigError(
-            "announce_host", "", "needs a fixed libp2p_port, else nobody knows which port to dial"
-        )
+        fix = "needs a fixed libp2p_port, else nobody knows which port to dial"
+        raise ConfigError("announce_host", "", fix)
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        raise ConfigError(
-            "host", "", f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
-        ) from None
+        fix = f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
+        raise ConfigError("host", "", fix) from None
     arguments = [
         f"-id={identity_path}",
         f"{_LISTEN}{multiaddr_of(host, port)}",
-        f"-idleTimeout={_IDLE_TIMEOUT_S}s",
+        "-idleTimeout=30s",  # it ends itself if we do not connect within this
         "-dhtServer",
         "-autonat",
         "-connManager",
     ]
-    if not ipaddress.ip_address(host).is_loopback:
+    if not is_loopback(host):
         arguments.append("-natPortMap")  # asks the router (UPnP, NAT-PMP) to let others in
     if public:
         arguments.append(_PUBLIC)
@@ -369,16 +412,6 @@ def _arguments(
     if announce_host:
         arguments.append(f"-announceAddrs={multiaddr_of(announce_host, port)}")
     return arguments
-
-
-def _environment(arguments: Sequence[str]) -> dict[str, str]:
-    """The daemon's. One that serves as a relay from its start makes two of them, which race for one protocol,
-    and libp2p's own with 128 KiB per circuit wins wherever Go has a second thread (8 of 8 starts with two
-    processors, 0 of 8 with one)."""
-    environment = {**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")}
-    if _PUBLIC in arguments:
-        environment["GOMAXPROCS"] = "1"
-    return environment
 
 
 def _require_free(host: str, port: int) -> None:
@@ -400,12 +433,12 @@ def _require_free(host: str, port: int) -> None:
 
 
 def _explain_exec(error: OSError, binary: Path) -> EnvironmentFault:
-    machine = f"{platform.system()} {platform.machine()}"
     if error.errno == errno.ENOENT:
         return EnvironmentFault(
             f"the libp2p daemon is missing ({binary}); reinstall it: pip install --force-reinstall hivemind"
         )
     if error.errno == errno.ENOEXEC:
+        machine = f"{platform.system()} {platform.machine()}"
         return EnvironmentFault(
             f"the libp2p daemon ({binary}) does not run on this machine ({machine}): it is for Linux x86-64; "
             "use such a machine, WSL on Windows, or a container"
@@ -419,24 +452,7 @@ def _explain_exec(error: OSError, binary: Path) -> EnvironmentFault:
 
 def _explain(output: str) -> EnvironmentFault:
     """The fault behind what the daemon printed before it ended."""
-    known = (
-        (
-            "address already in use",
-            "the port is in use; choose another one (libp2p_port, 0 for any free one)",
-        ),
-        (
-            "cannot assign requested address",
-            "the address is not this machine's; choose another one to listen on (host)",
-        ),
-        ("bind: permission denied", "this port needs more rights; choose one above 1023 (libp2p_port)"),
-        (
-            "cannot parse invalid wire-format",
-            "the identity file is damaged; remove it and a new identity is made",
-        ),
-        ("too many open files", "too many files are open; raise the limit: ulimit -n 65536"),
-        ("no space left", "the disk is full; free some space"),
-    )
-    for sign, fix in known:
+    for sign, fix in _FAULTS.items():
         if sign in output.lower():
             return EnvironmentFault(f"the libp2p daemon did not start: {fix} ({output[-200:]})")
     return EnvironmentFault(f"the libp2p daemon did not start; it said: {output[-400:] or 'nothing'}")
