@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from p2p_co2.node.catching import Catching
+from p2p_co2.node.environment import Clock
 from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import SwarmProgress
-from p2p_co2.node.surroundings import Clock
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Leave, PeerRecord, Ping, Status

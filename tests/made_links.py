@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.net.transport.base import OnMessage, OnRefused
 from p2p_co2.net.transport.flow import Acknowledged, Seen
-from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.node.lanes import Uplink
+from p2p_co2.node.links import LinkObserver, LinkPool
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
@@ -89,7 +90,7 @@ class Heard:
 @asynccontextmanager
 async def links_over(
     *carriers: FakeCarrier, cap: float = 0.0, known: tuple[PeerId, ...] = (B,)
-) -> AsyncIterator[tuple[Links, Heard]]:
+) -> AsyncIterator[tuple[LinkPool, Heard]]:
     heard = Heard()
     observer = LinkObserver(
         lambda *event: heard.opened.append(event),
@@ -101,7 +102,7 @@ async def links_over(
         return PeerRecord(peer=peer) if peer in known else None
 
     async with asyncio.TaskGroup() as tasks:
-        links = Links(carriers, find, observer, tasks, cap)
+        links = LinkPool(carriers, find, observer, tasks, Uplink(cap))
         yield links, heard
         await links.close()
 

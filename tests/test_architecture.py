@@ -42,11 +42,9 @@ IN_CIRCLES = {
     "p2p_co2.node.catching",
     "p2p_co2.node.deciding",
     "p2p_co2.node.far",
-    "p2p_co2.node.finding",
     "p2p_co2.node.majority",
     "p2p_co2.node.node",
     "p2p_co2.node.progress",
-    "p2p_co2.node.receiving",
     "p2p_co2.node.replay",
     "p2p_co2.protocol.rounds.listening",
     "p2p_co2.protocol.rounds.member",
@@ -60,7 +58,6 @@ TOO_LARGE = {
     "monitoring.model.Model",
     "p2p_co2.net.discovery.dht.Discovery",
     "p2p_co2.node.catching.Catching",
-    "p2p_co2.node.links.Links",
     "p2p_co2.node.network.Network",
     "p2p_co2.node.node.Node",
     "p2p_co2.node.progress.SwarmProgress",
@@ -95,8 +92,6 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.node.node.Node: Catching(self)",
     "p2p_co2.node.node.Node: Deciding(self)",
     "p2p_co2.node.node.Node: Far(self)",
-    "p2p_co2.node.node.Node: Finding(self)",
-    "p2p_co2.node.node.Node: Receiving(self)",
     "p2p_co2.node.node.Node: SwarmProgress(self)",
     "p2p_co2.simnet.inspection.Inspector: Oversight(self)",
     "p2p_co2.simnet.swarm.Swarm: Inspector(self)",
@@ -104,7 +99,7 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
     "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
-TIME_CONSTANTS = 269
+TIME_CONSTANTS = 264
 
 
 def sources() -> list[Path]:

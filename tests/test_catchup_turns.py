@@ -180,7 +180,8 @@ def test_a_queue_that_is_full_says_that_its_peer_takes_nothing() -> None:
     bench.catchup.receive(chunk_of(0, 0, 0), HOST, bench.now())
     (export,) = bench.catchup.donor._exports.values()
     assert export.loaders.is_in_use(bench.now() + 1.0)
-    bench.receiving.overasked(HOST)
+    bench.router.overasked(HOST)
+    bench.catchup.donor.takes_nothing(HOST)
     assert not export.loaders.is_in_use(bench.now())
 
 

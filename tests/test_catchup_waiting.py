@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.node.receiving import Receiving
+from p2p_co2.node.router import Inbox
 from p2p_co2.protocol.catchup import Fetched, FetchFailed
 from p2p_co2.protocol.catchup.line import OUTRUN_S
 from p2p_co2.protocol.catchup.waiting import COMES_WITHIN_S, MOVES_WITHIN_S, Waiting
@@ -92,18 +92,19 @@ def test_a_process_that_stood_still_knows_for_how_long_before_it_hears_anybody(
     run = RunConfig(name="suspended", clock=ClockConfig(mode="time", round_s=10.0, rounds=6))
     swarm = Swarm(Settings(run=run, peers=5, seed=2, profile="dsl"), EventLog(digests=False))
     heard, stood, stands_s, ends_at = list[float](), dict[str, float](), 18.0, 48.0
-    dispatch, end = Receiving._dispatch, Oversight.end
+    take, end = Inbox.take, Oversight.end
 
-    def hear(receiving: Receiving, *message: Any) -> bool:
-        if receiving._node.me == swarm.peer_ids()[0] and swarm.world.now >= ends_at:
-            heard.append(receiving._node.catchup.awake.stood_s)
-        return dispatch(receiving, *message)
+    def hear(inbox: Inbox, *message: Any) -> bool:
+        useful = take(inbox, *message)
+        if inbox.membership.me == swarm.peer_ids()[0] and swarm.world.now >= ends_at:
+            heard.append(inbox.catchup.awake.stood_s)
+        return useful
 
     def note(oversight: Oversight) -> None:
         stood[oversight._node.me] = oversight._node.catchup.awake.stood_s
         end(oversight)
 
-    monkeypatch.setattr(Receiving, "_dispatch", hear)
+    monkeypatch.setattr(Inbox, "take", hear)
     monkeypatch.setattr(Oversight, "end", note)
     swarm.world.call_at(ends_at - stands_s, swarm.stall, 0, ends_at)
     assert swarm.run().violations == []

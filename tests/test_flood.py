@@ -29,7 +29,7 @@ from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
 from p2p_co2.net.transport.libp2p.carrier import PROTOCOL
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES
-from p2p_co2.node.receiving import control_units
+from p2p_co2.node.quotas import control_units
 from p2p_co2.protocol.rounds.assembly import piece_bytes
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Envelope, Mean, Ping, Result, RoundKey
@@ -198,7 +198,7 @@ async def node_behind(b: Peer) -> AsyncIterator[Trainer]:
     """A node that takes what comes in through ``b``'s carrier."""
     world = World("b")
     (trainer,) = world.trainers
-    receiving = trainer.node.receiving
+    receiving = trainer.node.router
     b.carrier._on_message, b.carrier._on_refused = receiving.on_message, receiving.on_link_refused  # type: ignore[attr-defined]
     world.start()
     await asyncio.sleep(0)
@@ -232,7 +232,7 @@ async def test_a_flood_is_slowed_and_its_sender_dropped_while_others_are_heard(
                         await bad.send(messages_of_floods()[flood])
 
             pouring = asyncio.create_task(pour())
-            me, refusals = mallory.identity.peer_id, trainer.node.receiving.refusals
+            me, refusals = mallory.identity.peer_id, trainer.node.router.refusals
             async with asyncio.timeout(PATIENCE_S):
                 while not refusals[me, "", "too many messages"]:
                     await good.send(ping)

@@ -18,7 +18,8 @@ from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.base import Link
 from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier, how_it_ended
 from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
-from p2p_co2.node.links import BESIDE_BYTES, LinkObserver, Links
+from p2p_co2.node.lanes import BESIDE_BYTES, Uplink
+from p2p_co2.node.links import LinkObserver, LinkPool
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
@@ -177,7 +178,7 @@ async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(
         async def find(peer: PeerId, fresh: bool) -> PeerRecord | None:
             return b.record
 
-        links = Links([carrier], find, LinkObserver(*[lambda *_: None] * 3), tasks, 0.0)
+        links = LinkPool([carrier], find, LinkObserver(*[lambda *_: None] * 3), tasks, Uplink())
         links.post(there, b"hello", bulk=False)
         await until(lambda: len(b.received) == 1)
         b.gate.clear()

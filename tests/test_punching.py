@@ -35,7 +35,8 @@ from p2p_co2.net.transport.libp2p.control import own_maddrs, reach, ways_to_peer
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
-from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.node.lanes import Uplink
+from p2p_co2.node.links import LinkObserver, LinkPool
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
@@ -99,7 +100,7 @@ class Hidden:
         self.received.append(data)
 
     @asynccontextmanager
-    async def links_to(self, other: Hidden) -> AsyncIterator[Links]:
+    async def links_to(self, other: Hidden) -> AsyncIterator[LinkPool]:
         async def find(peer: PeerId, fresh: bool) -> PeerRecord:
             return PeerRecord(peer=other.me, run=RUN, maddrs=[other.place, *await own_maddrs(other.p2p, 10)])
 
@@ -108,7 +109,7 @@ class Hidden:
 
         observer = LinkObserver(opened, lambda *_: None, lambda *_: None)
         async with asyncio.TaskGroup() as tasks:
-            links = Links([self.carrier], find, observer, tasks, 0.0)
+            links = LinkPool([self.carrier], find, observer, tasks, Uplink())
             yield links
             await links.close()
 

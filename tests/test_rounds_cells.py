@@ -10,9 +10,7 @@ import torch
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.envelope import kind_of
 from p2p_co2.node.lanes import Bulk, piece_of
-from p2p_co2.node.receiving import BULK
 from p2p_co2.protocol.rounds import Aborted, Committed, FellBehind, PayloadShape, Stale, open_decision
 from p2p_co2.protocol.rounds.cells import (
     assign_roots,
@@ -27,6 +25,7 @@ from p2p_co2.protocol.rounds.cells import (
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
 from p2p_co2.protocol.rounds.swarm import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.envelope import kind_of
 from p2p_co2.protocol.wire.identity import PeerId, _cell_of, cell_of
 from p2p_co2.tensors.aggregation import mean_of_parts
 from p2p_co2.tensors.codec import get_codec
@@ -172,8 +171,8 @@ def test_all_that_was_sent_for_a_round_that_is_over_is_told_to_be_of_no_use() ->
         net.run_until_settled()
         net.run(1.0)
     told = {(name, event.attempt, event.means) for name, event in net.events if isinstance(event, Stale)}
-    bulk = [one for one in net.sent if kind_of(one[2]) in BULK]
-    assert {kind_of(message) for _, _, message in bulk} == BULK - {"chunk"}
+    bulk = [one for one in net.sent if kind_of(one[2]).is_bulk]
+    assert {kind_of(message).name for _, _, message in bulk} == {"part", "mean", "cell_part", "cell_mean"}
     for source, _, message in bulk:
         piece = piece_of(message, kind_of(message))
         assert piece is not None

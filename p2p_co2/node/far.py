@@ -32,7 +32,7 @@ seconds, and have to see it too."""
 
 
 class Far:
-    """``find_peers(cell)`` asks the DHT, as ``Surroundings`` has it."""
+    """``find_peers(cell)`` asks the DHT, as ``Environment.network`` has it."""
 
     def __init__(
         self, node: Node, cells: int, find_peers: Callable[[int | None], Awaitable[list[PeerRecord]]]

@@ -20,10 +20,11 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.node.environment import Environment
 from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
-from p2p_co2.node.placing import Placing
+from p2p_co2.node.peer_finder import PositionWriter
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import Reporting
 from p2p_co2.protocol.rounds import Offer, PayloadShape
@@ -55,8 +56,8 @@ class NetworkThread:
         self._network: Network | None = None
         self._node: Node | None = None
         self._node_task: asyncio.Task[None] | None = None
-        self._placing: Placing | None = None
-        self._placing_task: asyncio.Task[None] | None = None
+        self._positions: PositionWriter | None = None
+        self._positions_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
         self._kept = KeptChunks(config.folder / "catching-up")
@@ -120,12 +121,21 @@ class NetworkThread:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model=model)
+            environment = Environment.of(self.network)
+            node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
             node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
-            self._placing = Placing(self.network, node)
-            self._placing_task = asyncio.create_task(self._placing.run(), name="leave word of the run")
+
+            def where() -> tuple[Status.Phase, float, list[int]]:
+                versions = [agreed.version for agreed in node.agreed]
+                return node.progress.local.phase, node.progress.position(), versions
+
+            def warn(text: str) -> None:
+                node.report(ev.Warned, text=text)
+
+            self._positions = PositionWriter(self.network, where, node.live_peers, node.now, warn)
+            self._positions_task = asyncio.create_task(self._positions.run(), name="leave word of the run")
             if self._reporting is not None:
                 await self._reporting.start(node)
             return node
@@ -326,9 +336,9 @@ class NetworkThread:
             raise
 
     async def _say_where_it_was(self) -> None:
-        if self._placing is not None and self._placing_task is not None:
-            self._placing_task.cancel()
-            await self._placing.say_last()
+        if self._positions is not None and self._positions_task is not None:
+            self._positions_task.cancel()
+            await self._positions.say_last()
 
     async def _shut_down(self) -> None:
         if self._reporting is not None:

@@ -1,21 +1,15 @@
-"""How fast this peer reads what others send, and whom it hears no more: arithmetic on times that are handed
-in.
+"""How fast this peer reads what others send, and whom it hears no more: arithmetic on times handed in.
 
-Each sender has an allowance in units that refills with time. A control message costs a unit and more if it is
-long, bulk that the rounds wait for costs nothing, bulk that nobody waits for by its bytes, refused messages
-more, offences that no honest peer commits most. Asking for a chunk costs next to nothing as long as the asker
-takes what it asked for. A link that was turned away costs too; who trickled is shut out at once, since such a
-link holds a place for a minute. Who has used up its allowance is read more slowly, so its own link holds it
-back; who goes on pressing is shut out, for longer each time.
+Each sender has an allowance in units that refills with time. A control message costs a unit and more by its
+size, bulk that is waited for nothing, other bulk by its bytes, refused messages more, offences that no honest
+peer commits most. Who has used up its allowance is read more slowly; who goes on pressing is shut out, for
+longer each time. So is who trickles: such a link holds a place for a minute.
 
-Laws: an honest peer never uses up its allowance, though it were restarted, or were late with 100 MB in the
-smallest pieces (with 400 MB in the largest), or loaded a state at a gigabyte a second; nobody else can use it
-up for it. What one sender can make this peer do is at most ``REFILL_PER_S`` units a second and
-``ALLOWANCE`` at once; nothing here grows beyond ``MAX_SENDERS``. Over any stretch the bytes read are at most
-the download rate times its length plus one message per link.
-
-Price: an identity is free to make, so this bounds a sender and not a crowd; how many may speak at all is the
-door's business.
+Laws: an honest peer never uses up its allowance, though it were late with 100 MB in the smallest pieces, or
+loaded a state at a gigabyte a second; nobody else can use it up for it. One sender can make this peer do
+``REFILL_PER_S`` units a second at most, and ``ALLOWANCE`` at once. Over any stretch the bytes read are at
+most the download rate times its length plus one message per link. Price: an identity is free to make, so
+this bounds a sender and not a crowd; how many may speak at all is ``admission``'s business.
 """
 
 from __future__ import annotations
@@ -28,8 +22,7 @@ from p2p_co2.node.meter import Pace
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 
-ALLOWANCE = 2000.0
-REFILL_PER_S = 200.0
+ALLOWANCE, REFILL_PER_S = 2000.0, 200.0
 CONTROL_BYTES_PER_UNIT = 16 << 10
 USELESS_UNITS, USELESS_BYTES_PER_UNIT = 0.25, 256 << 10
 ASKED_UNITS, OVERASKED_UNITS = 0.1, 4.0
@@ -38,19 +31,16 @@ REFUSED_UNITS, GRAVE_UNITS = 4.0, 20.0
 LINK_UNITS = 100.0
 """For a link that was turned away, or broke the rules of links."""
 TOO_SLOW = "too slow"
-"""Reason of the carriers for a link that brought no whole message in ``MESSAGE_TIMEOUT_S``: longer than any
-honest peer is silent and still a peer."""
-PATIENCE_S = 10.0
-"""Seconds of waiting that a sender may cause itself before it is shut out."""
-FORGIVING = 0.1
-"""Of that, seconds forgiven in each second."""
-SHUT_OUT_S, SHUT_OUT_CAP_S = 60.0, 3600.0
-DOUBLED_AT_MOST = 10
+"""Reason of the carriers for a link that brought no whole message in ``MESSAGE_TIMEOUT_S``."""
+PATIENCE_S, FORGIVING = 10.0, 0.1
+"""Seconds of waiting that a sender may cause itself, and the share of each second that is forgiven."""
+SHUT_OUT_S, DOUBLED_AT_MOST = 60.0, 6
+"""How long a sender is shut out, doubled each time: to an hour."""
 MAX_SENDERS = MAX_PEERS
 GRAVE = frozenset({
-    "unreadable", "unknown message", "another run", "too large", "wrong message size", "bad status",
-    "unknown fragment", "wrong signature", "wrong digest length", "wrong attempt length", "wrong attempt",
-    "bad peer id", "impossible weight", "impossible rate", "impossible duration", "padded",
+    "unreadable", "unknown message", "too large", "wrong message size", "bad status", "unknown fragment",
+    "wrong signature", "wrong digest length", "wrong attempt length", "wrong attempt", "bad peer id",
+    "impossible weight", "impossible rate", "impossible duration", "padded",
 })  # fmt: skip
 """Reasons of ``RemoteProtocolError`` for which there is no innocent explanation (a race, a restart)."""
 OTHERS_FAULT = frozenset({
@@ -85,7 +75,7 @@ def refused_units(reason: str, size_bytes: int, is_bulk: bool) -> float:
     return (GRAVE_UNITS if reason in GRAVE else REFUSED_UNITS) + control_units(size_bytes)
 
 
-class Allowances:
+class Quotas:
     """``download_bytes_per_s`` 0 means no cap."""
 
     def __init__(self, download_bytes_per_s: float) -> None:
@@ -118,7 +108,7 @@ class Allowances:
         raise self._shut_out(known, now, "too many messages")
 
     def charge_link(self, sender: PeerId, reason: str, now: float) -> None:
-        """A link of ``sender`` was dropped or turned away for ``reason``. Who trickles is shut out for it.
+        """A link of ``sender`` was dropped or turned away for ``reason``.
 
         Raises ``RemoteProtocolError("too many messages")`` or ``("too slow")`` when it is shut out by this.
         """
@@ -126,20 +116,21 @@ class Allowances:
             raise self._shut_out(self._known(sender), now, TOO_SLOW)
         self.charge(sender, LINK_UNITS, now)
 
-    def _shut_out(self, known: _Sender, now: float, reason: str) -> RemoteProtocolError:
-        shut_out_s = min(SHUT_OUT_CAP_S, SHUT_OUT_S * 2 ** min(known.times, DOUBLED_AT_MOST))
-        known.times, known.shut_out_until = known.times + 1, now + shut_out_s
-        known.left, known.pressed_s = ALLOWANCE, 0.0
-        return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s")
-
     def read(self, size_bytes: int, now: float) -> float:
         """A message was read: seconds to wait before the next one, for the download cap."""
         if not self._pace.bytes_per_s:
             return 0.0
-        return self._pace.admit_at(size_bytes, now) + self._spent_s(size_bytes) - now
+        return self._pace.admit_at(size_bytes, now) + size_bytes / self._pace.bytes_per_s - now
 
-    def _spent_s(self, size_bytes: int) -> float:
-        return size_bytes / self._pace.bytes_per_s if self._pace.bytes_per_s else 0.0
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What strangers can make grow: (now, at most) by the name of the bound."""
+        return {"MAX_SENDERS": (len(self._senders), MAX_SENDERS)}
+
+    def _shut_out(self, known: _Sender, now: float, reason: str) -> RemoteProtocolError:
+        shut_out_s = SHUT_OUT_S * 2 ** min(known.times, DOUBLED_AT_MOST)
+        known.times, known.shut_out_until = known.times + 1, now + shut_out_s
+        known.left, known.pressed_s = ALLOWANCE, 0.0
+        return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s")
 
     def _known(self, sender: PeerId) -> _Sender:
         known = self._senders.get(sender)

@@ -1,21 +1,21 @@
-"""node.allowances: by hand, what honest peers may do, what floods come to, and what is held."""
+"""Quotas: by hand, what honest peers may do, what floods come to, and what is held."""
 
 from __future__ import annotations
 
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node import allowances as room
-from p2p_co2.node.allowances import (
+from p2p_co2.node import quotas as room
+from p2p_co2.node.quotas import (
     ALLOWANCE,
     ASKED_UNITS,
+    DOUBLED_AT_MOST,
     OVERASKED_UNITS,
     PATIENCE_S,
     REFILL_PER_S,
-    SHUT_OUT_CAP_S,
     SHUT_OUT_S,
     TOO_SLOW,
-    Allowances,
+    Quotas,
     control_units,
     refused_units,
     useless_units,
@@ -28,28 +28,26 @@ A, B = PeerId("a"), PeerId("b")
 SMALL = PIECE_UNIT_BYTES
 
 
-def flood(
-    allowances: Allowances, units: float, seconds: float, started_at: float = 100.0
-) -> tuple[int, float]:
+def flood(quotas: Quotas, units: float, seconds: float, started_at: float = 100.0) -> tuple[int, float]:
     """A sends as fast as it is read: (messages read, when it was shut out)."""
     now, count = started_at, 0
     while now < started_at + seconds:
         try:
-            allowances.check(A, now)
+            quotas.check(A, now)
             count += 1
-            now += allowances.charge(A, units, now) + 1e-4  # what reading one takes
+            now += quotas.charge(A, units, now) + 1e-4  # what reading one takes
         except RemoteProtocolError:
             return count, now
     return count, float("inf")
 
 
 def test_an_allowance_is_spent_and_comes_back() -> None:
-    allowances = Allowances(0.0)
-    assert allowances.charge(A, ALLOWANCE, 10.0) == 0.0
-    assert allowances.charge(A, REFILL_PER_S, 10.0) == 1.0
-    assert allowances.charge(B, 1.0, 10.0) == 0.0  # another sender's own
-    assert allowances.charge(A, REFILL_PER_S, 12.0) == 0.0
-    assert allowances.charge(A, ALLOWANCE, 1000.0) == 0.0
+    quotas = Quotas(0.0)
+    assert quotas.charge(A, ALLOWANCE, 10.0) == 0.0
+    assert quotas.charge(A, REFILL_PER_S, 10.0) == 1.0
+    assert quotas.charge(B, 1.0, 10.0) == 0.0  # another sender's own
+    assert quotas.charge(A, REFILL_PER_S, 12.0) == 0.0
+    assert quotas.charge(A, ALLOWANCE, 1000.0) == 0.0
 
 
 def test_padding_is_no_accident() -> None:
@@ -69,35 +67,35 @@ def test_padding_is_no_accident() -> None:
     ],
 )
 def test_a_flood_is_read_slowly_and_then_shut_out(units: float, most: int) -> None:
-    allowances = Allowances(0.0)
-    count, out_at = flood(allowances, units, 60.0)
+    quotas = Quotas(0.0)
+    count, out_at = flood(quotas, units, 60.0)
     assert count <= most
     assert out_at - 100.0 <= 3 * PATIENCE_S + ALLOWANCE / REFILL_PER_S
-    allowances.charge(B, 1.0, out_at)
-    allowances.check(B, out_at)
+    quotas.charge(B, 1.0, out_at)
+    quotas.check(B, out_at)
     with pytest.raises(RemoteProtocolError, match="shut out"):
-        allowances.check(A, out_at + SHUT_OUT_S - 1)
-    allowances.check(A, out_at + SHUT_OUT_S + 1)
+        quotas.check(A, out_at + SHUT_OUT_S - 1)
+    quotas.check(A, out_at + SHUT_OUT_S + 1)
 
 
 def test_who_comes_back_to_flood_is_shut_out_for_longer() -> None:
-    allowances, now = Allowances(0.0), 100.0
+    quotas, now = Quotas(0.0), 100.0
     for times in range(9):
-        _, out_at = flood(allowances, 50.0, 60.0, now)
-        until = min(SHUT_OUT_CAP_S, SHUT_OUT_S * 2**times)
+        _, out_at = flood(quotas, 50.0, 60.0, now)
+        until = SHUT_OUT_S * 2 ** min(times, DOUBLED_AT_MOST)
         with pytest.raises(RemoteProtocolError):
-            allowances.check(A, out_at + until - 1)
-        allowances.check(A, now := out_at + until + 1)
+            quotas.check(A, out_at + until - 1)
+        quotas.check(A, now := out_at + until + 1)
 
 
 def test_who_is_shut_out_ever_again_stays_a_fault_of_its_own() -> None:
     """For twice as long each time, until that was more than a double holds."""
-    allowances = Allowances(0.0)
+    quotas = Quotas(0.0)
     for times in range(1100):
         with pytest.raises(RemoteProtocolError, match="shut out"):
-            allowances.charge_link(A, TOO_SLOW, 100.0 + times)
+            quotas.charge_link(A, TOO_SLOW, 100.0 + times)
     with pytest.raises(RemoteProtocolError):
-        allowances.check(A, 1200.0 + SHUT_OUT_CAP_S - 2)
+        quotas.check(A, 1200.0 + SHUT_OUT_S * 2**DOUBLED_AT_MOST - 2)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +107,8 @@ def test_who_is_shut_out_ever_again_stays_a_fault_of_its_own() -> None:
     ],
 )
 def test_an_honest_peer_is_never_held_back(per_s: int, units: float, seconds: int) -> None:
-    allowances = Allowances(0.0)
-    assert {allowances.charge(A, units, n / per_s) for n in range(per_s * seconds)} == {0.0}
+    quotas = Quotas(0.0)
+    assert {quotas.charge(A, units, n / per_s) for n in range(per_s * seconds)} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -127,30 +125,30 @@ def test_an_honest_peer_is_never_held_back(per_s: int, units: float, seconds: in
 def test_honest_bursts_at_a_gigabyte_a_second_are_not_even_held_back(
     units: float, size_bytes: int, total_bytes: float
 ) -> None:
-    allowances, per_s = Allowances(0.0), 1e9 / size_bytes
-    waits_s = {allowances.charge(A, units, 50.0 + n / per_s) for n in range(int(total_bytes / size_bytes))}
+    quotas, per_s = Quotas(0.0), 1e9 / size_bytes
+    waits_s = {quotas.charge(A, units, 50.0 + n / per_s) for n in range(int(total_bytes / size_bytes))}
     assert waits_s == {0.0}
 
 
 def test_a_peer_that_wakes_up_with_a_payload_that_nobody_wants_stays() -> None:
-    allowances = Allowances(0.0)
+    quotas = Quotas(0.0)
     for _ in range(512):  # 256 MiB at once
-        allowances.charge(A, useless_units(MAX_DATA_BYTES), 50.0)
+        quotas.charge(A, useless_units(MAX_DATA_BYTES), 50.0)
     for _ in range(60):  # and pieces for a member that was restarted
-        allowances.charge(A, refused_units("unknown round", MAX_DATA_BYTES, True), 60.0)
-    allowances.check(A, 61.0)
+        quotas.charge(A, refused_units("unknown round", MAX_DATA_BYTES, True), 60.0)
+    quotas.check(A, 61.0)
 
 
 def test_the_download_cap_is_one_for_all_senders() -> None:
-    allowances = Allowances(1000.0)
-    assert [allowances.read(500, 10.0) for _ in range(3)] == [0.5, 1.0, 1.5]
-    assert allowances.read(500, 20.0) == 0.5
-    assert Allowances(0.0).read(1 << 20, 5.0) == 0.0
+    quotas = Quotas(1000.0)
+    assert [quotas.read(500, 10.0) for _ in range(3)] == [0.5, 1.0, 1.5]
+    assert quotas.read(500, 20.0) == 0.5
+    assert Quotas(0.0).read(1 << 20, 5.0) == 0.0
 
 
 def test_no_more_senders_than_the_bound_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "MAX_SENDERS", 8)
-    allowances = Allowances(0.0)
+    quotas = Quotas(0.0)
     for number in range(100):
-        allowances.charge(PeerId(str(number)), 1.0, float(number))
-        assert len(allowances._senders) <= 8
+        quotas.charge(PeerId(str(number)), 1.0, float(number))
+        assert quotas.held() == {"MAX_SENDERS": (min(number + 1, 8), 8)}
