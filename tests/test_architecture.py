@@ -56,7 +56,6 @@ IN_CIRCLES = {
 }
 TOO_LARGE = {
     "monitoring.model.Model",
-    "p2p_co2.net.discovery.dht.Discovery",
     "p2p_co2.node.catching.Catching",
     "p2p_co2.node.network.Network",
     "p2p_co2.node.node.Node",
