@@ -32,7 +32,13 @@ FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floo
 MESSAGE_WING = {"protocol", "net", "node", "simnet", "ticket"}
 APPLICATIONS = {"peers", "bootstrap", "monitoring"}
 NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry", "digest", "monitoring"}
-MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
+MACHINES = {
+    "protocol.membership",
+    "protocol.strangers",
+    "protocol.rounds",
+    "protocol.catchup",
+    "protocol.reports",
+}
 
 IN_CIRCLES = {
     "bootstrap.plan.command",
@@ -57,11 +63,9 @@ IN_CIRCLES = {
 TOO_LARGE = {
     "monitoring.model.Model",
     "p2p_co2.node.catching.Catching",
-    "p2p_co2.node.network.Network",
     "p2p_co2.node.node.Node",
     "p2p_co2.node.progress.SwarmProgress",
     "p2p_co2.protocol.catchup.download.Download",
-    "p2p_co2.protocol.membership.Membership",
     "p2p_co2.protocol.outlook.Outlook",
     "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
@@ -98,7 +102,7 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
     "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
-TIME_CONSTANTS = 264
+TIME_CONSTANTS = 262
 
 
 def sources() -> list[Path]:

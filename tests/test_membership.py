@@ -24,6 +24,7 @@ from p2p_co2.protocol.membership import (
     Joined,
     Left,
     Membership,
+    positions,
 )
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Pong, Status
@@ -204,15 +205,15 @@ def test_who_loses_most_others_without_a_word_is_cut_off_until_they_are_back_or_
         machine.receive(Ping(status=Status()), peer, 100.0)
     for peer in others[:2]:
         machine.unreachable(peer, "no answer", 101.0)
-    assert not machine.is_cut_off(102.0)  # more are left
+    assert not machine.departed.is_cut_off(len(machine.live), 102.0)  # more are left
     machine.unreachable(others[2], "no answer", 103.0)
-    assert machine.is_cut_off(104.0)
+    assert machine.departed.is_cut_off(len(machine.live), 104.0)
     machine.receive(Ping(status=Status()), others[1], 110.0)
-    assert not machine.is_cut_off(110.0)
+    assert not machine.departed.is_cut_off(len(machine.live), 110.0)
     for peer in others[1:4]:
         machine.unreachable(peer, "no answer", 111.0)
-    assert machine.is_cut_off(111.0)
-    assert not machine.is_cut_off(111.0 + CUT_OFF_S + 1.0)
+    assert machine.departed.is_cut_off(len(machine.live), 111.0)
+    assert not machine.departed.is_cut_off(len(machine.live), 111.0 + CUT_OFF_S + 1.0)
 
 
 def test_who_fell_silent_counts_as_gone_of_late_while_the_dht_lists_it() -> None:
@@ -225,9 +226,9 @@ def test_who_fell_silent_counts_as_gone_of_late_while_the_dht_lists_it() -> None
         machine.handle_timer(now)
     for later_s in (1.0, CUT_OFF_S + 1.0, 3 * CUT_OFF_S):
         machine.found([PeerId("asleep")], now + later_s)
-        assert machine.is_cut_off(now + later_s)
-    machine.forget([])
-    assert not machine.is_cut_off(now + 3 * CUT_OFF_S)
+        assert machine.departed.is_cut_off(len(machine.live), now + later_s)
+    machine.found([], now)
+    assert not machine.departed.is_cut_off(len(machine.live), now + 3 * CUT_OFF_S)
 
 
 def test_who_fell_silent_and_then_says_goodbye_is_not_waited_for() -> None:
@@ -238,7 +239,7 @@ def test_who_fell_silent_and_then_says_goodbye_is_not_waited_for() -> None:
         machine.handle_timer(now)
     machine.receive(Leave(reason="stopped"), PeerId("asleep"), now)
     machine.found([PeerId("asleep")], now + CUT_OFF_S + 1.0)  # its record is still in the DHT
-    assert not machine.is_cut_off(now + CUT_OFF_S + 1.0)
+    assert not machine.departed.is_cut_off(len(machine.live), now + CUT_OFF_S + 1.0)
 
 
 def test_who_stays_when_all_say_goodbye_is_not_cut_off() -> None:
@@ -250,7 +251,7 @@ def test_who_stays_when_all_say_goodbye_is_not_cut_off() -> None:
     for peer in others[1:]:
         machine.receive(Leave(reason="the run is over"), peer, 101.0)
     assert not machine.live
-    assert not machine.is_cut_off(102.0)
+    assert not machine.departed.is_cut_off(len(machine.live), 102.0)
 
 
 def test_what_is_announced_in_a_moment_is_told_once_and_what_comes_soon_after_it_in_a_while() -> None:
@@ -345,24 +346,11 @@ def test_a_peer_that_we_hear_but_cannot_reach_does_not_join_and_leave_all_the_ti
     assert set(machine.live) == {B}
 
 
-def test_the_clock_offset_is_measured_and_one_liar_does_not_move_it() -> None:
-    machine = Membership(A)
-    peers = [Identity.generate().peer_id for _ in range(5)]
-    for index, peer in enumerate(peers):
-        machine.receive(Ping(nonce=1, sent_at=5.0, status=Status()), peer, 100.0)
-        offset = 1e9 if index == 0 else 3.0
-        machine.receive(
-            Pong(nonce=1, ping_sent_at=100.0, answered_at=100.1 + offset, status=Status()), peer, 100.2
-        )
-    assert machine.clock_offset_s() == pytest.approx(3.0)
-    assert machine.live[peers[1]].round_trip_s == pytest.approx(0.2)
-
-
 def test_positions_are_extrapolated_and_only_of_training_peers() -> None:
     machine = Membership(A)
     machine.receive(Ping(nonce=1, status=Status(phase=Status.TRAINING, position=4.0)), B, 100.0)
     machine.receive(Ping(nonce=1, status=Status(phase=Status.DRAINING, position=9.0)), C, 100.0)
-    (position,) = machine.positions(now=110.0, rounds_per_s=0.1)
+    (position,) = positions(machine.live.values(), now=110.0, rounds_per_s=0.1)
     assert position == pytest.approx(5.0, abs=0.02)
 
 
@@ -371,9 +359,9 @@ def test_when_nobody_trains_any_more_the_position_is_where_the_others_stopped() 
     machine = Membership(PeerId("me"))
     machine.receive(Ping(status=Status(phase=Status.DRAINING, position=6.0)), PeerId("done"), 100.0)
     machine.receive(Ping(status=Status(phase=Status.JOINING, position=0.0)), PeerId("new"), 100.0)
-    assert machine.positions(now=110.0, rounds_per_s=0.1) == [6.0]
+    assert positions(machine.live.values(), now=110.0, rounds_per_s=0.1) == [6.0]
     machine.receive(Ping(status=Status(phase=Status.TRAINING, position=5.0)), PeerId("late"), 110.0)
-    assert len(machine.positions(now=110.0, rounds_per_s=0.1)) == 1
+    assert len(positions(machine.live.values(), now=110.0, rounds_per_s=0.1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -483,4 +471,4 @@ def test_who_said_goodbye_is_not_awaited_though_the_dht_lists_it_still() -> None
     machine = pair()[A]
     machine.receive(Leave(reason="the run is over"), B, 101.0)
     machine.found([A, B, C], 102.0)
-    assert (machine.unheard, machine.awaited) == (2, 1)
+    assert (len(machine.candidates), machine.awaited) == (2, 1)

@@ -151,7 +151,7 @@ class Apart:
             elif all(past[version][1] for version in range(held[0] + 1, mine + 1)):
                 elsewhere[peer] = held
                 standing.add(peer)
-        if 2 * len(elsewhere) <= moving + node.membership.unheard + 1:
+        if 2 * len(elsewhere) <= moving + len(node.membership.candidates) + 1:
             return None
         counts, ours = Counter(elsewhere.values()), {elsewhere[peer] for peer in standing}
         held = max(counts, key=lambda held: (held[0] <= middle, counts[held], held in ours, held))

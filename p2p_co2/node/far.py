@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from p2p_co2.errors import TransportError
+from p2p_co2.protocol.membership import positions as member_positions
 from p2p_co2.protocol.outlook import Outlook
 from p2p_co2.protocol.schedule import ALONE_S
 from p2p_co2.protocol.wire.identity import PeerId, cell_of
@@ -130,7 +131,7 @@ class Far:
         settled = self._home if phase == Status.DRAINING else bool(done) and all(done)
         sight.settled = settled and not sight.trains
         own = [node.progress.position()] if phase == Status.TRAINING or len(live) == 0 else []
-        positions = sorted([*own, *node.membership.positions(now, node.progress.rounds_per_s)])
+        positions = sorted([*own, *member_positions(live.values(), now, node.progress.rounds_per_s)])
         sight.position = positions[(len(positions) - 1) // 2] if positions else node.progress.position()
         fragments = range(len(node.agreed))
         sight.finished = finished_bits(filter(node.rounds.has_closed, fragments), len(fragments))

@@ -30,9 +30,10 @@ from p2p_co2.node.progress import LocalProgress, SwarmProgress
 from p2p_co2.node.router import Inbox, Router, RouterEvents
 from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
-from p2p_co2.protocol.membership import Joined, Left, Membership, OtherModel
+from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.schedule import Stage
+from p2p_co2.protocol.strangers import OtherModel
 from p2p_co2.protocol.wire.envelope import Unsent, head_of, kind_of, unsent
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Fetch, Status
@@ -201,7 +202,8 @@ class Node:
     def unheard_peers(self) -> int:
         """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or
         about to answer. Before it was asked there may be any."""
-        return self.membership.awaited + self.far.outlook.unanswered() + (not self.membership.has_looked)
+        unasked = not self.membership.candidates.has_looked
+        return self.membership.awaited + self.far.outlook.unanswered() + unasked
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""

@@ -121,7 +121,7 @@ class PeerFinder:
     def _is_due(self) -> bool:
         """Whether to look for others."""
         live = frozenset(self._membership.live)
-        is_calm = bool(live) and live == self._found_among and not self._membership.unheard
+        is_calm = bool(live) and live == self._found_among and not len(self._membership.candidates)
         return not is_calm or self._events.now() - self._found_at >= find_every_s(len(live))
 
     async def _take(self, records: Sequence[PeerRecord]) -> None:
@@ -133,7 +133,6 @@ class PeerFinder:
             self._alone_since = now
             await self._network.rebootstrap()
         peers = [PeerId(record.peer) for record in records]
-        membership.forget(peers)
         membership.status = self._events.status()  # who is found learns where we are, not were
         membership.found(peers, self._events.now())
 
