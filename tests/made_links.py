@@ -25,8 +25,7 @@ class FakeLink:
         self.acknowledged: Acknowledged | None = None
         self.is_far, self.gate = carrier.is_far, carrier.gate
         self.queued_s: float | None = 0.0
-        self.there_bytes, self.at_most_bytes_per_s = 0, 0.0
-        self.began_anew: list[float] = []
+        self.there_bytes = 0
         self.bytes_per_s = 0.0
         """0.0: unknown."""
         self.carried: list[bytes] = []
@@ -42,10 +41,7 @@ class FakeLink:
             self.acknowledged.sent(len(data), time.monotonic())
 
     def look(self) -> Seen:
-        return Seen(self.queued_s, self.there_bytes, self.at_most_bytes_per_s)
-
-    def begin_anew(self, now: float) -> None:
-        self.began_anew.append(now)
+        return Seen(self.queued_s, self.there_bytes)
 
     def there_in_s(self, size_bytes: int) -> float:
         return size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0

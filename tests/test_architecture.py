@@ -102,7 +102,7 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
     "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
-TIME_CONSTANTS = 262
+TIME_CONSTANTS = 261
 
 
 def sources() -> list[Path]:

@@ -114,91 +114,14 @@ def test_a_receiver_that_never_says_what_came_costs_bounded_memory() -> None:
 
 
 def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -> None:
-    # state, segment, acknowledged out of turn, last acknowledgement, round trip, rate, acknowledged, shortest
-    info = struct.Struct("=B15xI8xI24xI8xI32xQ8xQ20xI")
+    # state, segment, acknowledged out of turn, last acknowledgement, round trip, acknowledged, shortest
+    info = struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
     seen = flow._seen
-    assert seen(info.pack(1, 1448, 2, 20, 90_000, 600_000, 7000, 40_000)) == (0.05, 7000 + 2 * 1448, 6e5)
-    assert seen(info.pack(1, 1448, 0, 20, 40_000, 600_000, 7000, 90_000)) == (0.0, 7000, 6e5)
-    assert seen(info.pack(1, 1448, 0, 600, 90_000, 600_000, 7000, 40_000)) == (None, 7000, 6e5)  # it was so
-    assert seen(info.pack(7, 1448, 0, 20, 90_000, 600_000, 7000, 40_000)) == (None, 7000, 0.0)  # closed
-    an_old_kernels = info.pack(1, 1448, 2, 20, 90_000, 600_000, 7000, 40_000)[:120]
-    assert seen(an_old_kernels) == (None, 0, 0.0)  # does not say
-
-
-BBR_INFO = 26
-"""``TCP_CC_INFO`` of linux/tcp.h; BBR's begins with the rate that it has learned, 8 bytes."""
-
-
-def learned_bytes_per_s(connection: socket.socket) -> int:
-    told = connection.getsockopt(socket.IPPROTO_TCP, BBR_INFO, 20)
-    return int.from_bytes(told[:8], sys.byteorder)
-
-
-def test_a_connection_that_begins_anew_has_forgotten_how_slow_the_way_was() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
-    with ours, theirs:
-        try:
-            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-        except OSError:
-            pytest.skip("this kernel has no BBR, or keeps it from us")
-        ours.sendall(bytes(100_000))
-        while len(theirs.recv(100_000, socket.MSG_PEEK)) < 100_000:
-            pass
-        assert learned_bytes_per_s(ours) > 0
-        flow._begin_anew(ours)
-        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"bbr"
-        assert learned_bytes_per_s(ours) == 0
-        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-        flow._begin_anew(ours)
-        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
-
-
-def test_a_connection_keeps_the_congestion_control_that_we_could_not_give_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Restricted(socket.socket):
-        """As where tcp_allowed_congestion_control lacks what a route gives."""
-
-        def setsockopt(self, level: int, option: int, value: bytes) -> None:  # type: ignore[override]
-            if value == b"bbr":
-                raise PermissionError
-            super().setsockopt(level, option, value)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-    try:
-        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-    except OSError:
-        ours.close()
-        pytest.skip("this kernel has no BBR, or keeps it from us")
-    with Restricted(fileno=ours.detach()) as connection:
-        monkeypatch.setattr("p2p_co2.net.transport.flow.socket.socket", Restricted)
-        with pytest.raises(PermissionError):
-            flow._begin_anew(connection)
-        control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        assert control.rstrip(b"\0") == b"bbr"
-
-
-async def test_a_connection_begins_anew_ever_more_seldom_where_that_does_not_help(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began: list[float] = []
-    monkeypatch.setattr(flow, "NEAR_S", 0.0)
-    async with open_pair("grpc", tmp_path) as (a, b):
-        link = await a.carrier.connect(b.record)
-        assert isinstance(link, GrpcLink)
-        assert link.send_buffer is not None
-        link.send_buffer.files = link.send_buffer.files[:1]
-        for now in range(1000, 1400):
-            monkeypatch.setattr(flow, "_begin_anew", lambda _, at=now: began.append(at))
-            link.begin_anew(now)
-        assert began == [1000, 1002, 1006, 1014, 1030, 1062, 1126, 1190, 1254, 1318, 1382]
-        link.begin_anew(9000.0)
-        link.begin_anew(9003.0)
-        assert began[-2:] == [1399, 1399]  # it was well for long
-        await link.close()
+    assert seen(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)) == (0.05, 7000 + 2 * 1448)
+    assert seen(info.pack(1, 1448, 0, 20, 40_000, 7000, 90_000)) == (0.0, 7000)
+    assert seen(info.pack(1, 1448, 0, 600, 90_000, 7000, 40_000)) == (None, 7000)  # it was so
+    assert seen(info.pack(7, 1448, 0, 20, 90_000, 7000, 40_000)) == (None, 7000)  # closed
+    assert seen(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)[:120]) == (None, 0)  # an old kernel
 
 
 def test_when_more_would_be_there_by_a_connection() -> None:
@@ -300,12 +223,13 @@ def test_a_file_that_has_a_connections_number_by_now_stays_locked(tmp_path: Path
         buffer = SendBuffer(*listener.getsockname())
         number = connection.fileno()
         buffer.files = [(str(number), os.fstat(number).st_ino)]  # of a far machine it finds them itself
-        assert buffer.look().at_most_bytes_per_s > 0
+        assert buffer.there_in_s(1 << 30) > 0
         opened = path.open("r+")
         os.dup2(opened.fileno(), number)
         fcntl.lockf(opened, fcntl.LOCK_EX)
         assert is_locked(path)
-        assert buffer.look().at_most_bytes_per_s == buffer.there_in_s(1) == 0
+        buffer.took(1, 0.0, 0.0)
+        assert buffer.there_in_s(1) == buffer.look().there_bytes == 0
         assert not SendBuffer(*listener.getsockname()).files
         assert is_locked(path)
         connection.close()
@@ -321,5 +245,6 @@ def test_another_connection_of_the_same_number_is_none_of_ours() -> None:
         buffer.files = [(str(number), os.fstat(number).st_ino)]
         with socket.create_connection(listener.getsockname()) as other:
             os.dup2(other.fileno(), number)
-            assert buffer.look().at_most_bytes_per_s == buffer.there_in_s(1) == 0
+            buffer.took(1, 0.0, 0.0)
+        assert buffer.there_in_s(1) == buffer.look().there_bytes == 0
         connection.close()

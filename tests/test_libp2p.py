@@ -339,27 +339,6 @@ async def _echo(request: PeerRecord, _: object) -> PeerRecord:
     return request
 
 
-def test_litter_of_killed_processes_is_swept(own_tmp: Path) -> None:
-    names = ("p2p-co2-live", "p2p-co2-dead", "p2p-co2-8letters", "p2p-co2-runs")
-    live, dead, _, anothers = folders = [own_tmp / name for name in names]
-    for folder in folders:
-        folder.mkdir()
-    with socket.socket(socket.AF_UNIX) as killed:
-        killed.bind(str(dead / "p2pd.sock"))
-    with socket.socket(socket.AF_UNIX) as serving:
-        serving.bind(str(live / "p2pd.sock"))
-        serving.listen()
-        daemon_room.sweep()
-        assert all(folder.exists() for folder in folders)  # too young to judge
-        for path in (dead / "p2pd.sock", live / "p2pd.sock", *folders):
-            os.utime(path, (0, 0))
-        daemon_room.sweep()
-        assert [folder.exists() for folder in folders] == [True, False, False, True]
-        os.unlink(live / "p2pd.sock")
-    live.rmdir()
-    anothers.rmdir()
-
-
 def talking() -> subprocess.Popen[bytes]:
     """A process with another below it, which has its output too."""
     script = "sleep 600 & echo last words; exec sleep 600"

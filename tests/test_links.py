@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -325,25 +324,6 @@ async def test_what_came_is_counted_of_connections_that_were_seen_before() -> No
     look(5.22, 96_000, 0, 0, 0.1)  # too soon
     look(7.0, 996_000, 0, 0, 0.1)  # after a pause
     assert came == [(40_000, True), (40_000, False), (32_000, False), (0, True)]
-
-
-async def test_a_connection_that_crawls_begins_anew() -> None:
-    grpc, meter = FakeCarrier("grpc"), UploadMeter()
-    grpc.is_far, meter.bytes_per_s = True, 1.6e6  # so 0.8 MB/s for each lane with bulk, and 0.1 crawl
-    told = {B: (0.09e6, 0.5e6), C: (0.0, 0.11e6), PeerId("d"): (0.01e6, 0.01e6)}
-    lanes = {}
-    for peer, rates in told.items():
-        links = [FakeLink(grpc, peer) for _ in rates]
-        for link, rate in zip(links, rates, strict=True):
-            link.at_most_bytes_per_s = rate
-        bulk = deque([Bulk(b"", None)] if peer in (B, C) else [])
-        lanes[peer] = Lane(link=links[0], link_beside=links[1], bulk=bulk, carrying=1)
-    ask(uplink_of(lanes, meter), lanes[B], 16_000, 5.0)
-    began = {
-        peer: [link.began_anew for link in lane.links if isinstance(link, FakeLink)]
-        for peer, lane in lanes.items()
-    }
-    assert began == {B: [[5.0], []], C: [[], []], PeerId("d"): [[], []]}  # what is unknown may be fast
 
 
 async def test_few_of_many_lanes_are_asked_what_waits_before_the_line() -> None:

@@ -32,9 +32,6 @@ the second waits before and after it, the line was full."""
 MOST_LOOKED_AT, COMMON_OF = 9, 4
 """Lanes that are asked for that: a look costs 25 us for each connection. The lane counts on which what is
 under way waits least, once one of so many has been left out."""
-CRAWLS_OF = 8
-"""A connection that may send less than this part of its lane's share of the line crawls: BBR left one of two
-at 5 kB/s of 1 MB/s for good, and from 50 kB/s it took four seconds."""
 BESIDE_BYTES = 256 << 10
 """A lane with so much to carry over a far way opens a second connection."""
 RETRY_DIRECT_S = 60.0
@@ -296,11 +293,6 @@ class Uplink:
             is_full = min(waited_s, self._waits_s) > STANDING_S
             self.meter.came(more, now - self._looked_at, is_full, now)
         self._looked_at, self._there_bytes = now, there
-        share = self.meter.bytes_per_s / (CRAWLS_OF * max(1, sum(bool(one.bulk) for one in far)))
-        for lane, links in zip(carrying, seen, strict=True):
-            for link, told in links.items():
-                if lane.bulk and 0 < told.at_most_bytes_per_s < share:
-                    link.begin_anew(now)
 
 
 def _least(seconds: Iterable[float | None]) -> float | None:

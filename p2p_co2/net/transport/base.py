@@ -56,9 +56,6 @@ class Link(Protocol):
     def look(self) -> Seen:
         """What the kernel knows of the way."""
 
-    def begin_anew(self, now: float) -> None:
-        """Let TCP find out anew how fast the way is, unless it did so a moment ago."""
-
     def there_in_s(self, size_bytes: int) -> float:
         """When a message of this size would be there if it were sent now; 0.0 where that is not known."""
 

@@ -41,16 +41,14 @@ WINDOWS_EACH_TRIP = 3.0
 """What BBR sends in a round trip as it begins (2.9)."""
 MEASURES_S = 0.2
 """BBR measures the way for so long and a round trip, every 10 s, with almost no window meanwhile."""
-ANEW_AFTER_S, MOST_ANEW_AFTER_S = 2.0, 64.0
-"""A connection that still crawls begins anew after the first of these, then after twice as long each time."""
 HELD_S = 0.01
 """The kernel is not asked again what it holds for so long: the questions took a tenth of a core."""
 FRESH_MS = 100
 """What a connection knows of round trips is as old as the last acknowledgement that it got."""
 _MAX_DIGITS = 18
-_ROUND_TRIP, _SEEN = struct.Struct("68xI"), struct.Struct("=B15xI8xI24xI8xI32xQ8xQ20xI")
+_ROUND_TRIP, _SEEN = struct.Struct("68xI"), struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
 """``tcpi_rtt``; and ``tcpi_state``, ``snd_mss``, ``sacked``, ``last_ack_recv`` (milliseconds), ``rtt``,
-``pacing_rate``, ``bytes_acked`` and ``min_rtt`` (microseconds), in ``struct tcp_info`` of linux/tcp.h."""
+``bytes_acked`` and ``min_rtt`` (microseconds), in ``struct tcp_info`` of linux/tcp.h."""
 _HELD = struct.Struct("B15xI4xI40xI8xI20xQ32xI4x")
 """``tcpi_state``, ``snd_mss``, ``unacked``, ``rtt``, ``snd_cwnd``, ``pacing_rate`` and ``notsent_bytes``."""
 _ESTABLISHED = 1
@@ -67,8 +65,6 @@ class Seen(NamedTuple):
     """How much longer than at best the round trip takes now; None where that is not known."""
     there_bytes: int = 0
     """What the receiver's kernel has acknowledged since the beginning; 0 where that is not known."""
-    at_most_bytes_per_s: float = 0.0
-    """How fast it may send now; 0.0 where that is not known."""
 
 
 class Acknowledged:
@@ -141,7 +137,6 @@ class SendBuffer:
         self.is_far = bool(self.files)
         self._bound_bytes, self._last_at = UNSENT_BYTES, -1e9
         self._taken_bytes, self._taken_s = 0, 0.0
-        self._anew_at, self._anew_after_s = -1e9, ANEW_AFTER_S
         self._held, self._held_at = list[bytes](), -1e9
         """What the kernel holds of each, and when it was asked; anew once it has taken a message."""
         self.handing_bytes = 0
@@ -162,20 +157,7 @@ class SendBuffer:
         """See ``Link.look``."""
         seen = [_seen(info) for info in self._infos(_SEEN.size)]
         waits_s = [one.queued_s for one in seen if one.queued_s is not None]
-        at_most = max((one.at_most_bytes_per_s for one in seen), default=0.0)
-        return Seen(min(waits_s, default=None), sum(one.there_bytes for one in seen), at_most)
-
-    def begin_anew(self, now: float) -> None:
-        """See ``Link.begin_anew``."""
-        if now - self._anew_at < self._anew_after_s:
-            return
-        is_soon = now - self._anew_at < 2 * self._anew_after_s
-        self._anew_after_s = min(MOST_ANEW_AFTER_S, 2 * self._anew_after_s) if is_soon else ANEW_AFTER_S
-        self._anew_at = now
-        for one in self.files:
-            with _copy_of(one) as connection:
-                if connection is not None:
-                    _begin_anew(connection)
+        return Seen(min(waits_s, default=None), sum(one.there_bytes for one in seen))
 
     def there_in_s(self, size_bytes: int) -> float:
         """When so much more will be there, as far as the kernel knows; 0.0 where it does not."""
@@ -218,11 +200,10 @@ def _seen(info: bytes) -> Seen:
     was carried for a while, and what is there, behind what was lost too. Old kernels say nothing."""
     if len(info) < _SEEN.size:
         return Seen()
-    state, segment_bytes, sacked, heard_ms_ago, now_us, pacing, there_bytes, least_us = _SEEN.unpack(info)
+    state, segment_bytes, sacked, heard_ms_ago, now_us, there_bytes, least_us = _SEEN.unpack(info)
     is_known = state == _ESTABLISHED and heard_ms_ago <= FRESH_MS
     queued_s = max(0, now_us - least_us) / 1e6 if is_known else None
-    at_most = float(pacing) if state == _ESTABLISHED else 0.0
-    return Seen(queued_s, there_bytes + sacked * segment_bytes, at_most)
+    return Seen(queued_s, there_bytes + sacked * segment_bytes)
 
 
 def _there_in_s(info: bytes, more_bytes: int) -> float:
@@ -237,21 +218,6 @@ def _there_in_s(info: bytes, more_bytes: int) -> float:
     by_window_s = held_bytes / max(1.0, WINDOWS_EACH_TRIP * 1e6 * window * segment_bytes / max(1, trip_us))
     by_pace_s = held_bytes / max(1.0, pacing)
     return float(max(by_pace_s, min(by_window_s, MEASURES_S + trip_us / 1e6 + by_pace_s)))
-
-
-def _begin_anew(connection: socket.socket) -> None:
-    """Have BBR forget what it has learned of the way: it doubles its rate each round trip then.
-
-    An administrator may give BBR to a connection and keep it from us: once away, it would not come back. So
-    that is tried on a socket that carries nothing first. Raises ``OSError``: nothing has changed.
-    """
-    control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-    if control != b"bbr":
-        return
-    with socket.socket() as trial:
-        for some in (trial, connection):
-            for one in (b"reno", control):
-                some.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, one)
 
 
 def _files_to(host: str, port: int) -> list[OpenFile]:

@@ -253,10 +253,6 @@ class GrpcLink:
     def look(self) -> Seen:
         return self.send_buffer.look() if self.send_buffer is not None else Seen()
 
-    def begin_anew(self, now: float) -> None:
-        if self.send_buffer is not None:
-            self.send_buffer.begin_anew(now)
-
     def there_in_s(self, size_bytes: int) -> float:
         return self.send_buffer.there_in_s(size_bytes) if self.send_buffer is not None else 0.0
 

@@ -117,9 +117,6 @@ class SlowLink:
     def look(self) -> Seen:
         return Seen()
 
-    def begin_anew(self, now: float) -> None:
-        """See ``Link``."""
-
     def there_in_s(self, size_bytes: int) -> float:
         return 0.0
 

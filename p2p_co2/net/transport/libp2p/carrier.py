@@ -217,9 +217,6 @@ class Libp2pLink:
     def look(self) -> Seen:
         return Seen()
 
-    def begin_anew(self, now: float) -> None:
-        """See ``Link``."""
-
     def there_in_s(self, size_bytes: int) -> float:
         return 0.0
 

@@ -51,8 +51,6 @@ _OUTPUT_LINES = 30
 _PREFIX = "p2p-co2-"
 _SOCKET_PATH_BYTES = 100
 """Unix sockets take a path of 107 bytes at most."""
-_LITTER_AFTER_S = 600.0
-"""A socket that nobody serves is litter of a killed process once it is this old."""
 _FAULTS = {
     "address already in use": "the port is in use; choose another one (libp2p_port, 0 for any free one)",
     "cannot assign requested": "the address is not this machine's; choose another one to listen on (host)",
@@ -182,7 +180,6 @@ async def start_p2p(
     finding out first; relay False: never. Raises ``EnvironmentFault`` with cause and fix, ``ConfigError`` for
     impossible addresses.
     """
-    sweep()
     arguments = _arguments(identity_path, host, port, announce_host, public, relay)
     _require_free(host, port)
     asyncio.get_running_loop().set_exception_handler(quiet_stream_ends)
@@ -315,29 +312,6 @@ def _same_port(p2p: DaemonP2P) -> list[str]:
         f"{one.removesuffix('0')}{port}" if one.startswith(_LISTEN) and one.endswith("/tcp/0") else one
         for one in p2p.arguments
     ]
-
-
-def sweep(older_than_s: float = _LITTER_AFTER_S) -> None:
-    """Remove what killed processes of this user left behind: sockets that refuse a connection, and the empty
-    folders of daemons."""
-    parents = {Path(tempfile.gettempdir()), Path("/tmp")}
-    patterns = (f"{_PREFIX}*/p2pd.sock", "hivemind-p2pclient-*.sock", f"{_PREFIX}{8 * '?'}")
-    for path in [path for pattern in patterns for parent in parents for path in parent.glob(pattern)]:
-        try:
-            status = path.lstat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < older_than_s:
-                continue
-            if path.is_dir():
-                path.rmdir()
-                continue
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            if path.parent not in parents:
-                shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError as error:
-            logger.debug("leaving %s alone: %s", path, error)
 
 
 def _launch(arguments: Sequence[str]) -> Daemon:
