@@ -4,9 +4,9 @@
     python benchmarks/ends.py drawn --seeds 200000 200157
     python benchmarks/ends.py wide --seeds 1000 1040
 
-A named set is three peers without a fault; ``drawn`` takes peers, lines, model, rounds, cells and churn at
-random from the seed, and lays a storm over about every seventh run; ``wide`` does so with up to 40 peers, 4
-cells, 6 fragments and more churn. Prints each run that broke a law, and
+A named set is three peers without a fault; ``drawn`` takes peers, lines, model, rounds and churn at
+random from the seed, and lays a storm over about every seventh run; ``wide`` does so with up to 40 peers,
+6 fragments and more churn. Prints each run that broke a law, and
 one line for all: how many broke one, and in how many somebody left without what others hold and said so.
 """
 
@@ -33,12 +33,12 @@ MAX_STATE_FACTOR = 64
 
 
 def settings_of(
-    profile: str, values: int, round_s: float, rounds: int, *, seed: int, peers: int = 3, cells: int = 1,
+    profile: str, values: int, round_s: float, rounds: int, *, seed: int, peers: int = 3,
     faults: Churn | Storm | None = None,
 ) -> Settings:  # fmt: skip
     encoded = payload_bytes("int4", values)
     clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
-    run = RunConfig(name="ends", fragments=2, cells=cells, group_size=64, clock=clock)
+    run = RunConfig(name="ends", fragments=2, group_size=64, clock=clock)
     return Settings(
         run=run, peers=peers, seed=seed, profile=profile, faults=faults, blocks=(16, 16),
         real_bytes_per_block=encoded / 16, state_factor=min(MAX_STATE_FACTOR, round(8 * values / encoded)),
@@ -50,7 +50,6 @@ def wide(seed: int) -> Settings:
     peers, profile = draw.choice([2, 3, 4, 6, 10, 16, 24, 32, 40]), draw.choice(LINES)
     round_s, rounds = draw.choice([4.0, 8.0, 15.0, 40.0, 90.0]), draw.choice([5, 9, 16, 24])
     values, fragments = draw.choice([50_000, 300_000, 3_000_000, 20_000_000]), draw.choice([1, 2, 3, 4, 6])
-    cells = draw.choice([1, 1, 2, 3, 4]) if peers >= 6 else 1
     codec, churn_per_h = (
         draw.choice(["int4", "int4", "fp16", "int8"]),
         draw.choice([0.0, 0.5, 6.0, 20.0, 40.0]),
@@ -61,7 +60,7 @@ def wide(seed: int) -> Settings:
         faults = Storm(round_s, 0.6 * lasts_s)
     encoded, blocks = payload_bytes(codec, values), max(4, 32 // fragments)
     clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
-    run = RunConfig(name="wide", fragments=fragments, cells=cells, group_size=64, clock=clock)
+    run = RunConfig(name="wide", fragments=fragments, group_size=64, clock=clock)
     return Settings(
         run=run, peers=peers, seed=seed, profile=profile, faults=faults, blocks=(blocks,) * fragments,
         real_bytes_per_block=encoded / (blocks * fragments),
@@ -73,15 +72,13 @@ def drawn(seed: int) -> Settings:
     draw = random.Random(seed)
     peers, profile = draw.choice([2, 3, 3, 4, 5, 8, 12, 20]), draw.choice(LINES)
     round_s, rounds = draw.choice([4.0, 10.0, 30.0]), draw.choice([4, 8, 14])
-    values, cells = draw.choice([100_000, 1_000_000, 10_000_000]), 1
-    if peers >= 5:
-        cells = draw.choice([1, 1, 1, 2, 3])
+    values = draw.choice([100_000, 1_000_000, 10_000_000])
     churn_per_h, is_storm = draw.choice([0.0, 0.0, 2.0, 20.0]), draw.random() < 0.15
     faults: Churn | Storm | None = Churn(churn_per_h, 0.7 * round_s * rounds) if churn_per_h else None
     if is_storm:
         faults = Storm(round_s, 0.6 * round_s * rounds)
     return settings_of(
-        profile, values, round_s, rounds, seed=seed, peers=peers, cells=cells, faults=faults
+        profile, values, round_s, rounds, seed=seed, peers=peers, faults=faults
     )  # fmt: skip
 
 

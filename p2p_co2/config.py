@@ -92,11 +92,7 @@ class RunConfig(_Frozen):
     ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
     keyword arguments; ``recipe_digest`` is filled in when the run is published (sha256, hex) and checked by
     every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` bounds one
-    round's group. ``cells``: a swarm of more than one group is cut into so many, whose means are averaged in
-    turn (choose ``group_size`` 64 with it). They stay as many for the whole run: a cell for every 51 peers
-    that you expect at the most (``p2p-co2 plan --peers`` says it); with few in a cell each sends more. Tried
-    with simulated peers, 1,024 and more, and with four real ones in two cells. ``seed`` makes every peer
-    start from the same parameters.
+    round's group; a run has at most 64 peers. ``seed`` makes every peer start from the same parameters.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Its tokens count at most as so many
     times the median member's, and what is far larger than the others' counts for less (``averaging``). Honest
@@ -110,11 +106,19 @@ class RunConfig(_Frozen):
     seed: int = Field(default=0, ge=0, lt=2**31)
     fragments: int = Field(default=4, ge=1, le=256)
     group_size: int = Field(default=32, ge=1, le=64)
-    cells: int = Field(default=1, ge=1, le=256)
     weight_cap: float = Field(default=4.0, ge=0)
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()
     outer: OuterConfig = OuterConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_group(cls, settings: object) -> object:
+        if not isinstance(settings, dict) or "cells" not in settings:
+            return settings
+        if settings["cells"] != 1:
+            raise ValueError("a run has one group of at most 64 peers: remove the setting 'cells'")
+        return {name: value for name, value in settings.items() if name != "cells"}
 
     @field_validator("weight_cap")
     @classmethod
@@ -136,11 +140,6 @@ class RunConfig(_Frozen):
             raise ValueError(
                 f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, more than a round of {steps} steps"
             )
-        if self.cells > 1 and self.outer.rule == "eager":
-            raise ValueError(
-                "rule 'eager' needs every contributor's weight, and with cells > 1 a peer knows only its own "
-                "cell's; use keep, co2 or blend"
-            )
         if self.outer.rule in {"co2", "eager"} and self.outer.sync_delay_steps:
             raise ValueError(
                 f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, but rule {self.outer.rule!r} "
@@ -150,9 +149,8 @@ class RunConfig(_Frozen):
         return self
 
     def canonical_bytes(self) -> bytes:
-        """The agreed settings as bytes: JSON with sorted keys, every default written out, but for ``cells``:
-        a run of one cell is the same run as before there were any."""
-        settings = self.model_dump(mode="json", exclude={"cells"} if self.cells == 1 else None)
+        """The agreed settings as bytes: JSON with sorted keys, every default written out."""
+        settings = self.model_dump(mode="json")
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:

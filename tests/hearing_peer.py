@@ -7,12 +7,11 @@ from typing import Any, cast
 
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.environment import Clock
-from p2p_co2.node.far import Far
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Leave, PeerRecord, Ping, Status
+from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Status
 
 OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
 
@@ -32,7 +31,6 @@ class Place:
             membership=Membership(PeerId("me")),
             catching=None,
             me=PeerId("me"),
-            far=None,
             rounds=SimpleNamespace(**NO_ROUND),
             catchup=SimpleNamespace(
                 ask_swarm=lambda vouch: None, donor=SimpleNamespace(takers=lambda now, within_s: [])
@@ -44,13 +42,9 @@ class Place:
             software="",
             process=1,
         )
-        self.node.far = Far(cast(Any, self.node), 1, self._find_peers)
         self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25, rounds)
         self.node.catching = Catching(cast(Any, self.node))
         self.node.membership.found([], self.now)
-
-    async def _find_peers(self, cell: int | None) -> list[PeerRecord]:
-        raise AssertionError("there is one cell")
 
     def hear(self, peer: PeerId, phase: Status.Phase, *versions: int, settled: bool = False) -> None:
         digests = [bytes([version]) * 32 for version in versions]

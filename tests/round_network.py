@@ -20,7 +20,6 @@ from google.protobuf.message import Message
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import (
     Aborted,
-    CellWanted,
     Committed,
     FellBehind,
     Offer,
@@ -34,7 +33,7 @@ from p2p_co2.protocol.rounds import (
     RoundsEvent,
 )
 from p2p_co2.protocol.rounds.decision import sign_outcome
-from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
 
@@ -65,7 +64,7 @@ def toy_mean(job: ReduceJob) -> bytes:
     width = len(job.slices[0].data)
     total = bytearray(width)
     for piece in job.slices:
-        scale = 1 if job.step == "join" else int(piece.weight)
+        scale = int(piece.weight)
         for index, value in enumerate(piece.data[:64]):
             total[index] = (total[index] + scale * value) % 256
     return bytes(total)
@@ -105,9 +104,8 @@ class Network:
         *,
         shape: PayloadShape | None = None,
         group_size: int = 32,
-        cells: int = 1,
     ) -> None:
-        self.cells, self.group_size = cells, group_size
+        self.group_size = group_size
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.shape = shape or PayloadShape(8, (16,))
@@ -115,7 +113,7 @@ class Network:
         self.peers: dict[PeerId, Peer] = {}
         for index in range(count):
             identity = make_identity(index)
-            machine = Rounds(identity, RUN, self.shape, group_size, cells)
+            machine = Rounds(identity, RUN, self.shape, group_size)
             self.peers[identity.peer_id] = Peer(identity.peer_id, identity, machine)
         self.names = sorted(self.peers)
         self.events: list[tuple[PeerId, RoundsEvent]] = []
@@ -182,7 +180,7 @@ class Network:
         peer = self.peers[name]
         if peer.alive:
             return
-        peer.machine = Rounds(peer.identity, RUN, self.shape, self.group_size, self.cells)
+        peer.machine = Rounds(peer.identity, RUN, self.shape, self.group_size)
         peer.alive = True
         self.busy.discard(name)
         self.set_state(name, 0, *peer.states[0])
@@ -192,9 +190,7 @@ class Network:
     def tell_everybody(self) -> None:
         live = {name: self._view(name) for name in self.names if self.peers[name].alive}
         for name in live:
-            mine = cell_of(name, self.cells)
-            near = {other: view for other, view in live.items() if cell_of(other, self.cells) == mine}
-            self.peers[name].machine.set_peers(near, self.now)
+            self.peers[name].machine.set_peers(live, self.now)
             self.pump(name)
 
     def _view(self, name: PeerId) -> PeerView:
@@ -331,13 +327,6 @@ class Network:
             self._replay(peer, event, tries=5)
         elif isinstance(event, FellBehind):
             self._catch_up(peer, event)
-        elif isinstance(event, CellWanted):
-            self.at(self.now + 0.2, lambda: self._find_cell(peer, event.cell))
-
-    def _find_cell(self, peer: Peer, cell: int) -> None:
-        if peer.alive:
-            peer.machine.set_cell(cell, [n for n in self.names if cell_of(n, self.cells) == cell], self.now)
-            self.pump(peer.name)
 
     def _replay(self, peer: Peer, event: OutcomeWithoutBytes, tries: int) -> None:
         """Fetch a mean from a donor; one that has only just committed may not hold it yet."""

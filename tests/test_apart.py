@@ -41,14 +41,13 @@ def said(version: int, history: str, phase: Status.Phase = TRAINS) -> SimpleName
 
 def one_that_made(
     alone: int, together: int, others: dict[str, SimpleNamespace], *,
-    phase: Status.Phase = TRAINS, unheard: int = 0, cells: int = 1, given: int = 99, heard: int = -1,
+    phase: Status.Phase = TRAINS, unheard: int = 0, given: int = 99, heard: int = -1,
 ) -> Apart:  # fmt: skip
     """A peer that made ``together`` rounds with another, and ``alone`` after them."""
     live = {PeerId(name): info for name, info in others.items()}
     node = SimpleNamespace(
         me=ME,
         agreed=[AgreedVersion(0, state(0, "a"))],
-        far=SimpleNamespace(cells=cells),
         membership=SimpleNamespace(live=live, unheard=unheard, revision=0),
         progress=SimpleNamespace(local=SimpleNamespace(phase=phase)),
         catchup=SimpleNamespace(given=lambda fragment: given),
@@ -63,26 +62,25 @@ def one_that_made(
 
 
 @pytest.mark.parametrize(
-    ("others", "unheard", "cells", "goes_to"),
+    ("others", "unheard", "goes_to"),
     [
-        ({"b": said(3, "b"), "c": said(3, "b")}, 0, 1, 3),  # they made the same versions anew
-        ({"b": said(4, "b"), "c": said(3, "b"), "d": said(3, "b")}, 0, 1, 3),  # what two hold
-        ({"b": said(4, "b"), "c": said(4, "b"), "d": said(3, "b")}, 0, 1, 4),
-        ({n: said(4, "b") for n in "bcdef"} | {n: said(5, "z") for n in "yz"}, 0, 1, 4),  # two liars
-        ({"b": said(4, "b"), "c": said(3, "b")}, 0, 1, None),  # no two hold one state
-        ({"b": said(3, "b"), "c": said(8, "a")}, 0, 1, None),  # one against two
-        ({"b": said(3, "b"), "c": said(3, "b"), "d": said(8, "a"), "e": said(8, "a")}, 0, 1, None),  # 2 liars
-        ({"b": said(3, "b"), "c": said(3, "b")}, 1, 1, None),  # the DHT lists more than are heard
-        ({"b": said(3, "b"), "c": said(3, "b", RESTS)}, 0, 1, None),
-        ({"b": said(3, "b"), "c": said(3, "b", JOINS)}, 0, 1, None),
-        ({"b": said(9, "b"), "c": said(9, "b")}, 0, 1, None),  # they are ahead: catching up sees to that
-        ({"b": said(3, "b"), "c": said(3, "b")}, 0, 2, None),
+        ({"b": said(3, "b"), "c": said(3, "b")}, 0, 3),  # they made the same versions anew
+        ({"b": said(4, "b"), "c": said(3, "b"), "d": said(3, "b")}, 0, 3),  # what two hold
+        ({"b": said(4, "b"), "c": said(4, "b"), "d": said(3, "b")}, 0, 4),
+        ({n: said(4, "b") for n in "bcdef"} | {n: said(5, "z") for n in "yz"}, 0, 4),  # two liars
+        ({"b": said(4, "b"), "c": said(3, "b")}, 0, None),  # no two hold one state
+        ({"b": said(3, "b"), "c": said(8, "a")}, 0, None),  # one against two
+        ({"b": said(3, "b"), "c": said(3, "b"), "d": said(8, "a"), "e": said(8, "a")}, 0, None),  # 2 liars
+        ({"b": said(3, "b"), "c": said(3, "b")}, 1, None),  # the DHT lists more than are heard
+        ({"b": said(3, "b"), "c": said(3, "b", RESTS)}, 0, None),
+        ({"b": said(3, "b"), "c": said(3, "b", JOINS)}, 0, None),
+        ({"b": said(9, "b"), "c": said(9, "b")}, 0, None),  # they are ahead: catching up sees to that
     ],
 )  # fmt: skip
 def test_one_that_made_versions_alone_goes_where_most_others_are(
-    others: dict[str, SimpleNamespace], unheard: int, cells: int, goes_to: int | None
+    others: dict[str, SimpleNamespace], unheard: int, goes_to: int | None
 ) -> None:
-    camp = one_that_made(6, 2, others, unheard=unheard, cells=cells).camp(0)
+    camp = one_that_made(6, 2, others, unheard=unheard).camp(0)
     if goes_to is None:
         assert camp is None
         return
@@ -146,18 +144,17 @@ def test_what_was_made_alone_is_counted_where_it_is_given_up(
 
 
 @pytest.mark.parametrize(
-    ("alone", "given", "heard", "cells", "is_unshared"),
+    ("alone", "given", "heard", "is_unshared"),
     [
-        (6, -1, -1, 1, True), (6, 2, 2, 1, True), (6, 3, -1, 1, False), (6, -1, 3, 1, False),
-        (6, -1, -1, 2, False), (0, -1, -1, 1, False),
+        (6, -1, -1, True), (6, 2, 2, True), (6, 3, -1, False), (6, -1, 3, False), (0, -1, -1, False),
     ],
 )  # fmt: skip
 def test_what_was_made_alone_is_nobody_else_s_if_nobody_was_given_any(
-    alone: int, given: int, heard: int, cells: int, is_unshared: bool
+    alone: int, given: int, heard: int, is_unshared: bool
 ) -> None:
-    apart = one_that_made(alone, 2, {}, given=given, heard=heard, cells=cells)
+    apart = one_that_made(alone, 2, {}, given=given, heard=heard)
     assert apart.is_unshared(0) == is_unshared
-    assert apart.may_stay_unshared(0) == (is_unshared or (not alone and cells == 1))
+    assert apart.may_stay_unshared(0) == (is_unshared or not alone)
 
 
 def test_of_more_rounds_than_are_remembered_nothing_goes_back() -> None:
@@ -354,7 +351,7 @@ def test_who_goes_over_gives_nobody_what_it_made_alone() -> None:
 async def test_what_was_loaded_to_go_back_is_not_taken_once_the_others_have_come(they_come: bool) -> None:
     """A state takes minutes over a slow line; meanwhile they may have fetched what we made alone."""
     others = {PeerId(name): said(9, "a") if they_come else said(3, "b") for name in "bc"}
-    apart, adopted, gave = one_that_made(6, 3, {}), list[AgreedVersion](), list[object]()
+    apart, adopted = one_that_made(6, 3, {}), list[AgreedVersion]()
 
     async def adopt(fragment: int, data: bytes, agreed: AgreedVersion, *, goes_back: bool) -> None:
         assert goes_back
@@ -362,10 +359,8 @@ async def test_what_was_loaded_to_go_back_is_not_taken_once_the_others_have_come
 
     node: Any = apart._node
     node.membership.live = others
-    node.far.is_near = lambda peer: True
     node.catchup = SimpleNamespace(ask_swarm=lambda vouch: None)
     node.deciding = SimpleNamespace(adopt=adopt, settle_offer=lambda fragment: None)
-    node.rounds = SimpleNamespace(given_by=lambda *told: gave.append(told))
     node.report = lambda kind, **fields: None
     catching = Catching(node)
     catching.apart = apart
@@ -374,7 +369,6 @@ async def test_what_was_loaded_to_go_back_is_not_taken_once_the_others_have_come
     goal = Goal(STATE, 0, 3, tuple(others), state(3, "b"))
     await catching._take_state(Fetched(goal, 3, b"", Decision(), state(3, "b"), tuple(others), 1.0, 0))
     assert adopted == ([] if they_come else [AgreedVersion(3, state(3, "b"))])
-    assert gave == ([] if they_come else [(0, tuple(others))])  # they may know which cells made it
     assert not catching._back
 
 

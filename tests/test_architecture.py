@@ -47,7 +47,6 @@ IN_CIRCLES = {
     "p2p_co2.node.apart",
     "p2p_co2.node.catching",
     "p2p_co2.node.deciding",
-    "p2p_co2.node.far",
     "p2p_co2.node.majority",
     "p2p_co2.node.node",
     "p2p_co2.node.progress",
@@ -66,11 +65,8 @@ TOO_LARGE = {
     "p2p_co2.node.node.Node",
     "p2p_co2.node.progress.SwarmProgress",
     "p2p_co2.protocol.catchup.download.Download",
-    "p2p_co2.protocol.outlook.Outlook",
     "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
-    "p2p_co2.protocol.rounds.delegate.Delegate",
-    "p2p_co2.protocol.rounds.delegation.Delegation",
     "p2p_co2.protocol.rounds.fragment.FragmentRounds",
     "p2p_co2.protocol.rounds.gathering.Gathering",
     "p2p_co2.protocol.rounds.machine.Rounds",
@@ -79,7 +75,6 @@ TOO_LARGE = {
     "p2p_co2.protocol.rounds.swarm.Swarm",
     "p2p_co2.protocol.rounds.tally.Tally",
     "p2p_co2.protocol.schedule.account.WorkAccount",
-    "p2p_co2.simnet.laws.Books",
     "p2p_co2.simnet.links.VirtualLinks",
     "p2p_co2.simnet.oversight.Oversight",
     "p2p_co2.simnet.process.Process",
@@ -94,7 +89,6 @@ TOO_LARGE = {
 WHOLES_GIVEN_AWAY = {
     "p2p_co2.node.node.Node: Catching(self)",
     "p2p_co2.node.node.Node: Deciding(self)",
-    "p2p_co2.node.node.Node: Far(self)",
     "p2p_co2.node.node.Node: SwarmProgress(self)",
     "p2p_co2.simnet.inspection.Inspector: Oversight(self)",
     "p2p_co2.simnet.swarm.Swarm: Inspector(self)",
@@ -102,7 +96,7 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
     "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
-TIME_CONSTANTS = 261
+TIME_CONSTANTS = 239
 
 
 def sources() -> list[Path]:

@@ -59,15 +59,6 @@ def heard(phase: Status.Phase, versions: tuple[int, ...] = (), digests: tuple[by
     )
 
 
-def all_near() -> SimpleNamespace:
-    """A node's ``far`` in a swarm of one cell."""
-    return SimpleNamespace(
-        cells=1,
-        is_near=lambda peer: True,
-        outlook=SimpleNamespace(revision=0, words={}, other_digest=lambda *of, is_ours: None),
-    )
-
-
 @pytest.mark.parametrize(
     ("said", "version", "digest", "vouched"),
     [
@@ -97,7 +88,6 @@ def test_who_vouches_for_the_state_of_a(
         membership=SimpleNamespace(live=live, revision=0),
         agreed=[AgreedVersion(0, NONE)],
         progress=SimpleNamespace(local=LocalProgress(phase=Status.JOINING)),
-        far=SimpleNamespace(cells=1, is_near=lambda peer: True),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
     assert Catching(node)._vouch(PeerId("a"), 0, version, digest) is vouched  # type: ignore[arg-type]
@@ -142,7 +132,6 @@ def test_a_last_round_of_few_is_taken_while_others_are_still_about_another_fragm
         me=PeerId("me"),
         group_size=32,
         progress=SimpleNamespace(local=LocalProgress(phase=TRAINS, finished=frozenset({0}))),
-        far=SimpleNamespace(cells=1),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
     majority = Catching(node).majority
@@ -164,7 +153,6 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
         agreed=[AgreedVersion(2, NONE)],
         progress=SimpleNamespace(local=LocalProgress(phase=Status.DRAINING)),
         deciding=nothing_owed(),
-        far=all_near(),
         rounds=SimpleNamespace(is_completing=lambda fragment: False),
         catchup=SimpleNamespace(
             ask_swarm=lambda vouch: None,
@@ -188,20 +176,19 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
 
 
 @pytest.mark.parametrize(
-    ("phases", "versions", "cells", "last"),
+    ("phases", "versions", "last"),
     [
-        ("dd", (4, 3), 1, 4),  # one has a last round that the others did not hear of
-        ("dd", (5, 3), 1, 4),  # one round at a time
-        ("dd", (3, 3), 1, 0),
-        ("dt", (4, 3), 1, 0),  # while somebody trains, one alone moves nobody
-        ("ddj", (4, 3, 3), 1, 4),  # nor who joins, or rests
-        ("ddp", (4, 3, 3), 1, 4),
-        ("djj", (3, 4, 4), 1, 0),
-        ("dd", (4, 3), 2, 0),  # over cells the council says what is over
+        ("dd", (4, 3), 4),  # one has a last round that the others did not hear of
+        ("dd", (5, 3), 4),  # one round at a time
+        ("dd", (3, 3), 0),
+        ("dt", (4, 3), 0),  # while somebody trains, one alone moves nobody
+        ("ddj", (4, 3, 3), 4),  # nor who joins, or rests
+        ("ddp", (4, 3, 3), 4),
+        ("djj", (3, 4, 4), 0),
     ],
 )
 def test_a_last_round_that_few_have_is_taken_when_nobody_trains(
-    phases: str, versions: tuple[int, ...], cells: int, last: int
+    phases: str, versions: tuple[int, ...], last: int
 ) -> None:
     named = {"d": Status.DRAINING, "t": Status.TRAINING, "j": Status.JOINING, "p": Status.PAUSED}
     live = {
@@ -212,11 +199,10 @@ def test_a_last_round_that_few_have_is_taken_when_nobody_trains(
         membership=SimpleNamespace(live=live, revision=0),
         agreed=[AgreedVersion(3, GOOD)],
         progress=SimpleNamespace(local=LocalProgress(phase=Status.DRAINING)),
-        far=SimpleNamespace(cells=cells),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
     )
     majority = Catching(node).majority  # type: ignore[arg-type]
-    assert majority.near_version(0) == 3
+    assert majority.swarm_version(0) == 3
     assert majority.last_version(0) == last
 
 
@@ -240,7 +226,6 @@ def test_a_last_round_that_nobody_has_costs_nobody_an_offer(
         agreed=[AgreedVersion(3, GOOD)],
         progress=SimpleNamespace(local=LocalProgress(phase=Status.DRAINING)),
         deciding=nothing_owed(),
-        far=all_near(),
         rounds=SimpleNamespace(
             is_completing=lambda fragment: False,
             forget_outcome=lambda fragment, round_, is_proved: proved.append(is_proved),
@@ -280,7 +265,6 @@ def follower(of: int, phase: Status.Phase, catchup: Any, **more: Any) -> Any:
         membership=SimpleNamespace(live=live, revision=1),
         agreed=[AgreedVersion(3, GOOD)],
         progress=SimpleNamespace(local=LocalProgress(phase=phase)),
-        far=all_near(),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None, **catchup),
         now=lambda: 20.0,
         **{"deciding": nothing_owed()} | more,

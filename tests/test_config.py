@@ -165,3 +165,15 @@ def test_a_manifest_from_another_version_is_refused_in_words() -> None:
     assert "spelling" not in str(refused.value)  # a volunteer did not spell it
     with pytest.raises(ConfigError):
         RunConfig.from_canonical_bytes(b"not json at all")
+
+
+def test_a_run_file_that_asks_for_cells_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("cells = 4\n")
+    with pytest.raises(
+        ConfigError, match="one group of at most 64 peers: remove the setting 'cells'"
+    ) as refused:
+        read_run_config(path)
+    assert "\n" not in str(refused.value)
+    path.write_text("cells = 1\n")
+    assert read_run_config(path).digest() == RunConfig().digest()

@@ -26,9 +26,7 @@ from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.play import STRANGER, Game, check_bounds
 from tests.fuzz.world import RUN, World, make_identity, run_virtual
 
-OTHERS = {"model_table"}  # a bench has no model to compare
-KINDS = {name for name in KINDS_OF_ALL if not name.startswith("cell_")} - OTHERS
-"""Those between cells have a test like these of their own (``test_rounds_cells``)."""
+KINDS = set(KINDS_OF_ALL) - {"model_table"}  # a bench has no model to compare
 PATIENT = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MUTANTS_PER_MESSAGE, MESSAGES_PER_KIND = 6, 8
 SELDOM_WRONG = frozenset({"manifest", "chunk"})

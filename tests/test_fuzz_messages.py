@@ -27,18 +27,15 @@ from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES
 from p2p_co2.net.transport.probe import Prober, _parsed
 from p2p_co2.protocol.reports.reader import REPORT_CONTEXT, open_report
 from p2p_co2.protocol.reports.responder import Responder
-from p2p_co2.protocol.rounds.cells import cell_of
 from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import Identity, unseal
+from p2p_co2.protocol.wire.identity import unseal
 from p2p_co2.protocol.wire.kinds import KINDS
 from p2p_co2.system.socket_activation import receive_relayed
-from tests.fuzz.bench import Bench, envelope
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.scenes import Scene
-from tests.fuzz.stories import CELL_NAMES, CELL_STORIES, CELLS, examples, parts
+from tests.fuzz.stories import examples
 from tests.fuzz.world import make_identity, run_virtual
 
-CELL_KINDS = {name for name in KINDS if name.startswith("cell_")} - {"cell_look", "cell_sight"}
 US, THEM = make_identity("us"), make_identity("them")
 CONFIG = RunConfig(name="fuzz").canonical_bytes()
 RUN = RunConfig(name="fuzz").digest()
@@ -169,40 +166,6 @@ def test_scenes_do_try_wrong_messages_and_refuse_them() -> None:
     assert scene.bench.router.refusals.total() > 3
 
 
-def test_every_part_of_a_round_over_cells_is_played() -> None:
-    """Whom the kinds between cells are for: a council, a cell's coordinator, owners, who watches a cell."""
-    heard = {
-        (part.story, part.name): {
-            wire.Envelope.FromString(what).WhichOneof("body")
-            for _, sender, what in part.steps
-            if sender is not None
-        }
-        for part in parts()
-        if part.cells == CELLS
-    }
-    assert len(heard) == len(CELL_STORIES) * len(CELL_NAMES)
-    council, coordinator = {"cell_ready", "cell_result"}, {"cell_begin", "cell_waiting", "cell_decision"}
-    owner = {"cell_part", "cell_mean"}
-    assert council | coordinator | owner == CELL_KINDS
-    for role in (council, coordinator, owner, {"cell_look", "cell_sight"}):
-        assert any(role <= kinds for kinds in heard.values()), role
-    between_cells = CELL_KINDS - {"cell_part"}
-    assert any(not kinds & between_cells for kinds in heard.values()), "a plain member"
-
-
-@pytest.mark.parametrize("story", ["cells_agree", "council_lost"])
-def test_a_part_over_cells_that_is_left_alone_ends_as_it_was_played(story: str) -> None:
-    """Replayed without a lie, each part refuses nothing."""
-    for number, part in enumerate(parts()):
-        if part.story == story:
-            scene = Scene(bytes((number,)))
-            assert scene.part is part
-            scene.play()
-            assert not scene.bench.router.refusals
-            if story == "cells_agree":
-                assert scene.bench.versions[0] == 2
-
-
 @pytest.mark.parametrize("kind", READERS, ids=lambda kind: kind.__name__)
 def test_a_right_message_is_read(kind: type[Message]) -> None:
     right, read = READERS[kind]
@@ -217,70 +180,3 @@ def test_a_wrong_message_outside_of_envelopes_is_refused_in_words(kind: type[Mes
     wrong = Mutator(Tape(data)).mutate_one(right)
     with suppress(*EXPECTED):
         read(wrong)
-
-
-# ---- how other cells stand
-
-
-class LookedAt:
-    """A peer that watches another cell, and asked somebody there how it stands."""
-
-    def __init__(self) -> None:
-        identities = [make_identity(str(number)) for number in range(40)]
-        self.bench = bench = Bench("us", cells=CELLS)
-        self.outlook = bench.outlook
-        ours = self.outlook.cell
-        self.near = next(one for one in identities if cell_of(one.peer_id, CELLS) == ours)
-        self.outlook.conclude({}, bench.at, 0.25)
-        self.outlook.handle_timer(bench.at)
-        cell = self.outlook.wanted[0]
-        there = [one for one in identities if cell_of(one.peer_id, CELLS) == cell]
-        self.outlook.found(cell, [one.peer_id for one in there], bench.at)
-        ((asked, _),) = self.outlook.messages_to_send()
-        self.asked = next(one for one in there if one.peer_id == asked)
-        self.unasked = next(one for one in there if one.peer_id != asked)
-        sight = wire.CellSight(
-            cell=cell, peer=asked, versions=[3, 1], digests=[bytes(32)] * 2, position=3.0, age_s=1.0,
-            trains=True, settled=True, finished=b"\1",
-        )  # fmt: skip
-        status = wire.Status(phase=wire.Status.TRAINING, versions=[3, 1], sights=[sight])
-        self.sight = sight
-        self.right = [
-            envelope(message) for message in (wire.CellLook(), sight, wire.Ping(nonce=1, status=status))
-        ]
-
-    def hear(self, source: Identity, data: bytes) -> None:
-        bench = self.bench
-        bench.take(source.peer_id, data, bench.at + 0.05)
-        assert len(self.outlook.messages_to_send()) <= 1  # an answer, or a question to another one
-        self.outlook.conclude(bench.membership.live, bench.at, 0.25)
-        assert set(self.outlook.words) <= set(range(CELLS)) - {self.outlook.cell}
-        assert all(0 <= at < 2e18 for at in self.outlook.positions(bench.at, 0.25))
-        for fragment in range(300):
-            self.outlook.version(fragment, 0, over=False)
-            self.outlook.donors(fragment, 1)
-        for name, (held, bound) in self.outlook.held().items():
-            assert held <= bound, name
-
-
-def test_what_a_cell_is_said_to_be_is_heard_from_who_was_asked() -> None:
-    game = LookedAt()
-    for source in (game.near, game.unasked, game.asked):
-        assert not game.outlook.words
-        game.hear(source, envelope(game.sight))
-    assert game.outlook.words[game.sight.cell].versions == (3, 1)
-    assert list(game.bench.router.refusals) == [(game.near.peer_id, "cell_sight", "wrong cell")]
-
-
-@given(data=st.binary(min_size=8, max_size=120))
-@settings(PATIENT, max_examples=60)
-def test_wrong_looks_at_cells_are_refused_and_raise_nothing_else(data: bytes) -> None:
-    tape, game = Tape(data), LookedAt()
-    sources = (game.asked, game.unasked, game.near, THEM)
-    mutator = Mutator(tape)
-    for right in game.right:
-        mutator.saw(right)
-    while not tape.over:
-        source = sources[tape.choose(4)]
-        game.hear(source, mutator.mutate(game.right[tape.choose(3)], source))
-    assert {sender for sender, _, _ in game.bench.router.refusals} <= {one.peer_id for one in sources}

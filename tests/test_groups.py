@@ -41,7 +41,7 @@ class Loopback:
     async def publish_self(self, somebody_unmet: bool = False) -> None:
         return None
 
-    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
+    async def find_peers(self) -> list[PeerRecord]:
         return [record for peer, record in self._listed.items() if peer != self.identity.peer_id]
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:

@@ -21,7 +21,7 @@ from p2p_co2.node import record_book as room
 from p2p_co2.node.network import Network
 from p2p_co2.node.reach import lead_nowhere_else, publishable
 from p2p_co2.node.record_book import RECORD_KEPT_S, RecordBook
-from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket
@@ -45,14 +45,10 @@ class Dht:
     def time(self) -> float:
         return time.time()
 
-    async def find(self, cell: int | None) -> list[PeerRecord]:
+    async def find(self) -> list[PeerRecord]:
         self.searches += 1
         expires_at = time.time() + 60.0 - self.ages_s
-        found = [
-            PeerRecord(peer=peer, expires_at=expires_at, software=self.software)
-            for peer in self.peers
-            if cell is None or cell_of(PeerId(peer), self.book.cells) == cell
-        ]
+        found = [PeerRecord(peer=peer, expires_at=expires_at, software=self.software) for peer in self.peers]
         self.now += self.takes_s
         await asyncio.sleep(0.01)
         if self.trouble:
@@ -95,7 +91,7 @@ async def test_no_more_records_than_peers_are_known(monkeypatch: pytest.MonkeyPa
 async def test_one_search_serves_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a dozen dead peers that the DHT lists, each is dialled over two carriers."""
     dht = Dht(monkeypatch, *"abcdef")
-    await dht.book.search(0)
+    await dht.book.search()
     dht.now += 60.0
     asked = [dht.book.record_of(PeerId(peer), True) for peer in "abcdef" for _ in range(2)]
     found = await asyncio.gather(*asked)
@@ -105,7 +101,7 @@ async def test_one_search_serves_all_who_ask_at_once(monkeypatch: pytest.MonkeyP
 
 async def test_what_was_found_a_moment_ago_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     dht = Dht(monkeypatch, "a")
-    await dht.book.search(0)
+    await dht.book.search()
     assert await dht.book.record_of(PeerId("a"), True)
     assert dht.searches == 1
     dht.now += 0.1  # it began more than a second ago
@@ -144,7 +140,7 @@ async def test_who_asks_while_a_search_fails_waits_for_no_other(monkeypatch: pyt
 
 async def test_a_search_that_is_given_up_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     dht = Dht(monkeypatch, "a")
-    await dht.book.search(0)
+    await dht.book.search()
     dht.now += 60.0
     dht.takes_s = 0.0
     given_up = asyncio.create_task(dht.book.record_of(PeerId("a"), True))
@@ -160,7 +156,7 @@ async def test_an_old_copy_of_a_record_does_not_replace_a_newer_one(monkeypatch:
     dht = Dht(monkeypatch, "a")
     for software, ages_s, known in (("new", 0.0, "new"), ("old", 30.0, "new"), ("newest", -1.0, "newest")):
         dht.software, dht.ages_s = software, ages_s
-        await dht.book.search(0)
+        await dht.book.search()
         assert await dht.software_of("a") == known
 
 
@@ -170,25 +166,11 @@ async def test_a_record_that_has_expired_is_not_searched_for_by_each_who_asks(
     """Dead peers whose records ran out, asked for one after the other."""
     dht = Dht(monkeypatch, "a", "b")
     dht.ages_s = 120.0
-    await dht.book.search(0)
+    await dht.book.search()
     dht.now, dht.takes_s = dht.now + 60.0, 0.1
     for peer in "abab":
         assert await dht.book.record_of(PeerId(peer))
     assert dht.searches == 2
-
-
-async def test_a_search_of_one_cell_serves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    dht = Dht(monkeypatch, "a", "b", "c", "d")
-    dht.book.cells = 2
-    cells = {cell_of(PeerId(peer), 2): PeerId(peer) for peer in "abcd"}
-    await dht.book.search()
-    dht.now, dht.takes_s, dht.software = dht.now + 60.0, 0.0, "late"
-    await dht.book.search(0)
-    assert [await dht.software_of(cells[cell]) for cell in (0, 1)] == ["late", ""]
-    assert await dht.book.record_of(cells[0], True)
-    assert dht.searches == 2
-    assert await dht.book.record_of(cells[1], True)
-    assert dht.searches == 3
 
 
 @given(st.lists(st.integers(0, 2 * MAX_STRING), max_size=40))

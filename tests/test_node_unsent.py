@@ -7,23 +7,19 @@ from collections import Counter
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.protocol.wire.messages_pb2 import CellSight, Fetch
+from p2p_co2.protocol.wire.messages_pb2 import Fetch
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm
 from p2p_co2.simnet.oversight import Oversight
 
 
-@pytest.mark.parametrize(("peers", "cells", "faults"), [(12, 1, Storm(3.0, 19.0)), (8, 2, None)])
-def test_nothing_waits_for_another_turn_to_be_sent(
-    monkeypatch: pytest.MonkeyPatch, peers: int, cells: int, faults: Storm | None
-) -> None:
-    """The question for the next of several missed rounds waited for somebody else's message, up to 0.8 s, and
-    what another cell's watcher had asked up to a second, or twenty where rounds take minutes."""
+def test_nothing_waits_for_another_turn_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question for the next of several missed rounds waited for somebody else's message, up to 0.8 s."""
     turned, unsent, sent = Oversight.turned, list[str](), Counter[type]()
 
     def look(oversight: Oversight) -> None:
         node = oversight._node
         if node._links is not None and not node._stopping.is_set():
-            machines = node.membership, node.rounds._outlet, node.catchup._out, node.far.outlook
+            machines = node.membership, node.rounds._outlet, node.catchup._out
             for machine in machines:
                 waiting = machine.messages if hasattr(machine, "messages") else machine._outgoing
                 unsent.extend(f"{oversight._world.now:.2f}: {message}" for _, message in waiting)
@@ -31,8 +27,8 @@ def test_nothing_waits_for_another_turn_to_be_sent(
 
     monkeypatch.setattr(Oversight, "turned", look)
     clock = ClockConfig(mode="time", round_s=4.0, rounds=9)
-    run = RunConfig(name="unsent", fragments=2, cells=cells, group_size=64, clock=clock)
-    settings = Settings(run=run, peers=peers, seed=3, faults=faults, blocks=(6, 3))
+    run = RunConfig(name="unsent", fragments=2, clock=clock)
+    settings = Settings(run=run, peers=12, seed=3, faults=Storm(3.0, 19.0), blocks=(6, 3))
     swarm = Swarm(settings, EventLog(digests=False))
     transmit = type(swarm.internet).deliver
 
@@ -43,5 +39,5 @@ def test_nothing_waits_for_another_turn_to_be_sent(
 
     monkeypatch.setattr(type(swarm.internet), "deliver", deliver)
     assert swarm.run().violations == []
-    assert sent[CellSight if cells > 1 else Fetch] > 4
+    assert sent[Fetch] > 4
     assert unsent == []

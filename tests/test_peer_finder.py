@@ -35,7 +35,7 @@ class Net:
     async def publish_self(self, somebody_unmet: bool) -> str:
         return self._answer("publish", "")
 
-    async def find_peers(self, cell: int) -> list[PeerRecord]:
+    async def find_peers(self) -> list[PeerRecord]:
         self.searches += 1
         return self._answer("find", [PeerRecord(peer="other", expires_at=9.0)])
 
@@ -59,7 +59,7 @@ class World:
         self.now, self.net, self.warned = 100.0, Net(*fails), list[str]()
         self.membership = Membership(PeerId("me"))
         events = FinderEvents(lambda: self.now, Status, lambda: False, lambda: None, self.warned.append)
-        self.finder = PeerFinder(cast(Any, self.net), self.membership, 0, events)
+        self.finder = PeerFinder(cast(Any, self.net), self.membership, events)
         self._monkeypatch = monkeypatch
 
     async def look_once(self) -> bool:

@@ -18,7 +18,6 @@ from bootstrap.plan.links import GivenLink, read_links
 from bootstrap.plan.picture import jobs_of
 from bootstrap.plan.report import WHY, print_plan, seconds, size
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning.cell_count import advice_on_cells, advice_on_short_rounds, cells_for
 from p2p_co2.planning.simulator import utilisation
 from p2p_co2.recipes import load_recipe
 
@@ -107,39 +106,6 @@ def test_of_more_peers_than_a_round_has_the_plan_says_which_it_is_of(run_file: P
     print_plan(make_plan(options(run_file, peers=40)), Console(file=text, width=200))
     assert "32 peers in a round" in text.getvalue()
     assert "of 40 peers the 32 slowest uploads make the round" in text.getvalue()
-
-
-def test_a_plan_for_a_large_swarm_says_into_how_many_cells_it_should_be_cut(run_file: Path) -> None:
-    for peers, wanted in ((1, 1), (64, 1), (65, 2), (1024, 20), (4096, 80), (10**6, 256)):
-        assert cells_for(peers) == wanted
-        assert advice_on_cells(peers, wanted) == ("" if peers < 10**6 else advice_on_cells(10**6, 256))
-    assert advice_on_cells(200, 4) == advice_on_cells(256, 4) == advice_on_cells(64, 4) == ""
-    assert "4 cells are few: set cells = 5 and group_size = 64" in advice_on_cells(257, 4)
-    assert "4 cells are many: set cells = 1 before" in advice_on_cells(63, 4)
-    text = StringIO()
-    print_plan(make_plan(options(run_file, peers=1024)), Console(file=text, width=400))
-    assert "for 1024 peers 1 cell is few: set cells = 20 and group_size = 64" in " ".join(
-        text.getvalue().split()
-    )
-
-
-def test_a_plan_over_cells_asks_for_rounds_that_a_cell_can_catch_up_in(run_file: Path) -> None:
-    assert advice_on_short_rounds(10.0, 1) == advice_on_short_rounds(20.0, 8) == ""
-    run_file.write_text(
-        'name = "p"\ncells = 2\ngroup_size = 64\n[clock]\nmode = "time"\nround_s = 10\n', encoding="utf-8"
-    )
-    text = StringIO()
-    print_plan(make_plan(options(run_file, peers=40)), Console(file=text, width=400))
-    advised = "over cells a round every 10 s is short, those that miss one may stay out: set round_s = 20"
-    assert advised in " ".join(text.getvalue().split())
-    # Also of a run that is only to be cut into cells; not of one that is to be one again.
-    short = '[clock]\nmode = "time"\nround_s = 10\n'
-    run_file.write_text('name = "p"\n' + short, encoding="utf-8")
-    assert advised in make_plan(options(run_file, peers=1024)).sources["links"]
-    run_file.write_text('name = "p"\ncells = 2\n' + short, encoding="utf-8")
-    told = make_plan(options(run_file, peers=20)).sources["links"]
-    assert "2 cells are many: set cells = 1" in told
-    assert advised not in told
 
 
 @pytest.mark.parametrize("mode", ["time", "steps"])

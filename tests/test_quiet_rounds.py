@@ -21,7 +21,6 @@ from p2p_co2.protocol.membership import (
     Left,
     Membership,
 )
-from p2p_co2.protocol.outlook import LOOK_EVERY_S, QUIET_LOOK, Outlook
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Ping, Pong, Status
 from p2p_co2.simnet import EventLog, Settings, Swarm
@@ -135,17 +134,6 @@ def test_what_changes_is_told_at_once_and_the_end_of_rest_brings_the_next_beat_f
     assert (to, list(message.status.versions) if isinstance(message, Ping) else None) == (OTHER, [1])
     machine.set_rests(False, 32.0)
     assert 32.0 < (machine.get_timer() or 0.0) <= 32.0 + SLOWEST_HEARTBEAT_S
-
-
-def test_other_cells_are_looked_at_as_rarely_and_quickly_by_one_that_waits() -> None:
-    outlook = Outlook(ME, 2, QUIET_S)
-    outlook.conclude({}, 0.0, 0.1)
-    for hurry, rests, every_s in ((True, True, 2.0), (False, False, LOOK_EVERY_S), (False, True, 60.0)):
-        outlook.hurry, outlook.rests = hurry, rests
-        now = outlook.get_timer() or 0.0
-        outlook.handle_timer(now)
-        assert (outlook.get_timer() or 0.0) - now == pytest.approx(every_s)
-    assert QUIET_LOOK * QUIET_S == 60.0
 
 
 def quiet_swarm(round_s: float, **more: Any) -> Settings:

@@ -115,14 +115,14 @@ def test_it_is_told_what_nobody_needs_any_more() -> None:
         assert [event for _, event in net.events if isinstance(event, Stale)] == 3 * [Stale(attempt, False)]
         verdicts, told = Verdicts(), list[Stale]()
         verdicts.keep(decision, outcome)
-        verdicts.leave(1, (attempt,), told.append)
-        verdicts.leave(2, (b"the others go on with it",), told.append)
+        verdicts.leave(1, attempt, told.append)
+        verdicts.leave(2, b"the others go on with it", told.append)
         assert told == [Stale(attempt, means=False)]  # who is slower may complete it with our means
         following = wire.Outcome()
         following.CopyFrom(outcome)
         following.key.round, following.key.attempt = 2, b"the next"
         verdicts.keep(decision, following)
-        verdicts.leave(2, (b"the next",), told.append)
+        verdicts.leave(2, b"the next", told.append)
         undecided = Stale(b"the others go on with it", means=True)
         assert told[1:] == [Stale(attempt, means=True), undecided, Stale(b"the next", means=False)]
 

@@ -23,7 +23,7 @@ from p2p_co2.protocol.rounds import (
     open_decision,
 )
 from p2p_co2.protocol.rounds import bounds as limits
-from p2p_co2.protocol.rounds.decision import Verdicts, keep_opened, sign_outcome
+from p2p_co2.protocol.rounds.decision import Verdicts, sign_outcome
 from p2p_co2.protocol.rounds.derived import OUTCOMES_KEPT, Derived
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import verify
@@ -90,25 +90,6 @@ def test_peers_of_one_process_may_derive_from_a_thread_each() -> None:
             assert [asked.result() for asked in [threads.submit(ask) for _ in range(4)]] == [often] * 4
     finally:
         sys.setswitchinterval(switches_s)
-
-
-def test_a_process_of_many_cells_opens_each_decision_once() -> None:
-    identity, decisions = make_identity(0), []
-    for number in range(1, OUTCOMES_KEPT + 3):
-        key = wire.RoundKey(round=number, attempt=bytes(limits.ATTEMPT_BYTES))
-        outcome = wire.Outcome(key=key, run=RUN, state_digest=DIGEST)
-        outcome.members.add(peer=identity.peer_id, weight=1.0)
-        decisions.append(sign_outcome(identity, outcome))
-
-    def are_shared() -> list[bool]:
-        first, again = ([open_decision(one, RUN, SHAPE) for one in decisions] for _ in range(2))
-        return [one is other for one, other in zip(first, again, strict=True)]
-
-    keep_opened(1)
-    assert not any(are_shared())  # bounded: of what comes in turn, each is gone when it comes again
-    keep_opened(2 * OUTCOMES_KEPT)
-    assert all(are_shared())
-    keep_opened(1)
 
 
 @pytest.mark.parametrize("committed", [True, False])

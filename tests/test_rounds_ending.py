@@ -193,7 +193,7 @@ def test_where_several_are_done_the_last_one_makes_no_round_alone() -> None:
     machine = machine_with({ME: PeerView(1e6, versions=(0,)), OTHER: done, THIRD: done})
     machine.offer(offer_of(), 1.0)
     reasons = [event.reason for event in drain(machine) if isinstance(event, Aborted)]
-    assert reasons == ["most peers of this cell have nothing more to offer"]
+    assert reasons == ["most peers have nothing more to offer"]
 
 
 def test_two_that_are_slower_go_on_beside_others_that_are_done() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.rounds import Committed, PayloadShape, PeerView
+from p2p_co2.protocol.rounds import Committed, PayloadShape
 from p2p_co2.protocol.rounds.deadline import SAFETY
 from p2p_co2.protocol.rounds.lateness import FORGIVING, HARDEST, LATE, LEAST, Lateness
 from p2p_co2.protocol.rounds.parts import Rates, divide
-from p2p_co2.protocol.rounds.swarm import Swarm
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Mean
 from tests.round_network import Network
@@ -90,19 +89,3 @@ def test_whoever_sends_its_means_slowly_is_given_less_and_counts_all_the_same() 
     assert max(owned[2:]) <= 8
     for event in rounds:
         assert all(liar in dict(part.contributors) for part in event.parts)
-
-
-@pytest.mark.parametrize(("cells", "forgiven"), [(1, 1), (4, 7)])
-def test_a_coordinator_that_is_late_is_asked_last_sooner_where_it_waits_for_no_council(
-    cells: int, forgiven: int
-) -> None:
-    """Over cells an honest one has no outcome before a slow council has."""
-    swarm = Swarm(A, PayloadShape(8, (16,)), 32, cells)
-    swarm.set_live(dict.fromkeys((A, B, C), PeerView()))
-    for _ in range(forgiven):
-        swarm.was_late(B, 1.0, cost_s=1.0)
-        assert not swarm.repute.is_passed_over(B, 1.0)
-    swarm.was_late(B, 1.0, cost_s=1.0)
-    assert swarm.repute.is_passed_over(B, 1.0)
-    swarm.was_late(A, 1.0, cost_s=1.0)
-    assert not swarm.repute.is_passed_over(A, 1.0)  # of ourselves we think nothing

@@ -81,20 +81,16 @@ def test_of_three_live_peers_two_commit_when_the_means_come_the_second_time() ->
     assert net.committed().keys() == {first, other}
 
 
-@pytest.mark.parametrize(
-    ("cells", "third", "least_votes"),
-    [(1, "", 1), (1, "live", 2), (1, "ready", 2), (2, "live", 1), (2, "ready", 1)],
-)
+@pytest.mark.parametrize(("third", "least_votes"), [("", 1), ("live", 2), ("ready", 2)])
 def test_both_votes_are_needed_where_a_third_may_make_the_round_with_either(
-    cells: int, third: str, least_votes: int
+    third: str, least_votes: int
 ) -> None:
-    """One that has offered counts although nothing else is heard of it. Over cells a group is one of several,
-    and the council counts."""
+    """One that has offered counts although nothing else is heard of it."""
     net = Network(3)
     names = coordination_order(net.names, 0, 1)
     swarm = net.peers[names[0]].machine._swarm
     swarm.set_live({name: net._view(name) for name in names[: 3 if third == "live" else 2]})
-    swarm.cells, swarm.group_size = cells, 2
+    swarm.group_size = 2
     gathering = Gathering(
         0, 1, swarm, Outlet(names[0]), history=ReadyHistory(), cadence=Cadence(), now=0.0
     )  # fmt: skip

@@ -92,32 +92,29 @@ def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None
 
 
 def test_the_first_slice_is_put_together_in_the_means_place() -> None:
-    """A message's memory is let go of as it comes; what comes next has a place of its own, and over several
-    cells all do: there the mean may come while slices are summed once more."""
+    """A message's memory is let go of as it comes; what comes next has a place of its own."""
     me, first, second = (PeerId(f"p{i:02}") for i in range(3))
     size = 2 * PIECE_UNIT_BYTES
     swarm, outlet = Swarm(me, PayloadShape(size, (1,)), 4), Outlet(me)
     swarm.set_live({name: PeerView(1e6) for name in (me, first, second)})
     shares = dict.fromkeys((me, first, second), Share(1.0, 0))
-    for council in (None, wire.Council(sums_within_s=1.0)):
-        attempt = Attempt(
-            0, 1, bytes(16), shares, (BlockRange(0, 1),), (me,), (frozenset(shares),), DIGEST, first, 5.0,
-            12.0, council,
-        )  # fmt: skip
-        place, slices = memoryview(bytearray(size)), dict[PeerId, bytes]()
-        job = PartJob(
-            attempt, 0, 0, memoryview(bytes(size)), swarm=swarm, outlet=outlet, room=Room(2 * size),
-            arrivals=Arrivals(attempt, swarm, Durations(), (0,)), place=place, now=0.0,
-        )  # fmt: skip
-        for number, name in enumerate((first, second), 1):
-            slices[name] = bytes([number]) * PIECE_UNIT_BYTES + bytes([number + 7]) * PIECE_UNIT_BYTES
-            for offset in (PIECE_UNIT_BYTES, 0):
-                data = slices[name][offset : offset + PIECE_UNIT_BYTES]
-                assert job.add(wire.Part(total=size, offset=offset, data=data), name, 1.0)
-        assert bytes(place) == (slices[first] if council is None else bytes(size))
-        wanted = outlet.events.pop()
-        assert isinstance(wanted, ReduceWanted)
-        assert {one.peer: bytes(one.data) for one in wanted.job.slices} == {me: bytes(size), **slices}
+    attempt = Attempt(
+        0, 1, bytes(16), shares, (BlockRange(0, 1),), (me,), (frozenset(shares),), DIGEST, first, 5.0, 12.0
+    )
+    place, slices = memoryview(bytearray(size)), dict[PeerId, bytes]()
+    job = PartJob(
+        attempt, 0, 0, memoryview(bytes(size)), swarm=swarm, outlet=outlet, room=Room(2 * size),
+        arrivals=Arrivals(attempt, swarm, Durations(), (0,)), place=place, now=0.0,
+    )  # fmt: skip
+    for number, name in enumerate((first, second), 1):
+        slices[name] = bytes([number]) * PIECE_UNIT_BYTES + bytes([number + 7]) * PIECE_UNIT_BYTES
+        for offset in (PIECE_UNIT_BYTES, 0):
+            data = slices[name][offset : offset + PIECE_UNIT_BYTES]
+            assert job.add(wire.Part(total=size, offset=offset, data=data), name, 1.0)
+    assert bytes(place) == slices[first]
+    wanted = outlet.events.pop()
+    assert isinstance(wanted, ReduceWanted)
+    assert {one.peer: bytes(one.data) for one in wanted.job.slices} == {me: bytes(size), **slices}
 
 
 # ---- a lost part
@@ -147,23 +144,6 @@ def tally_of(owners: Sequence[PeerId], lost: int) -> list[PeerId]:
     for name in NAMES:
         tally.result(wire.Result(key=attempt.key(), parts=parts, lost_parts=[lost]), name, 1.0)
     return [message.owner for _, message in outlet.messages if isinstance(message, wire.Reassign)]
-
-
-@pytest.mark.parametrize(("sums_within_s", "decides_at"), [(None, 1.0 + 5.0 + 2.0), (30.0, 1.0 + 65.0 + 2.0)])
-def test_a_successor_over_cells_waits_for_the_sums_too(
-    sums_within_s: float | None, decides_at: float
-) -> None:
-    """It gave the round of all cells up when the slices were there, long before their sums could be."""
-    swarm = Swarm(NAMES[0], PayloadShape(1, (1,)), 32)
-    swarm.set_live({name: PeerView(1e6) for name in NAMES})
-    council = None if sums_within_s is None else wire.Council(sums_within_s=sums_within_s)
-    attempt = Attempt(
-        0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)), (BlockRange(0, 1),), (NAMES[0],),
-        (frozenset(NAMES),), DIGEST, NAMES[1], 5.0, 150.0, council,
-    )  # fmt: skip
-    tally = Tally(attempt, swarm, Outlet(NAMES[0]), lambda outcome: None, observed=Durations(), now=0.0)
-    tally.take_over([NAMES[0]], [0], 1, 1.0)
-    assert tally.get_timer() == decides_at
 
 
 def test_a_lost_part_goes_to_a_link_that_could_carry_one() -> None:

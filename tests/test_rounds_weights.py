@@ -12,7 +12,7 @@ from p2p_co2.protocol.rounds import PayloadShape, claimed_weights, counted_weigh
 from p2p_co2.protocol.rounds.attempt import Share, capped, read_contributors
 from p2p_co2.protocol.rounds.events import ReduceJob
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision, Outcome
+from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision
 from tests.round_network import RUN, Network, Peer
 
 CAP = 4.0
@@ -68,10 +68,8 @@ class Boasting(Network):
 
     def _reduce(self, peer: Peer, job: ReduceJob) -> None:
         halves = {self.names[0]: 0.5}
-        if job.step != "join":
-            slices = tuple(one._replace(weight=one.weight * halves.get(one.peer, 1.0)) for one in job.slices)
-            job = replace(job, slices=slices)
-        super()._reduce(peer, job)
+        slices = tuple(one._replace(weight=one.weight * halves.get(one.peer, 1.0)) for one in job.slices)
+        super()._reduce(peer, replace(job, slices=slices))
 
 
 def test_all_peers_hold_the_mean_and_the_weights_that_it_was_made_with() -> None:
@@ -97,17 +95,3 @@ def test_all_peers_hold_the_mean_and_the_weights_that_it_was_made_with() -> None
     # Whoever has no defence in its run refuses to read it: the two do not meet, their digests differ.
     with pytest.raises(RemoteProtocolError, match="wrong contributors"):
         open_decision(decision, RUN, PayloadShape(8, (16,)))
-
-
-def test_over_cells_each_cell_caps_its_own() -> None:
-    net = Boasting(6, shape=PayloadShape(8, (24,), 8, weight_cap=CAP), cells=2)
-    net.offer_all()
-    net.run(20.0)
-    committed = net.committed()
-    assert committed.keys() == set(net.names)
-    counted: dict[str, float] = {}
-    for event in committed.values():
-        outcome: Outcome = open_decision(Decision.FromString(event.decision), RUN, net.shape)
-        counted |= counted_weights(outcome)
-    assert counted.keys() == set(net.names)
-    assert counted[net.names[-1]] <= CAP * max(net.weight(name) for name in net.names[:-1])

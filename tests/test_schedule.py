@@ -398,8 +398,7 @@ def test_a_run_is_over_at_its_last_round() -> None:
 
 
 def test_an_offer_that_ends_at_once_is_not_made_again_at_once() -> None:
-    """A peer alone in its cell, whose council knew that no round would begin, made one offer every two
-    milliseconds at the end of a run."""
+    """Else a peer that is alone makes one every two milliseconds at the end of a run."""
     ending, now, offered = Ending(2, 100.0, 30.0), 100.0, list[float]()
     while (todo := ending.next([1], [], now)) is not None:
         fragments, wait_s = todo

@@ -106,14 +106,9 @@ def test_the_goodbye_of_a_peer_that_leaves_is_on_the_wire_before_it_is_gone() ->
     assert {reason for _, reason in seen} == {"left: stopped"}
 
 
-@pytest.mark.parametrize(("peers", "cells", "within_s"), [(2, 1, 2.0), (6, 2, 6.0)])
-def test_a_peer_that_leaves_waits_for_no_answer_of_a_dht_that_is_out_of_reach(
-    peers: int, cells: int, within_s: float
-) -> None:
-    """What it decided of late was to be found there, and who is of another cell: that is given up after some
-    15 s, or 30. A round over cells that is under way is awaited."""
-    run = run_of(9).model_copy(update={"cells": cells})
-    swarm = Swarm(Settings(run=run, peers=peers, seed=1, profile="fibre"), EventLog())
+def test_a_peer_that_leaves_waits_for_no_answer_of_a_dht_that_is_out_of_reach() -> None:
+    """What it decided of late was to be found there: that is given up after some 15 s."""
+    swarm = Swarm(Settings(run=run_of(9), peers=2, seed=1, profile="fibre"), EventLog())
     leaver, *others = swarm.peer_ids()
     gone_at: list[float] = []
 
@@ -128,7 +123,7 @@ def test_a_peer_that_leaves_waits_for_no_answer_of_a_dht_that_is_out_of_reach(
         swarm.world.call_at(5.0, swarm.cut_pair, leaver, other)
     swarm.world.call_at(14.0, _ask_the_first_to_leave, swarm)
     result = swarm.run()
-    assert 14.0 < min(gone_at) < 14.0 + within_s
+    assert 14.0 < min(gone_at) < 16.0
     assert "deadlines" not in {broken.law for broken in result.violations}
 
 

@@ -11,9 +11,7 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
-from p2p_co2.protocol import outlook
 from p2p_co2.protocol.membership import MAX_PEERS, Membership
-from p2p_co2.protocol.outlook import Outlook
 from p2p_co2.protocol.rounds import DECISION_CONTEXT, bounds
 from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.protocol.rounds.coordination import Coordination
@@ -21,8 +19,7 @@ from p2p_co2.protocol.rounds.decision import Verdicts
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
 from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
-from p2p_co2.protocol.wire.messages_pb2 import CellLook, CellSight, Decision, Outcome
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
 from p2p_co2.simnet.campaign import STORM_OFFER_S, storm_settings
 from p2p_co2.simnet.forks import Forks
@@ -59,19 +56,18 @@ def laws(violations: list[Violation]) -> set[str]:
 def test_work_is_conserved_where_weights_are_capped() -> None:
     """Peers are up to 36 times as fast as others: the mean is by what counts, each unit is in it once."""
     clock = ClockConfig(mode="time", round_s=ROUND_S, rounds=8)
-    for cells in (1, 2):
-        run = RunConfig(name="unequal", fragments=2, clock=clock, cells=cells, weight_cap=1.0)
-        settings = Settings(run=run, peers=8, seed=3, speed_spread=6.0, faults=Storm(3.0, 12.0))
-        log = EventLog()
-        result = Swarm(settings, log).run()
-        assert result.violations == []
-        assert result.counts["contribution_capped"] > 0
+    run = RunConfig(name="unequal", fragments=2, clock=clock, weight_cap=1.0)
+    result = Swarm(
+        Settings(run=run, peers=8, seed=3, speed_spread=6.0, faults=Storm(3.0, 12.0)), EventLog()
+    ).run()
+    assert result.violations == []
+    assert result.counts["contribution_capped"] > 0
 
 
 class CountsTwice(CountingLedger):
     """An owner that puts its first contributor into the mean twice and names it once."""
 
-    async def reduce(self, fragment: int, slices: Any, step: str = "mean") -> Reduced:
+    async def reduce(self, fragment: int, slices: Any) -> Reduced:
         _, weight, data = slices[0]
         mean = mean_of([*((weight, data) for _, weight, data in slices), (weight, data)])
         return Reduced(mean, tuple(weight for _, weight, _ in slices))
@@ -298,34 +294,15 @@ def test_a_list_of_peers_that_is_too_long_for_a_moment_is_caught() -> None:
     assert {(one.law, one.at) for one in found} == {("memory", 8.3)}
 
 
-def test_a_list_that_grows_without_being_counted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks how our cell stands is remembered for good."""
-    receive = Outlook.receive
-
-    def remember(mine: Outlook, message: CellLook | CellSight, sender: PeerId, now: float) -> None:
-        receive(mine, message, sender, now)
-        for watch in mine._watched.values():
-            watch.known.append(sender)
-
-    monkeypatch.setattr(Outlook, "receive", remember)
-    monkeypatch.setattr(outlook, "KNOWN_KEPT", 8)
-    run = RunConfig(name="planted", fragments=2, clock=CLOCK, cells=2)
-    found = Swarm(Settings(run=run, peers=8, seed=5), EventLog()).run().violations
-    assert laws(found) == {"memory"}
-    assert all(one.text.startswith("KNOWN_KEPT: holds ") for one in found)
-
-
 def test_every_machine_that_a_node_has_is_looked_over_for_what_it_holds() -> None:
-    run = RunConfig(name="cells", fragments=2, clock=CLOCK, cells=2, group_size=MAX_MEMBERS)
+    run = RunConfig(name="held", fragments=2, clock=CLOCK)
     result = Swarm(Settings(run=run, peers=6, seed=5), EventLog()).run()
     assert not result.violations
     for name in (
         "KEEP_DECISIONS",
-        "COUNCILS",
         "MAX_PEERS live",
         "HISTORY_ROUNDS_KEPT",
         "MAX_LANES",
-        "MAX_WATCHED",
     ):
         held, bound = result.held[name]
         assert 0 < held <= bound, name

@@ -1,4 +1,4 @@
-"""Simulated peers that join while nobody of their cell, or nobody at all, can be heard: they get the swarm's
+"""Simulated peers that join while nobody can be heard: they get the swarm's
 state as long as anybody has it, and make none of their own."""
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.progress import WAITS_FOR_THEIR_STATE
-from p2p_co2.protocol.outlook import SILENT_S
-from p2p_co2.protocol.wire.identity import cell_of
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm, rendezvous, training
-from p2p_co2.telemetry.events import CaughtUp, Event, FragmentSent, Warned
+from p2p_co2.telemetry.events import Event, FragmentSent, Warned
 
 PEERS, ROUND_S, ROUNDS = 5, 10.0, 18
 STARTS_AT = 110.0
 """Too late to replay all rounds that were made."""
 
 
-def swarm_of(cells: int, block_bytes: float, seed: int) -> Swarm:
+def swarm_of(block_bytes: float, seed: int) -> Swarm:
     """A state is 64 times as large as what is sent of it."""
     run = RunConfig(
-        name="newcomers", fragments=2, cells=cells, group_size=16,
+        name="newcomers", fragments=2, group_size=16,
         clock=ClockConfig(mode="time", round_s=ROUND_S, rounds=ROUNDS),
     )  # fmt: skip
     settings = Settings(
@@ -33,70 +31,10 @@ def swarm_of(cells: int, block_bytes: float, seed: int) -> Swarm:
     return Swarm(settings, EventLog(digests=False))
 
 
-def seed_with_one_alone() -> tuple[int, int]:
-    """A seed, and a peer that has a cell to itself."""
-    for seed in range(100):
-        cells = [cell_of(peer, 2) for peer in swarm_of(2, 1.0, seed).peer_ids()]
-        alone = [index for index, cell in enumerate(cells) if cells.count(cell) == 1]
-        if alone:
-            return seed, alone[0]
-    raise AssertionError("no such seed")
-
-
-def test_donors_stay_for_a_newcomer_that_has_a_cell_to_itself() -> None:
-    """A cell in which nobody has joined yet says nothing of itself: all others agreed and left, and the
-    newcomer, half of the state in hand, began a history of its own (seed 200038 of the drawn runs)."""
-    seed, alone = seed_with_one_alone()
-    swarm, caught_up = swarm_of(2, 6e4, seed), list[CaughtUp]()
-    newcomer = swarm.peer_ids()[alone]
-
-    def note(event: Event) -> None:
-        if isinstance(event, CaughtUp) and event.peer == newcomer:
-            caught_up.append(event)
-
-    swarm.log.readers.append(note)
-    ends_at = ROUND_S * ROUNDS
-    swarm.world.call_at(0.5 * ends_at, swarm.kill, alone, True)
-    swarm.world.call_at(0.7 * ends_at, swarm.start, alone, False)
-    result = swarm.run()
-    assert result.violations == []
-    assert result.lacking == result.left_behind == []
-    assert caught_up  # by a state or by rounds
-    assert result.virtual_s > ends_at + 30.0  # more than a run's end takes: they did wait
-    assert len(result.digests) == PEERS
-    assert len(set(result.digests.values())) == 1
-
-
-@pytest.mark.parametrize("cut_s", [20.0, 45.0])
-def test_a_newcomer_that_loses_the_only_other_cell_waits_for_it(cut_s: float) -> None:
-    """When that cell's last word had grown old it took itself for the first peer, until the next conclusion,
-    and trained from the start: a fork of minutes."""
-    seed, alone = seed_with_one_alone()
-    swarm, told = swarm_of(2, 6e4, seed), list[Warned]()
-
-    def note(event: Event) -> None:
-        if isinstance(event, Warned) and event.text == WAITS_FOR_THEIR_STATE:
-            told.append(event)
-
-    swarm.log.readers.append(note)
-    sides = {peer: int(index != alone) for index, peer in enumerate(swarm.peer_ids())}
-    swarm.world.call_at(30.0, swarm.kill, alone, True)
-    swarm.world.call_at(STARTS_AT, swarm.start, alone, False)
-    swarm.world.call_at(STARTS_AT + 15.0, swarm.split, sides)
-    swarm.world.call_at(STARTS_AT + 15.0 + cut_s, swarm.split, {})
-    result = swarm.run()
-    assert result.violations == []
-    assert result.forks == 0
-    if cut_s > SILENT_S:
-        assert [event.peer for event in told] == [swarm.peer_ids()[alone]]
-    assert result.left_behind == result.lacking == []
-    assert len(set(result.digests.values())) == 1
-
-
 @pytest.mark.parametrize("cut_s", [20.0, 45.0])
 def test_a_newcomer_that_loses_all_while_it_loads_waits_for_them(cut_s: float) -> None:
     """It left after half a minute, though the others were only out of reach."""
-    swarm, told = swarm_of(1, 1e4, 3), list[Warned]()
+    swarm, told = swarm_of(1e4, 3), list[Warned]()
 
     def note(event: Event) -> None:
         if isinstance(event, Warned) and event.text == WAITS_FOR_THEIR_STATE:
@@ -122,9 +60,9 @@ def test_a_newcomer_waits_until_it_is_concluded_what_the_first_that_it_hears_mea
     follows from it that was taken for where the swarm is, and it offered work on the start state."""
     look_up = rendezvous.Doorway.find_peers
 
-    async def find_slowly(self: rendezvous.Doorway, cell: int | None = None) -> list[PeerRecord]:
+    async def find_slowly(self: rendezvous.Doorway) -> list[PeerRecord]:
         await asyncio.sleep(1.0)
-        return await look_up(self, cell)
+        return await look_up(self)
 
     monkeypatch.setattr(rendezvous.Doorway, "find_peers", find_slowly)
     monkeypatch.setattr(training, "LOOK_EVERY_S", 1e-3)

@@ -26,7 +26,7 @@ HOME, SLOW, SPACE = PROFILES["cable"], PROFILES["dsl"], PROFILES["satellite"]
 # ---- by hand
 
 
-def test_the_bound_of_an_offer_follows_from_payload_lines_and_cells() -> None:
+def test_the_bound_of_an_offer_follows_from_payload_and_lines() -> None:
     home, slow = PROFILES["cable"], PROFILES["dsl"]
     small = PayloadShape(8, (4, 8))
     parts_s = 4 * 2.0  # nothing to send: the floor, and four times that if past rounds were slow
@@ -39,8 +39,6 @@ def test_the_bound_of_an_offer_follows_from_payload_lines_and_cells() -> None:
     assert 2 < parts_s < 300
     assert offer_bound_s(large, 1.0, [home, slow]) == pytest.approx(150 + 7 * (2 * parts_s + 4) + 4 * parts_s)
     assert offer_bound_s(large, 1e6, [slow]) == READY_CAP_S + 604 + ROUND_CAP_S + 1200
-    cells = PayloadShape(8, (4, 8), sum_block_bytes=64)
-    assert offer_bound_s(cells, 1.0, [home]) == 150 + 7 * (2 * (8 + 8) + 4 + 6) + 32
 
 
 def test_a_run_is_over_when_the_last_peer_has_joined_trained_and_flushed() -> None:
@@ -48,8 +46,7 @@ def test_a_run_is_over_when_the_last_peer_has_joined_trained_and_flushed() -> No
     and 600 for a state that is on its way."""
     bound_s = partial(run_bound_s, 10.0, 900.0, 2.0)
     one_s = 10 + 120 + 600 * (1 + 3) + 900 / 0.9 + 2 + 600 + 625 + 600 + 60
-    assert bound_s(cells=1, fragments=3) == one_s
-    assert bound_s(cells=2, fragments=3) == one_s + 60
+    assert bound_s(fragments=3) == one_s
 
 
 def test_states_are_loaded_over_the_worst_peers_median_way() -> None:

@@ -65,40 +65,6 @@ def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path) -
     assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("peers", "cells", "words"),
-    [
-        (12, 4, "warning: one of the 4 cells has no peer "),
-        (6, 2, "warning: one of the 2 cells has 1 peer "),
-        (9, 2, ""),
-        (2, 1, ""),
-    ],
-)
-def test_cells_of_hardly_any_peers_are_warned_of(tmp_path: Path, peers: int, cells: int, words: str) -> None:
-    """Four cells of four peers made no round, and nothing said so."""
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN)
-    options = ("--peers", str(peers), "--cells", str(cells), "--hours", "0.005")
-    done = simulate(tmp_path / "out", "0", str(run_file), *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith(words)
-    assert done.stderr.count("\n") == bool(words)
-    assert ("fewer --cells, or more --peers" in done.stderr) is bool(words)
-
-
-@pytest.mark.parametrize(("cells", "asked"), [(1, ("--cells", "4")), (4, ())])
-def test_more_cells_than_have_three_peers_each_are_refused(
-    tmp_path: Path, cells: int, asked: tuple[str, ...]
-) -> None:
-    """Four peers in three cells ended in two states of one version, where nothing had gone wrong."""
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(f"cells = {cells}\n{RUN}")
-    done = simulate(tmp_path / "out", "0", str(run_file), "--peers", "11", "--hours", "0.005", *asked)
-    assert done.returncode == 2, done.stderr
-    assert "4 cells need 12 peers, 3 each, so that one may be away: at most 3 for 11" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path, number: signal.Signals) -> None:
     run_file, folder = tmp_path / "run.toml", tmp_path / "out"

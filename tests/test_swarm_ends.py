@@ -14,8 +14,7 @@ from p2p_co2.node.progress import (
     NEWCOMERS_WAIT,
     LocalProgress,
 )
-from p2p_co2.protocol.outlook import CellWord
-from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Ping, Status
 
 
@@ -107,29 +106,8 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
     assert set(asked) <= {(place.now, within_s)}
 
 
-def test_where_all_agree_a_newcomer_of_another_cell_is_waited_for_while_it_is_given_something() -> None:
-    place, asked = Place(3, 3), list[tuple[float, float]]()
-    place.node.catchup.moves = lambda now, within_s: True
-
-    def takers(now: float, within_s: float) -> list[PeerId]:
-        asked.append((now, within_s))
-        return [OTHER, NEWCOMER]
-
-    place.node.catchup.donor.takers = takers
-    assert not place.progress.is_needed(7.0, settled=True)  # both are of our cell, and neither joins
-    far, outlook = place.node.far, place.node.far.outlook
-    far.cells, far.cell = 1 << 16, cell_of(OTHER, 1 << 16)
-    assert place.progress.is_needed(7.0, settled=True)
-    assert set(asked) == {(place.now, 7.0 * NEWCOMERS_WAIT)}
-    there = cell_of(NEWCOMER, far.cells)  # it has joined by now, and may take something once more
-    assert there != far.cell
-    held = (3, 3), (b"3" * 32,) * 2
-    outlook.words = {there: CellWord(there, False, True, 7.0, *held, frozenset(), (NEWCOMER,), place.now)}
-    assert not place.progress.is_needed(7.0, settled=True)
-
-
 def test_who_is_done_stays_for_a_while_after_all_came_to_hold_the_same() -> None:
-    """Looks at another cell may be lost: who left at the first moment was not there when it went on."""
+    """News may be lost: a peer that left at the first moment is not there when the others go on."""
     place = Place(3, 3)
     place.node.catchup.moves = lambda now, within_s: False
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
@@ -142,16 +120,13 @@ def test_who_is_done_stays_for_a_while_after_all_came_to_hold_the_same() -> None
 
 
 def test_who_is_done_stays_while_not_all_hold_the_same() -> None:
-    """A cell that was behind asked the few donors that it knew, which gave to newcomers of their own: after
-    half a minute in which nothing came it left, and half of forty ended without eight rounds. And on ways of
-    10 kB/s half a minute passed between two chunks, so that the only donor left."""
+    """On ways of 10 kB/s half a minute passes between two chunks: the only donor must not leave."""
     place = Place(3, 3, rounds=8)
     place.progress.rounds_per_s = 0.01
     place.node.catchup.moves = lambda now, within_s: False
     place.node.rounds = SimpleNamespace(
         counts_for_others=lambda now, within_s: False,
         is_over=lambda fragment: False,
-        made_by=lambda fragment: frozenset(),
     )
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
 
@@ -170,24 +145,6 @@ def test_who_is_done_stays_while_not_all_hold_the_same() -> None:
     place.lose(OTHER)
     assert not is_needed()
     assert "fragment 1: version 3 of 4" in place.progress.missing()  # though nobody is left who has it
-
-    far, outlook = place.node.far, place.node.far.outlook
-    far.cells = outlook.cells = 2
-    far.conclude = lambda now: None
-    held, digests = (3, 3), (bytes([3]) * 32,) * 2
-    for trains, settled, versions, position, expected in (
-        (False, True, held, 7.0, False),
-        (False, True, (3, 5), 7.0, True),
-        (False, False, held, 7.0, True),  # it is not done with its last rounds
-        (True, False, held, 7.0, False),  # it is yet to come to the run's end
-        (True, False, held, 8.1, True),
-        (True, False, held, 9.1, False),  # as of who trains in our cell: it is in a long step
-    ):
-        word = CellWord(1, trains, settled, position, versions, digests, frozenset(), (OTHER,), place.now)
-        outlook.words = {1: word}
-        assert is_needed() is expected
-        assert not expected or place.progress.conclude_at() < place.now  # it may go without a word
-    assert not is_needed()
 
 
 @pytest.mark.parametrize("phase", [Status.DRAINING, Status.TRAINING])
@@ -328,7 +285,7 @@ def place_of_two_listed() -> Place:
 
 
 def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:
-    """Two that were restarted then took each other for the whole swarm (seed 13 of the storms over cells)."""
+    """Two that were restarted then took each other for the whole swarm ."""
     place = place_of_two_listed()
     place.hear(OTHER, Status.TRAINING, 0, 0)
     assert not place.progress.settled

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 from hearing_peer import NEWCOMER, OTHER, Place
 
-from p2p_co2.node.far import Far
 from p2p_co2.node.progress import (
     WAITS_FOR_THEIR_STATE,
     LocalProgress,
 )
-from p2p_co2.protocol.outlook import CellWord
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import Ping, Status
 
 
@@ -134,34 +129,6 @@ def test_of_many_that_went_few_need_have_said_goodbye(
     assert place.progress.may_be_back is may_be_back
 
 
-@pytest.mark.parametrize("settled", [False, True])
-def test_a_newcomer_with_a_cell_to_itself_is_left_behind_when_the_other_cells_go(settled: bool) -> None:
-    place = Place(0, 0)
-    place.node.report = lambda kind, text: None
-    far, outlook = place.node.far, place.node.far.outlook
-    far.cells = outlook.cells = 2
-    word = CellWord(1, not settled, settled, 7.0, (3, 2), (b"3" * 32, b"2" * 32), frozenset(), (OTHER,), 1.0)
-    outlook.words = {1: word}
-    far.conclude = lambda now: None
-    place.node.rounds = SimpleNamespace(is_over=lambda fragment: False, made_by=lambda fragment: frozenset())
-    place.hear(PeerId("liar"), Status.JOINING, 9, 9)  # it says so, and holds nothing
-    place.lose(PeerId("liar"))
-    place.conclude()
-    assert place.progress.met
-    assert not place.progress.abreast
-    assert not place.progress.left_behind
-    place.now += 1000.0  # nothing was heard of them since
-    assert place.progress.heard  # until it is concluded what that means: else it would train alone
-    place.conclude()
-    assert not place.progress.heard
-    assert not place.progress.abreast
-    assert place.progress.left_behind
-    assert place.progress.may_be_back is not settled
-    place.move(3, 2)
-    assert not place.progress.left_behind
-    assert place.progress.abreast
-
-
 @pytest.mark.parametrize("phase", [Status.JOINING, Status.PAUSED, Status.DRAINING])
 @pytest.mark.parametrize("told", [Status.TRAINING, Status.DRAINING, Status.JOINING])
 @pytest.mark.parametrize(
@@ -184,20 +151,11 @@ def test_words_of_more_or_fewer_fragments_than_the_run_has_count_for_nothing(
     assert place.progress.missing() == ""
 
 
-@pytest.mark.parametrize(
-    ("round_s", "is_hurried"), [(10.0, True), (15.0, True), (60.0, False), (math.inf, False)]
-)
-def test_other_cells_are_looked_at_quickly_while_rounds_are_short(round_s: float, is_hurried: bool) -> None:
-    """A cell that was late for a round saw what the others had made five seconds later, and came too late
-    to the next one, too: of eight cells two stayed out of one fragment's rounds of 10 s to the end."""
-    node: Any = SimpleNamespace(
-        me=PeerId("me"),
-        identity=SimpleNamespace(sign=lambda context, data: b"secret"),
-        membership=SimpleNamespace(quiet_s=0.0, live={}),
-        progress=SimpleNamespace(local=LocalProgress(Status.TRAINING), rests=False, rounds_per_s=1 / round_s),
-        catching=SimpleNamespace(has_heard=False),
-        rounds=SimpleNamespace(set_other_cells=lambda versions, finished: None),
-    )
-    far = Far(node, 2, cast(Any, None))
-    far.conclude(0.0)
-    assert far.outlook.hurry == is_hurried
+def test_a_newcomer_sees_that_a_run_has_as_many_peers_as_it_can_have() -> None:
+    place = Place(0, 0)
+    for number in range(MAX_MEMBERS):
+        assert not place.progress.full
+        place.hear(PeerId(f"peer {number}"), Status.TRAINING, 0, 0)
+    assert place.progress.full
+    place.lose(PeerId("peer 0"))
+    assert not place.progress.full

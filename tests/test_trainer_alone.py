@@ -126,14 +126,11 @@ def test_what_others_may_have_stays_where_it_is(then: Callable[[Simulated], None
     assert torch.equal(go_over(peer), torch.full((SIZE,), 4.0))
 
 
-def test_rounds_that_were_given_to_others_and_rounds_of_cells_stay_where_they_are() -> None:
+def test_rounds_that_were_given_to_others_stay_where_they_are() -> None:
     peer = Simulated("a", run_config(PLAIN), torch.zeros(SIZE))
     learn(peer, by=2.0)
     assert torch.equal(go_over(peer, is_unshared=False), torch.zeros(SIZE))
     assert torch.equal(go_over(peer), torch.zeros(SIZE))
-    of_cells = Simulated("a", run_config(PLAIN).model_copy(update={"cells": 2}), torch.zeros(SIZE))
-    learn(of_cells, by=2.0)
-    assert torch.equal(go_over(of_cells), torch.zeros(SIZE))
 
 
 @pytest.mark.parametrize(("members", "is_alone"), [("a", True), ("ab", False)])

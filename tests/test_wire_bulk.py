@@ -14,8 +14,6 @@ from p2p_co2.protocol.wire.envelope import enveloped, kind_of, opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import (
-    CellMean,
-    CellPart,
     Chunk,
     Contributor,
     Envelope,
@@ -30,18 +28,16 @@ HEAD = Envelope(version=PROTOCOL_VERSION, run=RUN).SerializeToString()
 DATA = bytes(range(256)) * (bulk.LEAST_BYTES // 256 + 1)
 KEY = RoundKey(fragment=1, round=2, attempt=bytes(16))
 MEAN = Mean(
-    key=KEY, part=3, offset=0, total=1 << 30, who=b"\x07",
+    key=KEY, part=3, offset=0, total=1 << 30,
     contributors=[Contributor(peer=f"peer {index:02}", weight=1.5) for index in range(64)],
 )  # fmt: skip
 BODIES = [
     Part(key=KEY, part=3, generation=1, offset=1 << 20, total=1 << 30),
     MEAN,
-    CellPart(key=KEY, slot=1, sub_slot=2, cell=3, weight=0.5, who=b"\x03", total=1 << 20),
-    CellMean(key=KEY, slot=1, sub_slot=2, who=b"\x03", total=1 << 20),
 ]
 
 
-def whole(body: Part | Mean | CellPart | CellMean) -> Part | Mean | CellPart | CellMean:
+def whole(body: Part | Mean) -> Part | Mean:
     """The same message, with its data inside."""
     copy = type(body).FromString(body.SerializeToString())
     copy.data = DATA
@@ -50,7 +46,7 @@ def whole(body: Part | Mean | CellPart | CellMean) -> Part | Mean | CellPart | C
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
 def test_protobuf_alone_reads_what_is_sent_and_we_read_it_without_a_copy(
-    body: Part | Mean | CellPart | CellMean,
+    body: Part | Mean,
 ) -> None:
     sent = enveloped(bulk.with_data(body, memoryview(DATA)), HEAD)
     kind = kind_of(body).name
@@ -66,7 +62,7 @@ def test_protobuf_alone_reads_what_is_sent_and_we_read_it_without_a_copy(
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
-def test_what_protobuf_itself_wrote_is_read_alike(body: Part | Mean | CellPart | CellMean) -> None:
+def test_what_protobuf_itself_wrote_is_read_alike(body: Part | Mean) -> None:
     taken = opened(enveloped(whole(body), HEAD), RUN)
     assert type(body).FromString(taken.body.SerializeToString()) == whole(body)
 
@@ -162,7 +158,7 @@ def read_by_us(data: bytes) -> Envelope | None:
     tail=st.binary(max_size=3),
 )
 def test_hostile_bytes_are_what_protobuf_says_they_are(
-    body: Part | Mean | CellPart | CellMean, edits: list[tuple[int, int, bytes]], tail: bytes
+    body: Part | Mean, edits: list[tuple[int, int, bytes]], tail: bytes
 ) -> None:
     """Law: whatever is put into, over or instead of the fields around the data, nothing is read otherwise."""
     data = enveloped(bulk.with_data(body, DATA), HEAD)

@@ -12,7 +12,6 @@ from bootstrap.plan.links import GivenLink, read_links
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
-from p2p_co2.planning.cell_count import advice_on_cells, advice_on_short_rounds, cells_for
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.system.process import ctrl_c_ends
 
@@ -73,15 +72,8 @@ def make_plan(options: PlanOptions) -> Plan:
     _check(options)
     run = read_run_config(options.run_file)
     links, link_source = read_links(options.link, options.peers, run.seed)
-    cells = run.cells
-    if advised := advice_on_cells(options.peers, cells):
-        link_source += f"; {advised}"
-        cells = cells_for(options.peers)
-    if run.clock.mode == "time" and (advised := advice_on_short_rounds(run.clock.round_s, cells)):
-        link_source += f"; {advised}"
     if options.peers > run.group_size:
-        how = "make the round" if run.cells == 1 else "are reckoned with, as if they were one cell"
-        link_source += f"; of {options.peers} peers the {run.group_size} slowest uploads {how}"
+        link_source += f"; of {options.peers} peers the {run.group_size} slowest uploads make the round"
     sources = {"links": link_source, "step": "given", "parameters": "given"}
     fragments = even_fragments(options.parameters, run.fragments) if options.parameters else ()
     step_s, tokens, train_bytes = options.step_s, 0, 16.0 * options.parameters

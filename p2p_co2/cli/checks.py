@@ -113,12 +113,9 @@ def simulate(
     storm: Annotated[
         bool,
         typer.Option(
-            "--storm", help="A short run of its own, every fault at once: --peers, --seed and --cells count."
+            "--storm", help="A short run of its own, every fault at once: --peers and --seed count."
         ),
     ] = False,
-    cells: Annotated[
-        int, typer.Option(help="Cells of the swarm; 0: as the run says, and of some 50 peers above 64.")
-    ] = 0,
 ) -> None:
     """Play a run of many peers on virtual time, with the real protocol, and check its laws at every step.
     Exit status 0: no law was broken."""
@@ -128,6 +125,6 @@ def simulate(
     hand_over()
     options = SimulationOptions(
         run_file=run_file, peers=peers, profile=profile, hours=hours, churn_per_h=read_churn(churn),
-        seed=seed, folder=folder, parameters=parameters, step_s=step_s, storm=storm, cells=cells,
+        seed=seed, folder=folder, parameters=parameters, step_s=step_s, storm=storm,
     )  # fmt: skip
     raise typer.Exit(run_simulation(options))

@@ -16,22 +16,17 @@ import signal
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from monitoring.summary import RunFacts, summarise
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.planning.cell_count import cells_for
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.planning.traffic import payload_bytes
-from p2p_co2.protocol.wire.identity import PeerId, cell_of
-from p2p_co2.protocol.wire.limits import MAX_CELLS, MAX_MEMBERS
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.system.process import StopSignals
@@ -39,15 +34,8 @@ from p2p_co2.telemetry.view import SwarmView
 
 BLOCKS = 16
 """Simulated blocks per fragment; each stands for its share of the real bytes."""
-BLOCKS_IN_CELLS = 64
-"""At most, one for each peer of a cell: a real fragment in cells has up to so many slots, each with as many
-messages, so in small cells ours are fewer and larger."""
-FP32_BYTES = 4
 STATE_BYTES_PER_VALUE = 8
 """Agreed parameters and momentum, fp32."""
-FEW_IN_A_CELL = 3
-"""Of two peers or one, nobody may be away: a cell needs more than half of those it knows."""
-MAX_SIMULATED_PEERS = 4096
 STEP_S, STEPS_IN_A_LONG_ROUND = 0.5, 120
 """A typical peer's inner step where nobody says: models whose rounds take minutes have slower ones."""
 MAX_HOURS, MIN_STEP_S, MAX_STEP_S = 1e5, 1e-3, 86_400.0
@@ -58,8 +46,7 @@ CALM_SHARE = 0.9
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
     """As ``p2p-co2 simulate`` takes them. ``churn_per_h``: times an hour that each peer goes. ``storm``: the
-    campaign's run instead of ``run_file``'s. ``cells`` 0: what the run says, or as many as so many peers
-    need. ``step_s`` 0: ``STEP_S``, or more in rounds of minutes."""
+    campaign's run instead of ``run_file``'s. ``step_s`` 0: ``STEP_S``, or more in rounds of minutes."""
 
     run_file: Path | None
     peers: int
@@ -71,7 +58,6 @@ class SimulationOptions:
     parameters: int
     step_s: float
     storm: bool
-    cells: int = 0
 
 
 def read_churn(text: str) -> float:
@@ -98,8 +84,6 @@ def run_simulation(options: SimulationOptions) -> int:
     began_at = time.monotonic()
     try:
         swarm = Swarm(settings, log)
-        if thin := _thin_cells(swarm.peer_ids(), settings.run.cells):
-            print(thin, file=sys.stderr)
         with StopSignals(swarm.stop):
             result = swarm.run()
     finally:
@@ -122,21 +106,19 @@ def run_simulation(options: SimulationOptions) -> int:
 
 def settings_of(options: SimulationOptions) -> Settings:
     """What the options ask for; raises ``ConfigError``."""
-    if not 1 <= options.peers <= MAX_SIMULATED_PEERS:
-        raise ConfigError("command line", "--peers", f"1 to {MAX_SIMULATED_PEERS} (got {options.peers})")
+    if not 1 <= options.peers <= MAX_MEMBERS:
+        raise ConfigError("command line", "--peers", f"1 to {MAX_MEMBERS} (got {options.peers})")
     if options.storm:
         if options.run_file is not None:
             raise ConfigError(
                 "command line", "--storm", f"a run of its own: leave {options.run_file} or --storm out"
             )
-        settings = storm_settings(options.seed, options.peers)
-        run = _in_cells(settings.run, options)
-        return settings if run.cells == 1 else replace(settings, run=run, offers_within_s=0.0)
+        return storm_settings(options.seed, options.peers)
     if options.run_file is None:
         raise ConfigError("command line", "RUN.toml", "name a run file, or ask for --storm")
     _check_sizes(options)
     profile_of(options.profile, options.seed, 0)
-    run = _in_cells(read_run_config(options.run_file), options)
+    run = read_run_config(options.run_file)
     clock, step_s = run.clock, options.step_s or STEP_S
     if clock.mode == "time" and not options.step_s:
         step_s = max(STEP_S, clock.round_s / STEPS_IN_A_LONG_ROUND)
@@ -153,7 +135,7 @@ def settings_of(options: SimulationOptions) -> Settings:
         faults=Churn(options.churn_per_h, CALM_SHARE * seconds) if options.churn_per_h else None,
         parameters=options.parameters,
         step_s=step_s,
-        **_sizes(run, options.parameters, options.peers),
+        **_sizes(run, options.parameters),
     )
 
 
@@ -173,53 +155,12 @@ def _check_sizes(options: SimulationOptions) -> None:
             raise ConfigError("command line", option, f"{words} (got {value:g})")
 
 
-def _in_cells(run: RunConfig, options: SimulationOptions) -> RunConfig:
-    """The run in as many cells as are asked for, or as its peers need. Raises ``ConfigError``."""
-    cells = options.cells or run.cells
-    if not 1 <= cells <= MAX_CELLS:
-        raise ConfigError("command line", "--cells", f"1 to {MAX_CELLS}, or 0 to choose (got {cells})")
-    if not options.cells and cells == 1 and options.peers > MAX_MEMBERS:
-        cells = cells_for(options.peers)
-    most = max(1, options.peers // FEW_IN_A_CELL)
-    if cells > most:
-        raise ConfigError(
-            "command line", "--cells",
-            f"{cells} cells need {FEW_IN_A_CELL * cells} peers, {FEW_IN_A_CELL} each, so that one may be "
-            f"away: at most {most} for {options.peers}, or more --peers",
-        )  # fmt: skip
-    if cells == run.cells:
-        return run
-    if cells > 1:
-        print(f"{cells} cells of some {round(options.peers / cells)} peers each (--cells)")
-    changed = {**run.model_dump(), "cells": cells, "group_size": MAX_MEMBERS if cells > 1 else run.group_size}
-    try:
-        return RunConfig.model_validate(changed)
-    except ValidationError as error:
-        why = error.errors()[0]["msg"]
-        raise ConfigError("command line", "--cells", f"this run cannot have {cells} cells: {why}") from None
-
-
-def _thin_cells(peers: Sequence[PeerId], cells: int) -> str:
-    """A warning where some cell has so few peers that it cannot make rounds, or only while nobody is away."""
-    counts = Counter(cell_of(peer, cells) for peer in peers)
-    fewest = min(counts[cell] for cell in range(cells))
-    if cells == 1 or fewest >= FEW_IN_A_CELL:
-        return ""
-    return (
-        f"warning: one of the {cells} cells has {fewest or 'no'} peer{'s' * (fewest > 1)} (ids decide), "
-        "and rounds of all cells wait for it, or none is made: fewer --cells, or more --peers"
-    )
-
-
-def _sizes(run: RunConfig, parameters: int, peers: int) -> dict[str, Any]:
+def _sizes(run: RunConfig, parameters: int) -> dict[str, Any]:
     values = max(1, parameters // run.fragments)
     encoded = payload_bytes(run.codec.name, values)
-    in_a_cell = min(BLOCKS_IN_CELLS, math.ceil(peers / run.cells))
-    blocks = BLOCKS if run.cells == 1 else max(BLOCKS, in_a_cell)
     return {
-        "blocks": (blocks,) * run.fragments,
-        "real_bytes_per_block": max(1.0, encoded / blocks),
-        "sum_factor": max(1, round(FP32_BYTES * values / encoded)),
+        "blocks": (BLOCKS,) * run.fragments,
+        "real_bytes_per_block": max(1.0, encoded / BLOCKS),
         "state_factor": max(2, round(STATE_BYTES_PER_VALUE * values / encoded)),
     }
 

@@ -13,7 +13,7 @@ them may be who it is. Who loaded a state that its makers have given up, goes to
 Neither leads from a state that somebody left with to one that fewer hold or left with: one liar less than
 hold another state, who say that they hold ours or more and leave, can keep us there.
 Price: the versions made alone are lost; their work is offered again, unless somebody was given any of them
-(``trainer.alone``). In a swarm of cells the others' cells decide (``rounds.council``), and nobody turns back.
+(``trainer.alone``).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Apart:
     def may_stay_unshared(self, fragment: int) -> bool:
         """The same, or there are none yet. Where this is false, it is so until the next round with others."""
         made = self._made_alone(fragment)
-        if self._node.far.cells > 1 or made >= PAST_KEPT:  # of more, nobody remembers what was given away
+        if made >= PAST_KEPT:  # of more, nobody remembers what was given away
             return False
         given = max(self._node.catchup.given(fragment), self._node.rounds.given(fragment))
         return given <= self._node.agreed[fragment].version - made
@@ -125,9 +125,7 @@ class Apart:
 
     def camp(self, fragment: int) -> Camp | None:
         """Where to go; None where this peer is with most others, or on its way to them."""
-        if self._node.far.cells > 1:
-            return None
-        middle = self._majority.near_version(fragment)
+        middle = self._majority.swarm_version(fragment)
         is_ahead = middle < self._node.agreed[fragment].version
         return (self._behind(fragment, middle) if is_ahead else None) or self._strongest(fragment, middle)
 

@@ -9,7 +9,6 @@ enough. Replay is preferred, since it knows whether this peer's own work is in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,6 @@ from p2p_co2.protocol.catchup import (
     FetchFailed,
     Goal,
     Loading,
-    split_donors,
 )
 from p2p_co2.protocol.rounds import Overheard
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
@@ -49,10 +47,6 @@ in part and never all keeps us from the state for so much longer."""
 AGAIN_AFTER_S = 5.0
 NOTICE_AFTER_S = 3.0
 """A higher version seen in heartbeats is waited for this long: the round's own messages usually bring it."""
-NOTICE_FAR_AFTER_S = 8.0
-"""One that only other cells have: its decision goes through two coordinators."""
-HEARD_OF_S = 30.0
-"""What somebody said of other cells is looked for so long."""
 
 
 class Catching:
@@ -76,22 +70,15 @@ class Catching:
         """Fragments that go back to where most others are (``apart``)."""
         self._last: set[int] = set()
         """Fragments being brought to a last round that only few have (``Majority.last_version``)."""
-        self._heard_of: dict[int, tuple[int, float]] = {}
-        """By fragment, the version that only other cells are said to hold; until when it is looked for."""
         node.catchup.ask_swarm(self._vouch)
 
     @property
     def is_watching(self) -> bool:
         """Whether something was noticed that ``look_around`` has to look at again, news or not."""
-        return bool(self._noticed_at or self.apart.since) or self._looks_again or self.has_heard
-
-    @property
-    def has_heard(self) -> bool:
-        """Whether somebody said of late that other cells are where ours is not."""
-        return bool(self._heard_of) and any(self._node.now() < until for _, until in self._heard_of.values())
+        return bool(self._noticed_at or self.apart.since) or self._looks_again
 
     def look_again(self) -> None:
-        """Something has changed of which neither membership nor outlook tells."""
+        """Something has changed of which membership does not tell."""
         self._looks_again = True
 
     def busy(self) -> bool:
@@ -102,18 +89,7 @@ class Catching:
 
     def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
         """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known.
-        False if there is nowhere to go, or if only peers of other cells are said to hold it: who says so may
-        lie, or name liars, so ``look_around`` goes there as soon as our own watchers saw it."""
-        far = any(not self._node.far.is_near(donor) for donor in donors)
-        if far and not self.majority.is_near_by(fragment, version, digest):  # hearsay
-            now = self._node.now()
-            self._heard_of[fragment] = version, now + HEARD_OF_S
-            self._node.far.outlook.look_soon(now)
-            self._looks_again = True
-            return False
-        return self._go_to(fragment, version, digest, donors)
-
-    def _go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
+        False if there is nowhere to go."""
         agreed = self._node.agreed[fragment]
         diverged = agreed.version == version and digest not in (b"", agreed.digest)
         if (agreed.version >= version and not diverged) or self._rests():
@@ -157,8 +133,7 @@ class Catching:
         if self._rests():
             return
         joining = self.majority.is_joining()
-        outlook = self._node.far.outlook
-        seen = (self._node.membership.revision, outlook.revision, tuple(self._node.agreed), joining)
+        seen = (self._node.membership.revision, tuple(self._node.agreed), joining)
         if seen == self._looked_at and not (self._noticed_at or self.apart.since or looks_again):
             return
         self._looked_at = seen
@@ -171,18 +146,10 @@ class Catching:
                 self._look_at(fragment, agreed, joining, now)
 
     def _look_at(self, fragment: int, agreed: AgreedVersion, joining: bool, now: float) -> None:
-        outlook = self._node.far.outlook
         ours = self.majority.digest(fragment, agreed.version)
-        contradicted = ours not in (None, agreed.digest) and agreed.digest != outlook.digest(
-            fragment, agreed.version, ours or b""
-        )  # who is first of its cell to go over to what most cells hold does not come back
+        contradicted = ours not in (None, agreed.digest)
         newest, is_last = self._newest(fragment, contradicted)
-        other = (
-            outlook.other_digest(fragment, agreed.version, agreed.digest, is_ours=ours is not None)
-            if not contradicted
-            else None
-        )
-        if newest <= agreed.version and not contradicted and other is None:
+        if newest <= agreed.version and not contradicted:
             self._noticed_at.pop(fragment, None)
             return
         since = self._noticed_at.setdefault(fragment, now)
@@ -194,24 +161,15 @@ class Catching:
             return
         if now < self._again_at.get(fragment, 0.0):
             return
-        near = contradicted or self.majority.is_near_by(fragment, max(newest, agreed.version + 1), b"")
-        wait_s = NOTICE_AFTER_S if near else self._notice_far_s(fragment, newest)
-        if now - since < wait_s and not joining:
+        if now - since < NOTICE_AFTER_S and not joining:
             return
-        version = newest if newest > agreed.version else agreed.version
-        digest = (
-            (other if newest <= agreed.version else None)
-            or self.majority.digest(fragment, version)
-            or (not near and outlook.digest(fragment, version))
-            or b""
-        )
+        version = max(newest, agreed.version)
+        digest = self.majority.digest(fragment, version) or b""
         if newest <= agreed.version:
             text = f"fragment {fragment} differs from the majority at version {version}: taking theirs"
             self._node.report(ev.Warned, text=text)
         donors = self.majority.donors(fragment, version, digest)
-        if not near:
-            donors = outlook.donors(fragment, version, digest if newest <= agreed.version else b"")
-        if self._go_to(fragment, version, digest, donors) and is_last:
+        if self.go_to(fragment, version, digest, donors) and is_last:
             self._last.add(fragment)
 
     def _turns_back(self, fragment: int, now: float) -> bool:
@@ -232,12 +190,6 @@ class Catching:
         self._fetch_next(fragment, whole=True)
         return True
 
-    def _notice_far_s(self, fragment: int, newest: int) -> float:
-        """How long what only other cells have is waited for: not at all if somebody said before that they
-        have it, or another state of our version."""
-        heard_of, here = self._heard_of.get(fragment, (-1, 0.0))[0], self._node.agreed[fragment].version
-        return 0.0 if here <= heard_of <= max(newest, here) else NOTICE_FAR_AFTER_S
-
     def _newest(self, fragment: int, contradicted: bool) -> tuple[int, bool]:
         """The version to go to, and whether it is a last round that only few have."""
         newest = self.majority.swarm_version(fragment)
@@ -250,10 +202,8 @@ class Catching:
         """Whether every other peer says that it is where this one is: most of the time they all are."""
         agreed = self._node.agreed
         versions, digests = tuple(mine.version for mine in agreed), tuple(mine.digest for mine in agreed)
-        near, far = self._node.membership.live.values(), self._node.far.outlook.words.values()
-        return all(info.versions == versions and info.digests == digests for info in near) and all(
-            word.versions == versions and word.digests == digests for word in far
-        )
+        live = self._node.membership.live.values()
+        return all(info.versions == versions and info.digests == digests for info in live)
 
     def wake(self, now: float) -> None:
         """This peer goes on after a rest: what it missed is fetched at once."""
@@ -287,12 +237,8 @@ class Catching:
         current = self._node.agreed[fragment].version
         alive = tuple(peer for peer in donors if peer in self._node.membership.live)
         alive += tuple(p for p in self.majority.donors(fragment, version, near_digest) if p not in alive)
-        far = tuple(peer for peer in donors if not self._node.far.is_near(peer))
         rounds = self._replayable(fragment)
-        if far and self.majority.is_of_cells(fragment, version, digest):
-            # Our whole cell is elsewhere; another cell's round does not say who of ours is in it.
-            goal = Goal(STATE, fragment, version, split_donors(far, fragment), digest, version)
-        elif not whole and 0 < version - current <= rounds:
+        if not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
         elif self.majority.is_one_word(fragment, version):
             self._give_up(fragment, f"only few have a state of version {version}", is_proved=False)
@@ -362,18 +308,11 @@ class Catching:
             self._drop_target(fragment)  # the others have come to us meanwhile
             return
         try:  # as when it was promised (``_vouch``), but for what was heard since
-            if not any(map(self._node.far.is_near, event.donors)):
-                seen = self._node.far.outlook.digest(fragment, event.version)
-                if seen not in (None, event.digest):
-                    raise DigestMismatch(f"the state of version {event.version} is not what other cells hold")
-            wrong = self.majority.is_contradicted(fragment, event.version, event.digest, event.donors)
-            if wrong and not self._is_told_by_far(event):
+            if self.majority.is_contradicted(fragment, event.version, event.digest, event.donors):
                 raise DigestMismatch(f"the state of version {event.version} is not what most peers report")
-            told = self._told_by_far(fragment, event.donors)
-            if event.version > told + AHEAD_AT_MOST and self.majority.is_too_far(fragment, event.version):
+            if event.version > AHEAD_AT_MOST and self.majority.is_too_far(fragment, event.version):
                 raise DigestMismatch(f"version {event.version} is further than most peers are")
             agreed = AgreedVersion(event.version, event.digest)
-            self._node.rounds.given_by(fragment, event.donors)
             await self._node.deciding.adopt(fragment, event.data, agreed, goes_back=fragment in self._back)
         except (DigestMismatch, RemoteProtocolError) as error:
             is_overtaken = event.version < self._node.agreed[fragment].version and fragment not in self._back
@@ -409,7 +348,6 @@ class Catching:
         """Its fetch has ended, one way or the other."""
         self._targets.pop(fragment, None)
         self._silent.pop(fragment, None)
-        self._heard_of.pop(fragment, None)
         self._last.discard(fragment)
         self._back.discard(fragment)
         self._noticed_at.pop(fragment, None)
@@ -422,28 +360,6 @@ class Catching:
             self._node.refuse(donor, reason, detail)
             self._node.catchup.quarantine(donor, reason, self._node.now())
 
-    def _told_by_far(self, fragment: int, donors: Sequence[PeerId]) -> int:
-        """The version that our cell's coordinator, or most cells, sent us after, if only other cells have
-        it."""
-        target = self._targets.get(fragment)
-        return target[0] if target is not None and not any(map(self._node.far.is_near, donors)) else 0
-
-    def _is_told_by_far(self, event: Fetched) -> bool:
-        """Whether this is the very state that other cells contradict ours with."""
-        target = self._targets.get(event.goal.fragment)
-        far = not any(map(self._node.far.is_near, event.donors))
-        return far and target is not None and event.digest == target[1]
-
     def _vouch(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
-        """See ``catchup.goals.Vouch``. One word against another contradicts nothing. Of what only other cells
-        have, ours knows no more than that we were sent after it."""
-        if not self._node.far.is_near(donor):
-            target = self._targets.get(fragment, (0, b"", ()))
-            seen = self._node.far.outlook.digest(fragment, version)
-            if seen is not None:
-                return digest == seen
-            if (version, digest) == target[:2]:
-                return True
-            is_beyond = version > target[0] + AHEAD_AT_MOST
-            return False if is_beyond and self.majority.is_too_far(fragment, version) else None
+        """See ``catchup.goals.Vouch``. One word against another contradicts nothing."""
         return self.majority.bears_out(donor, fragment, version, digest)

@@ -18,7 +18,6 @@ from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused,
 from p2p_co2.protocol.rounds import (
     Aborted,
     Began,
-    CellWanted,
     Committed,
     Distrusted,
     Doubted,
@@ -106,8 +105,6 @@ class Deciding:
             self._node.spawn(self._ledger.doubt(event.fragment))
         elif isinstance(event, Refused | Distrusted):
             self._blame(event)
-        elif isinstance(event, CellWanted):
-            self._node.spawn(self._node.far.look_up(event.cell), is_errand=True)
 
     def _fell_behind(self, event: FellBehind | OutcomeWithoutBytes) -> None:
         version, digest = (
@@ -129,7 +126,7 @@ class Deciding:
     async def _reduce(self, event: ReduceWanted) -> None:
         job = event.job
         try:
-            mean, weights = await self._ledger.reduce(job.fragment, job.slices, job.step)
+            mean, weights = await self._ledger.reduce(job.fragment, job.slices)
         except SliceRefused as refused:
             self._node.rounds.refused_slice(job, PeerId(refused.peer), refused.reason, self._node.now())
         else:

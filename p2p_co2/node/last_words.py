@@ -5,7 +5,7 @@ on knowing where they were: what this peer lacks is lacking whoever is left, and
 states who has gone counts beside those who are here (``apart``). Nobody goes anywhere by the word of who has
 gone alone: two that lie and leave would send all others after what nobody has.
 
-Law: it is kept only while this peer is done with its training, of ``WORDS_KEPT`` peers and cells at most, and
+Law: it is kept only while this peer is done with its training, of ``WORDS_KEPT`` peers at most, and
 only what honest peers can have held. Price: whoever says something and leaves is not asked again; who lies
 of rounds that nobody has made lets all others say that they lack them.
 """
@@ -28,15 +28,15 @@ State = tuple[int, bytes]
 
 class LastWords:
     def __init__(self) -> None:
-        self._words: dict[PeerId | int, Held] = {}
-        """By peer, or by cell, the one that is heard last at the end."""
-        self._here: frozenset[PeerId | int] = frozenset()
+        self._words: dict[PeerId, Held] = {}
+        """By peer, the one that is heard last at the end."""
+        self._here: frozenset[PeerId] = frozenset()
 
     def clear(self) -> None:
         """Nothing was said yet."""
         self._words, self._here = {}, frozenset()
 
-    def note(self, heard: Mapping[PeerId | int, Held | None], limits: Sequence[int]) -> bool:
+    def note(self, heard: Mapping[PeerId, Held | None], limits: Sequence[int]) -> bool:
         """These are here, and say so; True if that is news, also of who has gone. None: nothing that counts,
         no more than what is not of this run's fragments. ``limits``: per fragment, the newest version at
         which anybody honest can be; who alone says more has said nothing of that fragment."""
@@ -76,7 +76,7 @@ def _are_near(said: Iterable[Held], limits: Sequence[int]) -> bool:
     return all(all(map(int.__le__, versions, limits)) for versions, _ in said)
 
 
-def _believed(said: Mapping[PeerId | int, Held], limits: Sequence[int]) -> dict[PeerId | int, Held]:
+def _believed(said: Mapping[PeerId, Held], limits: Sequence[int]) -> dict[PeerId, Held]:
     """Beyond its limit a version counts if two of those that are heard hold that state: most of them may have
     been away for long. Else it is -1."""
     states = [Counter((held[0][f], held[1][f]) for held in said.values()) for f in range(len(limits))]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from p2p_co2.protocol.rounds.derived import Derived
-from p2p_co2.protocol.rounds.events import Step
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.system.memory import Buffer, Joined
 
@@ -62,9 +61,8 @@ def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
 def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
     parts = weights_of(outcome)
-    of_members = min(member.base_version for member in outcome.members)
-    base_version = outcome.base_version if outcome.cells else of_members
-    is_alone = len(outcome.members) == 1 and not outcome.cells
+    base_version = min(member.base_version for member in outcome.members)
+    is_alone = len(outcome.members) == 1
     return AgreedMean(
         outcome.key.fragment, outcome.key.round, base_version, outcome.state_digest, mean, parts, is_alone
     )
@@ -96,11 +94,8 @@ class SliceRefused(Exception):
 class Ledger(Protocol):
     """The tensor side. Calls for one fragment are answered in the order in which they were made."""
 
-    async def reduce(
-        self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
-    ) -> Reduced:
-        """The encoded weighted mean of (peer, weight, slice), or a step towards it (``ReduceJob``); raises
-        ``SliceRefused``."""
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
+        """The encoded weighted mean of (peer, weight, slice); raises ``SliceRefused``."""
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its

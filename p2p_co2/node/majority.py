@@ -1,8 +1,7 @@
 """What most peers say of where the swarm is: versions, digests, and who has them.
 
 Law: one peer's word alone moves nobody where three or more train. A peer that rests, or only joins, does not
-say how far the swarm is; what a version *was* it may tell. Of what only other cells have, ours knows what
-``outlook`` has heard.
+say how far the swarm is; what a version *was* it may tell.
 
 Price: votes are counted again when the membership, or this peer's own state, has changed; in between the last
 answer stands.
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING
 from p2p_co2.node.last_words import LastWords
 from p2p_co2.protocol.catchup import split_donors
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
-from p2p_co2.protocol.rounds.cells import are_enough
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
@@ -29,47 +27,19 @@ if TYPE_CHECKING:
 class Majority:
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._near_versions: dict[int, tuple[object, int]] = {}
+        self._swarm_versions: dict[int, tuple[object, int]] = {}
         self._digests: dict[int, tuple[object, bytes | None]] = {}
-        """What ``near_version`` and ``digest`` said last, and of what."""
+        """What ``swarm_version`` and ``digest`` said last, and of what."""
         self.last_words = LastWords()
         self._were_here: dict[PeerId, None] = {}
         """The last that went, in the order in which they did."""
 
     def swarm_version(self, fragment: int) -> int:
-        """The highest version that at least half of the peers of our cell have reached, or half of the cells
-        (``Outlook.version``), or enough of those that made our state to have gone on without the others."""
-        near, node = self.near_version(fragment), self._node
-        if node.far.cells == 1:
-            return near
-        phases = {info.status.phase for info in node.membership.live.values()}
-        phases.add(node.progress.local.phase)
-        over = Status.TRAINING not in phases and not node.far.outlook.trains(node.now())
-        mine = near if phases & {Status.TRAINING, Status.DRAINING} else None
-        return max(near, node.far.outlook.version(fragment, mine, over), self._makers_version(fragment))
-
-    def _makers_version(self, fragment: int) -> int:
-        """Where enough of the cells are that made our state to have gone on without the others: who loaded it
-        makes no round without them, and most cells may have. 0 if it is not known. (Of our own cell
-        ``near_version`` tells.)"""
-        makers = self._node.rounds.made_by(fragment)
-        words = self._node.far.outlook.words.values()
-        held = {
-            word.cell: word.versions[fragment]
-            for word in words
-            if word.cell in makers and fragment < len(word.versions)
-        }
-        for version in sorted(set(held.values()), reverse=True):
-            if are_enough({cell for cell, there in held.items() if there >= version}, makers):
-                return version
-        return 0
-
-    def near_version(self, fragment: int) -> int:
         """The highest version that at least half of the peers have reached, this one included unless it is
         joining: one peer's word alone moves nobody where three or more train."""
         mine, joining = self._node.agreed[fragment].version, self.is_joining()
         seen = (self._node.membership.revision, mine, joining)
-        known = self._near_versions.get(fragment)
+        known = self._swarm_versions.get(fragment)
         if known is not None and known[0] == seen:
             return known[1]
         versions = self._votes(fragment)
@@ -77,18 +47,18 @@ class Majority:
             versions.append(mine)
         versions.sort(reverse=True)
         version = versions[(len(versions) - 1) // 2]
-        self._near_versions[fragment] = seen, version
+        self._swarm_versions[fragment] = seen, version
         return version
 
     def last_version(self, fragment: int) -> int:
-        """The round after this peer's version, if somebody has it and nobody of one group has more to offer
+        """The round after this peer's version, if somebody has it and nobody has more to offer
         for the fragment; else 0. Whoever hears such a last round announced takes it, few as they may be who
         made it, so whoever did not hear it must as well: with less than half on one side all would wait for
         each other until their time is over. Only the round, which proves itself by its decision and digests,
         never a state."""
         node, local = self._node, self._node.progress.local
         is_done = local.phase == Status.DRAINING or fragment in local.finished
-        if not is_done or node.far.cells > 1:
+        if not is_done:
             return 0
         live = node.membership.live.values()
         if any(info.status.offers_for(fragment) for info in live):
@@ -171,7 +141,7 @@ class Majority:
         return max(self.swarm_version(fragment) + AHEAD_AT_MOST, self._node.agreed[fragment].version)
 
     def bears_out(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
-        """What the others of our cell say of the state that ``donor`` promises: True if one of them has the
+        """What the others say of the state that ``donor`` promises: True if one of them has the
         same, False if most have another or nobody honest can be that far, None if neither."""
         votes = Counter(
             info.digests[fragment]
@@ -212,22 +182,6 @@ class Majority:
             if fragment < len(info.digests) and info.versions[fragment] >= version
         )
         return max(held.values(), default=0) < 2
-
-    def is_near_by(self, fragment: int, version: int, digest: bytes) -> bool:
-        """Whether somebody of our cell tells that it has this state, or a later one."""
-        return any(
-            info.versions[fragment] > version
-            or (info.versions[fragment] == version and digest in (b"", info.digests[fragment]))
-            for info in self._node.membership.live.values()
-            if fragment < len(info.digests)
-        )
-
-    def is_of_cells(self, fragment: int, version: int, digest: bytes) -> bool:
-        """Whether it is other cells that hold this state: nobody of ours does, or most cells do and most of
-        ours hold another one. Who is first of ours to go over must not send the rest to what they have."""
-        here, there = self.digest(fragment, version), self._node.far.outlook.digest(fragment, version)
-        is_outvoted = here not in (None, digest) and digest == there
-        return is_outvoted or not self.is_near_by(fragment, version, digest)
 
     def donors(self, fragment: int, version: int, digest: bytes = b"") -> tuple[PeerId, ...]:
         """Peers that have it, or are further; not who says that its state of ``version`` is another than

@@ -131,7 +131,6 @@ class Network:
         await self._compare_clocks(await self._meet_somebody())
         manifest = await self._settings()
         self.run = RunConfig.from_canonical_bytes(manifest.config)
-        self.records.cells = self.run.cells
         if self.run.digest() != self.ticket.run:
             fix = "ask for a new ticket"
             raise TicketError(f"the run's settings are not the ones this ticket was made for; {fix}")
@@ -252,10 +251,9 @@ class Network:
 
     # ---- finding others
 
-    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
-        """Records of the other peers of the run, as the DHT has them now; of one cell only if it is named.
-        Raises ``TransportError``."""
-        records = await self.records.search(cell)
+    async def find_peers(self) -> list[PeerRecord]:
+        """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
+        records = await self.records.search()
         used = {record.peer for record in self.records.used(MAX_ACQUAINTANCES)}
         known = sorted(records, key=lambda record: (record.peer not in used, record.peer))
         if self._acquaintances.keep(known, self.discovery.sealed_manifest):
@@ -267,8 +265,8 @@ class Network:
         """See ``RecordBook.record_of``."""
         return await self.records.record_of(peer, fresh)
 
-    async def _find(self, cell: int | None) -> list[PeerRecord]:
-        found, is_here = await self.discovery.find_peers(cell), is_on_this_machine(self.ticket)
+    async def _find(self) -> list[PeerRecord]:
+        found, is_here = await self.discovery.find_peers(), is_on_this_machine(self.ticket)
         return [
             one for one in found if one.peer != self.identity.peer_id and (is_here or leads_elsewhere(one))
         ]

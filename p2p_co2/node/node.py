@@ -21,7 +21,6 @@ from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.environment import Environment, Links
-from p2p_co2.node.far import Far
 from p2p_co2.node.lanes import piece_of
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver
@@ -83,8 +82,7 @@ class Node:
         pace = network.run.clock
         quiet_s = quiet_beat_s(pace.round_s) if pace.mode == "time" else 0.0
         self.membership = Membership(self.me, quiet_s, model)
-        self.far = Far(self, network.run.cells, network.find_peers)
-        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size, self.far.cells)
+        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
         sizes = Shape(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
@@ -103,9 +101,7 @@ class Node:
         self._looked_revision = self._pumped_revision = -1
         self._has_strangers = False
         """Whether somebody came or went of whom the rounds machine has not heard."""
-        inbox = Inbox(
-            self.membership, self.rounds, self.catchup, self.far, self.progress.status, self.know_all
-        )
+        inbox = Inbox(self.membership, self.rounds, self.catchup, self.progress.status, self.know_all)
         heard = RouterEvents(self._refused, self.shut_out, self.pump, self.crash)
         download, open_ = network.config.limits.download_bytes_per_s, environment.open_message
         self.router = Router(environment.group, inbox.take, heard, self.now, download, open_)
@@ -118,7 +114,7 @@ class Node:
             self.now, self.progress.status, lambda: self.progress.rests, self.pump,
             lambda text: self.report(ev.Warned, text=text),
         )  # fmt: skip
-        self._finder = PeerFinder(network, self.membership, self.far.cell, asked)
+        self._finder = PeerFinder(network, self.membership, asked)
         self._bug: Exception | None = None
 
     # ---- life
@@ -196,14 +192,14 @@ class Node:
         self.pump()
 
     def live_peers(self) -> int:
-        """Peers heard of late, without this one; of another cell that was heard, one."""
-        return len(self.membership.live) + len(self.far.outlook.recent(self.now()))
+        """Peers heard of late, without this one."""
+        return len(self.membership.live)
 
     def unheard_peers(self) -> int:
         """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or
         about to answer. Before it was asked there may be any."""
         unasked = not self.membership.candidates.has_looked
-        return self.membership.awaited + self.far.outlook.unanswered() + unasked
+        return self.membership.awaited + unasked
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""
@@ -251,7 +247,7 @@ class Node:
         links = self.links
         last: Message | None = None
         data: Unsent = b""
-        for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
+        for machine in (self.membership, self.rounds, self.catchup):
             for peer, message in machine.messages_to_send():
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data, kind = message, unsent(message, self._envelope_head), kind_of(message)
@@ -274,7 +270,7 @@ class Node:
         while (catch_event := self.catchup.next_event()) is not None:
             handled = True
             self.catching.handle(catch_event)
-        return self.far.handle() or handled
+        return handled
 
     async def _keep_time(self) -> None:
         while True:
@@ -293,7 +289,6 @@ class Node:
                 self.know_all()
                 self.rounds.handle_timer(now)
             self.catchup.handle_timer(now)
-            self.far.outlook.handle_timer(now)
             self.pump()
             self.progress.conclude(self.now())
             self._wake.clear()
@@ -322,12 +317,11 @@ class Node:
             "membership": self.membership.get_timer(),
             "rounds": self.rounds.get_timer(),
             "catching up": self.catchup.get_timer(),
-            "other cells": self.far.outlook.get_timer(),
         }
 
     def _next_timer_at(self) -> float:
         until = self._news_at()
-        for machine in (self.membership, self.rounds, self.catchup, self.far.outlook):
+        for machine in (self.membership, self.rounds, self.catchup):
             if (at := machine.get_timer()) is not None and at < until:
                 until = at
         return until
@@ -423,9 +417,6 @@ class Node:
         self.membership.link_broke(peer)
 
     def _unreachable(self, peer: PeerId, reason: str) -> None:
-        if not self.far.is_near(peer):
-            self.far.outlook.unreachable(peer)
-            return  # of another cell: no member
         self._finder.unreached.failed(peer, reason)
         self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
         self.pump()

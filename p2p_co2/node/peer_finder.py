@@ -77,11 +77,11 @@ class FinderEvents:
 
 
 class PeerFinder:
-    """Finds the peers of ``cell`` for ``membership``. ``unreached``: who is listed and cannot be reached, or
+    """Finds the others for ``membership``. ``unreached``: who is listed and cannot be reached, or
     does not reach us."""
 
-    def __init__(self, network: PeerNetwork, membership: Membership, cell: int, events: FinderEvents) -> None:
-        self._network, self._membership, self._cell, self._events = network, membership, cell, events
+    def __init__(self, network: PeerNetwork, membership: Membership, events: FinderEvents) -> None:
+        self._network, self._membership, self._events = network, membership, events
         self.unreached = Unreachable()
         self._trouble = ""
         self._found_at, self._found_among = -1e9, frozenset[PeerId]()
@@ -109,7 +109,7 @@ class PeerFinder:
             errors.append(str(error))
         try:
             if self._is_due():
-                records = await self._network.find_peers(self._cell)
+                records = await self._network.find_peers()
                 self._tell_of_ways(trouble, records)
                 await self._take(records)
                 self._found_at, self._found_among = self._events.now(), frozenset(self._membership.live)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from p2p_co2.node.last_words import Held
 from p2p_co2.protocol.membership import PeerInfo, positions
 from p2p_co2.protocol.rounds import PeerView
-from p2p_co2.protocol.wire.identity import PeerId, cell_of
-from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.protocol.wire.status import finished_bits
 from p2p_co2.telemetry import events as ev
@@ -71,16 +71,16 @@ class LocalProgress:
 class SwarmProgress:
     """``settled``: no live peer trains any more, all are at our versions and digests, and all of them say the
     same of those that they hear: somebody whom only they hear is still waited for. For one that joins,
-    ``abreast``: nobody is ahead by more than a round, or at all of a fragment of which we have only the
-    start; ``heard``: somebody was heard as all this was concluded; ``met``: somebody ever, who has joined;
+    ``full``: as many have joined as a run can have; ``abreast``: nobody is ahead by more than a round, or at
+    all of a fragment of which we have only the start; ``heard``: somebody was
+    heard as all this was concluded; ``met``: somebody ever, who has joined;
     ``left_behind``: the others were ahead, and went before this peer had what they had: a history of its own
     is not what it came for; ``may_be_back``: and they trained and said no goodbye, so that it may be the way
     to them that is broken. ``swarm_position``: median position of the other peers that train in rounds, and
     the node's monotonic time it was true at.
-    ``newcomers``: somebody live of our cell still joins; the last of them came at ``newcomer_at``, or was
+    ``newcomers``: somebody live still joins; the last of them came at ``newcomer_at``, or was
     there when this peer had done training. ``rounds_per_s``: how fast positions move by themselves; 0 if
-    they count inner steps. ``over``: fragments of which no more rounds are made in this run, of a swarm in
-    cells."""
+    they count inner steps. ``over``: fragments of which no more rounds are made in this run."""
 
     def __init__(self, node: Node, rounds_per_s: float, rounds: int = 0) -> None:
         self._node, self.rounds_per_s, self._rounds = node, rounds_per_s, rounds
@@ -88,7 +88,7 @@ class SwarmProgress:
         self._step_s = 0.0
         """What this peer's last inner steps took, each."""
         self.settled = self.abreast = self.left_behind = self.may_be_back = False
-        self.heard = self.met = self.newcomers = False
+        self.heard = self.met = self.newcomers = self.full = False
         self.newcomer_at, self._joining = -math.inf, frozenset[PeerId]()
         self.over: frozenset[int] = frozenset()
         self._furthest = [version.version for version in node.agreed]
@@ -109,10 +109,10 @@ class SwarmProgress:
         self._waits_for_time = False
         """Whether the next conclusion may differ without any news."""
         self._differed_at = -math.inf
-        """When somebody who was here, and done, held anything else than this peer last; or another cell did,
-        or was not done with its last rounds. Infinity while it is so."""
+        """When somebody who was here, and done, held anything else than this peer last; infinity while it
+        is so."""
         self._are_ahead_at_work = False
-        """Whether two make a last round beyond what this peer holds. (One of one cell may try for long.)"""
+        """Whether two make a last round beyond what this peer holds. (One may try for long.)"""
         self._worked_at = -math.inf
         """When a peer that has trained to the end was in a round last, as it was told; infinity while one
         is."""
@@ -127,10 +127,9 @@ class SwarmProgress:
     def status(self) -> Status:
         """What the next heartbeats say of this peer."""
         local, agreed, upload = self.local, self._node.agreed, self._node.upload_bytes_per_s()
-        outlook = self._node.far.outlook
         membership = self._node.membership
         heartbeat_s = membership.heartbeat_s if membership.quiet_s and self.rests else 0.0
-        content = (local, tuple(agreed), upload, self._is_at_rest, outlook.seen, heartbeat_s)
+        content = (local, tuple(agreed), upload, self._is_at_rest, heartbeat_s)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
@@ -143,16 +142,12 @@ class SwarmProgress:
                 upload_bytes_per_s=upload,
                 download_bytes_per_s=self._node.download_bytes_per_s,
                 software=self._node.software,
-                sights=outlook.sights(self._node.now()),
                 finished=finished_bits(local.finished, len(agreed)),
                 process=self._node.process,
                 settled=self._is_at_rest,
                 heartbeat_s=heartbeat_s,
                 model=model.digest if (model := membership.strangers.model) is not None else 0,
             )
-        elif outlook.seen:
-            for sight, aged in zip(self._status.sights, outlook.sights(self._node.now()), strict=False):
-                sight.age_s = aged.age_s
         self._status.position = self.position()
         return self._status  # the messages that carry it hold copies
 
@@ -211,18 +206,13 @@ class SwarmProgress:
     def is_needed(self, within_s: float, settled: bool = False) -> bool:
         """Whether a state, or a round that somebody missed, is on its way to this peer or from it, or a last
         round is made, which it would miss; or others that are done hold more or less (who has it may just now
-        be busy giving it to somebody else), or another cell is not done with its last rounds; or was, or did,
-        or was not, of late. Where all have ``settled``, only a
-        newcomer may still need it: of our cell, or of one in which nobody has joined yet, which says nothing
-        of itself, while it is given something. Other threads may ask."""
+        be busy giving it to somebody else); or was, or did, of late. Where all have ``settled``, only a
+        newcomer may still need it. Other threads may ask."""
         now = self._node.now()
         if settled:  # one that came just now has yet to find its donors, and they to write their states out
-            within_s, far = NEWCOMERS_WAIT * within_s, self._node.far
+            within_s = NEWCOMERS_WAIT * within_s
             came = now - self.newcomer_at <= within_s
-            near = self.newcomers and (came or self._node.catchup.moves(now, within_s))
-            heard = {far.cell, *(word.cell for word in far.outlook.recent(now))}
-            takers = self._node.catchup.donor.takers(now, within_s)
-            return near or any(cell_of(peer, far.cells) not in heard for peer in takers)
+            return self.newcomers and (came or self._node.catchup.moves(now, within_s))
         moves = self._node.catchup.moves(now, within_s)
         works = now - self._worked_at <= within_s
         differs = now - self._differed_at <= within_s
@@ -268,24 +258,21 @@ class SwarmProgress:
 
     def conclude(self, now: float) -> None:
         """Compare this peer with the others; while it trains nobody asks for more than the position."""
-        far = self._node.far
-        far.conclude(now)
         self.note_over()
         quiet_s = self._node.membership.quiet_s
         every_s = max(PLACED_EVERY_S, quiet_s / 2) if quiet_s and self.rests else PLACED_EVERY_S
         if now - self._placed_at >= every_s or self.swarm_position is None:
             self._placed_at = now
             at = self._node.clock.monotonic() - (self._node.now() - now)
-            near = positions(self._node.membership.live.values(), now, self.rounds_per_s)
-            position = far.position(near, now)
-            self.swarm_position = (position, at) if position is not None else None
+            near = sorted(positions(self._node.membership.live.values(), now, self.rounds_per_s))
+            self.swarm_position = (near[(len(near) - 1) // 2], at) if near else None
         if self.local.phase == Status.TRAINING:
             self.unsettle()
             self._node.catching.majority.last_words.clear()
             return
         self._look_for_last_rounds(now)  # others' positions move without any news
         seen = self._seen()
-        if seen == self._concluded_of and far.cells == 1:
+        if seen == self._concluded_of:
             return
         self._concluded_of, self._concluded_at = seen, now
         agreed, live = self._node.agreed, self._node.membership.live.values()
@@ -295,8 +282,8 @@ class SwarmProgress:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
-        unheard = self._node.membership.awaited + far.outlook.unanswered()
-        hears_more = unheard > 0 or not self._node.membership.candidates.has_looked
+        membership = self._node.membership
+        hears_more = membership.awaited > 0 or not membership.candidates.has_looked
         is_new = hears_more and now - self._began_at < LISTENED_S
         is_cut_off = self._waits_for_time = is_new or self._is_cut_off(now)
         if is_cut_off:
@@ -313,8 +300,7 @@ class SwarmProgress:
         if is_done and alike and self._is_cut_off(now) and not self._has_told_of_lost:
             self._has_told_of_lost = True
             self._node.report(ev.Warned, text=WAITS_FOR_LOST)
-        home = at_rest and all(info.status.settled for info in done)
-        self.settled = far.together(home and is_done, alike and is_done, *here, now)
+        self.settled = is_done and at_rest and all(info.status.settled for info in done)
         if is_done and at_rest != self._is_at_rest:
             self._is_at_rest = at_rest
             self._node.refresh()
@@ -336,7 +322,7 @@ class SwarmProgress:
         live = self._node.membership.live.values()
         ending = (info for info in live if info.status.phase == Status.DRAINING or is_at_end(info))
         views = [view for view in map(self._view, ending) if view.training]
-        mine, cells = [agreed.version for agreed in self._node.agreed], self._node.far.cells
+        mine = [agreed.version for agreed in self._node.agreed]
         limits = [self._node.catching.majority.limit(f) for f in range(len(mine) if views else 0)]
         at_work = [
             f
@@ -345,7 +331,7 @@ class SwarmProgress:
             for f, version in enumerate(view.versions)
             if f not in view.finished and mine[f] <= version <= limits[f]
         ]
-        self._are_ahead_at_work = len(at_work) > (len(set(at_work)) if cells == 1 else 0)
+        self._are_ahead_at_work = len(at_work) > len(set(at_work))
         if views or _works(self.local.phase, len(self.local.finished) == len(mine)):
             self._worked_at = math.inf
         elif self._worked_at == math.inf:
@@ -357,13 +343,12 @@ class SwarmProgress:
         if self.local.phase != Status.DRAINING:
             self._node.catching.majority.last_words.clear()
             return
-        words: dict[PeerId | int, Held | None] = {
+        words: dict[PeerId, Held | None] = {
             peer: None
             if info.status.phase in (Status.JOINING, Status.PAUSED)
             else (info.versions, info.digests)
             for peer, info in live.items()
         }
-        words |= {word.cell: (word.versions, word.digests) for word in self._node.far.outlook.recent(now)}
         majority = self._node.catching.majority
         if majority.last_words.note(words, [majority.limit(f) for f in range(len(self._node.agreed))]):
             self._node.catching.look_again()
@@ -374,21 +359,13 @@ class SwarmProgress:
         return ends_at <= position + age_s * self.rounds_per_s < self._rounds + 1
 
     def _note_others(self, others: Sequence[PeerInfo], here: Held, now: float) -> None:
-        """Whether any of ``others`` that are done holds anything else, or another cell does, or is not done
-        with its last rounds."""
-        near = ((one.versions, one.digests) for one in others if one.status.phase == Status.DRAINING)
-        differs = any(held != here for held in near) or any(
-            self._is_end(word.position, now - word.seen_at)
-            if word.trains
-            else not word.settled or (word.versions, word.digests) != here
-            for word in self._node.far.outlook.recent(now)
-        )
+        """Whether any of ``others`` that are done holds anything else."""
+        ended = ((one.versions, one.digests) for one in others if one.status.phase == Status.DRAINING)
+        differs = any(held != here for held in ended)
         if differs:
             self._differed_at = math.inf
         elif self._differed_at == math.inf:
             self._differed_at = now
-        if differs and self._node.far.cells > 1:  # other cells go without any news
-            self._waits_for_time, self._concluded_of = True, None
 
     def _look_for_newcomers(self, now: float) -> None:
         live = self._node.membership.live.items()
@@ -398,10 +375,10 @@ class SwarmProgress:
         self._joining, self.newcomers = joining, bool(joining)
 
     def _look_for_the_swarm(self, versions: tuple[int, ...], idle: bool, now: float) -> None:
-        near, outlook = self._node.membership.live, self._node.far.outlook
+        near = self._node.membership.live
         live = near.values()
         inside = [info.versions for info in live if info.status.phase != Status.JOINING]
-        is_there = bool(inside) or not outlook.is_alone(now)
+        is_there, self.full = bool(inside), len(inside) >= MAX_MEMBERS
         self.met = self.met or is_there
         if inside and 2 * len(inside) >= len(live):  # a few alone could hold up all who join
             middle = (len(inside) - 1) // 2
@@ -409,11 +386,8 @@ class SwarmProgress:
             self._furthest = [sorted(held, reverse=True)[min(middle, len(held) - 1)] for held in of_fragments]
         majority = self._node.catching.majority
         newest = [majority.swarm_version(fragment) for fragment in range(len(versions))]
-        if is_there and not inside:
-            goes_on = outlook.trains(now)
-            self._furthest = [outlook.version(f, None, not goes_on) for f in range(len(versions))]
         if is_there:
-            self._goes_on = any(info.status.phase == Status.TRAINING for info in live) or outlook.trains(now)
+            self._goes_on = any(info.status.phase == Status.TRAINING for info in live)
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)
         self.abreast = idle and not is_behind and _keeps_up(versions, newest, self._goes_on)
         self.left_behind = is_behind and not is_there
@@ -428,7 +402,7 @@ class SwarmProgress:
         if self.may_be_back and not self._has_told_of_gone:
             self._has_told_of_gone = True
             self._node.report(ev.Warned, text=WAITS_FOR_THEIR_STATE)
-        self.heard = bool(near) or not outlook.is_alone(now)  # last: other threads read it first
+        self.heard = bool(near)  # last: other threads read it first
 
 
 @lru_cache(MAX_PEERS)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from p2p_co2.errors import TransportError
-from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
@@ -23,29 +23,28 @@ RECORD_KEPT_S = 300.0
 JUST_FOUND_S = 1.0
 """A search that began within this time is as good as another."""
 
-Find = Callable[[int | None], Awaitable[list[PeerRecord]]]
-"""Records of the peers of one cell, or of all for None; raises ``TransportError``."""
+Find = Callable[[], Awaitable[list[PeerRecord]]]
+"""Records of the other peers; raises ``TransportError``."""
 
 
 class RecordBook:
-    """``find`` asks the DHT. ``cells``: of the run, set once that is known."""
+    """``find`` asks the DHT."""
 
     def __init__(self, find: Find) -> None:
-        self._find, self.cells = find, 1
+        self._find = find
         self._records: dict[PeerId, PeerRecord] = {}
         self._used_at: dict[PeerId, float] = {}
-        self._began_at: dict[int | None, float] = {}
-        """When the last search of each cell began that has ended, and of all for None."""
+        self._began_at = -math.inf
+        """When the last search began that has ended."""
         self._searching = asyncio.Lock()
 
     def __len__(self) -> int:
         return len(self._records)
 
-    async def search(self, cell: int | None = None) -> list[PeerRecord]:
-        """The records of other peers, as the DHT has them now; of one cell only if it is named. Raises
-        ``TransportError``."""
+    async def search(self) -> list[PeerRecord]:
+        """The records of other peers, as the DHT has them now. Raises ``TransportError``."""
         async with self._searching:
-            return await self._search(cell)
+            return await self._search()
 
     async def record_of(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """The record of ``peer``. The DHT is asked for one that is not known yet, and, unless a search began
@@ -55,18 +54,16 @@ class RecordBook:
         record = self._use(peer, now)
         if fresh or record is None or record.expires_at < time.time():
             since = now if record is None else now - JUST_FOUND_S
-            cell = cell_of(peer, self.cells)
             async with self._searching:
-                known_at = (self._began_at.get(one, -math.inf) for one in (cell, None))
-                if max(known_at) < since:
+                if self._began_at < since:
                     with contextlib.suppress(TransportError):
-                        await self._search(cell)
+                        await self._search()
             record = self._use(peer, time.monotonic())
         return record
 
     def forget_searches(self) -> None:
         """What failed so far may succeed now."""
-        self._began_at.clear()
+        self._began_at = -math.inf
 
     def used(self, most: int) -> list[PeerRecord]:
         """Records that were used of late, the newest first."""
@@ -78,18 +75,18 @@ class RecordBook:
         record = self._records.get(peer)
         return () if record is None else tuple(record.maddrs)
 
-    async def _search(self, cell: int | None) -> list[PeerRecord]:
+    async def _search(self) -> list[PeerRecord]:
         began_at = time.monotonic()
         try:
-            found = await self._find(cell)
-            self._take(found, cell, time.monotonic())
+            found = await self._find()
+            self._take(found, time.monotonic())
         except TransportError:
-            self._began_at[cell] = began_at
+            self._began_at = began_at
             raise
-        self._began_at[cell] = began_at
+        self._began_at = began_at
         return found
 
-    def _take(self, found: Sequence[PeerRecord], cell: int | None, now: float) -> None:
+    def _take(self, found: Sequence[PeerRecord], now: float) -> None:
         """Take what a search found in the place of the last one's, and what was used. Of two records of a
         peer the one that lasts longer is the newer: a node of the DHT may answer with an old copy."""
         listed = dict[PeerId, PeerRecord]()
@@ -98,8 +95,7 @@ class RecordBook:
             held = listed.get(peer) or self._records.get(peer)
             listed[peer] = record if held is None or record.expires_at >= held.expires_at else held
         self._used_at = {peer: at for peer, at in self._used_at.items() if now - at < RECORD_KEPT_S}
-        others = [] if cell is None else [p for p in self._records if cell_of(p, self.cells) != cell]
-        for peer in (*others, *sorted(self._used_at, key=lambda peer: self._used_at[peer], reverse=True)):
+        for peer in sorted(self._used_at, key=lambda peer: self._used_at[peer], reverse=True):
             if len(listed) < MAX_PEERS and peer not in listed:
                 listed[peer] = self._records[peer]
         self._records = listed

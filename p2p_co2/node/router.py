@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.quotas import (
@@ -25,14 +25,11 @@ from p2p_co2.node.quotas import (
 )
 from p2p_co2.protocol.catchup import CatchUp
 from p2p_co2.protocol.membership import Membership
-from p2p_co2.protocol.outlook import Outlook, check_sights
 from p2p_co2.protocol.rounds import Rounds
 from p2p_co2.protocol.wire.envelope import OTHER_GROUP, Opened, opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.kinds import Cost, Kind, Machine
 from p2p_co2.protocol.wire.messages_pb2 import (
-    CellLook,
-    CellSight,
     Chunk,
     Leave,
     ModelTable,
@@ -50,17 +47,6 @@ _SAID = frozenset({"shut out", "too many messages"})
 """Reasons for which we dropped a link ourselves."""
 
 
-class RemoteCells(Protocol):
-    """What is needed of the other cells."""
-
-    outlook: Outlook
-
-    @property
-    def cells(self) -> int: ...
-    def is_near(self, peer: PeerId) -> bool: ...
-    def sight(self) -> CellSight: ...
-
-
 @dataclass(frozen=True)
 class Inbox:
     """Gives each message to its machine. ``status``: what this peer says of itself now; ``know_all``: lets
@@ -69,7 +55,6 @@ class Inbox:
     membership: Membership
     rounds: Rounds
     catchup: CatchUp
-    far: RemoteCells
     status: Callable[[], Status]
     know_all: Callable[[], None]
 
@@ -79,9 +64,6 @@ class Inbox:
         kind, body, said = message.kind, message.body, message.said
         if kind.machine is Machine.MEMBERSHIP:
             self._take_membership(body, said, sender, now)
-        elif kind.machine is Machine.OUTLOOK:
-            self.far.outlook.mine = self.far.sight() if kind.type is CellLook else self.far.outlook.mine
-            self.far.outlook.receive(body, sender, now)
         elif kind.machine is Machine.ROUNDS:
             self.know_all()
             useful = self.rounds.receive(body, sender, now)
@@ -95,16 +77,12 @@ class Inbox:
         return True
 
     def _take_membership(self, body: Any, said: Any, sender: PeerId, now: float) -> None:
-        """What peers of one cell say of themselves."""
-        if not self.far.is_near(sender):
-            raise RemoteProtocolError("wrong cell", f"a {type(body).__name__} from another cell")
+        """What peers say of themselves."""
         if isinstance(body, Leave | ModelTable):
             self.membership.receive(body, sender, now)
             return
         if isinstance(body, Ping) and body.nonce:
             self.membership.status = self.status()  # a pong says where we are, not were
-        if said.sights:
-            check_sights(said.sights, self.far.cells)
         self.membership.receive(body, sender, now, said)
 
 

@@ -30,9 +30,6 @@ from itertools import islice, product
 from p2p_co2.digest import digest
 from p2p_co2.node.ledger import AgreedMean, PartWeights, weights_of
 from p2p_co2.protocol.rounds import DECISION_CONTEXT
-from p2p_co2.protocol.rounds.attempt import capped, read_members
-from p2p_co2.protocol.rounds.cells import read_who
-from p2p_co2.protocol.rounds.decision import ROSTER_CONTEXT, roster_digest
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.simnet.ledger import Offered, Saved, State
 from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
@@ -88,11 +85,8 @@ class Books:
         self.excused: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
         self.checked: set[tuple[bytes, bytes]] = set()
         self._signed: dict[tuple[int, int], list[Outcome]] = {}
-        self._whole: dict[int, tuple[PartWeights, ...]] = {}
-        """By the identity of a signed outcome over several cells: who is in it, of all cells."""
         self._named: dict[int, tuple[tuple[PartWeights, ...], bytes]] = {}
         """The digest of who is in a mean, by the identity of what names them: all members share that."""
-        self._rosters: dict[bytes, Outcome] = {}
         for start in starts:
             self.histories.append({start.digest: History(start, b"", {})})
 
@@ -115,9 +109,7 @@ class Books:
             known[state.digest] = history
 
     def sign(self, context: bytes, content: bytes) -> None:
-        """Somebody signed something: kept if it is a committed outcome, or the roster of a cell for one."""
-        if context == ROSTER_CONTEXT:
-            self._rosters[roster_digest(content)] = Outcome.FromString(content)
+        """Somebody signed something: kept if it is a committed outcome."""
         if context == DECISION_CONTEXT:
             outcome = Outcome.FromString(content)
             if outcome.committed:
@@ -125,42 +117,17 @@ class Books:
 
     def is_signed(self, mean: AgreedMean, before: State) -> bool:
         outcomes = self._signed.get((mean.fragment, mean.round), [])
-        return any(
-            outcome.state_digest == before.digest
-            and (_holds(outcome, mean) if outcome.cells else _names(outcome, mean))
-            for outcome in outcomes
-        )
-
-    def everywhere(self, mean: AgreedMean, before: State) -> tuple[PartWeights, ...]:
-        """Who is in a mean: in a round over several cells those of all rosters that its outcome names."""
-        for outcome in self._signed.get((mean.fragment, mean.round), []):
-            if outcome.cells and outcome.state_digest == before.digest and _holds(outcome, mean):
-                return self._parts_of(outcome)
-        return mean.parts
+        return any(outcome.state_digest == before.digest and _names(outcome, mean) for outcome in outcomes)
 
     def promised(self, fragment: int, before: State) -> Iterator[PartWeights]:
         """Who is in the next round by any outcome that was signed upon this state: a split may sign two."""
         for outcome in self._signed.get((fragment, before.version + 1), []):
             if outcome.state_digest == before.digest:
-                yield from self._parts_of(outcome)
+                yield from weights_of(outcome)
 
-    def _parts_of(self, outcome: Outcome) -> tuple[PartWeights, ...]:
-        if not outcome.cells:
-            return weights_of(outcome)
-        if (known := self._whole.get(id(outcome))) is not None:
-            return known  # signed outcomes are kept, so nobody else has its identity
-        rosters = [self._rosters[share.roster_digest] for share in outcome.cells]
-        parts = tuple(
-            _in_part(part.start_block, part.stop_block, rosters, number, self._weight_cap)
-            for number, part in enumerate(outcome.parts)
-        )
-        self._whole[id(outcome)] = parts
-        while len(self._whole) > WHOLE_KEPT:
-            del self._whole[next(iter(self._whole))]
-        return parts
-
-    def content_of(self, mean: AgreedMean, parts: tuple[PartWeights, ...]) -> bytes:
+    def content_of(self, mean: AgreedMean) -> bytes:
         """A digest of a mean and of who is in it."""
+        parts = mean.parts
         known = self._named.get(id(parts))
         if known is None:
             known = self._named[id(parts)] = parts, digest(repr(parts).encode())
@@ -199,7 +166,7 @@ class Auditor:
 
     def committed(self, mean: AgreedMean, before: State, after: State) -> None:
         books = self._books
-        content = books.content_of(mean, mean.parts)
+        content = books.content_of(mean)
         if (before.digest, content) in books.checked:
             return  # the same mean upon the same state was checked before
         place = f"fragment {mean.fragment} round {mean.round}"
@@ -211,17 +178,8 @@ class Auditor:
             return
         if tuple(add(before.sums, unpack(mean.mean))) != after.sums:
             self._broken("conservation", f"{place}: the new state is not the old one and the mean")
-        parts = books.everywhere(mean, before)
-        pairs = zip(mean.parts, parts, strict=True)
-        if any(not part.weights.items() <= whole.weights.items() for part, whole in pairs):
-            self._broken("conservation", f"{place}: a cell's contributors are not those of its roster")
-        books.checked.add((before.digest, content))
-        everything = books.content_of(mean, parts)
-        if everything != content and (before.digest, everything) in books.checked:
-            return  # another cell's peer had it checked
-        content = everything
         counted = dict(history.counted)
-        for part in parts:
+        for part in mean.parts:
             self._check_part(mean, part, counted, place)
         books.reached(self._peer, mean.fragment, History(after, before.digest, counted))
         books.checked.add((before.digest, content))
@@ -344,27 +302,6 @@ class Auditor:
                     self._broken("conservation", f"{place}: {twice} units of {peer[-6:]} are counted twice")
                 known[block] = max(reached, offer.units)
             counted[peer] = tuple(known)
-
-
-def _holds(outcome: Outcome, mean: AgreedMean) -> bool:
-    """Whether an outcome over several cells is about these very bytes."""
-    return all(
-        digest(mean.mean[part.start_block * BLOCK_BYTES : part.stop_block * BLOCK_BYTES]) == part.digest
-        for part in outcome.parts
-    )
-
-
-def _in_part(start: int, stop: int, rosters: Sequence[Outcome], number: int, cap: float) -> PartWeights:
-    weights: dict[str, float] = {}
-    offered: dict[str, float] = {}
-    for roster in rosters:
-        shares = read_members(roster.members, roster.key.round)
-        counted = capped(shares, cap)
-        for peer in read_who(roster.parts[number].who, tuple(shares)):
-            weights[peer] = counted[peer]
-            if counted[peer] != shares[peer].weight:
-                offered[peer] = shares[peer].weight
-    return PartWeights(start, stop, weights, offered)
 
 
 def _names(outcome: Outcome, mean: AgreedMean) -> bool:

@@ -17,9 +17,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
-from p2p_co2.protocol.rounds.events import Step
 from p2p_co2.simnet.virtual_time import ProcessLoop
-from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, join, mean_of, pack, unpack, widen
+from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
 from p2p_co2.system.memory import Buffer
 
 TENSOR_BYTES_PER_S = 1e9
@@ -129,7 +128,7 @@ class CountingLedger:
 
     def __init__(
         self, peer: str, starts: Sequence[State], scale: float,
-        *, work: Work, audit: Audit, loop: ProcessLoop, sum_factor: int = 8,
+        *, work: Work, audit: Audit, loop: ProcessLoop,
     ) -> None:  # fmt: skip
         self.peer, self.work, self.audit = peer, work, audit
         self.outcomes: deque[Outcome] = deque()
@@ -137,7 +136,6 @@ class CountingLedger:
         self.fragments = [_Fragment(start, [work.units] * (len(start.sums) // 2)) for start in starts]
         self._told = [0] * len(starts)
         self._scale, self._loop = scale, loop
-        self._sum_factor = sum_factor
         self._free_at = 0.0
 
     def restore(self, saved: Sequence[Saved]) -> None:
@@ -190,17 +188,9 @@ class CountingLedger:
 
     # ---- the Ledger protocol
 
-    async def reduce(
-        self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
-    ) -> Reduced:
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
         size, weights = sum(len(data) for _, _, data in slices), tuple(weight for _, weight, _ in slices)
-        if step == "join":
-            mean = await self._ask(size, lambda: join([data for _, _, data in slices], self._sum_factor))
-            return Reduced(mean, weights)
-        factor = self._sum_factor if step == "sum" else 1
-        mean = await self._ask(
-            size, lambda: widen(mean_of([(weight, data) for _, weight, data in slices]), factor)
-        )
+        mean = await self._ask(size, lambda: mean_of([(weight, data) for _, weight, data in slices]))
         return Reduced(mean, weights)
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:

@@ -9,7 +9,7 @@ Laws: no timer is due for longer than ``OVERDUE_S`` while its process could run;
 and ends within the bound of the run; whoever has trained to the end goes within the time that it told; what
 is held stays within the bound that it names. Nothing here changes what the process does.
 
-Price: a few percent of a simulation. What a machine of the rounds, a link's queue or the outlook holds is
+Price: a few percent of a simulation. What a machine of the rounds or a link's queue holds is
 looked at only after turns in which it counted something, and what grows without being counted as the alarm
 comes.
 """
@@ -45,25 +45,22 @@ class Oversight:
         self._offer_bound_s = offer_bound_s
         self._world = process.swarm.world
         self._rounds, self._membership, self._catchup = node.rounds, node.membership, node.catchup
-        self._outlook = node.far.outlook
         self._is_over = False
-        self._has_cells = process.swarm.run_config.cells > 1
-        self._revision = self._fetched = self._waited = self._listed = -1
-        """What the rounds machine, catching up, the links and the outlook had counted when they were looked
-        at last."""
+        self._revision = self._fetched = self._waited = -1
+        """What the rounds machine, catching up and the links had counted when they were looked at last."""
         self._agreed: list[object] = []
         self._offered_at: list[float | None] = []
         self._offers: dict[tuple[int, float], float] = {}
         """Open offers, by fragment and their own time: since when, in virtual seconds."""
         self._offers_due_at = math.inf
         self._called_offers_late: set[tuple[int, float]] = set()
-        self._held: list[dict[str, tuple[int, int]]] = [{}, {}, {}, {}, {}, {}]
-        """As it was weighed last: of the rounds, of catching up, the links, the membership, the outlook, what
-        others said last."""
+        self._held: list[dict[str, tuple[int, int]]] = [{}, {}, {}, {}, {}]
+        """As it was weighed last: of the rounds, of catching up, the links, the membership, what others said
+        last."""
         self._over: dict[str, int] = {}
         """By the name of its bound, what was held beyond it."""
-        self._timers_at = [math.inf, math.inf, math.inf]
-        """Of the rounds, of catching up, of the outlook, as they were looked at last."""
+        self._timers_at = [math.inf, math.inf]
+        """Of the rounds and of catching up, as they were looked at last."""
         self._others_at = math.inf
         self._heard = -1
         self._next_at, self._since = math.inf, 0.0
@@ -97,12 +94,6 @@ class Oversight:
         if membership.revision != self._heard:
             self._heard = membership.revision
             self._weigh(3, membership.held())
-        if self._has_cells:
-            if self._outlook.listed != self._listed:
-                self._listed = self._outlook.listed
-                self._weigh(4, self._outlook.held())
-            if (look_at := self._outlook.get_timer()) != self._timers_at[2]:
-                self._note_timer(2, look_at)
         beat_at = membership.get_timer()
         at = self._others_at if beat_at is None or beat_at > self._others_at else beat_at
         if at != self._next_at:
@@ -128,9 +119,7 @@ class Oversight:
         if links is not None:
             self._weigh(2, links.held())
         self._weigh(3, self._membership.held())
-        if self._has_cells:
-            self._weigh(4, self._outlook.held())
-        self._weigh(5, self._node.catching.majority.last_words.held())
+        self._weigh(4, self._node.catching.majority.last_words.held())
 
     def _weigh(self, place: int, held: dict[str, tuple[int, int]]) -> None:
         if held == self._held[place]:
@@ -161,7 +150,6 @@ class Oversight:
     def _nearest_timer(self) -> float:
         self._note_timer(0, self._rounds.get_timer())
         self._note_timer(1, self._catchup.get_timer())
-        self._note_timer(2, self._outlook.get_timer())
         beat_at = self._membership.get_timer()
         return self._others_at if beat_at is None else min(beat_at, self._others_at)
 

@@ -39,22 +39,18 @@ def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile
     slowest = _slowest(set(lines))
     blocks = max(shape.blocks)
     parts_s = _patience_s(blocks * shape.block_bytes * scale / slowest, shape.parts_cap_s)
-    sums_s = grace_s = 0.0
-    if shape.sum_block_bytes:
-        sums_s = _patience_s(blocks * shape.sum_block_bytes * scale / slowest, shape.parts_cap_s)
-        grace_s = bounds.COUNCIL_GRACE_S
-    term_s = 2 * (parts_s + sums_s) + 2 * bounds.GRACE_S + grace_s
+    term_s = 2 * parts_s + 2 * bounds.GRACE_S
     attempt_s = min(shape.round_cap_s, bounds.MAX_TERMS * WAITS_OF_A_TERM * term_s)
     complete_s = min(shape.round_cap_s, max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * parts_s))
     late_s = min(shape.round_cap_s, term_s)
     return bounds.READY_CAP_S + late_s + attempt_s + complete_s
 
 
-def run_bound_s(last_start_at: float, planned_s: float, step_s: float, cells: int, fragments: int) -> float:
+def run_bound_s(last_start_at: float, planned_s: float, step_s: float, fragments: int) -> float:
     """When a run of ``planned_s`` is over for everybody, the last of whom starts at ``last_start_at`` and has
     ``fragments`` states to load. ``step_s``: of the slowest peer."""
     joined_s = last_start_at + GATHER_BOUND_S + CATCH_UP_BOUND_S * (1 + fragments)
-    ended_s = FLUSH_CAP_S + settle_bound_s(FLUSH_CAP_S, cells) + LOADS_CAP_S
+    ended_s = FLUSH_CAP_S + settle_bound_s(FLUSH_CAP_S) + LOADS_CAP_S
     return joined_s + planned_s / (1 - SLEW) + step_s + ended_s + SPARE_S
 
 

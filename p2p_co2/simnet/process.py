@@ -115,7 +115,6 @@ class Process:
         return swarm.make_ledger(
             self.peer, swarm.starts, swarm.internet.scale,
             work=self.volunteer.work, audit=Auditor(swarm.books, self.peer), loop=self.loop,
-            sum_factor=swarm.settings.sum_factor,
         )  # fmt: skip
 
     # ---- its life
@@ -234,7 +233,7 @@ class Process:
         lately, node = self.swarm.world.now - MEETS_WITHIN_S, self.node
         known = {self.peer, *node.membership.live} if node is not None else set()
         return node is None or not any(
-            other.peer not in known and node.far.is_near(other.peer)
+            other.peer not in known
             for other in self.swarm.processes.values()
             if max(other.started_at, self.started_at) > lately
         )

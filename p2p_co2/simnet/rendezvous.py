@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
-from p2p_co2.protocol.wire.identity import Identity, PeerId, cell_of
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet.internet import Endpoint, Internet
 
@@ -56,8 +56,6 @@ class Rendezvous:
     _entries: dict[PeerId, _Entry] = field(default_factory=dict)
     _inside: dict[PeerId, Endpoint] = field(default_factory=dict)
     _listed: list[PeerRecord] | None = None
-    _by_cell: dict[int, dict[int, list[PeerRecord]]] = field(default_factory=dict)
-    """The same by cell, for each number of cells that was asked for."""
     _listed_until: float = 0.0
     _cut_since: float | None = None
 
@@ -88,18 +86,12 @@ class Rendezvous:
         peer, now = PeerId(record.peer), self.internet.world.now
         known = self._entries.get(peer)
         if known is None and self._listed is not None and self.internet.is_whole:
-            self._list(self._listed, record)  # thousands who come in one second are sorted once
+            insort(self._listed, record, key=lambda one: one.peer)  # who come in one second are sorted once
         elif known is None or known.expires_at <= now or not self.internet.is_whole:
             self._listed = None
         side = self.internet.side_of(peer)
         self._entries[peer] = _Entry(record, now + lifetime_s, side, now)
         self._listed_until = min(self._listed_until, now + lifetime_s)
-
-    def _list(self, listed: list[PeerRecord], record: PeerRecord) -> None:
-        """Enter a newcomer's record where it belongs."""
-        of_its_cell = [cells[cell_of(record.peer, count)] for count, cells in self._by_cell.items()]
-        for some in (listed, *of_its_cell):
-            insort(some, record, key=lambda one: one.peer)
 
     def records(self, peer: PeerId) -> list[PeerRecord]:
         """The records that ``peer`` finds now, of all peers, sorted by peer."""
@@ -112,21 +104,10 @@ class Rendezvous:
         if self._listed is None or now >= self._listed_until:
             alive = {peer: e for peer, e in self._entries.items() if e.expires_at > now}
             self._entries = alive
-            self._listed, self._by_cell = [alive[peer].record for peer in sorted(alive)], {}
+            self._listed = [alive[peer].record for peer in sorted(alive)]
             # Entries are only ever renewed: none expires before the first of them would.
             self._listed_until = min((e.expires_at for e in alive.values()), default=math.inf)
         return self._listed
-
-    def records_of(self, peer: PeerId, cell: int, cells: int) -> list[PeerRecord]:
-        """Of those, the records of one cell."""
-        records = self.records(peer)
-        if records is not self._listed:
-            return [record for record in records if cell_of(record.peer, cells) == cell]
-        if cells not in self._by_cell:
-            sorted_out = self._by_cell[cells] = {number: [] for number in range(cells)}
-            for record in records:
-                sorted_out[cell_of(record.peer, cells)].append(record)
-        return self._by_cell[cells][cell]
 
 
 class Doorway:
@@ -164,11 +145,10 @@ class Doorway:
         self._rendezvous.publish(record, RECORD_LIFETIME_S)
         self._published_at = self._world.time()
 
-    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
+    async def find_peers(self) -> list[PeerRecord]:
         await self._lookup(self._rendezvous.answers, "the DHT did not answer")
-        me, cells, net = self.identity.peer_id, self.run.cells, self._rendezvous
-        records = net.records(me) if cell is None or cells == 1 else net.records_of(me, cell, cells)
-        return [record for record in records if record.peer != me]
+        me = self.identity.peer_id
+        return [record for record in self._rendezvous.records(me) if record.peer != me]
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         records = self._rendezvous.records(self.identity.peer_id)

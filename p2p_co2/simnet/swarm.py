@@ -24,7 +24,6 @@ from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.catchup import chunk_bytes_of
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
-from p2p_co2.protocol.rounds.decision import keep_opened
 from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.eventlog import EventLog
@@ -41,8 +40,6 @@ from p2p_co2.simnet.training import Pace
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, Work
 
-OUTCOMES_PER_CELL = 4
-"""Decisions on their way that are opened once for a whole cell: of two rounds, by two coordinators."""
 MAX_CHUNKS = 512
 """In how many chunks a state travels at most. Of states above 256 MB a simulated chunk is larger than a real
 one, and a donor on a slow way may count as silent over it."""
@@ -53,8 +50,7 @@ MAX_STATE_FACTOR = 64
 @dataclass(frozen=True)
 class Settings:
     """What is simulated. ``blocks``: simulated blocks per fragment, 16 bytes each; each stands for
-    ``real_bytes_per_block`` bytes of an encoded gradient, ``state_factor`` times as many of a state and
-    ``sum_factor`` times as many of a mean in fp32.
+    ``real_bytes_per_block`` bytes of an encoded gradient, ``state_factor`` times as many of a state.
     ``step_s``: the typical peer's inner step, others are up to ``speed_spread`` times slower or faster.
     ``parameters`` is only reported. ``offers_within_s``: how long an offer may be open, 0: what follows from
     the run (``patience``)."""
@@ -67,7 +63,6 @@ class Settings:
     blocks: tuple[int, ...] = (8, 8)
     real_bytes_per_block: float = 16.0
     state_factor: int = 15
-    sum_factor: int = 8
     parameters: int = 0
     step_s: float = 0.5
     speed_spread: float = 2.0
@@ -137,7 +132,6 @@ class Swarm:
         self.settings, self.log, self.seed = settings, log, settings.seed
         self.make_node, self.make_ledger = make_node, make_ledger
         self.open_message = open_parcel
-        keep_opened(OUTCOMES_PER_CELL * settings.run.cells)
         self.run_config, self.min_peers = settings.run, settings.min_peers
         self.checkpoint_every_s, self.parameters = settings.checkpoint_every_s, settings.parameters
         self.software = f"p2p-co2 {__version__}"
@@ -147,13 +141,11 @@ class Swarm:
         seeds = [Seed(side=index % 2) for index in range(settings.seeds)]
         self.rendezvous = Rendezvous(self.internet, random.Random(f"{self.seed}/dht"), seeds)
         self.internet.relays_up = self.rendezvous.seed_answers
-        sum_factor = settings.sum_factor if settings.run.cells > 1 else 0
         clock, factor = settings.run.clock, min(MAX_STATE_FACTOR, max(2, settings.state_factor))
         self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
         self.shape = PayloadShape(
             BLOCK_BYTES,
             settings.blocks,
-            BLOCK_BYTES * sum_factor,
             clock.round_s if clock.mode == "time" else 0.0,
             ASSUMED_UPLOAD_BYTES_PER_S / self.internet.scale,
             self._chunk_bytes(),
@@ -223,7 +215,7 @@ class Swarm:
         run = self.run_config
         waits_s = run.outer.blocking_rounds * run.fragments * FIRST_ROUND_BOUND_S
         planned_s, step_s = self.planned_s + waits_s, self._slowest_step_s
-        limit_s = run_bound_s(self._last_start_at, planned_s, step_s, run.cells, run.fragments)
+        limit_s = run_bound_s(self._last_start_at, planned_s, step_s, run.fragments)
         before = gc.get_threshold()
         gc.set_threshold(200_000, 20, 50)  # tasks and futures are many and short-lived
         try:

@@ -287,7 +287,7 @@ class Training:
             await self._wait(lambda: not self._account.in_flight, LEAVE_BOUND_S)
         else:
             bound_s = self._account.flush_bound_s
-            settle_s = settle_bound_s(bound_s, self._run.cells)
+            settle_s = settle_bound_s(bound_s)
             self._is_flushing = True
             self._node.report(
                 ev.TrainingEnded,

@@ -89,21 +89,3 @@ def mean_of(slices: Sequence[tuple[float, Buffer]]) -> bytes:
         lanes[1::2] = [fixed * (a + b) for a, b in zip(lanes[0::2], lanes[1::2], strict=True)]
         total = add(total, lanes) if total else [lane & _MASK for lane in lanes]
     return pack(total)
-
-
-def widen(mean: bytes, factor: int) -> bytes:
-    """A mean as large as it is in fp32: each block is followed by nothing, ``factor`` times as long."""
-    if factor == 1:
-        return mean
-    pad = bytes(BLOCK_BYTES * (factor - 1))
-    return b"".join(mean[at : at + BLOCK_BYTES] + pad for at in range(0, len(mean), BLOCK_BYTES))
-
-
-def join(means: Sequence[Buffer], factor: int) -> bytes:
-    """The mean of several cells' ``widen``ed means, which are sums here, with the weights in them."""
-    width = BLOCK_BYTES * factor
-    total: list[int] = []
-    for wide in means:
-        data = b"".join(bytes(wide[at : at + BLOCK_BYTES]) for at in range(0, len(wide), width))
-        total = add(total, unpack(data)) if total else unpack(data)
-    return pack(total)

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from p2p_co2.errors import EnvironmentFault
 
 _PR_SET_PDEATHSIG = 1
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = frozenset({"p2p_co2", "peers", "bootstrap", "monitoring"})
 _PROGRAM = (
     "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "

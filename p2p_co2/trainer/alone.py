@@ -25,10 +25,10 @@ from p2p_co2.trainer.scaled_fp16 import ScaledFp16
 
 
 class Alone:
-    """Of one fragment. In a swarm of several ``cells`` a round is never one peer's: nothing is kept."""
+    """Of one fragment."""
 
-    def __init__(self, codec: Codec, peer: str, cells: int) -> None:
-        self._codec, self._peer, self._is_one_cell = codec, peer, cells == 1
+    def __init__(self, codec: Codec, peer: str) -> None:
+        self._codec, self._peer = codec, peer
         self._sum: ScaledFp16 | FromMean | None = None
 
     @property
@@ -38,11 +38,7 @@ class Alone:
     def committed(self, mean: FromMean | None, parts: Sequence[PartWeights], numel: int) -> None:
         """A round of ``parts`` applied ``mean``, whose bytes nobody changes; None if others were in its
         group, counted or not, or if some of it may be in others' history as well."""
-        if (
-            not self._is_one_cell
-            or mean is None
-            or any(part.weights.keys() != {self._peer} for part in parts)
-        ):
+        if mean is None or any(part.weights.keys() != {self._peer} for part in parts):
             self._sum = None
             return
         before = self._sum

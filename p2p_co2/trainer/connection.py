@@ -22,6 +22,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, TransportError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
@@ -209,11 +210,9 @@ class Connection:
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
             self._tell_of_damaged(saved)
         is_resumed, saved = saved is not None, None  # its memory is the ledger's to let go
-        sum_bytes = FP32_BYTES * codec.block_values if run.cells > 1 else 0
         shape = PayloadShape(
             codec.block_bytes,
             tuple(codec.blocks(f.numel) for f in plan.fragments),
-            sum_bytes,
             run.clock.round_s if run.clock.mode == "time" else 0.0,
             chunk_bytes=ledger.chunk_bytes,
             weight_cap=run.weight_cap,
@@ -353,6 +352,11 @@ class Connection:
             self._thread.check()
             in_doubt = self._in_doubt(node, started_at)
             now = time.monotonic()
+            if node.progress.full:
+                raise TransportError(
+                    f"this run has {MAX_MEMBERS} peers already, as many as it can have; "
+                    "join again when one has left"
+                )
             if (moved := sum(map(operator.ne, node.agreed, began_with))) > given:
                 given, given_at = moved, now
             # Of others that just came, or went, it is concluded only in a moment what that means.

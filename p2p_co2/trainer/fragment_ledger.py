@@ -87,7 +87,7 @@ class FragmentLedger:
         self._is_coarse = 8 * codec.block_bytes < COARSE_BITS * codec.block_values
         self._is_exact = codec.name == "fp32"
         self.state = state
-        self.wholeness, self._alone = Wholeness(), Alone(codec, peer, run.cells)
+        self.wholeness, self._alone = Wholeness(), Alone(codec, peer)
         self._is_lent, self._loans = False, list[Loan]()
         self.residual: ScaledInt4 | None = None
         """Of error feedback, once an offer was counted; under "co2" and "eager" once one was made."""

@@ -23,11 +23,10 @@ from torch import Tensor
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused
 from p2p_co2.protocol.catchup import chunk_bytes_of
-from p2p_co2.protocol.rounds.events import Step
 from p2p_co2.system.memory import Buffer, Joined, return_holes
 from p2p_co2.tensors.aggregation import HostileSlice, Rule, admit, weighted_mean
 from p2p_co2.tensors.checkpoint import Values, state_digest, state_from_bytes, state_size_bytes, state_view
-from p2p_co2.tensors.codec import Codec, get_codec
+from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import CHUNK_BLOCKS
 from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
@@ -70,12 +69,11 @@ def _compute_as_all_do() -> None:
 
 
 class TensorLedger:
-    """Implements ``node.ledger.Ledger``. ``rule``: how slices are averaged; over several cells those of one
-    cell, whose means are then averaged as they are. ``close`` ends the worker thread."""
+    """Implements ``node.ledger.Ledger``. ``rule``: how slices are averaged. ``close`` ends the worker."""
 
     def __init__(self, codec: Codec, fragments: Sequence[FragmentLedger], rule: Rule = weighted_mean) -> None:
         self._rule = rule
-        self._codec, self._sums = codec, get_codec("fp32")
+        self._codec = codec
         self._fragments = list(fragments)
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
@@ -190,16 +188,10 @@ class TensorLedger:
 
     # ---- the Ledger protocol, awaited on the network thread
 
-    async def reduce(
-        self, fragment: int, slices: Sequence[tuple[str, float, Buffer]], step: Step = "mean"
-    ) -> Reduced:
-        source = self._sums if step == "join" else self._codec
-        into = self._sums if step == "sum" else self._codec
-        rule = weighted_mean if step == "join" else self._rule
-
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
         def work() -> Reduced:
             try:
-                return Reduced(*rule(source, slices, into))
+                return Reduced(*self._rule(self._codec, slices, self._codec))
             except HostileSlice as hostile:
                 raise SliceRefused(hostile.peer, str(hostile.cause)) from None
 

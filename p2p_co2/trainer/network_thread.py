@@ -224,7 +224,7 @@ class NetworkThread:
 
     def loads(self, settled: bool) -> bool:
         """Whether others need this peer though its time is up, or it them; where all have ``settled``, one
-        that still joins, or takes the state of a cell in which nobody has joined yet."""
+        that still joins."""
         return self.node.progress.is_needed(LOADS_QUIET_S, settled)
 
     def tell_what_is_missing(self) -> None:

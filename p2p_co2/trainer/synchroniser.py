@@ -368,7 +368,7 @@ class Synchroniser:
             self._wait(lambda: not self._account.in_flight, LEAVE_BOUND_S)
         else:
             bound_s = self._account.flush_bound_s
-            settle_s, self._is_flushing = settle_bound_s(bound_s, self._run.cells), True
+            settle_s, self._is_flushing = settle_bound_s(bound_s), True
             self._report(
                 ev.TrainingEnded, fragments=tuple(self._account.uncounted(self.tokens)),
                 offers_within_s=bound_s, settles_within_s=settle_s,

@@ -33,9 +33,7 @@ from p2p_co2.protocol.catchup import (
     chunk_digest,
 )
 from p2p_co2.protocol.membership import Membership
-from p2p_co2.protocol.outlook import Outlook
 from p2p_co2.protocol.rounds import (
-    CellWanted,
     Committed,
     FellBehind,
     Offer,
@@ -47,15 +45,15 @@ from p2p_co2.protocol.rounds import (
     Refused,
     Rounds,
 )
-from p2p_co2.protocol.wire.identity import PeerId, cell_of
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import CellSight, Chunk, Decision, Envelope, Status
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Envelope, Status
 from p2p_co2.system.memory import Buffer
 from tests.fuzz.world import make_identity
 from tests.round_network import toy_mean
 
 RUN = hashlib.sha256(b"a bench").digest()
-SHAPE = PayloadShape(8192, (2, 12), 8192)
+SHAPE = PayloadShape(8192, (2, 12))
 """The second fragment's parts travel in more than one piece at ``UPLOAD_BYTES_PER_S``."""
 ROUNDS_PER_S = 0.25
 STATE_BYTES = (1000, 200_000)
@@ -75,21 +73,17 @@ def made_of(fragment: int, mean: Buffer) -> bytes:
 
 class Bench:
     """One peer at version 0 of every fragment. ``sent``: (receiver, bytes), to be taken away; nothing where
-    nobody ``is_heard``. ``cells``: of the run; ``listed``: whom the DHT knows, of all cells."""
+    nobody ``is_heard``."""
 
-    def __init__(
-        self, name: str, now: float = 1000.0, *, is_heard: bool = True, cells: int = 1,
-        listed: Sequence[PeerId] = (),
-    ) -> None:  # fmt: skip
-        self.is_heard, self.cells, self._listed = is_heard, cells, listed
+    def __init__(self, name: str, now: float = 1000.0, *, is_heard: bool = True) -> None:
+        self.is_heard = is_heard
         self.identity = make_identity(name)
         self.me, self.run_digest, self.at = self.identity.peer_id, RUN, now
         self.membership = Membership(self.me)
-        self.rounds = Rounds(self.identity, RUN, SHAPE, 32, cells)
+        self.rounds = Rounds(self.identity, RUN, SHAPE, 32)
         means = tuple(blocks * SHAPE.block_bytes for blocks in SHAPE.blocks)
         self.catchup = CatchUp(self.identity, RUN, Shape(means, STATE_BYTES))
-        self.outlook = Outlook(self.me, cells)
-        inbox = Inbox(self.membership, self.rounds, self.catchup, self, self.status, lambda: None)
+        inbox = Inbox(self.membership, self.rounds, self.catchup, self.status, lambda: None)
         heard = RouterEvents(self.refused, self.shut_out, self.pump, self.crash)
         self.router = Router(RUN, inbox.take, heard, self.now, 0.0)
         self.versions, self.states = [0] * len(means), [bytes(size) for size in STATE_BYTES]
@@ -106,19 +100,10 @@ class Bench:
     def now(self) -> float:
         return self.at
 
-    def is_near(self, peer: PeerId) -> bool:
-        return cell_of(peer, self.cells) == cell_of(self.me, self.cells)
-
-    def sight(self) -> CellSight:
-        return CellSight(
-            cell=self.outlook.cell, peer=self.me, trains=True, position=1.0, versions=self.versions,
-            digests=self.digests,
-        )  # fmt: skip
-
     def status(self) -> Status:
         return Status(
             phase=Status.TRAINING, versions=self.versions, digests=self.digests,
-            upload_bytes_per_s=UPLOAD_BYTES_PER_S, sights=self.outlook.sights(self.at),
+            upload_bytes_per_s=UPLOAD_BYTES_PER_S,
         )  # fmt: skip
 
     def refused(self, peer: str, message: str, reason: str, detail: str) -> None:
@@ -133,7 +118,7 @@ class Bench:
 
     def pump(self, timers: bool = True) -> None:
         for _ in range(100):
-            for machine in (self.membership, self.rounds, self.catchup, self.outlook):
+            for machine in (self.membership, self.rounds, self.catchup):
                 going = machine.messages_to_send()
                 self._serve(going)
                 if self.is_heard:
@@ -163,7 +148,7 @@ class Bench:
 
     def tick(self, at: float) -> None:
         """Fire what is due until ``at``."""
-        self._tick(at, self.membership, self.rounds, self.catchup, self.outlook)
+        self._tick(at, self.membership, self.rounds, self.catchup)
 
     def come_to_rest(self, within_s: float) -> None:
         """Let time pass until no offer is open, at most ``within_s`` seconds; the heart beats no more."""
@@ -172,10 +157,9 @@ class Bench:
             due = self._timer_at(self.rounds, self.catchup)
             self._tick(end if due is None else min(due, end), self.rounds, self.catchup)
 
-    def _tick(self, at: float, *machines: Membership | Rounds | CatchUp | Outlook) -> None:
+    def _tick(self, at: float, *machines: Membership | Rounds | CatchUp) -> None:
         while (due := self._timer_at(*machines)) is not None and due <= at:
             self.at = max(self.at, due)
-            self._conclude()
             for machine in machines:
                 machine.handle_timer(self.at)
             self.pump()
@@ -184,9 +168,9 @@ class Bench:
         self.at = max(self.at, at)
 
     def timer_at(self) -> float | None:
-        return self._timer_at(self.membership, self.rounds, self.catchup, self.outlook)
+        return self._timer_at(self.membership, self.rounds, self.catchup)
 
-    def _timer_at(self, *machines: Membership | Rounds | CatchUp | Outlook) -> float | None:
+    def _timer_at(self, *machines: Membership | Rounds | CatchUp) -> float | None:
         times = [at for machine in machines if (at := machine.get_timer()) is not None]
         return min(times, default=None)
 
@@ -229,27 +213,8 @@ class Bench:
         mine = PeerView(UPLOAD_BYTES_PER_S, True, tuple(self.versions))
         self.rounds.set_peers({**views, self.me: mine}, self.at)
 
-    def _conclude(self) -> None:
-        """As ``node.far`` does every few seconds."""
-        if self.cells == 1:
-            return
-        self.outlook.conclude(self.membership.live, self.at, ROUNDS_PER_S)
-        words = self.outlook.recent(self.at)
-        self.rounds.set_other_cells(
-            {word.cell: word.versions for word in words if word.trains},
-            {word.cell: word.finished for word in words},
-        )
-
-    def _look_up(self, cell: int) -> None:
-        there = [peer for peer in self._listed if cell_of(peer, self.cells) == cell]
-        self.outlook.found(cell, there, self.at)
-        self.rounds.set_cell(cell, there, self.at)
-
     def _handle_all(self) -> bool:
-        wanted, self.outlook.wanted = self.outlook.wanted, []
-        for cell in wanted:
-            self._look_up(cell)
-        handled = bool(wanted)
+        handled = False
         while self.membership.next_event() is not None:
             handled = True
             self._see()
@@ -264,8 +229,6 @@ class Bench:
     def _on_round(self, event: Any) -> None:
         if isinstance(event, ReduceWanted):
             self.rounds.reduced(event.job, toy_mean(event.job), self.at)
-        elif isinstance(event, CellWanted):
-            self._look_up(event.cell)
         elif isinstance(event, Committed | Overheard):
             decision = Decision.FromString(event.decision)
             self._moved(event.fragment, event.round, made_of(event.fragment, event.mean))
@@ -305,10 +268,9 @@ class Together:
     """Benches on one virtual clock. ``cut``: peers whose messages are lost. ``came``: per peer, what
     came in and what it did itself: (time, sender, bytes) or (time, None, action)."""
 
-    def __init__(self, *names: str, cells: int = 1) -> None:
+    def __init__(self, *names: str) -> None:
         self.now = 1000.0
-        listed = [make_identity(name).peer_id for name in names]
-        self.benches = [Bench(name, self.now, cells=cells, listed=listed) for name in names]
+        self.benches = [Bench(name, self.now) for name in names]
         self.cut: set[PeerId] = set()
         self.came: dict[PeerId, list[tuple[float, Any, Any]]] = {bench.me: [] for bench in self.benches}
         self._by_id = {bench.me: bench for bench in self.benches}

@@ -20,7 +20,6 @@ from tests.fuzz.stories import examples, parts
 from tests.fuzz.world import make_identity
 
 STRANGERS = tuple(make_identity(f"mallory {number}") for number in range(12))
-"""Of every cell some: ids are free to make."""
 MOST_REPEATS = 20
 ENDS_WITHIN_S = 2 * ROUND_CAP_S + READY_CAP_S
 
@@ -33,15 +32,12 @@ class Scene:
     def __init__(self, data: bytes, kind: str = "") -> None:
         self._tape, self._kind = Tape(data), kind
         self._mutator = Mutator(self._tape)
-        chosen = [part for part in parts() if not kind or kind in examples(part.cells)]
+        chosen = parts()
         self.part = chosen[self._tape.choose(len(chosen))]
         self._insiders = bool(self._tape.choose(2))
         self._first = self._tape.choose(len(self.part.steps))
         self._identities = [make_identity(name) for name in self.part.names]
-        self.bench = Bench(
-            self.part.name, is_heard=False, cells=self.part.cells,
-            listed=[identity.peer_id for identity in self._identities],
-        )  # fmt: skip
+        self.bench = Bench(self.part.name, is_heard=False)
         self.wrong = 0
 
     def play(self) -> None:
@@ -63,7 +59,7 @@ class Scene:
         for _ in range(self._tape.choose(4)):
             source = self._source(sender)
             if self._kind or sender is None or self._tape.choose(3) == 0:
-                kinds = examples(self.part.cells)
+                kinds = examples()
                 some = kinds[self._kind or list(kinds)[self._tape.choose(len(kinds))]]
                 data = some[self._tape.choose(len(some))]
             else:
@@ -85,7 +81,7 @@ class Scene:
         bench.tick(bench.at + SILENCE_FLOOR_S + 1.0)  # the others are gone
         bench.come_to_rest(ENDS_WITHIN_S)
         assert not bench.rounds.open_offers()
-        for machine in (bench.rounds, bench.membership, bench.catchup, bench.outlook):
+        for machine in (bench.rounds, bench.membership, bench.catchup):
             for name, (count, bound) in machine.held().items():
                 assert count <= bound, f"{name}: {count} of {bound}"
         names = {OTHERS, *(one.peer_id for one in (*STRANGERS, *self._identities))}

@@ -1,10 +1,5 @@
-"""Stories that honest peers play together once, and each one's part in them, for ``scenes`` to spoil.
-
-Among three peers of one cell: rounds, a missed one, lost members, states that are loaded. Among seven of a
-run with three cells: rounds of all cells, with one member, owner, coordinator or council that is lost, and a
-whole cell that is left out; so a part is that of a plain member, of an owner who sums for its cell or for
-all, of a coordinator who asks the council, or of the council itself.
-"""
+"""Stories that three honest peers play together once, and each one's part in them, for ``scenes`` to spoil:
+rounds, a missed one, lost members, states that are loaded."""
 
 from __future__ import annotations
 
@@ -13,21 +8,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from p2p_co2.protocol.catchup import ROUND, STATE
-from p2p_co2.protocol.rounds.cells import council_order
 from p2p_co2.protocol.rounds.gathering import behind_message
-from p2p_co2.protocol.rounds.swarm import coordination_order
 from p2p_co2.protocol.wire.messages_pb2 import Envelope, Listen, ModelRow, ModelTable, RoundKey
-from tests.fuzz.bench import LATENCY_S, Bench, Together, envelope
+from tests.fuzz.bench import Bench, Together, envelope
 from tests.fuzz.world import make_identity
 
 NAMES = ("a", "b", "c")
-CELLS = 3
-CELL_NAMES = ("a", "i", "b", "e", "f", "c", "d")
-"""Two, three and two in a cell."""
-CELLS_BEGAN_S = 3.5 * LATENCY_S
-"""After the offers: CELL_BEGIN is there, PARTs are on their way."""
-SUMS_BEGAN_S = 5.5 * LATENCY_S
-"""CELL_PARTs are on their way."""
 
 
 class Part(NamedTuple):
@@ -37,7 +23,6 @@ class Part(NamedTuple):
     name: str
     names: tuple[str, ...]
     """All who play, this one too."""
-    cells: int
     steps: tuple[tuple[float, Any, Any], ...]
 
 
@@ -107,114 +92,34 @@ STORIES: tuple[Callable[[Together], None], ...] = (
 )  # fmt: skip
 
 
-# ---- over cells
-
-
-def _cell(together: Together, cell: int) -> list[Bench]:
-    return [bench for bench in together.benches if bench.outlook.cell == cell]
-
-
-def _coordinator(together: Together, cell: int, fragment: int, round_: int = 1) -> Bench:
-    found = coordination_order([bench.me for bench in _cell(together, cell)], fragment, round_)[0]
-    return next(bench for bench in together.benches if bench.me == found)
-
-
-def _all_offer(together: Together, fragment: int) -> None:
-    for bench in together.benches:
-        together.do(bench, lambda one: one.offer(fragment))
-
-
-def _cells_agree(together: Together) -> None:
-    """Twice: the second time they know of each other."""
-    for _ in range(2):
-        _all_offer(together, 0)
-        together.run(8.0)
-
-
-def _cells_agree_on_much(together: Together) -> None:
-    _all_offer(together, 1)
-    together.run(12.0)
-
-
-def _cell_left_out(together: Together) -> None:
-    """One cell is cut off for a round; when it offers for it, it is told where the others are."""
-    last = council_order(range(CELLS), 0, 1)[-1]
-    late = _cell(together, last)
-    others = [bench for bench in together.benches if bench not in late]
-    together.cut.update(bench.me for bench in late)
-    for bench in others:
-        together.do(bench, lambda one: one.offer(0))
-    together.run(60.0)
-    together.cut.clear()
-    together.run(4.0)
-    for bench in late:
-        together.do(bench, lambda one: one.offer(0))
-    together.run(12.0)
-
-
-def _cells_lose(together: Together, lost: Bench, after_s: float) -> None:
-    _all_offer(together, 1)
-    together.run(after_s)
-    together.cut.add(lost.me)
-    together.run(30.0)
-
-
-def _council_lost(together: Together) -> None:
-    """Its cells ask witnesses of its cell."""
-    first = council_order(range(CELLS), 1, 1)[0]
-    _cells_lose(together, _coordinator(together, first, 1), SUMS_BEGAN_S)
-
-
-def _coordinator_lost(together: Together) -> None:
-    last = council_order(range(CELLS), 1, 1)[-1]
-    _cells_lose(together, _coordinator(together, last, 1), CELLS_BEGAN_S)
-
-
-def _owner_lost(together: Together) -> None:
-    first = council_order(range(CELLS), 1, 1)[0]
-    coordinator = _coordinator(together, first, 1)
-    owner = next(bench for bench in _cell(together, first) if bench is not coordinator)
-    _cells_lose(together, owner, CELLS_BEGAN_S)
-
-
-CELL_STORIES: tuple[Callable[[Together], None], ...] = (
-    _cells_agree, _cells_agree_on_much, _cell_left_out, _council_lost, _coordinator_lost, _owner_lost,
-)  # fmt: skip
-
-
 # ---- what comes of them
 
 
 @cache
 def parts() -> tuple[Part, ...]:
     """Every peer's part in every story."""
-    found: list[Part] = []
-    for story in STORIES:
-        found += _played(story, NAMES, 1)
-    for story in CELL_STORIES:
-        found += _played(story, CELL_NAMES, CELLS)
-    return tuple(found)
+    return tuple(part for story in STORIES for part in _played(story))
 
 
-def _played(story: Callable[[Together], None], names: tuple[str, ...], cells: int) -> list[Part]:
-    together = Together(*names, cells=cells)
+def _played(story: Callable[[Together], None]) -> list[Part]:
+    together = Together(*NAMES)
     for bench in together.benches:
-        near = [other for other in together.benches if other is not bench and bench.is_near(other.me)]
+        near = [other for other in together.benches if other is not bench]
         together.do(bench, lambda one, near=near: one.meet(*near))  # type: ignore[misc]
-    together.run(1.5 if cells == 1 else 6.0)
+    together.run(1.5)
     story(together)
     return [
-        Part(story.__name__.strip("_"), name, names, cells, tuple(together.came[bench.me]))
-        for name, bench in zip(names, together.benches, strict=True)
+        Part(story.__name__.strip("_"), name, NAMES, tuple(together.came[bench.me]))
+        for name, bench in zip(NAMES, together.benches, strict=True)
     ]
 
 
 @cache
-def examples(cells: int = 0) -> dict[str, tuple[bytes, ...]]:
-    """Right messages by kind, to be made wrong; of the stories in so many cells, or of all."""
+def examples() -> dict[str, tuple[bytes, ...]]:
+    """Right messages by kind, to be made wrong."""
     found: dict[str, dict[bytes, None]] = {}
     for part in parts():
-        for _, sender, data in part.steps if cells in (0, part.cells) else ():
+        for _, sender, data in part.steps:
             if sender is not None:
                 kind = Envelope.FromString(data).WhichOneof("body") or ""
                 found.setdefault(kind, {})[data] = None

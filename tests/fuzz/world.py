@@ -141,7 +141,7 @@ class Beside:
     async def publish_self(self, somebody_unmet: bool = False) -> None:
         return None
 
-    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
+    async def find_peers(self) -> list[PeerRecord]:
         return [PeerRecord(peer=peer) for peer in self._world.doors if peer != self.identity.peer_id]
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:

@@ -6,7 +6,6 @@ expires, so records have to be published again before they do, and for that long
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
 from p2p_co2 import __version__
@@ -30,7 +29,7 @@ from p2p_co2.net.discovery.records import (
 )
 from p2p_co2.net.transport.libp2p.hivemind import P2P, get_dht_time
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_CELLS, MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
+from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
 
@@ -55,16 +54,13 @@ class Discovery:
         own.CopyFrom(record)
         own.peer, own.run, own.expires_at = me, self._run, get_dht_time() + lifetime_s
         sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
-        key = peers_key(self._run, self._records.shard_of(me))
+        key = peers_key(self._run, shard_of(me))
         await self._dht.store(Entry(key, me, sealed, own.expires_at), MAX_LIFETIME_S)
 
-    async def find_peers(self, cell: int | None = None) -> list[PeerRecord]:
-        """The checked, unexpired records of all other peers, sorted by peer; those of one cell if it is named
-        and the run has several. Raises ``TransportError``."""
+    async def find_peers(self) -> list[PeerRecord]:
+        """The checked, unexpired records of all other peers, sorted by peer. Raises ``TransportError``."""
         found = []
-        everywhere = range(self._records.shards)
-        shards = everywhere if cell is None or self._records.cells == 1 else (cell,)
-        for entries in await self._dht.find([peers_key(self._run, shard) for shard in shards]):
+        for entries in await self._dht.find([peers_key(self._run, shard) for shard in range(PEER_SHARDS)]):
             for writer, sealed in entries.items():
                 try:
                     record = self._records.peer_record(writer, sealed)
@@ -100,7 +96,6 @@ class Discovery:
             size = f"{len(sealed)} bytes when published, at most {MAX_RECORD_BYTES}"
             raise ConfigError("the run file", "", f"{size}; shorten recipe_options")
         self._records.run_key, self.sealed_manifest = self._identity.peer_id, sealed
-        self._records.spread(_cells_in(config))
         await self.keep_manifest(lifetime_s)
 
     async def fetch_manifest(self, run_key: PeerId) -> RunManifest:
@@ -131,7 +126,6 @@ class Discovery:
         manifest = self._records.manifest(run_key, sealed)
         _require_our_protocol(manifest)
         self.sealed_manifest = sealed
-        self._records.spread(_cells_in(manifest.config))
         return manifest
 
     async def keep_manifest(self, lifetime_s: float = MAX_LIFETIME_S) -> None:
@@ -193,16 +187,6 @@ class Discovery:
             if known is None or said.written_at > known[0].written_at:
                 newest[PeerId(writer)] = said, value
         return newest
-
-
-def _cells_in(config: bytes) -> int:
-    """How many cells a run has, by its canonical settings."""
-    try:
-        settings = json.loads(config)
-    except ValueError:
-        return 1  # who reads the settings will refuse them
-    cells = settings.get("cells", 1) if isinstance(settings, dict) else 1
-    return cells if isinstance(cells, int) and 1 <= cells <= MAX_CELLS else 1
 
 
 def _require_our_protocol(manifest: RunManifest) -> None:

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
-from p2p_co2.protocol.wire.identity import PeerId, cell_of, unseal
+from p2p_co2.protocol.wire.identity import PeerId, unseal
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
@@ -90,18 +90,10 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
         self._run, self._on_refused, self._clock = run, on_refused, clock
         self.run_key: PeerId | None = None
         self.stored_under: Callable[[bytes], Collection[str]] = lambda _: ()
-        self.spread(1)
+        self._peers = {_key_id(peers_key(run, shard)): shard for shard in range(PEER_SHARDS)}
         self._manifest = _key_id(manifest_key(run))
         self._positions = {_key_id(position_key(run, shard)): shard for shard in range(PEER_SHARDS)}
         self._unseal = lru_cache(maxsize=MAX_PEERS)(unseal)  # a record is met many times and checked once
-
-    def spread(self, cells: int) -> None:
-        """In a run of several cells each has a key of its own: its peers look for each other alone."""
-        self.cells, self.shards = cells, cells if cells > 1 else PEER_SHARDS
-        self._peers = {_key_id(peers_key(self._run, shard)): shard for shard in range(self.shards)}
-
-    def shard_of(self, peer: PeerId) -> int:
-        return cell_of(peer, self.cells) if self.cells > 1 else shard_of(peer)
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether a record may stand in this run's DHT; what may not is reported."""
@@ -165,7 +157,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
         latest = self._clock() + MAX_LIFETIME_S + CLOCK_SLACK_S
         if record.key in self._peers:
             content = self.peer_record(writer, sealed)
-            if self._peers[record.key] != self.shard_of(PeerId(writer)):
+            if self._peers[record.key] != shard_of(PeerId(writer)):
                 raise RemoteProtocolError("wrong record", f"of peer {writer}: wrong shard")
             latest = min(latest, content.expires_at + 1.0)  # so an old record cannot be kept alive by others
         elif record.key in self._positions:

@@ -23,15 +23,12 @@ class Ahead:
         self._told_by: PeerId | None = None
         self._sent_by: PeerId | None = None
         """The coordinator that said so instead of making a round; the other has signed a commit."""
-        self._is_hearsay = False
-        """Whether it passed on what another cell's peer had said: only such are named as donors."""
         self.waiting: Outcome | None = None
         """Seen while our offer was open."""
 
     def told(self, message: Behind, coordinator: PeerId) -> None:
         """A coordinator sent us after a version."""
         self._told_version, self._told_by, self._sent_by = message.version, None, coordinator
-        self._is_hearsay = bool(message.donors) and not any(map(self._swarm.is_near, message.donors))
 
     def hear(self, outcome: Outcome, offer: Offer | None) -> None:
         """A commit of a round that does not follow our state. ``offer``: the one that is open."""
@@ -62,11 +59,9 @@ class Ahead:
         """Nobody has a state of ``version`` or later: who sent us after it by a commit of its own."""
         return self._told_by if self._told_version == version else None
 
-    def sent_to_nothing(self, version: int) -> tuple[PeerId, bool] | None:
-        """The same: which coordinator sent us after it, and whether by another cell's word."""
-        if self._sent_by is None or self._told_version != version:
-            return None
-        return self._sent_by, self._is_hearsay
+    def sent_to_nothing(self, version: int) -> PeerId | None:
+        """The same: which coordinator sent us after it."""
+        return self._sent_by if self._told_version == version else None
 
 
 def farthest_version(swarm: Swarm, fragment: int) -> int:

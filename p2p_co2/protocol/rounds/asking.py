@@ -28,9 +28,7 @@ TRIES = 3
 BEGIN_LATE_S = 0.5
 """BEGIN may come here so much later than to others."""
 LONGEST_S = bounds.GATHER_CAP_S + bounds.GRACE_S
-"""An honest coordinator may hold an offer so long before it begins or gives up, in a swarm of one cell."""
-LONGEST_WITH_COUNCIL_S = LONGEST_S + bounds.COUNCIL_CAP_S
-"""The same over several cells."""
+"""An honest coordinator may hold an offer so long before it begins or gives up."""
 
 
 class Asking:
@@ -99,8 +97,7 @@ class Asking:
             self._kept_s = until - max(self._taken_at, self._hears_until)
         self._sent_on = 0 if message.begins_within_s else self._sent_on + 1
         if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
-            longest_s = LONGEST_S if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
-            if self._kept_s > longest_s:
+            if self._kept_s > LONGEST_S:
                 why = f"it sent us on after {self._kept_s:.0f} s"
                 self._swarm.spoilt(sender, why, now, rounds=NOT_BEGUN, cost_s=self._kept_s)
             self._ask_next(now)
@@ -111,7 +108,7 @@ class Asking:
         self._note_sleep(now)
         if attempt.round != self.offer.round:
             return
-        decided_at = now + attempt.decided_within_s + bounds.GRACE_S
+        decided_at = now + attempt.result_within_s + bounds.GRACE_S
         self._hears_until = max(self._hears_until, decided_at)
         if not self._hears:
             self._hears, self._give_up_at = True, max(self._give_up_at, decided_at)
@@ -163,10 +160,8 @@ class Asking:
         return False
 
     def check_behind(self, message: Behind, most: int, sender: PeerId, now: float) -> None:
-        """Mistrust ``sender``, and raise ``RemoteProtocolError``, if it sends us beyond ``most``. Only other
-        cells know where they are."""
-        far = bool(message.donors) and not any(map(self._swarm.is_near, message.donors))
-        if message.version > most and not far and sender != self._swarm.me:
+        """Mistrust ``sender``, and raise ``RemoteProtocolError``, if it sends us beyond ``most``."""
+        if message.version > most and sender != self._swarm.me:
             if sender == self.asked[-1]:
                 self._mistrust(now)
             farthest = f"{message.version}; as far as we hear most peers are not beyond {most}"
@@ -233,12 +228,12 @@ class Asking:
 
     def _blame_longest(self, now: float) -> None:
         """At the cap: whoever had the offer longest, if it is still here and we were awake. Who began a
-        round, or over cells is in one, may only be late."""
+        round may only be late."""
         held_s, peer = max((self.held_s(peer, now), peer) for peer in {*self._held_s, *self.asked[-1:]})
         has_slept = held_s <= self._honest_s() and self._slept_in_all_s > bounds.READY_CAP_S / 10
         if self._has_woken or has_slept or not self._swarm.is_live(peer):
             return
-        rounds = SPOILT_IN_A_ROW if self._swarm.cells == 1 and not self._hears else 1.0
+        rounds = SPOILT_IN_A_ROW if not self._hears else 1.0
         rounds = rounds if held_s > self._honest_s() else NOT_BEGUN
         self._swarm.spoilt(
             peer, f"it let no round begin for {held_s:.0f} s", now, rounds=rounds, cost_s=held_s
@@ -246,8 +241,8 @@ class Asking:
 
     def _honest_s(self) -> float:
         """How long an offer that nothing comes of may be held at no more than a small cost: what one of two
-        that held it may have, over cells what an honest one may."""
-        return bounds.READY_CAP_S / 2 if self._swarm.cells == 1 else LONGEST_WITH_COUNCIL_S
+        that held it may have."""
+        return bounds.READY_CAP_S / 2
 
     def _comes_first_now(self, now: float) -> PeerId:
         """Who is asked by those who offer now, ``asked[-1]`` if nobody is; not who gave us no answer, unless

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.cells import check_council, read_who, slot_ranges
 from p2p_co2.protocol.rounds.events import Offer, PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
 from p2p_co2.protocol.wire.identity import PeerId
@@ -24,9 +23,7 @@ from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import (
     Begin,
     Behind,
-    CellWaiting,
     Contributor,
-    Council,
     Mean,
     Member,
     PartOutcome,
@@ -58,8 +55,6 @@ class Attempt:
     coordinator: PeerId
     parts_within_s: float
     result_within_s: float
-    council: Council | None = None
-    """Of a round over several cells, as the council's coordinator fixed it."""
     weight_cap: float = 0.0
 
     @cached_property
@@ -68,24 +63,9 @@ class Attempt:
         return capped(self.shares, self.weight_cap)
 
     @property
-    def ids(self) -> tuple[bytes, ...]:
-        """Under which its pieces travel: its own, and the council's for what goes between cells."""
-        return (self.id,) if self.council is None else (self.id, self.council.key.attempt)
-
-    @property
     def is_alone(self) -> bool:
         """Whether its only member makes the round for itself."""
-        return len(self.shares) == 1 and self.council is None
-
-    @property
-    def succession_s(self) -> float:
-        """What a successor of the coordinator may need: slices again, and over cells the sums of all."""
-        return self.parts_within_s + (2 * self.council.sums_within_s if self.council is not None else 0.0)
-
-    @property
-    def decided_within_s(self) -> float:
-        """From BEGIN to its coordinator's decision."""
-        return self.result_within_s + (bounds.COUNCIL_GRACE_S if self.council is not None else 0.0)
+        return len(self.shares) == 1
 
     def key(self) -> RoundKey:
         return RoundKey(fragment=self.fragment, round=self.round, attempt=self.id)
@@ -132,7 +112,7 @@ def check_duration(duration_s: float, cap_s: float) -> None:
         raise RemoteProtocolError("impossible duration", f"{duration_s} s, at most {cap_s:g}")
 
 
-def check_behind(message: Behind | CellWaiting) -> None:
+def check_behind(message: Behind) -> None:
     """Raise ``RemoteProtocolError`` unless it may say where others are and who gives that."""
     check_digest(message.state_digest)
     if len(message.donors) > MAX_MEMBERS or any(len(donor) > bounds.MAX_PEER_ID for donor in message.donors):
@@ -224,12 +204,8 @@ def read_contributors(
 
 
 def read_who_is_in(message: Mean | PartOutcome, attempt: Attempt) -> tuple[tuple[PeerId, float], ...]:
-    """The contributors that a message names: bits where the round is over several cells, and then perhaps
-    nobody of this one. Raises ``RemoteProtocolError``."""
-    weights = attempt.weights
-    if attempt.council is not None:
-        return tuple((peer, weights[peer]) for peer in read_who(message.who, tuple(weights)))
-    return read_contributors(message.contributors, weights, not attempt.weight_cap)
+    """The contributors that a message names. Raises ``RemoteProtocolError``."""
+    return read_contributors(message.contributors, attempt.weights, not attempt.weight_cap)
 
 
 def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:
@@ -259,7 +235,7 @@ def _attempt_of(begin: Begin, coordinator: PeerId) -> bytes:
     return hashlib.sha256(content).digest()[: bounds.ATTEMPT_BYTES]
 
 
-def read_begin(message: Begin, sender: PeerId, shape: PayloadShape, cells: int = 1) -> Attempt:
+def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     """Check a BEGIN against the agreed shape; raises ``RemoteProtocolError``."""
     fragment, round_, attempt = read_key(message.key, shape)
     shares = read_members(message.members, round_)
@@ -284,20 +260,7 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape, cells: int =
         raise RemoteProtocolError("wrong generation", "parts begin with generation 0")
     if len(message.nonce) != bounds.ATTEMPT_BYTES or attempt != _attempt_of(message, sender):
         raise RemoteProtocolError("wrong attempt", "BEGIN is not the one that its attempt's id stands for")
-    if message.HasField("council") != (cells > 1):
-        raise RemoteProtocolError("wrong cell", "a council that does not belong, or none")
-    council = _read_council(message, ranges, shape, cells) if cells > 1 else None
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
-        message.parts_within_s, message.result_within_s, council, shape.weight_cap,
+        message.parts_within_s, message.result_within_s, shape.weight_cap,
     )  # fmt: skip
-
-
-def _read_council(message: Begin, ranges: Sequence[BlockRange], shape: PayloadShape, cells: int) -> Council:
-    key, council = message.key, message.council
-    if read_key(council.key, shape)[:2] != (key.fragment, key.round):
-        raise RemoteProtocolError("wrong cell", "a council of another round")
-    if tuple(ranges) != slot_ranges(shape.blocks[key.fragment]):
-        raise RemoteProtocolError("wrong parts", "other blocks than the slots")
-    check_council(council, cells, shape)
-    return council

@@ -76,10 +76,6 @@ GRACE_S = 2.0
 """What the network may add to a time that another peer promised."""
 SOON_S = 0.1
 """The least that a coordinator promises: who promises nothing leaves the round to others."""
-COUNCIL_CAP_S = 90.0
-"""From the end of the cell's gathering to CELL_BEGIN."""
-COUNCIL_GRACE_S = 6.0
-"""What a decision over several cells may take longer than one of our own."""
 READY_CAP_S = 150.0
 """An offer that has not begun by then is given up, whatever the coordinators promise; if it hears a round
 that it is late for, when that must be decided."""

@@ -30,8 +30,7 @@ def _agreed_parts(outcome: Outcome) -> tuple[AgreedPart, ...]:
 def without_bytes(decision: Decision, outcome: Outcome, swarm: Swarm, ended: bool) -> OutcomeWithoutBytes:
     """A commit that we lack the mean of. ``ended``: whether it ends our offer. Those who voted hold the
     bytes. The outcome does not say who did, but every member may."""
-    members = (PeerId(member.peer) for member in outcome.members if member.peer != swarm.me)
-    donors = tuple(peer for peer in members if swarm.is_near(peer))
+    donors = tuple(PeerId(member.peer) for member in outcome.members if member.peer != swarm.me)
     key = outcome.key
     return OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
 

@@ -19,7 +19,6 @@ from p2p_co2.protocol.rounds.attempt import Attempt, check_ready, read_begin, re
 from p2p_co2.protocol.rounds.begun import PASSED, Begun, passed
 from p2p_co2.protocol.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.protocol.rounds.decision import Verdicts, content_of, sign_outcome
-from p2p_co2.protocol.rounds.delegation import WAIT_S, Delegation
 from p2p_co2.protocol.rounds.events import Began
 from p2p_co2.protocol.rounds.gathering import Gathering, attempt_nonce, behind_message
 from p2p_co2.protocol.rounds.member import Member
@@ -27,7 +26,6 @@ from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.rounds.tally import Tally
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import (
-    Begin,
     Decision,
     Listen,
     Outcome,
@@ -39,6 +37,8 @@ from p2p_co2.protocol.wire.messages_pb2 import (
 
 Place = tuple[int, int]
 """(fragment, round)"""
+WAIT_S = 5.0
+"""What a peer that is too late is told to wait, where it is not known how long the round lasts."""
 NEVER_TOLD = "the coordinator was lost before it had told its successor"
 
 
@@ -53,10 +53,8 @@ class Coordination:
         self._history = [ReadyHistory() for _ in range(fragments)]
         self.observed = [Durations() for _ in range(fragments)]
         """Per fragment, from BEGIN to the last slice, as the parts that we own have seen it."""
-        # A council waits long for its first cells, and so do they.
-        planned_s = swarm.shape.round_s if swarm.cells == 1 else 0.0
         share = bounds.GATHER_SHARE_BY_STEPS if swarm.shape.counts_steps else bounds.GATHER_SHARE
-        self.cadences = [Cadence(planned_s, share) for _ in range(fragments)]
+        self.cadences = [Cadence(swarm.shape.round_s, share) for _ in range(fragments)]
         self._votes = [Durations() for _ in range(fragments)]
         """Per fragment, from a quorum to the last vote."""
         self._votes_until: OrderedDict[bytes, float] = OrderedDict()
@@ -65,13 +63,6 @@ class Coordination:
         self._askers: list[set[PeerId]] = [set() for _ in range(fragments)]
         """Per fragment, who asks us for the round that we are in: live peers."""
         self._counter = 0
-        self.delegation: Delegation | None = None
-        if swarm.cells > 1:
-            self.delegation = Delegation(
-                identity, run, swarm, outlet, self.cadences,
-                begin=self._begin, start=self._start, reopen=self._gatherings.setdefault,
-                abort=self._give_up_gathering, end=self._end_attempt, tell=self._tell,
-            )  # fmt: skip
         self.known: Callable[[Place], tuple[Decision, Outcome] | None] = lambda place: None
         """The commit of a round that we have heard of."""
         self.joined_until: Callable[[Place], float | None] = lambda place: None
@@ -89,8 +80,7 @@ class Coordination:
             raise RemoteProtocolError("unknown peer", "READY")
         place = (message.fragment, message.round)
         if message.withdrawn:
-            if place in self._gatherings:  # what a council was told of stands: its BEGIN is welcome still
-                self.withdraw(place, sender)
+            self.withdraw(place, sender)
             return
         if self._answer_decided(message, sender, verdicts, mine):
             return
@@ -100,13 +90,10 @@ class Coordination:
         if self._is_elsewhere(place, [sender], now):
             self._note_asker(place, sender, now)
             return
-        if self.delegation is not None and self.delegation.answers_ready(place, message, sender, now):
-            return
         if self._leaves_it_to_others():
             self._outlet.send(sender, Waiting(fragment=place[0], round=place[1]))
             return
-        waiting = [*self._gatherings, *(self.delegation.places() if self.delegation is not None else ())]
-        for other in [key for key in waiting if key[0] == message.fragment and key != place]:
+        for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
             self.withdraw(other, sender)
         gathering = self._gatherings.get(place)
         if gathering is None:
@@ -121,8 +108,6 @@ class Coordination:
             self._moved[message.fragment] = (
                 message.round - 1, frozenset(PeerId(member.peer) for member in before[1].members),
             )  # fmt: skip
-        if self.delegation is not None:
-            gathering.cells_before = verdicts.cells_before(message.round)
         gathering.ready(message, sender, now)
 
     def _leaves_it_to_others(self) -> bool:
@@ -209,8 +194,6 @@ class Coordination:
             gathering.readies.pop(peer, None)
             if not gathering.readies:
                 del self._gatherings[place]
-        elif self.delegation is not None:
-            self.delegation.withdraw(place, peer)
 
     def close_complete(self, now: float) -> bool:
         """Close the gatherings that need not or may not wait longer; True if there was one."""
@@ -221,7 +204,7 @@ class Coordination:
                     return True
                 self._close(place, gathering, now)
                 return True
-        return self.delegation is not None and self.delegation.settle(now)
+        return False
 
     def _moved_to(self, place: Place) -> frozenset[PeerId]:
         """Peers known to have made the round before."""
@@ -236,25 +219,20 @@ class Coordination:
             self._abort_gathering(place, gathering, self._nonce(place, now), digest, shortage)
             return
         gathering.note_punctuality(self._moved_to(place))
-        if self.delegation is not None:
-            self.delegation.propose(place, gathering, now)
-        else:
-            self._start(place, gathering, self._begin(place, gathering, now), set(), now)
+        self._start(place, gathering, now)
 
     def _nonce(self, place: Place, now: float) -> bytes:
         self._counter += 1
         return attempt_nonce(self._swarm.me, *place, self._counter, now)
 
-    def _begin(self, place: Place, gathering: Gathering, now: float) -> Begin:
-        return gathering.begin(self._nonce(place, now), self.observed[place[0]])
-
-    def _start(self, place: Place, gathering: Gathering, begin: Begin, late: set[PeerId], now: float) -> None:
-        tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape, self._swarm.cells), now)
+    def _start(self, place: Place, gathering: Gathering, now: float) -> None:
+        begin = gathering.begin(self._nonce(place, now), self.observed[place[0]])
+        tally = self._tally(read_begin(begin, self._swarm.me, self._swarm.shape), now)
         tally.least_votes = gathering.least_votes
         tally.start(now)
         self._begun[place] = begun = Begun(begin, tally, gathering, now)
         group = tuple(tally.attempt.shares)
-        begun.late.update(peer for peer in (*gathering.alike(begin.state_digest), *late) if peer not in group)
+        begun.late.update(peer for peer in gathering.alike(begin.state_digest) if peer not in group)
         waited_s = now - gathering.first_at
         self._outlet.emit(Began(*place, group, waited_s, gathering.deadline_s, begin.parts_within_s))
         for peer in group:
@@ -262,7 +240,7 @@ class Coordination:
         self._end_passed(place[0])
 
     def _end_passed(self, fragment: int) -> None:
-        """Over several cells a council may take minutes to decide what nobody here waits for any more."""
+        """Rounds that nobody waits for any more."""
         rounds = [begun for place, begun in self._begun.items() if place[0] == fragment]
         for tally in [begun.tally for begun in passed(rounds, self._swarm.is_live)]:
             if tally.is_decided:
@@ -293,17 +271,12 @@ class Coordination:
         for peer in gathering.heal():
             self._outlet.send(peer, decision)
 
-    def _give_up_gathering(self, place: Place, gathering: Gathering, attempt: bytes, reason: str) -> None:
-        self._abort_gathering(place, gathering, attempt, gathering.agreeing()[0], reason)
-
     # ---- counting
 
     def _tally(self, attempt: Attempt, now: float) -> Tally:
         observed = self._votes[attempt.fragment]
         tally = Tally(attempt, self._swarm, self._outlet, self._decide, observed=observed, now=now)
         self._tallies[attempt.id] = tally
-        if self.delegation is not None:
-            self.delegation.began(attempt, now)
         return tally
 
     @property
@@ -352,51 +325,23 @@ class Coordination:
         tally = self._tallies.get(member.attempt.id) or self._tally(member.attempt, now)
         tally.take_over(*member.ownership(), member.term(), now)
         self._tell_askers(tally, now)
-        if self.delegation is not None:
-            self.delegation.took_over(member.attempt, now)
 
     def member_left(self, attempt: Attempt) -> None:
         """Our own member has the outcome: a tally that only waited to succeed is over."""
         self._askers[attempt.fragment].clear()
-        if self.delegation is not None:
-            self.delegation.witness.left(attempt)
         tally = self._tallies.get(attempt.id)
         if tally is not None and (tally.successor or tally.get_timer() is None):
             self._drop(tally)
-            if self.delegation is not None:
-                self.delegation.forget(tally.attempt)
 
     def _decide(self, outcome: Outcome) -> None:
-        """Sign the outcome and tell it; a commit over several cells is the council's to sign."""
+        """Sign the outcome and tell it."""
         place = (outcome.key.fragment, outcome.key.round)
         known = self.known(place) if outcome.committed else None
-        if known is not None and self._is_another(outcome, known[1]):
+        if known is not None and content_of(known[1]) != content_of(outcome):
             # Nothing that was offered here is lost: the members carry it over and catch up.
             outcome.committed, outcome.reason = False, "another attempt of this round was committed"
             outcome.ClearField("parts")
-        tally = self._tallies.get(outcome.key.attempt)
-        if self.delegation is not None and tally is not None:
-            self.delegation.voted(tally.attempt, outcome)
-            if outcome.committed:
-                return
         outcome.run = self._run
-        self._tell(outcome, sign_outcome(self._identity, outcome))
-
-    def _is_another(self, outcome: Outcome, known: Outcome) -> bool:
-        """Whether a commit that we know of is not the one that we would decide. Over several cells that one
-        has yet to be made of ours."""
-        if self.delegation is not None:
-            return known.key.attempt != outcome.key.attempt
-        return content_of(known) != content_of(outcome)
-
-    def _end_attempt(self, attempt: Attempt, reason: str) -> None:
-        """The council has given up an attempt of ours, whether its votes are in or not."""
-        tally = self._tallies.get(attempt.id)
-        if tally is not None and not tally.is_decided:
-            tally.abort(reason)
-            return
-        outcome = Outcome(key=attempt.key(), run=self._run, state_digest=attempt.state_digest, reason=reason)
-        outcome.members.extend(attempt.members())
         self._tell(outcome, sign_outcome(self._identity, outcome))
 
     def _tell(self, outcome: Outcome, decision: Decision) -> None:
@@ -421,12 +366,11 @@ class Coordination:
         """As ``Rounds.held``. One sender occupies one gathering per fragment, and is in the last round
         of it that began: those that it has left end (``begun.passed``)."""
         most = len(self._history) * len(self._swarm.live)
-        ours = {
+        return {
             "GATHERINGS": (len(self._gatherings), most),
             "BEGUN": (len(self._begun), most),
             "TALLIES": (len(self._tallies), most + len(self._history)),
         }
-        return ours if self.delegation is None else ours | self.delegation.councils.held()
 
     # ---- time and the swarm
 
@@ -439,22 +383,16 @@ class Coordination:
         for place, gathering in list(self._gatherings.items()):
             for peer in [peer for peer in gathering.readies if not self._swarm.is_live(peer)]:
                 self.withdraw(place, peer)
-        if self.delegation is not None:
-            self.delegation.peers_changed(now)
         for tally in list(self._tallies.values()):
             tally.peers_changed(now)
 
     def get_timer(self) -> float | None:
-        if not self._gatherings and not self._tallies and self.delegation is None:
+        if not self._gatherings and not self._tallies:
             return None  # most of the time
         times = [gathering.get_timer() for gathering in self._gatherings.values()]
         times += [at for tally in self._tallies.values() if (at := tally.get_timer()) is not None]
-        if self.delegation is not None and (at := self.delegation.get_timer()) is not None:
-            times.append(at)
         return min(times, default=None)
 
     def handle_timer(self, now: float) -> None:
         for tally in list(self._tallies.values()):
             tally.handle_timer(now)
-        if self.delegation is not None:
-            self.delegation.handle_timer(now)

@@ -11,13 +11,12 @@ by the digests of the next READY, not here.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
-from p2p_co2.digest import digest
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import (
@@ -28,7 +27,6 @@ from p2p_co2.protocol.rounds.attempt import (
     read_key,
     read_members,
 )
-from p2p_co2.protocol.rounds.cells import read_who
 from p2p_co2.protocol.rounds.derived import OUTCOMES_KEPT, Derived
 from p2p_co2.protocol.rounds.events import PayloadShape, Stale
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
@@ -37,7 +35,6 @@ from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_STR
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
 
 DECISION_CONTEXT = b"p2p-co2 decision"
-ROSTER_CONTEXT = b"p2p-co2 cell roster"
 ANNOUNCEMENT_CONTEXT = b"p2p-co2 announced decision"
 
 
@@ -80,42 +77,14 @@ def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcom
     """
     if len(decision.outcome) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError("too large", f"outcome of {len(decision.outcome)} bytes")
-    if len(decision.roster) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError("too large", f"roster of {len(decision.roster)} bytes")
-    by, roster = (decision.roster_by, decision.roster_signature), decision.roster
-    return _memory.open(decision.outcome, decision.signature, roster, by, run, shape)
+    return _open(decision.outcome, decision.signature, run, shape)
 
 
-def keep_opened(count: int) -> None:
-    """Remember so many opened outcomes, each at most ``MAX_MESSAGE_BYTES``, and what is derived of them: for
-    a process that holds the peers of many cells."""
-    Derived.kept = max(OUTCOMES_KEPT, count)
-    _memory.open = lru_cache(maxsize=Derived.kept)(_open)
-
-
-def _open(
-    content: bytes, signature: bytes, roster: bytes, roster_by: tuple[str, bytes], run: bytes,
-    shape: PayloadShape,
-) -> Outcome:  # fmt: skip
-    outcome = _signed_outcome(content, signature, run)
-    if outcome.cells or roster:
-        _enter(outcome, roster, roster_by, run, shape.weight_cap)
-    _check_outcome(outcome, shape)
-    return outcome
-
-
-class _Memory:
-    """``_open``, with a memory that may be made larger."""
-
-    open = staticmethod(lru_cache(maxsize=OUTCOMES_KEPT)(_open))
-
-
-_memory = _Memory()
-
-
-def _signed_outcome(content: bytes, signature: bytes, run: bytes) -> Outcome:
+@lru_cache(maxsize=OUTCOMES_KEPT)
+def _open(content: bytes, signature: bytes, run: bytes, shape: PayloadShape) -> Outcome:
     outcome = _read_outcome(content, run)
     verify(outcome.decided_by, DECISION_CONTEXT, content, signature)
+    _check_outcome(outcome, shape)
     return outcome
 
 
@@ -128,63 +97,6 @@ def _read_outcome(content: bytes, run: bytes) -> Outcome:
     if outcome.run != run:
         raise RemoteProtocolError("wrong run", "a decision of another run")
     return outcome
-
-
-# ---- rounds over several cells
-
-
-def sign_roster(identity: Identity, outcome: Outcome) -> tuple[bytes, bytes]:
-    """(roster, signature): the members and contributors of one cell, as its votes name them. Whoever counts
-    the votes makes the same roster."""
-    roster = Outcome()
-    roster.CopyFrom(outcome)
-    roster.decided_by = ""
-    for part in roster.parts:
-        part.digest, part.generation = b"", 0
-    content = roster.SerializeToString(deterministic=True)
-    return content, identity.sign(ROSTER_CONTEXT, content)
-
-
-def roster_digest(roster: bytes) -> bytes:
-    """What the council's outcome names a roster by."""
-    return digest(roster)
-
-
-def open_council_decision(decision: Decision, run: bytes) -> Outcome:
-    """The outcome of a decision that has no roster yet, for a cell's coordinator. Raises
-    ``RemoteProtocolError``."""
-    if len(decision.outcome) > MAX_MESSAGE_BYTES or decision.roster:
-        raise RemoteProtocolError("too large", "or a roster where none belongs")
-    return _signed_outcome(decision.outcome, decision.signature, run)
-
-
-def _enter(
-    outcome: Outcome, roster: bytes, roster_by: tuple[str, bytes], run: bytes, weight_cap: float
-) -> None:
-    """Enter the members and contributors of one cell into the council's outcome: it then reads as that cell's
-    own, decided by the cell's coordinator, who vouches for the council. Raises ``RemoteProtocolError``."""
-    coordinator, signature = roster_by
-    verify(coordinator, ROSTER_CONTEXT, roster, signature)
-    read = _read_outcome(roster, run)
-    same_round = (read.key.fragment, read.key.round, read.state_digest) == (
-        outcome.key.fragment, outcome.key.round, outcome.state_digest,
-    )  # fmt: skip
-    named = roster_digest(roster) in {share.roster_digest for share in outcome.cells}
-    if not outcome.committed or not same_round or not named or len(read.parts) != len(outcome.parts):
-        raise RemoteProtocolError("wrong cell", "a roster that does not belong to the outcome")
-    if outcome.base_version >= max(1, outcome.key.round):
-        raise RemoteProtocolError("impossible version", f"base {outcome.base_version}")
-    weights = capped(read_members(read.members, read.key.round), weight_cap)
-    for part, told in zip(outcome.parts, read.parts, strict=True):
-        if (part.start_block, part.stop_block) != (told.start_block, told.stop_block):
-            raise RemoteProtocolError("wrong parts", "other blocks in the roster")
-        del part.contributors[:]
-        for peer in read_who(told.who, tuple(weights)):
-            part.contributors.add(peer=peer, weight=weights[peer])
-    outcome.key.attempt = read.key.attempt
-    outcome.decided_by = coordinator
-    del outcome.members[:]
-    outcome.members.extend(read.members)
 
 
 def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
@@ -200,8 +112,7 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
         raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
     for part in outcome.parts:
         check_digest(part.digest)
-        if not outcome.cells:
-            read_contributors(part.contributors, weights, not shape.weight_cap)
+        read_contributors(part.contributors, weights, not shape.weight_cap)
 
 
 @Derived
@@ -260,11 +171,8 @@ class Verdicts:
         self._joined: deque[tuple[int, bytes, float]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """Attempts that we were in, and in which others may have counted us: round, id, the weight that we
         offered."""
-        self._left: deque[tuple[int, tuple[bytes, ...]]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
-        """The last of them that has committed, and those since that we left before they were decided; with
-        all their ids."""
-        self._hearsay: dict[PeerId, tuple[Decision, Outcome]] = {}
-        """Who told what of the round that made a state which we loaded (``makers``)."""
+        self._left: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        """The last of them that has committed, and those since that we left before they were decided."""
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
@@ -284,28 +192,25 @@ class Verdicts:
         if attempt not in self._ended:
             self._ended.append(attempt)
 
-    def leave(self, round_: int, ids: tuple[bytes, ...], emit: Callable[[Stale], None]) -> None:
-        """``end`` an attempt that we were in (``Attempt.ids``), and tell what nobody needs any more: its
-        slices and, if it has committed only when the next one ends, for slower members, its means. The sums
-        of its cell are slices of the council's attempt: all cells have what they need once one commits."""
-        for one in ids:
-            self.end(one)
+    def leave(self, round_: int, attempt: bytes, emit: Callable[[Stale], None]) -> None:
+        """``end`` an attempt that we were in, and tell what nobody needs any more: its slices and, if it has
+        committed only when the next one ends, for slower members, its means."""
+        self.end(attempt)
         known = self._commits.get(round_)
-        has_committed = known is not None and known[1].key.attempt == ids[0]
-        is_over = known is not None or ids[0] in self._aborts  # else the others go on without us
+        has_committed = known is not None and known[1].key.attempt == attempt
+        is_over = known is not None or attempt in self._aborts  # else the others go on without us
         if not is_over:
-            self._left.append((round_, ids))
+            self._left.append((round_, attempt))
             return
         if has_committed:
             self.outrun(round_ + 1, emit)
-            self._left.append((round_, ids))
-        for one in ids:
-            emit(Stale(one, means=not has_committed))
+            self._left.append((round_, attempt))
+        emit(Stale(attempt, means=not has_committed))
 
     def outrun(self, version: int, emit: Callable[[Stale], None]) -> None:
         """``version`` has been reached: means of rounds before its own are of no use to anybody. Who slept in
         an attempt, or lost its line, hears of no outcome, but takes a later state."""
-        for attempt in (one for round_, ids in self._left if round_ < version for one in ids):
+        for attempt in (one for round_, one in self._left if round_ < version):
             emit(Stale(attempt, means=True))
         later = [left for left in self._left if left[0] >= version]
         self._left.clear()
@@ -358,47 +263,6 @@ class Verdicts:
 
     def commit(self, round_: int) -> tuple[Decision, Outcome] | None:
         return self._commits.get(round_)
-
-    def cells_before(self, round_: int) -> list[int]:
-        """The cells that made the round before ``round_``; none if it is not known."""
-        known = self.commit(round_ - 1)
-        return [share.cell for share in known[1].cells] if known is not None else []
-
-    def hear(self, sender: PeerId, decision: Decision, outcome: Outcome) -> None:
-        """``sender``, whom we asked, says that this made the state that we loaded."""
-        self._hearsay[sender] = decision, outcome
-
-    def has_told(self, sender: PeerId) -> bool:
-        return sender in self._hearsay
-
-    def drop_hearsay(self) -> None:
-        self._hearsay.clear()
-
-    def cells_told(self, round_: int) -> frozenset[int]:
-        """The cells that made a state of ``round_`` which we loaded: all that anybody named."""
-        return frozenset[int]().union(*self._told(round_))
-
-    def cells_agreed(self, round_: int, words: int) -> frozenset[int]:
-        """The same, where so many tell of the very same cells, and more than of any others; else none."""
-        none = frozenset[int](), 0
-        (cells, times), (_, others) = [*Counter(self._told(round_)).most_common(2), none, none][:2]
-        return cells if times >= words and times > others else frozenset()
-
-    def _told(self, round_: int) -> list[frozenset[int]]:
-        told = (outcome for _, outcome in self._hearsay.values() if outcome.key.round == round_)
-        return [frozenset(share.cell for share in outcome.cells) for outcome in told]
-
-    def council_word(self, round_: int, words: int) -> Decision | None:
-        """The council's own outcome of a committed round, as far as we know it; by hearsay only what so many
-        tell alike, else whoever asks us and a liar hears that one's word from two."""
-        agreed = self.cells_agreed(round_, words)
-        told = (
-            decision
-            for decision, outcome in self._hearsay.values()
-            if outcome.key.round == round_ and agreed == {share.cell for share in outcome.cells}
-        )
-        known = self._commits[round_][0] if round_ in self._commits else next(told, None)
-        return None if known is None else Decision(outcome=known.outcome, signature=known.signature)
 
     def newest_commit(self) -> tuple[Decision, Outcome] | None:
         return self._commits[max(self._commits)] if self._commits else None

@@ -16,14 +16,11 @@ from p2p_co2.protocol.wire.messages_pb2 import Outcome
 
 _T = TypeVar("_T")
 OUTCOMES_KEPT = 16
-"""Of one peer; a process that holds many asks for more (``decision.keep_opened``)."""
+"""Of each kind."""
 
 
 class Derived(Generic[_T]):
     """``make(outcome)``, remembered by the outcome's identity."""
-
-    kept = OUTCOMES_KEPT
-    """Of each kind."""
 
     def __init__(self, make: Callable[[Outcome], _T]) -> None:
         self._make = make
@@ -36,6 +33,6 @@ class Derived(Generic[_T]):
             return known[1]
         value = self._make(outcome)
         self._known[id(outcome)] = outcome, value  # as long as it is held, nobody else has its id
-        for oldest in list(self._known)[: -Derived.kept]:  # another thread may do the same
+        for oldest in list(self._known)[:-OUTCOMES_KEPT]:  # another thread may do the same
             self._known.pop(oldest, None)
         return value

@@ -7,7 +7,7 @@ the last two also come without an offer (``ends_offer`` is False then).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds import bounds
@@ -15,14 +15,12 @@ from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.system.memory import Buffer
 
-Step = Literal["mean", "sum", "join"]
-
 
 @dataclass(frozen=True)
 class PayloadShape:
     """What travels, and how often; the same on all peers. Every fragment's encoded size: ``blocks[f]`` blocks
-    of ``block_bytes`` bytes, ``sum_block_bytes`` as fp32 (only where there are several cells). ``round_s``:
-    the run's time between two rounds of a fragment, 0 where it counts inner steps.
+    of ``block_bytes`` bytes. ``round_s``: the run's time between two rounds of a fragment, 0 where it counts
+    inner steps.
     ``assumed_upload_bytes_per_s``: what a line carries that nobody has measured; ``chunk_bytes``: of states
     and past means, what is asked for at once, 0: as the states suggest. A simulation whose bytes stand for
     ``scale`` real ones each counts both in its own. ``weight_cap``: the run's; ``counts_steps``: whether
@@ -30,7 +28,6 @@ class PayloadShape:
 
     block_bytes: int
     blocks: tuple[int, ...]
-    sum_block_bytes: int = 0
     round_s: float = 0.0
     assumed_upload_bytes_per_s: float = bounds.ASSUMED_UPLOAD_BYTES_PER_S
     chunk_bytes: int = 0
@@ -125,10 +122,7 @@ class Slice(NamedTuple):
 class ReduceJob:
     """One part to average: the weighted mean of ``slices`` (sorted by peer), encoded into
     ``(stop_block - start_block) * block_bytes`` bytes. ``key`` is the attempt's id. The answer holds the same
-    slices with the weights that they counted with, which may be smaller.
-
-    With several cells a mean is made in two steps: "sum" takes encoded slices and gives their mean in fp32
-    (``sum_block_bytes`` for each block), "join" takes such means, one for each cell, and encodes theirs."""
+    slices with the weights that they counted with, which may be smaller."""
 
     key: bytes
     fragment: int
@@ -138,14 +132,6 @@ class ReduceJob:
     start_block: int
     stop_block: int
     slices: tuple[Slice, ...]
-    step: Step = "mean"
-
-
-@dataclass(frozen=True)
-class CellWanted:
-    """Find peers of a cell, for ``Rounds.set_cell``."""
-
-    cell: int
 
 
 @dataclass(frozen=True)
@@ -248,7 +234,7 @@ class Overheard:
 
 @dataclass(frozen=True)
 class Stale:
-    """Slices of ``attempt`` (of a council's: sums) that wait to be sent are of no use to anybody; with
+    """Slices of ``attempt`` that wait to be sent are of no use to anybody; with
     ``means``, nor are its means."""
 
     attempt: bytes
@@ -293,5 +279,4 @@ RoundsEvent = (
     | Refused
     | Distrusted
     | Doubted
-    | CellWanted
 )

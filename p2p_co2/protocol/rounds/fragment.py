@@ -175,7 +175,7 @@ class FragmentRounds:
             self.asking.waiting(message, sender, now)
 
     def on_begin(self, message: wire.Begin, sender: PeerId, now: float) -> None:
-        attempt = read_begin(message, sender, self._swarm.shape, self._swarm.cells)
+        attempt = read_begin(message, sender, self._swarm.shape)
         if self.verdicts.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
             return  # doubled
         if self._swarm.me not in attempt.shares:
@@ -254,19 +254,6 @@ class FragmentRounds:
         self._early.hold(message, sender)
         return True
 
-    def on_exchange(self, message: wire.CellPart | wire.CellMean, sender: PeerId, now: float) -> bool:
-        """CELL_PART or CELL_MEAN: for the council of our attempt, or held until its BEGIN comes. False if it
-        came for nothing."""
-        if self.member is not None and self.member.sits_in(message.key.attempt):
-            return self.member.exchanged(message, sender, now)
-        waits = self.asking is not None and self.asking.offer.round == message.key.round
-        if not waits or isinstance(message, wire.CellMean) or self.verdicts.has_ended(message.key.attempt):
-            return False
-        if self._swarm.cell_of(sender) != message.cell:
-            raise RemoteProtocolError("wrong cell", "CELL_PART")
-        self._early.hold(message, sender)
-        return True
-
     def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> bool:
         match message:
             case wire.Part():
@@ -289,9 +276,7 @@ class FragmentRounds:
         """Take the pieces that came before the BEGIN or REASSIGN that explains them."""
         for sender, message in self._early.release():
             try:
-                if isinstance(message, wire.CellPart):
-                    self.on_exchange(message, sender, now)
-                elif self.attempt(message.key.attempt) is not None:
+                if self.attempt(message.key.attempt) is not None:
                     self.on_piece(message, sender, now)
             except RemoteProtocolError as error:
                 self._outlet.emit(Refused(sender, error.reason, error.detail))
@@ -326,11 +311,11 @@ class FragmentRounds:
         if entitled:
             self.verdicts.keep(decision, outcome)
             if self.member is not None:
-                self.member.note_duration(now, committed=False)
+                self.member.note_duration(now)
             if self._rival is None:
                 why = f"it ended round {outcome.key.round} with: {outcome.reason}"
                 begun = self.member.attempt if self.member is not None else None
-                rounds = self.judging.rounds_spoilt(begun, outcome.reason, signer)
+                rounds = self.judging.rounds_spoilt(begun, signer)
                 self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=cost_s)
             self._abort(outcome.reason, now)
 
@@ -341,9 +326,6 @@ class FragmentRounds:
         group = {peer.peer for peer in outcome.members}
         if signer not in group and signer != coordinator and not self._swarm.is_live(signer):
             raise RemoteProtocolError("wrong signer", "a decision by a peer outside the round")
-        if not self._swarm.is_near(signer):  # its bytes would be had of strangers that it names itself
-            raise RemoteProtocolError("wrong signer", "a decision with another cell's roster")
-        self._swarm.met_others(outcome.cells)
         is_ours = member is not None and member.attempt.id == outcome.key.attempt
         is_believed = is_ours or self._swarm.is_believed(signer, now)  # else heartbeats tell where most are
         if self.version is None or round_ <= self.version or not is_believed:
@@ -381,11 +363,8 @@ class FragmentRounds:
     def _finish(self, member: Member, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
         member.check_outcome(outcome)
-        member.note_duration(now, committed=True)
+        member.note_duration(now)
         self._cadence.committed(outcome.key.round, now)
-        if (council := member.attempt.council) is not None:
-            self._swarm.vouch({share.coordinator for share in outcome.cells})
-            self._swarm.vouch({peer for slot in council.roots for peer in slot.peers})
         self.verdicts.keep(decision, outcome)
         self._completing = Completing(member, decision, outcome, self._swarm, now)
         self._complete(now)
@@ -439,7 +418,7 @@ class FragmentRounds:
     def _end(self) -> None:
         """Forget the open offer and all that was held for it."""
         if self.member is not None:
-            self.verdicts.leave(self.member.attempt.round, self.member.attempt.ids, self._outlet.emit)
+            self.verdicts.leave(self.member.attempt.round, self.member.attempt.id, self._outlet.emit)
             self._coordination.member_left(self.member.attempt)
         if self.asking is not None:
             self.asking.leave()

@@ -16,7 +16,6 @@ import hashlib
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import seal_begin, write_senders
 from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES
-from p2p_co2.protocol.rounds.cells import slot_ranges
 from p2p_co2.protocol.rounds.deadline import (
     BEHIND_LEAST,
     SAFETY,
@@ -27,7 +26,7 @@ from p2p_co2.protocol.rounds.deadline import (
     gather_least_s,
     parts_deadline_s,
 )
-from p2p_co2.protocol.rounds.parts import Rates, divide, divide_slots
+from p2p_co2.protocol.rounds.parts import Rates, divide
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
@@ -48,12 +47,8 @@ class Gathering:
     ) -> None:  # fmt: skip
         self.fragment, self.round = fragment, round_
         self.readies: dict[PeerId, Ready] = {}
-        self.cells_before: list[int] = []
-        """Those that made the round before, where there are several and it is known."""
         self.least_votes = 1
         """How many of the last BEGIN's group must vote for a commit."""
-        self.sums_s = 0.0
-        """What the owners of the last BEGIN are given for the exchange among cells."""
         self.first_at = now
         cap_s = cadence.gather_cap_s(round_)
         step_s = swarm.my_step_s()
@@ -116,16 +111,6 @@ class Gathering:
 
     def _tell_waiting(self, peer: PeerId, within_s: float) -> None:
         self._outlet.send(peer, Waiting(fragment=self.fragment, round=self.round, begins_within_s=within_s))
-
-    def late(self, message: Ready, sender: PeerId, now: float) -> bool:
-        """Take a READY that comes when the group has closed and not yet begun; True if it is news."""
-        if self.readies.get(sender) == message:
-            return False
-        if sender not in self.readies and now <= self.in_time_until:
-            self._history.arrived(self.round, now)
-            self._swarm.readies.came(sender)
-        self.readies[sender] = message
-        return True
 
     @property
     def is_last(self) -> bool:
@@ -230,7 +215,7 @@ class Gathering:
         self._behind = behind if len(behind) >= BEHIND_LEAST * len(working) else set()
 
     def _live(self) -> list[PeerId]:
-        """Whose majority counts; with those who are done where a last round costs other cells a state."""
+        """Whose majority counts; with those who are done where the last one may make no round alone."""
         done = self._swarm.done_with(self.fragment)
         return sorted({*self._swarm.working_on(self.fragment), *self.readies, *done})
 
@@ -322,8 +307,8 @@ class Gathering:
         return len(past) > len(camp) or len(believed) >= len(camp)
 
     def _here(self) -> list[PeerId]:
-        """Who trains, or did so and is done with the fragment; where there is one cell."""
-        views = self._swarm.live.items() if self._swarm.cells == 1 else ()
+        """Who trains, or did so and is done with the fragment."""
+        views = self._swarm.live.items()
         return [peer for peer, view in views if view.training or self.fragment in view.finished]
 
     def _is_past(self, peer: PeerId) -> bool:
@@ -334,7 +319,7 @@ class Gathering:
         """Why ``camp`` may not begin; empty if it may."""
         live = self._live()
         if self._is_too_late():
-            return "most peers of this cell have nothing more to offer"
+            return "most peers have nothing more to offer"
         if not self._heard():
             return "the links of all who were ready are broken"
         if self._is_made(camp, now):
@@ -353,26 +338,18 @@ class Gathering:
         digest, camp = self.agreeing()
         size = min(self._swarm.group_size, MAX_MEMBERS)
         group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
-        is_few = self._swarm.cells == 1 and len(group) == 2 < len({*self._here(), *self.readies})
+        is_few = len(group) == 2 < len({*self._here(), *self.readies})
         self.least_votes = 2 if is_few else 1
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}
         own_upload, assumed = self._swarm.my_upload_bytes_per_s(), shape.assumed_upload_bytes_per_s
-        if self._swarm.cells == 1:
-            division = divide(
-                shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s, own_upload,
-                assumed,
-            )  # fmt: skip
-        else:
-            division = divide_slots(
-                slot_ranges(shape.blocks[self.fragment]), shape.block_bytes, shape.sum_block_bytes, rates,
-                place, self._cheap_s, own_upload, assumed,
-            )  # fmt: skip
+        division = divide(
+            shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s, own_upload, assumed
+        )
         parts_s = parts_deadline_s(division.transfer_s, observed, shape.parts_cap_s)
         if self.least_votes > 1:  # no round comes of it if the means are late
             parts_s = min(SAFETY * parts_s, shape.parts_cap_s)
-        self.sums_s = SAFETY * division.sums_s
         begin = Begin(
             key=RoundKey(fragment=self.fragment, round=self.round),
             members=[self._member(peer) for peer in group],

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from p2p_co2.protocol.rounds.ahead import Ahead
 from p2p_co2.protocol.rounds.attempt import Attempt
-from p2p_co2.protocol.rounds.cells import failure_of
 from p2p_co2.protocol.rounds.decision import Verdicts
 from p2p_co2.protocol.rounds.repute import NOT_BEGUN
 from p2p_co2.protocol.rounds.swarm import Swarm
@@ -46,9 +45,7 @@ class Judging:
         why = f"nobody holds what it told of round {round_} of fragment {self._fragment}"
         told, sent = self._ahead.came_to_nothing(round_), self._ahead.sent_to_nothing(round_)
         if sent is not None:  # it would say so for ever, and who coordinates a round is who is asked again
-            sender, is_hearsay = sent
-            where = f"nobody holds the version {round_} that it sent us after"
-            self._swarm.spoilt(sender, where, now, rounds=NOT_BEGUN if is_hearsay else 1.0)
+            self._swarm.spoilt(sent, f"nobody holds the version {round_} that it sent us after", now)
         held = self._swarm.my_versions.get(self._fragment, -1)  # who made that has told no lie
         self._forget(max(round_, held + 1), why, now, [] if told is None else [told], is_proved=is_proved)
 
@@ -64,18 +61,13 @@ class Judging:
         could_tell = self._swarm.is_live(signer) and len(self._swarm.live) > 2
         self._swarm.repute.lied(signer, why, now, is_proved=is_proved and could_tell)
 
-    def rounds_spoilt(self, attempt: Attempt | None, reason: str, signer: PeerId) -> float:
+    def rounds_spoilt(self, attempt: Attempt | None, signer: PeerId) -> float:
         """What an abort of ``attempt`` (None: of no round that began) counts against its coordinator. A
-        successor seldom can do better. Over several cells it may only pass on what another cell did, and the
-        council blames that one."""
-        if attempt is None or signer != attempt.coordinator:
-            return NOT_BEGUN
-        is_its = attempt.council is None or reason.startswith(failure_of(self._swarm.cell))
-        return 1.0 if is_its else NOT_BEGUN
+        successor seldom can do better."""
+        return NOT_BEGUN if attempt is None or signer != attempt.coordinator else 1.0
 
     def heard(self, outcome: Outcome, now: float) -> None:
-        """A decision came: has its signer told something else of the same attempt? Over several cells it may
-        have, since there a council decides."""
+        """A decision came: has its signer told something else of the same attempt?"""
         signer, key = PeerId(outcome.decided_by), outcome.key
         if outcome.committed:
             two = self._verdicts.aborted_by(key.attempt) == signer
@@ -83,6 +75,6 @@ class Judging:
             known = self._verdicts.commit(key.round)
             other = known[1] if known is not None else None
             two = other is not None and (other.key.attempt, other.decided_by) == (key.attempt, signer)
-        if two and self._swarm.cells == 1:
+        if two:
             why = f"it signed both a commit and an abort of one attempt at round {key.round}"
             self._swarm.repute.told_two(signer, why, now)

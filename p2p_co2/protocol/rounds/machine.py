@@ -21,7 +21,7 @@ one step stale anyway, so the protocol prefers an abort to a guess.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from google.protobuf.message import Message
 
@@ -29,7 +29,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds.asking import Asking
 from p2p_co2.protocol.rounds.attempt import check_place, read_key
 from p2p_co2.protocol.rounds.coordination import Coordination
-from p2p_co2.protocol.rounds.decision import open_council_decision, open_decision
+from p2p_co2.protocol.rounds.decision import open_decision
 from p2p_co2.protocol.rounds.events import (
     Offer,
     OpenOffer,
@@ -40,30 +40,29 @@ from p2p_co2.protocol.rounds.events import (
     RoundsEvent,
 )
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
-from p2p_co2.protocol.rounds.makers import ENOUGH, NO_ATTEMPT, Makers
 from p2p_co2.protocol.rounds.member import Member
-from p2p_co2.protocol.rounds.swarm import OTHERS_KEPT, Outlet, Swarm
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.schedule import Stage
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.memory import Buffer
+
+_Keyed = wire.Begin | wire.Part | wire.Mean | wire.Reassign | wire.Result | wire.Listen | wire.AskOutcome
 
 
 class Rounds:
     """This peer's part in all rounds of a run.
 
     ``run`` is the digest of the ``RunConfig`` (32 bytes); ``shape`` the encoded size of every fragment;
-    ``group_size`` bounds one round's group, of one cell where there are several ``cells``. Single-threaded.
+    ``group_size`` bounds one round's group. Single-threaded.
     After every call the caller drains ``messages_to_send`` and ``next_event`` and sets its timer to
     ``get_timer``.
     """
 
-    def __init__(
-        self, identity: Identity, run: bytes, shape: PayloadShape, group_size: int, cells: int = 1
-    ) -> None:
+    def __init__(self, identity: Identity, run: bytes, shape: PayloadShape, group_size: int) -> None:
         self._me = identity.peer_id
         self._run, self._shape = run, shape
-        self._swarm = Swarm(self._me, shape, group_size, cells)
+        self._swarm = Swarm(self._me, shape, group_size)
         self._outlet = Outlet(self._me)
         self._swarm.repute.emit = self._outlet.emit
         self._coordination = Coordination(identity, run, self._swarm, self._outlet, len(shape.blocks))
@@ -72,10 +71,6 @@ class Rounds:
         self._fragments = [
             FragmentRounds(fragment, self._swarm, self._outlet, self._coordination)
             for fragment in range(len(shape.blocks))
-        ]
-        self._makers = [
-            Makers(index, self._swarm, self._outlet, fragment.verdicts)
-            for index, fragment in enumerate(self._fragments if cells > 1 else ())
         ]
         self._coordination.known = lambda place: self._fragments[place[0]].verdicts.commit(place[1])
         self._coordination.joined_until = lambda place: self._fragments[place[0]].joined_until(place[1])
@@ -92,8 +87,6 @@ class Rounds:
         self._swarm.set_live(live)
         for fragment in self._fragments:
             fragment.peers_changed(now)
-        for makers in self._makers:
-            makers.peers_changed(now)
         self._coordination.peers_changed(now)
         self._settle(now)
 
@@ -101,37 +94,11 @@ class Rounds:
         """This peer stood still until now: what it knows of others is as old as that."""
         self._swarm.slept_until = now
 
-    def set_cell(self, cell: int, peers: Sequence[PeerId], now: float) -> None:
-        """Peers of another cell, the answer to ``CellWanted``."""
-        known = [peer for peer in peers if self._swarm.cell_of(peer) == cell]
-        delegation = self._coordination.delegation
-        if delegation is not None and cell != self._swarm.cell:
-            self._swarm.others[cell] = known[:OTHERS_KEPT] or self._swarm.others.get(cell, [])
-            delegation.cell_found(cell, now)
-            for makers in self._makers:
-                makers.peers_changed(now)
-            self._settle(now)
-
-    def set_other_cells(
-        self, awake: Mapping[int, tuple[int, ...]], finished: Mapping[int, frozenset[int]]
-    ) -> None:
-        """Other cells as far as they were seen of late: those that train, with their versions, are waited for
-        when a round of all begins; one that has ``finished`` a fragment is not needed for its rounds."""
-        self._swarm.awake, self._swarm.finished_in = dict(awake), dict(finished)
-        self._changed()
-
     def set_state(self, fragment: int, version: int, digest: bytes) -> None:
         """The agreed state that we hold now. An open offer from another one ends in ``Aborted``."""
         self._swarm.my_versions[fragment] = version
         self._changed()
         self._fragments[fragment].set_state(version, digest, self._now)
-        if self._makers:
-            self._makers[fragment].moved(version, digest, self._now)
-
-    def given_by(self, fragment: int, donors: Sequence[PeerId]) -> None:
-        """Whose state of a fragment we are about to hold: ``set_state`` comes next."""
-        if self._makers:
-            self._makers[fragment].donors = tuple(donors)
 
     def offer(self, offer: Offer, now: float) -> None:
         """Take part in the round after our state. Raises ``LocalProtocolError`` while the fragment has an
@@ -158,20 +125,11 @@ class Rounds:
         self._fragments[fragment].judging.came_to_nothing(round_, self._now, is_proved=is_proved)
 
     def replayed(self, decision: wire.Decision) -> None:
-        """The commit that made the state after ours, with a mean that a donor gave us: over several cells it
-        is known from now on as one that we were in, since the next round depends on who made it."""
+        """The commit that made the state after ours, with a mean that a donor gave us."""
         outcome = open_decision(decision, self._run, self._shape)
         mine = self._fragments[outcome.key.fragment]
         if not mine.verdicts.is_settled_by(outcome, self._me):
             mine.doubt(outcome)
-        if self._swarm.cells > 1:
-            mine.verdicts.keep(decision, outcome)
-
-    def made_by(self, fragment: int) -> frozenset[int]:
-        """The cells that made the state that we hold, as far as we know, or as several tell alike: only most
-        of them make the next one."""
-        mine, version = self._fragments[fragment].verdicts, self._fragments[fragment].version or 0
-        return frozenset(mine.cells_before(version + 1)) or mine.cells_agreed(version, ENOUGH)
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""
@@ -182,10 +140,6 @@ class Rounds:
     def given(self, fragment: int) -> int:
         """The newest round whose means this peer promised to one that was not in it; -1 for none."""
         return self._fragments[fragment].ear.given
-
-    def has_closed(self, fragment: int) -> bool:
-        """Whether our cell makes no more rounds of a fragment in this run."""
-        return self._swarm.has_closed(fragment)
 
     def is_over(self, fragment: int) -> bool:
         """Whether no more rounds of a fragment are made in this run: what is left of it stays uncounted."""
@@ -210,13 +164,12 @@ class Rounds:
 
     def is_everywhere(self, fragment: int, version: int) -> bool:
         """Whether all live peers are known to hold ``version``: they say so, or they are in the round after
-        it. Never in a swarm of several cells, whose others we do not hear, and for who is alone."""
+        it. Never for a peer that is alone."""
         member = self._fragments[fragment].member
         there = member.attempt.shares if member is not None and member.attempt.round > version else {}
         others = [peer for peer in self._swarm.live if peer not in there]
         known = [self._swarm.version_of(peer, fragment) for peer in others]
-        is_known = self._swarm.cells == 1 and len(self._swarm.live) > 1
-        return is_known and all(one is not None and one >= version for one in known)
+        return len(self._swarm.live) > 1 and all(one is not None and one >= version for one in known)
 
     def counts_for_others(self, now: float, within_s: float) -> bool:
         """Whether we count the votes of a round that we are not in, or did of late; threads may ask."""
@@ -245,9 +198,7 @@ class Rounds:
 
     def _member_of(self, job: ReduceJob) -> Member | None:
         member = self._fragments[job.fragment].member
-        if member is None or not (member.attempt.id == job.key or member.sits_in(job.key)):
-            return None
-        return member
+        return member if member is not None and member.attempt.id == job.key else None
 
     # ---- the pump
 
@@ -264,7 +215,6 @@ class Rounds:
         if self._timer_is_stale:
             self._timer_is_stale = False
             times = [self._coordination.get_timer(), *[fragment.get_timer() for fragment in self._fragments]]
-            times += [makers.get_timer() for makers in self._makers]
             self._timer_at = min([at for at in times if at is not None], default=None)
         return self._timer_at
 
@@ -274,8 +224,6 @@ class Rounds:
         self._settle(now)
         for fragment in self._fragments:
             fragment.handle_timer(now)
-        for makers in self._makers:
-            makers.handle_timer(now)
         self._settle(now)
 
     def messages_to_send(self) -> list[tuple[PeerId, Message]]:
@@ -353,80 +301,26 @@ class Rounds:
                 self._place(message).on_behind(message, sender, now)
             case wire.Begin():
                 self._keyed(message).on_begin(message, sender, now)
-            case wire.Part() | wire.Mean() | wire.Reassign() | wire.CellPart() | wire.CellMean():
-                return self._on_piece(message, sender, now)
+            case wire.Part() | wire.Mean() | wire.Reassign():
+                return self._keyed(message).on_piece(message, sender, now)
             case wire.Result():
                 self._on_result(message, sender, now)
             case wire.AskOutcome():
-                self._on_ask(message, sender, now)
+                self._answer(self._keyed(message), message, sender)
             case wire.Listen():
                 self._on_listen(message, sender, now)
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)
                 self._fragments[outcome.key.fragment].on_decision(message, outcome, now)
-            case (
-                wire.CellReady()
-                | wire.CellWaiting()
-                | wire.CellBegin()
-                | wire.CellResult()
-                | wire.CellDecision()
-            ):
-                self._for_cells(message, sender, now)
             case _:
                 raise LocalProtocolError(f"{message.__class__.__name__} is not for the rounds machine")
         return True
-
-    def _on_ask(self, message: wire.AskOutcome, sender: PeerId, now: float) -> None:
-        fragment_, round_, attempt = read_key(message.key, self._shape)
-        if self._makers and attempt == NO_ATTEMPT:
-            self._makers[fragment_].answer(round_, sender)
-            return
-        delegation, fragment = self._coordination.delegation, self._fragments[fragment_]
-        # Another cell's peer needs the council's word, not our cell's.
-        is_told = self._swarm.is_near(sender) and self._answer(fragment, message, sender)
-        if not is_told and delegation is not None:
-            mine = fragment.member.attempt if fragment.member is not None else None
-            delegation.witness.answer(message.key, sender, mine, fragment.asking)
-            delegation.councils.answer(message, sender, now)
-
-    def _for_cells(self, message: Message, sender: PeerId, now: float) -> None:
-        delegation = self._coordination.delegation
-        if delegation is None:
-            raise RemoteProtocolError("wrong cell", "this run has one cell")
-        match message:
-            case wire.CellReady():
-                fragment = self._fragments[read_key(message.key, self._shape)[0]]
-                mine = (fragment.version, fragment.digest)
-                delegation.on_ready(message, sender, fragment.verdicts, mine, now)
-            case wire.CellWaiting():
-                check_place(message.fragment, message.round, self._shape)
-                delegation.on_waiting(message, sender, now)
-            case wire.CellBegin():
-                check_place(message.council.key.fragment, message.council.key.round, self._shape)
-                delegation.on_begin(message, sender, now)
-            case wire.CellResult():
-                delegation.councils.on_result(message, sender, now)
-            case wire.CellDecision() if message.attempt == NO_ATTEMPT:
-                outcome = open_council_decision(message.decision, self._run)
-                read_key(outcome.key, self._shape)
-                self._makers[outcome.key.fragment].told(message.decision, outcome, sender)
-            case wire.CellDecision():
-                delegation.on_decision(message, sender)
-
-    def _on_piece(
-        self, message: wire.Part | wire.Mean | wire.Reassign | wire.CellPart | wire.CellMean,
-        sender: PeerId, now: float,
-    ) -> bool:  # fmt: skip
-        fragment = self._fragments[read_key(message.key, self._shape)[0]]
-        if isinstance(message, wire.CellPart | wire.CellMean):
-            return fragment.on_exchange(message, sender, now)
-        return fragment.on_piece(message, sender, now)
 
     def _place(self, message: wire.Ready | wire.Waiting | wire.Behind) -> FragmentRounds:
         check_place(message.fragment, message.round, self._shape)
         return self._fragments[message.fragment]
 
-    def _keyed(self, message: wire.Begin | wire.Result | wire.Listen) -> FragmentRounds:
+    def _keyed(self, message: _Keyed) -> FragmentRounds:
         return self._fragments[read_key(message.key, self._shape)[0]]
 
     def _on_listen(self, message: wire.Listen, sender: PeerId, now: float) -> None:
@@ -452,8 +346,7 @@ class Rounds:
             self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
 
     def _asks_beside(self, fragment: FragmentRounds, key: wire.RoundKey) -> Asking | None:
-        """The offer for which we still ask, if others are in an attempt at its round. Over several cells
-        that is the council's."""
+        """The offer for which we still ask, if others are in an attempt at its round."""
         asking, is_ours = fragment.asking, self._coordination.counts(key.attempt)
         is_beside = asking is not None and asking.offer.round == key.round and not is_ours
         return asking if is_beside else None

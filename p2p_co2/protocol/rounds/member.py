@@ -16,17 +16,14 @@ from p2p_co2.protocol.rounds.assembly import LAST_PIECE_S, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt, check_duration, read_who_is_in
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer, ReduceJob
-from p2p_co2.protocol.rounds.exchange import Exchange, Joined
 from p2p_co2.protocol.rounds.listening import Audience
-from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, PartJob, Room, send_mean
+from p2p_co2.protocol.rounds.owner import Arrivals, PartJob, Room, send_mean
 from p2p_co2.protocol.rounds.part_state import PartState
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order, named
 from p2p_co2.protocol.wire.bulk import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import (
     AskOutcome,
-    CellMean,
-    CellPart,
     Mean,
     Outcome,
     Part,
@@ -62,7 +59,7 @@ class Member:
         self._arrivals = Arrivals(attempt, swarm, observed, mine)
         self._payload = memoryview(offer.payload)
         self._give_up_at = now + swarm.shape.round_cap_s
-        self._decide_by_at = now + attempt.decided_within_s + bounds.GRACE_S
+        self._decide_by_at = now + attempt.result_within_s + bounds.GRACE_S
         self._resend_at: float | None = None
         self._resend_s = RESEND_S
         self._has_woken = False
@@ -73,11 +70,7 @@ class Member:
         self._asked_beside = 0
         self._mean, self._parts = memoryview(b""), list[PartState]()
         """Made in ``start``."""
-        self.exchange: Exchange | None = None
         self._means_due_at = now + 2 * attempt.parts_within_s
-        if attempt.council is not None:
-            self.exchange = Exchange(attempt, swarm, outlet, now)
-            self._means_due_at += 2 * attempt.council.sums_within_s
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
@@ -152,21 +145,11 @@ class Member:
         return job.add(message, sender, now)
 
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
-        if job.step == "join" and self.exchange is not None:
-            self.exchange.reduced(job, mean)
-            return
         mine = self._jobs.get(job.part)
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
-            if self.exchange is None:
-                self._averaged(job.part, mine.reduced(job, mean, self._parts[job.part].place), now)
-                return
-            self._joined(job.part, self.exchange.give(job.part, mean, mine.summed(job, mean)), now)
-
-    def _averaged(self, part: int, contributors: Contributors, now: float) -> None:
-        """The encoded mean of our own part is made, and in its place."""
-        self._parts[part].hold(contributors, self.attempt)
-        self._check(now)
+            self._parts[job.part].hold(mine.reduced(job, mean, self._parts[job.part].place), self.attempt)
+            self._check(now)
 
     def listen(self, peer: PeerId) -> bool:
         """A peer that is not in the round wants to hear the means of our parts; whether it will."""
@@ -188,35 +171,8 @@ class Member:
                     swarm=self._swarm, outlet=self._outlet, to=(peer,),
                 )  # fmt: skip
 
-    def sits_in(self, council: bytes) -> bool:
-        """Whether our attempt is part of this council's."""
-        return self.exchange is not None and self.exchange.council.key.attempt == council
-
-    def exchanged(self, message: CellPart | CellMean, sender: PeerId, now: float) -> bool:
-        """What comes from owners and roots in all cells; False if it came for nothing. Raises
-        ``RemoteProtocolError``."""
-        assert self.exchange is not None
-        if isinstance(message, CellPart):
-            return self.exchange.cell_part(message, sender)
-        self._joined(message.slot, self.exchange.cell_mean(message, sender), now)
-        return True
-
-    def _joined(self, part: int, done: Joined | None, now: float) -> None:
-        """The mean of a part over all cells, for ours, if it is here."""
-        if done is not None and part in self._jobs and self._parts[part].mean is None:
-            contributors = tuple((one, self.attempt.weights[one]) for one in done[1])
-            place = self._parts[part].place
-            place[:] = done[0]
-            send_mean(
-                self.attempt, part, self._parts[part].generation, place, contributors,
-                swarm=self._swarm, outlet=self._outlet,
-            )  # fmt: skip
-            self._averaged(part, contributors, now)
-
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""
-        if job.step == "join" and self.exchange is not None:
-            return self.exchange.refused_slice(job, peer)
         mine = self._jobs.get(job.part)
         if mine is None or not mine.is_answered_by(job):
             return False
@@ -341,7 +297,7 @@ class Member:
             return
         self.coordinators.append(left[0])
         self._has_woken = False
-        self._decide_by_at = now + self.attempt.succession_s + 2 * bounds.GRACE_S
+        self._decide_by_at = now + self.attempt.parts_within_s + 2 * bounds.GRACE_S
         self._ask_outcome()
         lost = [part for part, state in enumerate(self._parts) if self._is_lost(state, now)]
         self._tell(self._parts_outcome(), lost, now)
@@ -388,8 +344,6 @@ class Member:
         times += [due_at for job in self._jobs.values() if (due_at := job.get_timer()) is not None]
         if self._resend_at is not None:
             times.append(self._resend_at)
-        if self.exchange is not None and (sums_due_at := self.exchange.get_timer()) is not None:
-            times.append(sums_due_at)
         # Each mean's due time has to fire once; a later one is told by news, not by the clock.
         told = self._told.lost_parts if self._told is not None else ()
         times += [s.due_at for part, s in enumerate(self._parts) if s.mean is None and part not in told]
@@ -401,14 +355,12 @@ class Member:
             return
         for job in list(self._jobs.values()):
             job.check(now)
-        if self.exchange is not None:
-            self.exchange.handle_timer(now)
         if now >= self._decide_by_at + bounds.GRACE_S and not self._has_woken:
             self._has_woken, self._decide_by_at = True, now + 2 * bounds.GRACE_S
             self._ask_outcome()  # it is we who slept: the decision may lie there
         elif now >= self._decide_by_at:
             if now < self._decide_by_at + bounds.GRACE_S:
-                self._swarm.was_late(self.coordinators[-1], now, cost_s=self.cost_s(now))
+                self._swarm.spoilt(self.coordinators[-1], "it was too late", now, cost_s=self.cost_s(now))
             self._move_on(now)
         if self.failure:
             return
@@ -419,7 +371,7 @@ class Member:
     def cost_s(self, now: float) -> float:
         """What an attempt that came to nothing cost: at most as long as its coordinator had, since we may
         have slept."""
-        return min(now - self.begun_at, self.attempt.decided_within_s + 2 * bounds.GRACE_S)
+        return min(now - self.begun_at, self.attempt.result_within_s + 2 * bounds.GRACE_S)
 
     # ---- the outcome
 
@@ -431,12 +383,8 @@ class Member:
         if group != mine or ranges != list(self.attempt.ranges):
             raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
 
-    def note_duration(self, now: float, *, committed: bool) -> None:
-        """The round is decided: how long its owners took. Over several cells they waited for others' sums, so
-        there the whole round counts, and one that failed would have taken longer: we do not know how much."""
-        if self.exchange is not None:
-            self._swarm.over_cells[self.attempt.fragment].add((now - self.begun_at) * (1 if committed else 2))
-            return
+    def note_duration(self, now: float) -> None:
+        """The round is decided: how long its owners took."""
         took_s: dict[PeerId, float] = {}
         for part, owner in enumerate(self.attempt.owners):
             at = self.parts_at if owner == self._swarm.me else self._here_at.get(part, now)

@@ -15,7 +15,6 @@ from functools import lru_cache
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds.assembly import LAST_PIECE_S, Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt
-from p2p_co2.protocol.rounds.cells import write_who
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import ReduceJob, ReduceWanted, Slice
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
@@ -85,8 +84,7 @@ class PartJob:
         swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, place: memoryview, now: float,
     ) -> None:  # fmt: skip
         self._room, self._taken_bytes = room, 0
-        # Over several cells the mean comes from others, perhaps while slices are summed once more.
-        self._free_place = place if attempt.council is None else None
+        self._free_place: memoryview | None = place
         self.attempt, self.part, self.generation = attempt, part, generation
         self.job: ReduceJob | None = None
         """What the tensor side was asked to average."""
@@ -166,7 +164,6 @@ class PartJob:
             start,
             stop,
             slices,
-            "sum" if self.attempt.council is not None else "mean",
         )
         self._outlet.emit(ReduceWanted(self.job))
 
@@ -190,18 +187,6 @@ class PartJob:
             raise LocalProtocolError(f"no slice of {peer} in this job")
         self._ask()
 
-    def summed(self, job: ReduceJob, mean: Buffer) -> Contributors:
-        """The mean of this cell's slices in fp32 has been made; returns whose they are."""
-        assert self.job is not None
-        blocks = self.job.stop_block - self.job.start_block
-        if len(mean) != blocks * self._swarm.shape.sum_block_bytes:
-            raise LocalProtocolError(f"the sum of part {self.part} has {len(mean)} bytes")
-        contributors = tuple((piece.peer, piece.weight) for piece in job.slices)
-        self.is_done = True
-        self._whole.clear()
-        self.job = None
-        return contributors
-
     def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Contributors:
         """Put the encoded mean to its ``place`` and send it to all other members from there; returns the
         contributors."""
@@ -222,16 +207,9 @@ class PartJob:
         return contributors
 
 
-def list_contributors(attempt: Attempt, contributors: Contributors) -> tuple[list[Contributor], bytes]:
-    """As a message names them: one by one, or as bits where the round is over several cells."""
-    if attempt.council is not None:
-        return [], write_who({peer for peer, _ in contributors}, tuple(attempt.shares))
-    return _listed(contributors), b""
-
-
 @lru_cache(LISTS_KEPT)
-def _listed(contributors: Contributors) -> list[Contributor]:
-    """Never written to."""
+def list_contributors(contributors: Contributors) -> list[Contributor]:
+    """As messages name them; never written to."""
     return [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
 
 
@@ -240,12 +218,12 @@ def send_mean(
     swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = (),
 ) -> None:  # fmt: skip
     """The encoded mean of a part, in pieces, to all other members, or ``to`` others."""
-    listed, who = list_contributors(attempt, contributors)
+    listed = list_contributors(contributors)
     others = to or [peer for peer in attempt.shares if peer != outlet.me]
     for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others, LAST_PIECE_S)):
         head = Mean(
             key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean),
-            contributors=[] if offset else listed, who=b"" if offset else who,
+            contributors=[] if offset else listed,
         )  # fmt: skip
         message = with_data(head, data)
         for peer in others:

@@ -35,9 +35,9 @@ class PartState:
         digest; its generation is told all the same."""
         if self._outcome is None:
             (start, stop), held = attempt.ranges[part], self.contributors if self.mean is not None else None
-            listed, who = ([], b"") if held is None else list_contributors(attempt, held)
+            listed = [] if held is None else list_contributors(held)
             self._outcome = PartOutcome(
                 start_block=start, stop_block=stop, generation=self.generation,
-                digest=self.digest, contributors=listed, who=who,
+                digest=self.digest, contributors=listed,
             )  # fmt: skip
         return self._outcome

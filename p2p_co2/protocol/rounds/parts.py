@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -83,14 +82,12 @@ class Rates(NamedTuple):
 class Division:
     """Part ``i`` is ``ranges[i]``, averaged by ``owners[i]``, from the slices of ``senders[i]`` (the owner is
     among them). ``transfer_s``: how long the slowest link needs for what others wait for: slices and
-    averaging. ``sums_s``: how long the slowest owner needs to give on its sums and to have the mean over all
-    cells, where there are several."""
+    averaging."""
 
     ranges: tuple[BlockRange, ...]
     owners: tuple[PeerId, ...]
     senders: tuple[frozenset[PeerId], ...]
     transfer_s: float
-    sums_s: float = 0.0
 
 
 def divide(
@@ -127,32 +124,6 @@ def divide(
         if upload * time_s >= 1
     ]
     return Division(ranges, owners, senders, max([*needed, time_s if budgets else 0.0]))
-
-
-def divide_slots(
-    slots: Sequence[BlockRange], block_bytes: int, sum_block_bytes: int, rates: dict[PeerId, Rates],
-    place: tuple[int, int], cheap_s: float, own_upload: float = 0.0,
-    assumed: float = ASSUMED_UPLOAD_BYTES_PER_S,
-) -> Division:  # fmt: skip
-    """As ``divide``, where the cuts are fixed and each slot is a part of its own, whose owner gives on a sum
-    of ``sum_block_bytes`` for each block."""
-    slot_bytes = -(-slots[-1].stop * block_bytes // len(slots))
-    division = divide(len(slots), slot_bytes, rates, place, cheap_s, own_upload, assumed)
-    owners: list[PeerId] = []
-    senders: list[frozenset[PeerId]] = []
-    for (start, stop), owner, sending in zip(division.ranges, division.owners, division.senders, strict=True):
-        owners += [owner] * (stop - start)
-        senders += [sending] * (stop - start)
-    members = sorted(rates)
-    uploads = _credible([rates[peer].upload for peer in members], own_upload, assumed)
-    width = block_bytes + sum_block_bytes
-    loads = Counter[PeerId]()
-    for owner, (start, stop) in zip(owners, slots, strict=True):
-        loads[owner] += (stop - start) * width
-    # Up go its sums and, as a root of some slots, their means; down as much, where roots are shared evenly.
-    links = [_link(rates[peer], upload, 1) for peer, upload in zip(members, uploads, strict=True)]
-    sums_s = max(loads[peer] / link for peer, link in zip(members, links, strict=True))
-    return Division(tuple(slots), tuple(owners), tuple(senders), division.transfer_s, sums_s)
 
 
 def _link(rates: Rates, upload: float, payload_bytes: int) -> float:

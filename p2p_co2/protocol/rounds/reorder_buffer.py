@@ -10,10 +10,9 @@ from __future__ import annotations
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import CellPart, Mean, Part, Reassign
+from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, Reassign
 
 Piece = Part | Mean | Reassign
-Held = Piece | CellPart
 
 
 class ReorderBuffer:
@@ -21,10 +20,10 @@ class ReorderBuffer:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = max(bounds.EARLY_FLOOR_BYTES, limit_bytes)
-        self._held: list[tuple[PeerId, Held]] = []
+        self._held: list[tuple[PeerId, Piece]] = []
         self._bytes: dict[PeerId, int] = {}
 
-    def hold(self, piece: Held, sender: PeerId) -> None:
+    def hold(self, piece: Piece, sender: PeerId) -> None:
         """Keep a piece, or raise ``RemoteProtocolError("too much held")``."""
         size = piece.ByteSize()
         mine = self._bytes.get(sender, 0) + size
@@ -36,7 +35,7 @@ class ReorderBuffer:
         self._bytes[sender] = mine
         self._held.append((sender, piece))
 
-    def release(self) -> list[tuple[PeerId, Held]]:
+    def release(self) -> list[tuple[PeerId, Piece]]:
         """All pieces, and forget them."""
         held = self._held
         self.clear()

@@ -18,15 +18,12 @@ from google.protobuf.message import Message
 
 from p2p_co2.protocol.rounds.assembly import FINEST_PIECES, PIECE_S, piece_bytes
 from p2p_co2.protocol.rounds.bounds import MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
-from p2p_co2.protocol.rounds.deadline import Durations, Punctuality
+from p2p_co2.protocol.rounds.deadline import Punctuality
 from p2p_co2.protocol.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.protocol.rounds.lateness import Lateness
-from p2p_co2.protocol.rounds.repute import NOT_BEGUN, Repute
-from p2p_co2.protocol.wire.identity import PeerId, cell_of
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import CellShare
-
-OTHERS_KEPT = MAX_MEMBERS
+from p2p_co2.protocol.rounds.repute import Repute
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PEERS
 
 
 def coordination_order(peers: Iterable[PeerId], fragment: int, round_: int) -> list[PeerId]:
@@ -56,15 +53,8 @@ def named(peers: Sequence[str]) -> str:
 class Swarm:
     """The live peers as membership told us last."""
 
-    def __init__(self, me: PeerId, shape: PayloadShape, group_size: int, cells: int = 1) -> None:
+    def __init__(self, me: PeerId, shape: PayloadShape, group_size: int) -> None:
         self.me = me
-        self.cells, self.cell = cells, cell_of(me, cells)
-        self.others: dict[int, list[PeerId]] = {}
-        """Peers of other cells, as far as somebody named them: whom to ask first comes first."""
-        self.awake: dict[int, tuple[int, ...]] = {}
-        """Other cells that train, and which versions they had when they were seen."""
-        self.finished_in: dict[int, frozenset[int]] = {}
-        """By cell, the fragments for which nobody there has more to offer in this run."""
         self.shape = shape
         self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
@@ -78,21 +68,12 @@ class Swarm:
         """Who is in time with what."""
         self.lateness = Lateness()
         """Of owners."""
-        self.over_cells = [Durations() for _ in shape.blocks]
-        """Per fragment, rounds over several cells from BEGIN to their end."""
         self.repute = Repute()
         self.slept_until = -math.inf
         """When this peer last stood still: what it knows of others may be as old as that."""
         self._met: OrderedDict[PeerId, None] = OrderedDict()
         self._pieces_of: tuple[object, object, float, float, int] = (None, None, 0.0, 0.0, 0)
         """What ``piece_bytes`` was asked last (receivers, ``live``, upload, time), and said."""
-        self._vouched: OrderedDict[PeerId, None] = OrderedDict()
-        """Peers of other cells who coordinated or summed in commits that this peer was in."""
-        self.known_cells: set[int] = set()
-        """Theirs."""
-        self.sent_elsewhere: dict[tuple[PeerId, int], tuple[tuple[int, bytes], float]] = {}
-        """Who told our cell of which fragment that the others are elsewhere, what it had asked for then
-        (round, digest of its state), and from when on that should have borne out."""
         self.last_readies = Punctuality()
         """The same at the end of a run, where everybody is waited for longer."""
         self.replays = Punctuality()
@@ -135,75 +116,24 @@ class Swarm:
         if coordinator != self.me:
             self.repute.spoilt(coordinator, why, now, rounds=rounds, cost_s=cost_s)
 
-    def was_late(self, coordinator: PeerId, now: float, *, cost_s: float) -> None:
-        """Its outcome did not come in time. Over several cells it may have waited for a council that is slow:
-        that counts as a round that others kept from beginning."""
-        rounds = NOT_BEGUN if self.cells > 1 else 1
-        self.spoilt(coordinator, "it was too late", now, rounds=rounds, cost_s=cost_s)
-
     def is_believed(self, signer: PeerId, now: float) -> bool:
         """Whether ``signer`` may tell of rounds that we are not in: keys are free to make, so only one that
         was live here, and was not found to lie."""
         return signer in self._met and self.repute.is_believed(signer, now)
 
-    def cell_of(self, peer: str) -> int:
-        return cell_of(peer, self.cells)
-
-    def finished(self, fragment: int) -> set[int]:
-        """The cells that make no more rounds of ``fragment``, as far as we know."""
-        cells = {cell for cell, fragments in self.finished_in.items() if fragment in fragments}
-        return cells | {self.cell} if self.has_closed(fragment) else cells
-
     def done_with(self, fragment: int) -> list[PeerId]:
-        """Who has nothing more to offer for ``fragment`` in this run. In one cell only where that keeps the
-        last one, of three or more, from a round alone: others that still train make their rounds."""
+        """Who has nothing more to offer for ``fragment`` in this run, where that keeps the last one, of three
+        or more, from a round alone: others that still train make their rounds."""
         if not self._is_ending:
             return []
         done = [peer for peer, view in self.live.items() if fragment in view.finished]
         is_last_alone = len(done) > 1 and len(self.working_on(fragment)) == 1
-        return done if self.cells > 1 or is_last_alone else []
-
-    def has_closed(self, fragment: int) -> bool:
-        """Whether our cell makes no more rounds of ``fragment`` in this run: at least half of it is done, and
-        what the others still have is not worth a state or a replay to everybody else."""
-        working = len(self.working_on(fragment))
-        done = len(self.done_with(fragment))
-        return working == 0 or 0 < working <= done
+        return done if is_last_alone else []
 
     def is_over(self, fragment: int) -> bool:
-        """Whether no round of ``fragment`` can begin any more: at least half of the cells make none, or ours
-        does not. In one cell if all but one are done: a mean of one is whatever that one likes."""
-        if self.cells == 1:
-            return bool(self.done_with(fragment))
-        closed = self.finished(fragment)
-        return self.cell in closed or 2 * len(closed) >= len(self.finished_in.keys() | {self.cell})
-
-    def is_near(self, peer: str) -> bool:
-        """Whether ``peer`` is of our cell."""
-        return self.cell_of(peer) == self.cell
-
-    def met_others(self, cells: Iterable[CellShare]) -> None:
-        """Who coordinated in other cells a moment ago."""
-        for share in cells:
-            is_peer = len(share.coordinator) <= MAX_PEER_ID
-            if is_peer and share.cell != self.cell and self.cell_of(share.coordinator) == share.cell:
-                known = self.others.get(share.cell, [])
-                first = PeerId(share.coordinator)
-                self.others[share.cell] = [first, *(peer for peer in known if peer != first)][:OTHERS_KEPT]
-
-    def vouch(self, peers: Iterable[str]) -> None:
-        """These worked in a commit that this peer was in."""
-        for peer in map(PeerId, peers):
-            if len(peer) <= MAX_PEER_ID and not self.is_near(peer):
-                self._vouched[peer] = None
-                self._vouched.move_to_end(peer)
-                self.known_cells.add(self.cell_of(peer))
-        while len(self._vouched) > MAX_PEERS:
-            self._vouched.popitem(last=False)
-
-    def is_vouched(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is more than an id: live in our cell, or known to have worked in another."""
-        return self.is_live(peer) if self.is_near(peer) else peer in self._vouched
+        """Whether no round of ``fragment`` can begin any more: all but one are done, and a mean of one is
+        whatever that one likes."""
+        return bool(self.done_with(fragment))
 
     def is_live(self, peer: PeerId) -> bool:
         return peer in self.live

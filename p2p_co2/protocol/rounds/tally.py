@@ -96,7 +96,7 @@ class Tally:
         if not self.successor:
             self.successor, self._term = True, term
             self._owners, self._generations = list(owners), list(generations)
-            self._decide_at = now + self.attempt.succession_s + bounds.GRACE_S
+            self._decide_at = now + self.attempt.parts_within_s + bounds.GRACE_S
         self._evaluate(now)
 
     def abort(self, reason: str) -> None:

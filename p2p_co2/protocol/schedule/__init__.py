@@ -15,7 +15,6 @@ from p2p_co2.protocol.schedule.account import (
 )
 from p2p_co2.protocol.schedule.clock import SLEW, SwarmClock
 from p2p_co2.protocol.schedule.ending import (
-    COUNCIL_SETTLE_S,
     FLUSH_CAP_S,
     FLUSH_FLOOR_S,
     LOADS_CAP_S,
@@ -32,7 +31,6 @@ from p2p_co2.protocol.schedule.points import due, points_passed
 
 __all__ = [
     "ALONE_S",
-    "COUNCIL_SETTLE_S",
     "DISTINCT",
     "FIRST_ROUND_BOUND_S",
     "FLUSH_CAP_S",

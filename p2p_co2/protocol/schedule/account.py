@@ -181,9 +181,8 @@ class WorkAccount:
 
     def left_out(self, fragment: int) -> None:
         """The others have made a round without us, and its state is ours now: in short rounds, and where the
-        line is full, we are due at once, since they may be ready for the next. Who waited for its own point
-        would come late to that one too, and to all that follow: of 256 peers in eight cells, with rounds of
-        10 s, more and more."""
+        line is full, we are due at once, since they may be ready for the next. A peer that waited for its own
+        point would come late to that one too, and to all that follow."""
         is_soon = self._are_rounds_short or self._is_full
         if is_soon and self._by_time and self._has_offered[fragment]:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))

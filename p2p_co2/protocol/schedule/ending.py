@@ -16,8 +16,6 @@ of every fragment would take one after the other (two are under way at once), bu
 cap."""
 SETTLE_S = 25.0
 """Until all live peers agree: longer than a flush by so much, since theirs may begin with our end."""
-COUNCIL_SETTLE_S = 60.0
-"""The same on top over several cells: a last round gathers twice there, and then states travel."""
 
 LOADS_QUIET_S, LOADS_CAP_S = 30.0, FLUSH_CAP_S
 """Then a peer goes, unless it loads a state or gives one, or others that are done hold more or less than it
@@ -34,7 +32,7 @@ STILL_LOADS = (
 )
 
 AGAIN_S = 1.0
-"""A fragment is not offered twice within this: a cell of one peer hears at once that no round begins any
+"""A fragment is not offered twice within this: one peer alone hears at once that no round begins any
 more, and each offer takes a snapshot and its encoding."""
 
 
@@ -45,10 +43,10 @@ def flush_bound_s(count: int, delays_s: Collection[float]) -> float:
     return min(FLUSH_CAP_S, max(FLUSH_FLOOR_S, sweep_s))
 
 
-def settle_bound_s(flush_s: float, cells: int) -> float:
+def settle_bound_s(flush_s: float) -> float:
     """How long a peer that has nothing more to offer waits until all agree, if its flush took ``flush_s`` at
     most."""
-    return flush_s + SETTLE_S + (COUNCIL_SETTLE_S if cells > 1 else 0.0)
+    return flush_s + SETTLE_S
 
 
 def few_at_once(count: int) -> int:

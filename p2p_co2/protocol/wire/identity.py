@@ -7,7 +7,6 @@ exchange, no account. The price: an id is free to make, so an id proves continui
 
 from __future__ import annotations
 
-import hashlib
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -134,18 +133,3 @@ def unseal(context: bytes, data: bytes) -> tuple[PeerId, bytes]:
         raise RemoteProtocolError("unreadable", "not a Signed message") from None
     verify(signed.signer, context, signed.content, signed.signature)
     return PeerId(signed.signer), signed.content
-
-
-def cell_of(peer: str, cells: int) -> int:
-    """The cell that a peer belongs to, of ``cells``: for good, by a hash of its id."""
-    if cells == 1:
-        return 0
-    # What is no peer's id may be as long as a message: it must not stay in the cache.
-    return _cell_of(peer, cells) if len(peer) <= MAX_PEER_ID else _hashed_cell(peer, cells)
-
-
-def _hashed_cell(peer: str, cells: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"cell/{peer}".encode()).digest()[:8]) % cells
-
-
-_cell_of = lru_cache(maxsize=2 * MAX_PEERS)(_hashed_cell)

@@ -29,7 +29,6 @@ class Machine(Enum):
     MEMBERSHIP = auto()
     ROUNDS = auto()
     CATCHUP = auto()
-    OUTLOOK = auto()
 
 
 class Cost(Enum):
@@ -100,15 +99,6 @@ _TABLE = (
     Kind(wire.AskOutcome, Machine.ROUNDS),
     Kind(wire.Behind, Machine.ROUNDS),
     Kind(wire.Listen, Machine.ROUNDS),
-    Kind(wire.CellReady, Machine.ROUNDS),
-    Kind(wire.CellWaiting, Machine.ROUNDS),
-    Kind(wire.CellBegin, Machine.ROUNDS),
-    Kind(wire.CellPart, Machine.ROUNDS, Cost.BULK, role=Role.SLICE),
-    Kind(wire.CellMean, Machine.ROUNDS, Cost.BULK, role=Role.MEAN),
-    Kind(wire.CellResult, Machine.ROUNDS),
-    Kind(wire.CellDecision, Machine.ROUNDS),
-    Kind(wire.CellLook, Machine.OUTLOOK, most_bytes=MAX_STATUS_BYTES),
-    Kind(wire.CellSight, Machine.OUTLOOK, most_bytes=MAX_STATUS_BYTES, is_quiet=True),
     Kind(wire.Fetch, Machine.CATCHUP, Cost.QUESTION),
     Kind(wire.Manifest, Machine.CATCHUP, is_asked_for=True),
     Kind(wire.Chunk, Machine.CATCHUP, Cost.BULK, is_asked_for=True),

@@ -12,7 +12,6 @@ MAX_DATA_BYTES = 512 << 10
 MAX_STATUS_BYTES = 32 << 10
 """A Ping, Pong or Leave: what they say of a peer is kept for as long as it lives."""
 MAX_MEMBERS = 64
-MAX_CELLS = 256
 MAX_FRAGMENTS = 256
 MAX_VERSION = 1 << 48
 """Rounds that one fragment may ever make."""

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind", "cell_ready", "cell_waiting", "cell_begin", "cell_part", "cell_mean", "cell_result", "cell_decision", "cell_look", "cell_sight", "listen", "fetch", "manifest", "chunk", "refusal", "model_table")
+    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind", "listen", "fetch", "manifest", "chunk", "refusal", "model_table")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -24,15 +24,6 @@ class Envelope(_message.Message):
     DECISION_FIELD_NUMBER: _ClassVar[int]
     ASK_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     BEHIND_FIELD_NUMBER: _ClassVar[int]
-    CELL_READY_FIELD_NUMBER: _ClassVar[int]
-    CELL_WAITING_FIELD_NUMBER: _ClassVar[int]
-    CELL_BEGIN_FIELD_NUMBER: _ClassVar[int]
-    CELL_PART_FIELD_NUMBER: _ClassVar[int]
-    CELL_MEAN_FIELD_NUMBER: _ClassVar[int]
-    CELL_RESULT_FIELD_NUMBER: _ClassVar[int]
-    CELL_DECISION_FIELD_NUMBER: _ClassVar[int]
-    CELL_LOOK_FIELD_NUMBER: _ClassVar[int]
-    CELL_SIGHT_FIELD_NUMBER: _ClassVar[int]
     LISTEN_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -54,25 +45,16 @@ class Envelope(_message.Message):
     decision: Decision
     ask_outcome: AskOutcome
     behind: Behind
-    cell_ready: CellReady
-    cell_waiting: CellWaiting
-    cell_begin: CellBegin
-    cell_part: CellPart
-    cell_mean: CellMean
-    cell_result: CellResult
-    cell_decision: CellDecision
-    cell_look: CellLook
-    cell_sight: CellSight
     listen: Listen
     fetch: Fetch
     manifest: Manifest
     chunk: Chunk
     refusal: Refusal
     model_table: ModelTable
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., cell_ready: _Optional[_Union[CellReady, _Mapping]] = ..., cell_waiting: _Optional[_Union[CellWaiting, _Mapping]] = ..., cell_begin: _Optional[_Union[CellBegin, _Mapping]] = ..., cell_part: _Optional[_Union[CellPart, _Mapping]] = ..., cell_mean: _Optional[_Union[CellMean, _Mapping]] = ..., cell_result: _Optional[_Union[CellResult, _Mapping]] = ..., cell_decision: _Optional[_Union[CellDecision, _Mapping]] = ..., cell_look: _Optional[_Union[CellLook, _Mapping]] = ..., cell_sight: _Optional[_Union[CellSight, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "sights", "settled", "heartbeat_s", "finished", "process", "model")
+    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "settled", "heartbeat_s", "finished", "process", "model")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         JOINING: _ClassVar[Status.Phase]
@@ -93,7 +75,6 @@ class Status(_message.Message):
     UPLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     DOWNLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    SIGHTS_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -109,13 +90,12 @@ class Status(_message.Message):
     upload_bytes_per_s: float
     software: str
     download_bytes_per_s: float
-    sights: _containers.RepeatedCompositeFieldContainer[CellSight]
     settled: bool
     heartbeat_s: float
     finished: bytes
     process: int
     model: int
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., sights: _Optional[_Iterable[_Union[CellSight, _Mapping]]] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce", "sent_at", "status")
@@ -238,7 +218,7 @@ class PartSpec(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ..., senders: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("key", "members", "parts", "state_digest", "parts_within_s", "result_within_s", "nonce", "council")
+    __slots__ = ("key", "members", "parts", "state_digest", "parts_within_s", "result_within_s", "nonce")
     KEY_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
@@ -246,7 +226,6 @@ class Begin(_message.Message):
     PARTS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     RESULT_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
-    COUNCIL_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     members: _containers.RepeatedCompositeFieldContainer[Member]
     parts: _containers.RepeatedCompositeFieldContainer[PartSpec]
@@ -254,8 +233,7 @@ class Begin(_message.Message):
     parts_within_s: float
     result_within_s: float
     nonce: bytes
-    council: Council
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartSpec, _Mapping]]] = ..., state_digest: _Optional[bytes] = ..., parts_within_s: _Optional[float] = ..., result_within_s: _Optional[float] = ..., nonce: _Optional[bytes] = ..., council: _Optional[_Union[Council, _Mapping]] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartSpec, _Mapping]]] = ..., state_digest: _Optional[bytes] = ..., parts_within_s: _Optional[float] = ..., result_within_s: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("key", "part", "generation", "offset", "total", "data")
@@ -282,7 +260,7 @@ class Contributor(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Mean(_message.Message):
-    __slots__ = ("key", "part", "generation", "offset", "total", "data", "contributors", "who")
+    __slots__ = ("key", "part", "generation", "offset", "total", "data", "contributors")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -290,7 +268,6 @@ class Mean(_message.Message):
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
-    WHO_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     part: int
     generation: int
@@ -298,24 +275,21 @@ class Mean(_message.Message):
     total: int
     data: bytes
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
-    who: bytes
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., who: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
 
 class PartOutcome(_message.Message):
-    __slots__ = ("start_block", "stop_block", "generation", "digest", "contributors", "who")
+    __slots__ = ("start_block", "stop_block", "generation", "digest", "contributors")
     START_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STOP_BLOCK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
-    WHO_FIELD_NUMBER: _ClassVar[int]
     start_block: int
     stop_block: int
     generation: int
     digest: bytes
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
-    who: bytes
-    def __init__(self, start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., who: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("key", "parts", "lost_parts")
@@ -342,7 +316,7 @@ class Reassign(_message.Message):
     def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., owner: _Optional[str] = ..., generation: _Optional[int] = ..., parts_within_s: _Optional[float] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("key", "run", "committed", "reason", "decided_by", "state_digest", "members", "parts", "cells", "base_version")
+    __slots__ = ("key", "run", "committed", "reason", "decided_by", "state_digest", "members", "parts")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -351,8 +325,6 @@ class Outcome(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
-    CELLS_FIELD_NUMBER: _ClassVar[int]
-    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     run: bytes
     committed: bool
@@ -361,33 +333,15 @@ class Outcome(_message.Message):
     state_digest: bytes
     members: _containers.RepeatedCompositeFieldContainer[Member]
     parts: _containers.RepeatedCompositeFieldContainer[PartOutcome]
-    cells: _containers.RepeatedCompositeFieldContainer[CellShare]
-    base_version: int
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., run: _Optional[bytes] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., decided_by: _Optional[str] = ..., state_digest: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartOutcome, _Mapping]]] = ..., cells: _Optional[_Iterable[_Union[CellShare, _Mapping]]] = ..., base_version: _Optional[int] = ...) -> None: ...
-
-class CellShare(_message.Message):
-    __slots__ = ("cell", "roster_digest", "coordinator")
-    CELL_FIELD_NUMBER: _ClassVar[int]
-    ROSTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
-    cell: int
-    roster_digest: bytes
-    coordinator: str
-    def __init__(self, cell: _Optional[int] = ..., roster_digest: _Optional[bytes] = ..., coordinator: _Optional[str] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., run: _Optional[bytes] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., decided_by: _Optional[str] = ..., state_digest: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartOutcome, _Mapping]]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("outcome", "signature", "roster", "roster_signature", "roster_by")
+    __slots__ = ("outcome", "signature")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    ROSTER_FIELD_NUMBER: _ClassVar[int]
-    ROSTER_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    ROSTER_BY_FIELD_NUMBER: _ClassVar[int]
     outcome: bytes
     signature: bytes
-    roster: bytes
-    roster_signature: bytes
-    roster_by: str
-    def __init__(self, outcome: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., roster_signature: _Optional[bytes] = ..., roster_by: _Optional[str] = ...) -> None: ...
+    def __init__(self, outcome: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class AskOutcome(_message.Message):
     __slots__ = ("key",)
@@ -416,162 +370,6 @@ class Behind(_message.Message):
     state_digest: bytes
     donors: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., donors: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class CellReady(_message.Message):
-    __slots__ = ("key", "cell", "state_digest", "members", "base_version", "owners", "parts_within_s", "before")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    CELL_FIELD_NUMBER: _ClassVar[int]
-    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    OWNERS_FIELD_NUMBER: _ClassVar[int]
-    PARTS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_FIELD_NUMBER: _ClassVar[int]
-    key: RoundKey
-    cell: int
-    state_digest: bytes
-    members: int
-    base_version: int
-    owners: _containers.RepeatedScalarFieldContainer[str]
-    parts_within_s: float
-    before: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., cell: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., members: _Optional[int] = ..., base_version: _Optional[int] = ..., owners: _Optional[_Iterable[str]] = ..., parts_within_s: _Optional[float] = ..., before: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class CellWaiting(_message.Message):
-    __slots__ = ("fragment", "round", "begins_within_s", "ask", "refusal", "version", "donors", "state_digest")
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    BEGINS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
-    ASK_FIELD_NUMBER: _ClassVar[int]
-    REFUSAL_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    DONORS_FIELD_NUMBER: _ClassVar[int]
-    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    fragment: int
-    round: int
-    begins_within_s: float
-    ask: str
-    refusal: str
-    version: int
-    donors: _containers.RepeatedScalarFieldContainer[str]
-    state_digest: bytes
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., begins_within_s: _Optional[float] = ..., ask: _Optional[str] = ..., refusal: _Optional[str] = ..., version: _Optional[int] = ..., donors: _Optional[_Iterable[str]] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
-
-class SlotRoots(_message.Message):
-    __slots__ = ("peers",)
-    PEERS_FIELD_NUMBER: _ClassVar[int]
-    peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, peers: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class Council(_message.Message):
-    __slots__ = ("key", "coordinator", "cells", "roots", "sums_within_s")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
-    CELLS_FIELD_NUMBER: _ClassVar[int]
-    ROOTS_FIELD_NUMBER: _ClassVar[int]
-    SUMS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
-    key: RoundKey
-    coordinator: str
-    cells: _containers.RepeatedScalarFieldContainer[int]
-    roots: _containers.RepeatedCompositeFieldContainer[SlotRoots]
-    sums_within_s: float
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., coordinator: _Optional[str] = ..., cells: _Optional[_Iterable[int]] = ..., roots: _Optional[_Iterable[_Union[SlotRoots, _Mapping]]] = ..., sums_within_s: _Optional[float] = ...) -> None: ...
-
-class CellBegin(_message.Message):
-    __slots__ = ("council", "attempt")
-    COUNCIL_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    council: Council
-    attempt: bytes
-    def __init__(self, council: _Optional[_Union[Council, _Mapping]] = ..., attempt: _Optional[bytes] = ...) -> None: ...
-
-class CellPart(_message.Message):
-    __slots__ = ("key", "slot", "sub_slot", "cell", "weight", "who", "offset", "total", "data")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    SUB_SLOT_FIELD_NUMBER: _ClassVar[int]
-    CELL_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    WHO_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    key: RoundKey
-    slot: int
-    sub_slot: int
-    cell: int
-    weight: float
-    who: bytes
-    offset: int
-    total: int
-    data: bytes
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., slot: _Optional[int] = ..., sub_slot: _Optional[int] = ..., cell: _Optional[int] = ..., weight: _Optional[float] = ..., who: _Optional[bytes] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class CellMean(_message.Message):
-    __slots__ = ("key", "slot", "sub_slot", "who", "offset", "total", "data")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    SUB_SLOT_FIELD_NUMBER: _ClassVar[int]
-    WHO_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    key: RoundKey
-    slot: int
-    sub_slot: int
-    who: bytes
-    offset: int
-    total: int
-    data: bytes
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., slot: _Optional[int] = ..., sub_slot: _Optional[int] = ..., who: _Optional[bytes] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class CellResult(_message.Message):
-    __slots__ = ("key", "cell", "roster_digest", "digests", "failure")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    CELL_FIELD_NUMBER: _ClassVar[int]
-    ROSTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    FAILURE_FIELD_NUMBER: _ClassVar[int]
-    key: RoundKey
-    cell: int
-    roster_digest: bytes
-    digests: _containers.RepeatedScalarFieldContainer[bytes]
-    failure: str
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., cell: _Optional[int] = ..., roster_digest: _Optional[bytes] = ..., digests: _Optional[_Iterable[bytes]] = ..., failure: _Optional[str] = ...) -> None: ...
-
-class CellLook(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class CellSight(_message.Message):
-    __slots__ = ("cell", "trains", "settled", "position", "versions", "digests", "peer", "age_s", "finished")
-    CELL_FIELD_NUMBER: _ClassVar[int]
-    TRAINS_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    PEER_FIELD_NUMBER: _ClassVar[int]
-    AGE_S_FIELD_NUMBER: _ClassVar[int]
-    FINISHED_FIELD_NUMBER: _ClassVar[int]
-    cell: int
-    trains: bool
-    settled: bool
-    position: float
-    versions: _containers.RepeatedScalarFieldContainer[int]
-    digests: _containers.RepeatedScalarFieldContainer[bytes]
-    peer: str
-    age_s: float
-    finished: bytes
-    def __init__(self, cell: _Optional[int] = ..., trains: _Optional[bool] = ..., settled: _Optional[bool] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., peer: _Optional[str] = ..., age_s: _Optional[float] = ..., finished: _Optional[bytes] = ...) -> None: ...
-
-class CellDecision(_message.Message):
-    __slots__ = ("decision", "attempt")
-    DECISION_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    decision: Decision
-    attempt: bytes
-    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., attempt: _Optional[bytes] = ...) -> None: ...
 
 class Fetch(_message.Message):
     __slots__ = ("what", "fragment", "version", "want_chunk", "chunk", "request", "newest")

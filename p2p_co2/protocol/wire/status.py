@@ -3,28 +3,14 @@ look at again and again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_STRING, MAX_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import CellSight, Status
+from p2p_co2.protocol.wire.messages_pb2 import Status
 
 _DIGEST_LENGTHS = frozenset({32})
-
-
-class Sight(NamedTuple):
-    """A ``CellSight``, field by field."""
-
-    cell: int
-    peer: str
-    position: float
-    age_s: float
-    trains: bool
-    settled: bool
-    versions: tuple[int, ...]
-    digests: tuple[bytes, ...]
-    finished: bytes
 
 
 class PeerStatus(NamedTuple):
@@ -39,7 +25,6 @@ class PeerStatus(NamedTuple):
     finished: bytes = b""
     settled: bool = False
     position: float = 0.0
-    sights: Sequence[Sight] = ()
     heartbeat_s: float = 0.0
     process: int = 0
     model: int = 0
@@ -59,22 +44,12 @@ def finished_bits(finished: Iterable[int], fragments: int) -> bytes:
     return bits.to_bytes(-(-fragments // 8) if bits else 0, "little")
 
 
-def read_sight(sight: CellSight) -> Sight:
-    """Checked elsewhere (``outlook.check_sight``)."""
-    return Sight(
-        sight.cell, sight.peer, sight.position, sight.age_s, sight.trains, sight.settled,
-        tuple(sight.versions), tuple(sight.digests), sight.finished,
-    )  # fmt: skip
-
-
 def read_status(status: Status) -> PeerStatus:
     """Raises ``RemoteProtocolError`` for a status that cannot be true."""
-    sights = status.sights
     read = PeerStatus(  # a slice of a repeated field is made twice as quickly as it is gone through
         status.phase, tuple(status.versions[:]), tuple(status.digests[:]), status.upload_bytes_per_s,
         status.download_bytes_per_s, status.finished, status.settled, status.position,
-        tuple(map(read_sight, sights)) if sights else (), status.heartbeat_s, status.process,
-        status.model,
+        status.heartbeat_s, status.process, status.model,
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
