@@ -236,7 +236,7 @@ async def test_a_slice_that_is_refused_is_counted_once_and_only_in_a_job_that_is
     jobs: list[ReduceWanted] = []
 
     class Refuses:
-        async def reduce(self, fragment: int, slices: Any, step: str) -> Reduced:
+        async def reduce(self, fragment: int, slices: Any) -> Reduced:
             raise SliceRefused(liar, "not finite")
 
     net = Network(3)
