@@ -134,17 +134,6 @@ async def test_where_a_run_is_is_known_when_everybody_has_left(tmp_path: Path) -
             raise AssertionError("nobody is there to join")
 
 
-async def test_the_manifest_outlives_its_author(tmp_path: Path) -> None:
-    async with open_member(tmp_path / "a", []) as a:
-        async with open_member(tmp_path / "seed", a.maddrs) as seed:
-            await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE, LIFETIME_S)
-            await a.discovery.fetch_manifest(seed.identity.peer_id)
-            run_key = seed.identity.peer_id
-        await a.discovery.keep_manifest(2 * LIFETIME_S)
-        async with open_member(tmp_path / "b", a.maddrs) as b:
-            assert (await b.discovery.fetch_manifest(run_key)).config == CONFIG.canonical_bytes()
-
-
 async def test_a_record_ends_with_its_lifetime(tmp_path: Path) -> None:
     async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
         for lifetime_s in (0.5, 2.0, 8.0, 32.0):  # longer where the machine stood still meanwhile
@@ -166,12 +155,6 @@ async def test_no_seed_can_be_reached(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"no seed.*tcp/9.*refused"):
         async with open_member(tmp_path / "a", [DEAD, "/ip4/127.0.0.1/tcp/9/p2p/nobody"]):
             pass
-
-
-async def test_no_manifest(tmp_path: Path) -> None:
-    async with open_member(tmp_path / "seed", []) as seed:
-        with pytest.raises(TransportError, match="start a seed"):
-            await seed.discovery.fetch_manifest(seed.identity.peer_id)
 
 
 @pytest.mark.parametrize(

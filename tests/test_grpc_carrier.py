@@ -16,7 +16,7 @@ from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, Tran
 from p2p_co2.net.transport import flow
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.base import Link
-from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier, how_it_ended
+from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.node.lanes import BESIDE_BYTES, Uplink
 from p2p_co2.node.links import LinkObserver, LinkPool
@@ -110,14 +110,6 @@ async def test_grpc_refuses_a_message_of_wrong_size(size: int, tmp_path: Path) -
         assert not b.received
 
 
-async def test_grpc_drops_a_huge_message_unread(tmp_path: Path) -> None:
-    async with open_peer("grpc", tmp_path / "b") as b, raw_grpc(b) as call:
-        await call.write(hello_for(b))
-        await call.write(bytes(3 * MAX_MESSAGE_BYTES))
-        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert not b.received
-
-
 async def test_grpc_talks_only_to_the_certificate_in_the_record(tmp_path: Path) -> None:
     async with open_pair("grpc", tmp_path) as (a, b):
         b.record.certificate_digest = bytes(32)
@@ -150,23 +142,6 @@ def test_the_private_key_is_not_shown() -> None:
     assert "PRIVATE" not in f"{certificate!r} {certificate}"
 
 
-async def test_a_connection_that_is_handed_a_message_counts_it_as_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flow, "NEAR_S", 0.0)
-    monkeypatch.setattr(flow, "_there_in_s", lambda info, more_bytes: float(more_bytes))
-    async with open_pair("grpc", tmp_path) as (a, b):
-        b.gate.clear()
-        link = await a.carrier.connect(b.record)
-        size_bytes = 1 << 20
-        sending = [asyncio.create_task(link.send(bytes(size_bytes))) for _ in range(64)]  # more than fits
-        await until(lambda: link.there_in_s(5) == size_bytes + 5)
-        b.gate.set()
-        await asyncio.gather(*sending)
-        assert link.there_in_s(5) == 5.0
-        await link.close()
-
-
 async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,16 +166,3 @@ async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(
         assert sorted(data for _, data in b.received[1:]) == bulk
         await links.close()
         await until(lambda: not carrier._links)
-
-
-@pytest.mark.parametrize(
-    ("code", "details", "words"),
-    [
-        (grpc.StatusCode.OK, "", "the peer closed the link"),
-        (grpc.StatusCode.UNAVAILABLE, "Cancelling all calls", "the peer closed the link"),
-        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "the link broke (unavailable: Socket closed)"),
-        (grpc.StatusCode.PERMISSION_DENIED, "said by us", "the peer refused us: said by us"),
-    ],
-)
-def test_how_a_link_ended_is_said_in_words(code: grpc.StatusCode, details: str, words: str) -> None:
-    assert how_it_ended(code, details) == words

@@ -39,7 +39,7 @@ from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p,
 from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
 from p2p_co2.net.transport.libp2p.relay import ENOUGH_BYTES, Places, ask_for_place
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
-from p2p_co2.net.transport.libp2p.upgrade import ANEW_AFTER_S, LOOK_EVERY_S, LinkUpgrades
+from p2p_co2.net.transport.libp2p.upgrade import ANEW_AFTER_S, LinkUpgrades
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
@@ -180,38 +180,6 @@ async def test_daemon_that_hangs_is_given_more_time_then_up(
         await start_p2p(tmp_path / "id", startup_timeout_s=0.05)
 
 
-@pytest.mark.parametrize("amid", ["start", "end"])
-async def test_who_is_cancelled_again_amid_a_start_or_an_end_leaves_nothing(
-    tmp_path: Path, own_tmp: Path, monkeypatch: pytest.MonkeyPatch, amid: str
-) -> None:
-    """A Ctrl-C cancels the start, and closing the loop cancels what that has still to clear away."""
-    started: list[daemon_room.Daemon] = []
-    launch = daemon_room._launch
-
-    def launch_and_tell(arguments: list[str]) -> daemon_room.Daemon:
-        started.append(launch(arguments))
-        return started[-1]
-
-    monkeypatch.setattr(daemon_room, "_launch", launch_and_tell)
-    Identity.load_or_create(tmp_path / "id")
-    if amid == "start":
-        (tmp_path / "p2pd").write_text("#!/bin/sh\ntrap '' TERM\nexec sleep 600\n")
-        (tmp_path / "p2pd").chmod(0o700)
-        monkeypatch.setattr(daemon_room.importlib.resources, "files", lambda _: tmp_path)
-        task = asyncio.create_task(start_p2p(tmp_path / "id"))
-        await until(lambda: bool(started))
-    else:
-        task = asyncio.create_task(stop_p2p(await start_p2p(tmp_path / "id")))
-        await asyncio.sleep(0)  # else it never runs
-    while not task.done():
-        task.cancel()
-        await asyncio.sleep(0)
-    (daemon,) = started
-    assert not daemon.folder.exists()
-    async with asyncio.timeout(PATIENCE_S):
-        await daemon.wait_exit()
-
-
 async def test_daemon_has_our_identity_and_ends_with_us(tmp_path: Path) -> None:
     identity = Identity.load_or_create(tmp_path / "id")
     p2p = await start_p2p(tmp_path / "id")
@@ -253,17 +221,6 @@ async def test_the_daemons_end_is_seen_whoever_takes_the_signal_of_children(
         await stop_p2p(p2p)
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if "daemon" in name], names
-
-
-async def test_a_dead_daemon_is_said(tmp_path: Path) -> None:
-    async with open_pair("libp2p", tmp_path) as (a, b):
-        p2p = a.carrier._p2p  # type: ignore[attr-defined]
-        link = await a.carrier.connect(b.record)
-        p2p.daemon.process.kill()
-        assert await wait_p2p_exit(p2p)
-        assert await link.wait_closed()
-        with pytest.raises(TransportError, match="daemon of this process is gone"):
-            await a.carrier.connect(b.record)
 
 
 async def test_a_daemon_that_dies_comes_back_with_all_that_was_served(tmp_path: Path) -> None:
@@ -337,26 +294,6 @@ async def _connect_again(one: Peer, other: Peer) -> Link:
 
 async def _echo(request: PeerRecord, _: object) -> PeerRecord:
     return request
-
-
-def talking() -> subprocess.Popen[bytes]:
-    """A process with another below it, which has its output too."""
-    script = "sleep 600 & echo last words; exec sleep 600"
-    return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
-
-
-async def test_a_daemons_end_is_seen_while_another_process_holds_its_output(tmp_path: Path) -> None:
-    """As a child does that was forked at the moment of its start."""
-    process = talking()
-    try:
-        daemon = daemon_room.Daemon(process, tmp_path / "folder")
-        await until(lambda: bool(daemon.output))
-        async with asyncio.timeout(PATIENCE_S):
-            await daemon.stop()
-            assert await daemon.wait_exit() == "last words"
-        assert process.returncode == -signal.SIGTERM
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 A, B = PeerId("a"), PeerId("b")
@@ -575,32 +512,6 @@ async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pyt
         assert dialled == wanted, "nobody dials after the end"
 
 
-async def test_who_hangs_up_again_and_again_is_dialled_once_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    dialled, go_on = list[str](), asyncio.Event()
-
-    async def dial(p2p: object, peer: PeerId, maddrs: object, timeout_s: float) -> None:
-        dialled.append(peer)
-        await go_on.wait()
-
-    monkeypatch.setattr(upgrade_room, "reach", dial)
-    ways = LinkUpgrades(None, PeerId("c"), tuple)  # type: ignore[arg-type]
-    ways.start()
-    for _ in range(10):
-        ways.ended(MadeLink())
-        ways.ended(MadeLink(A))
-        await asyncio.sleep(0)
-    assert dialled == [B, A]
-    go_on.set()
-    await asyncio.gather(*ways._dialling.values())
-    await asyncio.sleep(0)
-    ways.ended(MadeLink())
-    await asyncio.sleep(0)
-    assert dialled == [B, A, B]
-    await ways.stop()
-
-
 async def test_a_relayed_link_that_the_other_end_hangs_up_is_dialled_again(tmp_path: Path) -> None:
     """By the carrier, though nobody has anything to send; one that we close is not."""
     async with (
@@ -636,8 +547,3 @@ async def test_a_relayed_link_that_the_other_end_hangs_up_is_dialled_again(tmp_p
 
 async def nothing(sender: PeerId, data: bytes) -> None:
     return None
-
-
-def test_a_try_to_punch_comes_when_routers_have_forgotten_the_last() -> None:
-    """Linux keeps half of a handshake for two minutes."""
-    assert min(ANEW_AFTER_S[1:]) - LOOK_EVERY_S > 120.0

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from p2p_co2.net.transport.flow import LEAST_BYTES, Acknowledged, Seen
+from p2p_co2.net.transport.flow import LEAST_BYTES, Acknowledged
 from p2p_co2.node.lanes import BESIDE_BYTES, BeginOrder, Bulk, Lane, Piece, Turn, Uplink
 from p2p_co2.node.links import (
     MAX_CONTROL_BYTES,
@@ -21,25 +21,13 @@ from p2p_co2.node.links import (
     LinkObserver,
     LinkPool,
 )
-from p2p_co2.node.meter import FAST_BYTES_PER_S, Opinion, UploadMeter
-from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
+from p2p_co2.node.meter import FAST_BYTES_PER_S
 from p2p_co2.protocol.wire.bulk import with_data
 from p2p_co2.protocol.wire.envelope import unsent
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Mean, PeerRecord
-from tests.made_links import B, C, FakeCarrier, FakeLink, Hands, links_over, turns
+from tests.made_links import B, C, FakeCarrier, Hands, links_over, turns
 from tests.transport_peers import PATIENCE_S, open_pair, until
-
-
-def uplink_of(lanes: Mapping[PeerId, Lane], meter: UploadMeter) -> Uplink:
-    uplink = Uplink()
-    uplink.meter, uplink.lanes = meter, list(lanes.values())
-    return uplink
-
-
-def ask(uplink: Uplink, lane: Lane, size_bytes: int, now: float) -> tuple[float, bool]:
-    return uplink._ask(lane, size_bytes, now)
 
 
 async def test_the_preferred_carrier_is_used_and_the_order_kept() -> None:
@@ -172,19 +160,6 @@ async def test_what_a_peer_asks_for_has_room_whatever_of_our_rounds_waits_for_it
         await links.drain(1.0)
 
 
-async def test_the_upload_cap_holds() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc, cap=1e6) as (links, _):
-        started_at = asyncio.get_running_loop().time()
-        for _ in range(10):
-            links.post(B, bytes(20_000), bulk=True)
-        await links.drain(5.0)
-        assert (
-            asyncio.get_running_loop().time() - started_at >= 0.15
-        )  # 200 kB at 1 MB/s, the last sleep aside
-        assert len(grpc.sent) == 10
-
-
 async def test_control_does_not_wait_for_the_turn_of_bulk() -> None:
     grpc = FakeCarrier("grpc")
     async with links_over(grpc, cap=1000.0) as (links, _):
@@ -254,33 +229,6 @@ async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(
         assert grpc.sent[2:] == [b"control"]
 
 
-@pytest.mark.parametrize("size_bytes", [PIECE_UNIT_BYTES, MAX_DATA_BYTES // 4])
-@pytest.mark.parametrize("low", [2e4, 1e5])
-async def test_turns_never_hold_a_line_that_was_measured_low_for_long(
-    monkeypatch: pytest.MonkeyPatch, size_bytes: int, low: float
-) -> None:
-    """Fifty exchanges of 2 MB, message after message, over a line of 1 MB/s."""
-    clock, line = Hands(), 1e6
-    monkeypatch.setattr("p2p_co2.node.links.time", clock)
-    far = FakeCarrier("grpc")
-    far.is_far = True
-    async with links_over(far) as (links, _):
-        links._uplink.meter._seen[B] = Opinion((low,), clock.now, is_rough=False)
-        links._uplink.meter.bytes_per_s = low
-        lane = Lane(link=FakeLink(far, B))
-        for _ in range(50):
-            for _ in range(4 * MAX_DATA_BYTES // size_bytes):
-                lane.bulk.append(Bulk(bytes(size_bytes), None))
-                while (wait_s := links._uplink.wait_s(lane, 0.0, clock.now)) > 0:
-                    clock.now += wait_s
-                links._next_bulk(lane)
-                links._uplink.meter.started(clock.now)
-                clock.now += size_bytes / line
-                links._uplink.meter.finished(B, size_bytes, clock.now)
-            clock.now += 5.0
-        assert links.upload_bytes_per_s == pytest.approx(line)
-
-
 @pytest.mark.parametrize(("is_far", "line"), [(False, 1e-3), (True, FAST_BYTES_PER_S), (True, 0.0)])
 async def test_near_ways_and_lines_that_are_fast_or_not_known_need_no_turns(
     is_far: bool, line: float
@@ -293,55 +241,6 @@ async def test_near_ways_and_lines_that_are_fast_or_not_known_need_no_turns(
             links.post(peer, b"bulk", bulk=True)
         await turns(100)
         assert grpc.sent == [b"bulk"] * 4
-
-
-async def test_what_came_is_counted_of_connections_that_were_seen_before() -> None:
-    came: list[tuple[int, bool]] = []
-
-    class Told(UploadMeter):
-        def came(self, size_bytes: int, took_s: float, is_full: bool, now: float) -> None:
-            assert took_s == pytest.approx(0.05)
-            came.append((size_bytes, is_full))
-
-    grpc, meter = FakeCarrier("grpc"), Told()
-    grpc.is_far, meter.bytes_per_s = True, 1e6
-    first, second, beside = FakeLink(grpc, B), FakeLink(grpc, C), FakeLink(grpc, C)
-    lanes = {B: Lane(link=first, carrying=1), C: Lane(link=second)}  # the line may still carry what C gets
-    uplink = uplink_of(lanes, meter)
-
-    def look(at: float, first_bytes: int, second_bytes: int, beside_bytes: int, waits_s: float) -> None:
-        first.there_bytes, second.there_bytes, beside.there_bytes = first_bytes, second_bytes, beside_bytes
-        first.queued_s = second.queued_s = beside.queued_s = waits_s
-        ask(uplink, lanes[B], 16_000, at)
-
-    look(5.0, 1_000, 500, 0, 0.1)
-    look(5.05, 31_000, 10_500, 0, 0.1)
-    lanes[C].link_beside = beside
-    look(5.1, 61_000, 20_500, 7_000, 0.0)  # the new one's bytes may be older
-    look(5.15, 91_000, 20_500, 9_000, 0.1)
-    lanes[C].link_beside = None
-    look(5.2, 91_000, 0, 0, 0.1)  # C's kernel does not say any more
-    look(5.22, 96_000, 0, 0, 0.1)  # too soon
-    look(7.0, 996_000, 0, 0, 0.1)  # after a pause
-    assert came == [(40_000, True), (40_000, False), (32_000, False), (0, True)]
-
-
-async def test_few_of_many_lanes_are_asked_what_waits_before_the_line() -> None:
-    looked: list[int] = []
-
-    class Looked(FakeLink):
-        def look(self) -> Seen:
-            looked.append(1)
-            return Seen(0.2)
-
-    grpc, meter = FakeCarrier("grpc"), UploadMeter()
-    grpc.is_far, meter.bytes_per_s = True, 1e6
-    for count, looks in ((0, 0), (1, 1), (9, 9), (10, 5), (63, 9)):
-        peers = [PeerId(f"{number}") for number in range(count)]
-        lanes = {peer: Lane(link=Looked(grpc, peer), carrying=1) for peer in peers}
-        looked.clear()
-        ask(uplink_of(lanes, meter), lanes.get(PeerId("0"), Lane()), 16_000, 5.0)
-        assert len(looked) == looks
 
 
 async def test_a_lane_with_less_left_leaves_turns_to_one_that_waits(
@@ -366,35 +265,6 @@ async def test_a_lane_with_less_left_leaves_turns_to_one_that_waits(
         assert set(order[-4:]) == {"b", "c"}  # they end together
         assert order[:9].count("b") >= 6
         assert "c" in order[:9]  # nor does who has less wait for long
-
-
-@pytest.mark.parametrize(
-    ("waits_s", "is_eased"),
-    [
-        ("0.5", True),
-        ("0.5 0.5 0.0", False),  # two ways that are long by themselves
-        ("0.5 0.4 0.3", True),
-        ("0.5 0.4/0.0 0.3", False),  # the second connection of one does not wait
-        ("0.5 0.4/- 0.3", True),
-        ("-/0.5 0.4/- 0.3", True),
-        ("- - -", False),
-        ("0.5 0.5 0.5 0.0", True),  # one of many is left out
-        ("0.5 0.5 0.0 0.0", False),
-    ],
-)
-async def test_only_what_waits_on_all_ways_waits_before_the_line(waits_s: str, is_eased: bool) -> None:
-    grpc, meter = FakeCarrier("grpc"), UploadMeter()
-    grpc.is_far, meter.bytes_per_s = True, 1e6
-    lanes = {}
-    for name, told in zip("bcde", waits_s.split(), strict=False):
-        peer = PeerId(name)
-        links = [FakeLink(grpc, peer) for _ in told.split("/")]
-        for link, queued_s in zip(links, told.split("/"), strict=True):
-            link.queued_s = None if queued_s == "-" else float(queued_s)
-        lanes[peer] = Lane(link=links[0], link_beside=links[1] if len(links) > 1 else None, carrying=1)
-    uplink = uplink_of(lanes, meter)
-    assert ask(uplink, lanes[B], 16_000, 5.0) == (5.0, True)
-    assert (uplink._line.bytes_per_s < 1e6) == is_eased
 
 
 async def test_what_nobody_needs_any_more_is_not_sent() -> None:
@@ -443,21 +313,6 @@ async def test_data_that_waits_is_joined_as_it_is_sent_and_once_for_all_who_take
         assert sent[0] is sent[1]
         assert sent[0].endswith(payload)
         assert links._joined_last == (None, b"")
-
-
-async def test_the_cap_is_not_spent_on_what_is_dropped() -> None:
-    """Each lane's first message had its turn: an upload of 125 kB/s rested for 0.9 s, to 31 peers for 4."""
-    peers = tuple(PeerId(letter * 4) for letter in "bcdefgh")
-    async with links_over(FakeCarrier("grpc"), cap=125e3) as (links, _):
-        for peer in peers:
-            lane = links._lanes[peer] = Lane()
-            for attempt in (b"old", b"old", b"new"):
-                lane.bulk.append(Bulk(bytes(16384), Piece(attempt, False)))
-            links._uplink.wait_s(lane, 0.0, 100.0)
-        links.forget(b"old", means=True)
-        waits_s = [links._uplink.wait_s(links._lanes[peer], 0.0, 100.0) for peer in peers]
-        assert waits_s == pytest.approx([number * 16384 / 125e3 for number in range(len(peers))])
-        links._lanes.clear()
 
 
 def test_pieces_of_the_round_that_began_first_go_first_and_nothing_overtakes_what_is_no_piece() -> None:
@@ -544,19 +399,6 @@ async def test_a_second_connection_ends_with_a_peer_that_is_lost_and_leaves_noth
         second.gate.set()  # its last message fails only now
         await turns(50)
         assert links.queued_bytes == 0
-
-
-async def test_who_has_no_place_for_a_second_connection_is_served_by_the_first() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, heard):
-        await far_with_a_slow_first(links, grpc)
-        grpc.reachable = False
-        for _ in range(2):
-            links.post(B, bytes(BESIDE_BYTES), bulk=True)
-        grpc.links[0].gate.set()
-        await turns(100)
-        assert [len(data) for data in grpc.sent] == [5, 5, BESIDE_BYTES, BESIDE_BYTES]
-        assert (len(grpc.links), heard.unreachable) == (1, [])
 
 
 async def test_a_second_connection_that_has_nothing_to_carry_is_closed(

@@ -242,18 +242,6 @@ def test_who_fell_silent_and_then_says_goodbye_is_not_waited_for() -> None:
     assert not machine.departed.is_cut_off(len(machine.live), now + CUT_OFF_S + 1.0)
 
 
-def test_who_stays_when_all_say_goodbye_is_not_cut_off() -> None:
-    machine = Membership(A)
-    others = [PeerId(f"peer {index}") for index in range(5)]
-    for peer in others:
-        machine.receive(Ping(status=Status()), peer, 100.0)
-    machine.unreachable(others[0], "its goodbye was lost", 101.0)
-    for peer in others[1:]:
-        machine.receive(Leave(reason="the run is over"), peer, 101.0)
-    assert not machine.live
-    assert not machine.departed.is_cut_off(len(machine.live), 102.0)
-
-
 def test_what_is_announced_in_a_moment_is_told_once_and_what_comes_soon_after_it_in_a_while() -> None:
     machine = Membership(A)
     for index in range(32):
@@ -304,26 +292,6 @@ def test_nobody_is_taken_for_gone_because_others_beat_more_slowly() -> None:
     assert A in loner.live
     assert B in crowd.live
     assert not any(isinstance(event, Left) for machine in (crowd, loner) for event in drain(machine))
-
-
-def test_what_is_news_is_counted_and_a_position_is_none() -> None:
-    machine = Membership(A)
-    digest = bytes(32)
-    machine.receive(Ping(nonce=1, status=Status(versions=[1], digests=[digest])), B, 100.0)
-    known = machine.revision
-    machine.receive(Ping(nonce=2, status=Status(versions=[1], digests=[digest], position=3.0)), B, 101.0)
-    assert machine.revision == known
-    for status in (
-        Status(versions=[2], digests=[digest]),
-        Status(versions=[2], digests=[b"d" * 32]),
-        Status(versions=[2], digests=[b"d" * 32], phase=Status.DRAINING),
-        Status(versions=[2], digests=[b"d" * 32], phase=Status.DRAINING, upload_bytes_per_s=5.0),
-    ):
-        machine.receive(Ping(nonce=3, status=status), B, 102.0)
-        assert machine.revision == known + 1
-        known = machine.revision
-    machine.unreachable(B, "gone", 103.0)
-    assert machine.revision == known + 1
 
 
 def test_goodbye_and_unreachable_end_a_peer_at_once() -> None:
@@ -451,19 +419,6 @@ def test_one_that_was_started_anew_before_it_was_missed_is_known_by_its_number()
     assert machine.revision > revision
     assert machine.take_restarted() == {B}
     assert machine.take_restarted() == set()
-
-
-def test_who_left_and_is_back_before_anybody_was_told_has_begun_anew() -> None:
-    """Both were told of at once: what its last process had in hand was waited for."""
-    machine = Membership(A)
-    machine.receive(Ping(status=Status(phase=Status.TRAINING, process=7)), B, 100.0)
-    machine.receive(Leave(reason="bye"), B, 101.0)
-    assert machine.take_restarted() == set()
-    machine.receive(Ping(status=Status(phase=Status.JOINING, process=8)), B, 102.0)
-    assert machine.take_restarted() == set()  # it was told of between the two
-    machine.receive(Leave(reason="bye"), B, 103.0)
-    machine.receive(Ping(status=Status(phase=Status.JOINING, process=9)), B, 103.1)
-    assert machine.take_restarted() == {B}
 
 
 def test_who_said_goodbye_is_not_awaited_though_the_dht_lists_it_still() -> None:

@@ -130,15 +130,6 @@ def test_honest_bursts_at_a_gigabyte_a_second_are_not_even_held_back(
     assert waits_s == {0.0}
 
 
-def test_a_peer_that_wakes_up_with_a_payload_that_nobody_wants_stays() -> None:
-    quotas = Quotas(0.0)
-    for _ in range(512):  # 256 MiB at once
-        quotas.charge(A, useless_units(MAX_DATA_BYTES), 50.0)
-    for _ in range(60):  # and pieces for a member that was restarted
-        quotas.charge(A, refused_units("unknown round", MAX_DATA_BYTES, True), 60.0)
-    quotas.check(A, 61.0)
-
-
 def test_the_download_cap_is_one_for_all_senders() -> None:
     quotas = Quotas(1000.0)
     assert [quotas.read(500, 10.0) for _ in range(3)] == [0.5, 1.0, 1.5]
