@@ -154,6 +154,8 @@ class Libp2pCarrier:
                 sealed = await read_frame(reader, MAX_HELLO_BYTES)
         except TimeoutError:
             raise RemoteProtocolError("no hello", f"silent for {HELLO_TIMEOUT_S:.0f} s") from None
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError("wrong hello", error.detail) from None
         finally:
             self._admission.forget(network)
         peer = self._admission.admit(sealed, _NO_CERTIFICATE, network)
