@@ -33,7 +33,7 @@ from p2p_co2.config import (
     RunConfig,
 )
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.rounds.member import Member
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev

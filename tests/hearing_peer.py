@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from p2p_co2.node.agreement import Agreement
+from p2p_co2.node.environment import Clock
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import SwarmProgress
-from p2p_co2.node.surroundings import Clock
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Status

@@ -42,13 +42,17 @@ NO_TORCH = MESSAGE_WING | {
     "monitoring",
 }
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
+NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry", "digest", "monitoring"}
+MACHINES = {
+    "protocol.membership",
+    "protocol.strangers",
+    "protocol.rounds",
+    "protocol.catchup",
+    "protocol.reports",
+}
 
 IN_CIRCLES = {
     "p2p_co2.node.deciding",
-    "p2p_co2.node.finding",
-    "p2p_co2.node.node",
-    "p2p_co2.node.progress",
-    "p2p_co2.node.receiving",
     "p2p_co2.protocol.rounds.listening",
     "p2p_co2.protocol.rounds.member",
     "p2p_co2.simnet.faults",
@@ -58,12 +62,6 @@ IN_CIRCLES = {
     "p2p_co2.simnet.swarm",
 }
 TOO_LARGE = {
-    "p2p_co2.net.discovery.dht.Discovery",
-    "p2p_co2.node.links.Links",
-    "p2p_co2.node.network.Network",
-    "p2p_co2.node.node.Node",
-    "p2p_co2.node.progress.SwarmProgress",
-    "p2p_co2.protocol.membership.Membership",
     "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
     "p2p_co2.protocol.rounds.fragment.FragmentRounds",
@@ -80,10 +78,7 @@ TOO_LARGE = {
     "p2p_co2.simnet.training.Training",
 }
 WHOLES_GIVEN_AWAY = {
-    "p2p_co2.net.transport.slow.SlowCarriers: SlowCarrier(self)",
     "p2p_co2.node.node.Node: Deciding(self)",
-    "p2p_co2.node.node.Node: Finding(self)",
-    "p2p_co2.node.node.Node: Receiving(self)",
     "p2p_co2.node.node.Node: SwarmProgress(self)",
     "p2p_co2.simnet.inspection.Inspector: Oversight(self)",
     "p2p_co2.simnet.swarm.Swarm: Inspector(self)",
@@ -91,7 +86,7 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
     "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
-TIME_CONSTANTS = 283
+TIME_CONSTANTS = 239
 
 
 def sources() -> list[Path]:

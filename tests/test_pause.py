@@ -42,7 +42,7 @@ def test_the_others_do_not_wait_and_the_peer_goes_on_where_they_are() -> None:
         show(resting, Status.PAUSED)
         await asyncio.sleep(0.5)
         held, seen = resting.node.agreed[0].version, commits(resting)
-        fetched = resting.node.receiving.down_bytes
+        fetched = resting.node.router.down_bytes
         await train(world, resting, 20)
         for trainer in others:
             assert min(agreed.version for agreed in trainer.node.agreed) >= before + 19  # a round each second
@@ -50,7 +50,7 @@ def test_the_others_do_not_wait_and_the_peer_goes_on_where_they_are() -> None:
             assert not [event for event in trainer.events if isinstance(event, RoundAborted | SendSkipped)]
         assert resting.node.agreed[0].version <= held + 1
         assert commits(resting) <= seen + 2
-        assert resting.node.receiving.down_bytes - fetched < 60_000  # heartbeats and decisions
+        assert resting.node.router.down_bytes - fetched < 60_000  # heartbeats and decisions
 
         show(resting, Status.TRAINING)
         await world.train(4)

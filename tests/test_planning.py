@@ -12,7 +12,6 @@ from round_network import Network
 
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
-from p2p_co2.node.envelope import enveloped
 from p2p_co2.planning import (
     Link,
     RoundTime,
@@ -37,6 +36,7 @@ from p2p_co2.planning.forecast import (
 from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, profile_of
 from p2p_co2.planning.simulator import Job, utilisation
 from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.wire.envelope import enveloped
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.tensors.codec import get_codec

@@ -51,7 +51,7 @@ def test_what_one_that_joins_sees_says_nothing_of_when_it_is_done() -> None:
 
 def test_who_is_done_before_it_has_looked_for_others_waits_until_it_has() -> None:
     place = Place(3, 3)
-    place.node.membership.has_looked = False
+    place.node.membership.candidates.has_looked = False
     place.progress.show(LocalProgress(phase=Status.DRAINING, finished=frozenset({0, 1})))
     place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
     assert not place.progress.settled

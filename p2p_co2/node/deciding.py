@@ -14,7 +14,6 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from p2p_co2.digest import chunk_digests
-from p2p_co2.errors import TransportError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean, weights_of
 from p2p_co2.protocol.rounds import (
     Aborted,
@@ -30,7 +29,6 @@ from p2p_co2.protocol.rounds import (
     Refused,
     RoundsEvent,
     Stale,
-    announcement,
     claimed_weights,
     counted_weights,
     open_decision,
@@ -44,10 +42,7 @@ from p2p_co2.telemetry import events as ev
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
-    from p2p_co2.node.surroundings import Announcer
 
-DECISION_KEPT_S = 600.0
-"""How long a signed decision stays in the DHT."""
 CAPPED_TOLD_S = 60.0
 """That a peer counts for far less than it claims is told so often at most."""
 
@@ -64,8 +59,8 @@ def members_of(decision: Decision) -> tuple[PeerId, ...]:
 
 
 class Deciding:
-    def __init__(self, node: Node, ledger: Ledger, discovery: Announcer) -> None:
-        self._node, self._ledger, self._discovery = node, ledger, discovery
+    def __init__(self, node: Node, ledger: Ledger) -> None:
+        self._node, self._ledger = node, ledger
         self._opened: dict[int, bytes] = {}
         """By fragment, the id of the last offer that was opened."""
         self._owed: set[int] = set()
@@ -170,9 +165,6 @@ class Deciding:
         self._tell_of_capped(outcome)
         self.on_decision(event.fragment, event.round, decision)
         await self.take(agreed, decision)
-        if Outcome.FromString(decision.outcome).decided_by == self._node.me:
-            # Behind our own step: those who were in the round have heard, and may still lack a processor.
-            self._node.spawn(self._publish(decision, event.fragment, event.round), is_errand=True)
 
     def _tell_of_capped(self, outcome: Outcome) -> None:
         """Who counts for a quarter of its claim, or less: whoever was late claims more than others, too."""
@@ -276,12 +268,3 @@ class Deciding:
                 self._node.membership.announce(self._node.now())  # others wait to see it, or for long
         self._node.offer_early(fragment)
         return changed
-
-    async def _publish(self, decision: Decision, fragment: int, round_: int) -> None:
-        """Announce a commit in the DHT, where anybody can look it up."""
-        try:
-            content = announcement(decision, self._node.identity)
-            await self._discovery.publish_decision(fragment, round_, content, DECISION_KEPT_S)
-        except TransportError as error:
-            text = f"the decision of round {round_} is not in the DHT: {error}"
-            self._node.report(ev.Warned, text=text)

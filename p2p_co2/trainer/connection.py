@@ -290,7 +290,8 @@ class Connection:
         """Whether those heard so far mostly train another model, which the next answers may change. Raises
         ``ConfigError`` when they do not."""
         now = time.monotonic()
-        stranger = node.membership.outnumbered_by()
+        alike = [info.status for info in list(node.membership.live.values())]
+        stranger = node.membership.strangers.outnumber(alike)
         if stranger is None:
             return False
         listened_s = LISTEN_TO_LISTED_S if node.unheard_peers() else STRANGERS_ANSWER_S

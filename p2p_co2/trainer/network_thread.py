@@ -20,10 +20,11 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.node.environment import Environment
 from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
-from p2p_co2.node.placing import Placing
+from p2p_co2.node.peer_finder import PositionWriter
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import ReportService
 from p2p_co2.protocol.rounds import Offer, PayloadShape
@@ -148,7 +149,7 @@ class NetworkThread:
         self._network: Network | None = None
         self._view: NodeView | None = None
         self._node_task: asyncio.Task[None] | None = None
-        self._placing: tuple[Placing, asyncio.Task[None]] | None = None
+        self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
         self._kept = KeptChunks(config.folder / "catching-up")
@@ -188,12 +189,21 @@ class NetworkThread:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model=model)
+            environment = Environment.of(self.network)
+            node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
             node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
-            placing = Placing(self.network, node)
-            self._placing = placing, asyncio.create_task(placing.run(), name="leave word of the run")
+
+            def where() -> tuple[Status.Phase, float, list[int]]:
+                versions = [agreed.version for agreed in node.agreed]
+                return node.progress.local.phase, node.progress.position(), versions
+
+            def warn(text: str) -> None:
+                node.report(ev.Warned, text=text)
+
+            positions = PositionWriter(self.network, where, node.live_peers, node.now, warn)
+            self._positions = positions, asyncio.create_task(positions.run(), name="leave word of the run")
             if self._reporting is not None:
                 await self._reporting.start(node)
             return node
@@ -320,10 +330,10 @@ class NetworkThread:
                 self._gate.close()
 
     async def _shut_down(self) -> None:
-        if self._placing is not None:
-            placing, task = self._placing
+        if self._positions is not None:
+            positions, task = self._positions
             task.cancel()
-            await placing.say_last()
+            await positions.say_last()
         if self._reporting is not None:
             await self._reporting.close()
         if self._view is not None and self._node_task is not None:

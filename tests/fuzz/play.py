@@ -12,8 +12,6 @@ import asyncio
 import sys
 from collections import Counter
 
-from p2p_co2.node.allowances import MAX_SENDERS
-from p2p_co2.node.receiving import MAX_REFUSALS_KEPT
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
@@ -107,8 +105,8 @@ def check_bounds(trainer: Trainer) -> None:
     assert node._bug is None, node._bug
     assert trainer.ledger.failure is None
     assert not node._stopping.is_set()
-    assert len(node.receiving.refusals) <= MAX_REFUSALS_KEPT + 100
-    assert len(node.receiving._allowances._senders) <= MAX_SENDERS
+    for name, (held, most) in node.router.held().items():
+        assert held <= most, name
     for fragment in node.rounds._fragments:
         held = sum(fragment._early._bytes.values())
         assert held <= max(bounds.EARLY_FLOOR_BYTES, 2 * fragment._payload_bytes)
