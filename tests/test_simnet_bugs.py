@@ -283,10 +283,14 @@ def test_a_list_of_peers_that_is_too_long_for_a_moment_is_caught() -> None:
     def plant() -> None:
         process = swarm.processes[0]
         assert process.node is not None
-        candidates = process.node.membership._candidates
-        process.loop.call_soon(
-            lambda: candidates.update({PeerId(f"{n}"): math.inf for n in range(MAX_PEERS + 1)})
-        )
+        membership = process.node.membership
+        candidates = membership.candidates.next_at
+
+        def grow() -> None:
+            candidates.update({PeerId(f"{n}"): math.inf for n in range(MAX_PEERS + 1)})
+            membership.revision += 1  # as whatever is heard does
+
+        process.loop.call_soon(grow)
         process.loop.call_soon(candidates.clear)
 
     swarm.world.call_at(8.3, plant)
@@ -404,7 +408,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
     ledger = CountingLedger("a", ONE_BLOCK, 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
     ledger.fragments[0].counted = [0]
     start = ledger.fragments[0].state
-    offer = ledger._offer(0, work.units, 2.0)
+    offer = ledger._offer(0, work.units, 2.0, b"the offer")
     ledger.audit.offered(0, start, 0, offer)
     outcome = Outcome(committed=True, state_digest=start.digest)
     outcome.key.round = 1
