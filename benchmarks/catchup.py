@@ -218,7 +218,7 @@ def _donor(ticket: str, folder: str, width: str, donors: str, name: str, fault: 
     with connect(ticket, config, on_event).start(model, optimizer) as peer:
         while peer.step(tokens=1, loss=0.0) and not over.is_set():
             _learn(model)
-            donor = peer._thread.node.catchup.donor
+            donor = peer._thread.view.node.catchup.donor
             most = max(most, donor.exported_bytes() + donor.history.held_bytes)
             if not said and min(versions.values()) >= int(ready_at):
                 said = True
@@ -291,7 +291,7 @@ def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> No
     began_at = time.monotonic()
     with connection.start(model, optimizer) as peer:
         abreast_at = time.monotonic()
-        down_bytes = peer._thread.traffic_bytes()[1]
+        down_bytes = peer._thread.view.traffic_bytes()[1]
         while not contributed_at and time.monotonic() < abreast_at + BOUND_S:
             peer.step(tokens=1, loss=0.0)
             _learn(model)

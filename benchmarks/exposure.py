@@ -357,7 +357,7 @@ class Training:
             "steps": self._steps,
             "in_step_s": self._in_step_s,
             "exposed_s": self.peer._sync.figures.exposed_s,
-            "up_bytes": self._network.traffic_bytes()[0],
+            "up_bytes": self._network.view.traffic_bytes()[0],
             "cpu_s": _cpu_s(),
         }
 
