@@ -175,7 +175,7 @@ def test_each_parameters_state_is_of_one_step_and_a_step_copies_a_share(
         made.train()
         if under_way.done() or copying._given + 1 == len(copying._shares):
             made.finish()
-    assert counts == [1] * len(copying._shares)
+    assert [count for count in counts if count] == [1] * len(copying._shares)  # at most one a step
     states = load(made.folder).optimizer["state"].values()
     reference = [nn.Parameter(torch.zeros(1))]
     other = torch.optim.AdamW(reference, lr=0.1)
