@@ -89,7 +89,7 @@ def run_simulation(options: SimulationOptions) -> int:
     summary = summarise(view, facts)
     summary["simulation"] = {
         **figures(result, replace(options, step_s=settings.step_s), wall_s),
-        "planned_s": round(swarm.planned_s, 3),
+        "planned_s": round(settings.planned_s, 3),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print("\n".join(lines_of(summary, result)))

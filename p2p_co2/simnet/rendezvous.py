@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +26,7 @@ RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
 TRIED_AGAIN_S, REFUSED_S = (1.0, 2.0, 4.0, 8.0), 1.0
 """A call that nobody answers is sent again after each of these, as TCP does, and ends with the last one
 (``discovery.dht``: 15 s); one that is refused ends at once."""
-SLOWEST_LOOKUP_S = 0.6
+SLOWEST_LOOKUP_S, LISTED_S = 0.6, 0.5
 
 
 @dataclass
@@ -55,14 +54,14 @@ class Rendezvous:
     seeds: list[Seed] = field(default_factory=lambda: [Seed()])
     _entries: dict[PeerId, _Entry] = field(default_factory=dict)
     _inside: dict[PeerId, Endpoint] = field(default_factory=dict)
-    _listed: list[PeerRecord] | None = None
-    _listed_until: float = 0.0
+    _listed: list[PeerRecord] = field(default_factory=list)
+    _listed_at: float = -math.inf
     _cut_since: float | None = None
 
     def net_changed(self) -> None:
         """The net was cut or healed."""
-        self._listed = None
         self._cut_since = None if self.internet.is_whole else self._cut_since or self.internet.world.now
+        self._listed_at = -math.inf
 
     def seed_answers(self, peer: PeerId) -> bool:
         """Whether ``peer`` reaches a seed."""
@@ -84,30 +83,32 @@ class Rendezvous:
 
     def publish(self, record: PeerRecord, lifetime_s: float) -> None:
         peer, now = PeerId(record.peer), self.internet.world.now
-        known = self._entries.get(peer)
-        if known is None and self._listed is not None and self.internet.is_whole:
-            insort(self._listed, record, key=lambda one: one.peer)  # who come in one second are sorted once
-        elif known is None or known.expires_at <= now or not self.internet.is_whole:
-            self._listed = None
-        side = self.internet.side_of(peer)
-        self._entries[peer] = _Entry(record, now + lifetime_s, side, now)
-        self._listed_until = min(self._listed_until, now + lifetime_s)
+        self._entries[peer] = _Entry(record, now + lifetime_s, self.internet.side_of(peer), now)
 
-    def records(self, peer: PeerId) -> list[PeerRecord]:
-        """The records that ``peer`` finds now, of all peers, sorted by peer."""
+    def record(self, peer: PeerId, asker: PeerId) -> PeerRecord | None:
+        """The record of ``peer`` that ``asker`` finds now."""
+        entry = self._entries.get(peer)
+        return entry.record if entry is not None and self._is_seen(entry, asker) else None
+
+    def records(self, asker: PeerId) -> list[PeerRecord]:
+        """The records that ``asker`` finds, of all peers, sorted by peer; while the net is whole those of up
+        to ``LISTED_S`` ago, which all find."""
         now = self.internet.world.now
-        if self._cut_since is not None:
-            side = self.internet.side_of(peer)
-            entries = [e for e in self._entries.values() if e.expires_at > now]
-            seen = [e for e in entries if e.published_at < self._cut_since or e.side == side]
-            return sorted((e.record for e in seen), key=lambda record: record.peer)
-        if self._listed is None or now >= self._listed_until:
-            alive = {peer: e for peer, e in self._entries.items() if e.expires_at > now}
-            self._entries = alive
-            self._listed = [alive[peer].record for peer in sorted(alive)]
-            # Entries are only ever renewed: none expires before the first of them would.
-            self._listed_until = min((e.expires_at for e in alive.values()), default=math.inf)
+        if self._cut_since is not None or now >= self._listed_at + LISTED_S:
+            self._listed_at = now
+            self._listed = [
+                self._entries[p].record
+                for p in sorted(self._entries)
+                if self._is_seen(self._entries[p], asker)
+            ]
         return self._listed
+
+    def _is_seen(self, entry: _Entry, asker: PeerId) -> bool:
+        cut_since = self._cut_since
+        is_here = (
+            cut_since is None or entry.published_at < cut_since or entry.side == self.internet.side_of(asker)
+        )
+        return is_here and entry.expires_at > self.internet.world.now
 
 
 class Doorway:
@@ -151,8 +152,7 @@ class Doorway:
         return [record for record in self._rendezvous.records(me) if record.peer != me]
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
-        records = self._rendezvous.records(self.identity.peer_id)
-        return next((record for record in records if record.peer == peer), None)
+        return self._rendezvous.record(peer, self.identity.peer_id)
 
     async def daemon_ended(self) -> str:
         forever: asyncio.Future[str] = asyncio.get_running_loop().create_future()
