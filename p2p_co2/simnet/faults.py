@@ -146,29 +146,23 @@ def _some(rng: random.Random, peers: int, *shares: float) -> list[list[int]]:
 
 
 class _Assassin:
-    """Kills the coordinator or another member of the first round that begins after ``at``, in its
-    middle."""
+    """Kills the coordinator or another member of the first round that begins after ``at``, in its middle."""
 
     def __init__(self, swarm: Swarm, at: float, calm_at: float, number: int) -> None:
         self._swarm, self._at, self._calm_at = swarm, at, calm_at
         self._rng = random.Random(f"{swarm.settings.seed}/assassin/{number}")
 
     def __call__(self, event: RoundBegan) -> None:
-        now = self._swarm.world.now
+        swarm, rng, now = self._swarm, self._rng, self._swarm.world.now
         if not self._at <= now < self._calm_at - 2:
             return
         self._at = self._calm_at
-        victim = event.peer if self._rng.random() < 0.6 else self._rng.choice(sorted(event.group))
-        index = self._swarm.peer_ids().index(PeerId(victim))
-        at = now + self._rng.choice((0.0, 0.02, 0.1, 0.4)) * self._rng.random()
-        self._swarm.world.call_at(at, self._kill, index)
-        back_at = min(self._calm_at, at + self._rng.uniform(1, 8))
-        self._swarm.world.call_at(back_at, self._swarm.start, index, self._rng.random() < KEEPS_DISK)
-
-    def _kill(self, index: int) -> None:
-        if index in self._swarm.processes:
-            self._swarm.faults["killed in a round"] += 1
-        self._swarm.kill(index, True)
+        victim = event.peer if rng.random() < 0.6 else rng.choice(sorted(event.group))
+        index = swarm.peer_ids().index(PeerId(victim))
+        at = now + rng.choice((0.0, 0.02, 0.1, 0.4)) * rng.random()
+        swarm.world.call_at(at, swarm.kill, index, True)
+        back_at = min(self._calm_at, at + rng.uniform(1, 8))
+        swarm.world.call_at(back_at, swarm.start, index, rng.random() < KEEPS_DISK)
 
 
 STORM_FAULTS = frozenset({

@@ -109,6 +109,7 @@ class VirtualLinks:
         self._is_closed = False
         self._control_gone_at = 0.0
         """When the last control message so far has left the uplink."""
+        me.on_free = self._flush_all
         self.up_bytes = 0
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
@@ -148,7 +149,8 @@ class VirtualLinks:
             self._posted = data, Parcel(data)
         parcel, size = self._posted[1], len(data)
         lane = self._lanes.get(peer)
-        if lane is not None and lane.path is not None and not bulk and size <= MAX_CONTROL_BYTES:
+        is_cut = not self._internet.is_whole and self._internet.is_cut(self._me.peer, peer)
+        if lane is not None and lane.path is not None and not (bulk or is_cut or size > MAX_CONTROL_BYTES):
             self._send(lane, parcel, bulk=False)  # no control message waits in an open lane
             return True
         self.waited += 1
@@ -271,27 +273,26 @@ class VirtualLinks:
 
     # ---- sending
 
+    def _flush_all(self) -> None:
+        """Ways that were cut may be free again."""
+        if not self._me.loop.dead:
+            for lane in self._lanes.values():
+                self._flush(lane)
+
     def _flush(self, lane: _Lane) -> None:
         """Send what waits, but for bulk that would only wait in a buffer on the way."""
-        if lane.path is None:
+        receiver, now = lane.receiver, self._internet.world.now
+        if receiver is None or self._internet.is_cut(self._me.peer, lane.peer):
             return
-        control, lane.control, now = lane.control, [], self._internet.world.now
+        control, lane.control = lane.control, []
         for data in control:
             self._send(lane, data, bulk=False)
-        while lane.bulk and lane.free_at - now <= BUFFERED_S and self._takes_bulk(lane):
+        while lane.bulk and lane.free_at - now <= BUFFERED_S and not self._is_reset(lane, receiver):
             self._send(lane, cast(Parcel, lane.bulk.pop(0).data), bulk=True)
         if lane.bulk and lane.timed_until <= now:
             room_at = lane.free_at - BUFFERED_S
             lane.timed_until = room_at if room_at > now else now + BUFFERED_S
             self._me.loop.call_at(lane.timed_until, self._flush, lane)
-
-    def _takes_bulk(self, lane: _Lane) -> bool:
-        """Whether what is sent now leaves this end: what waits is not lost with a way, and may be
-        forgotten."""
-        receiver = lane.receiver
-        if lane.path is None or receiver is None or self._internet.is_cut(self._me.peer, lane.peer):
-            return False
-        return not self._is_reset(lane, receiver)
 
     def _is_reset(self, lane: _Lane, receiver: Endpoint) -> bool:
         """Whether the other end is dead, and its machine says so."""
@@ -302,21 +303,12 @@ class VirtualLinks:
         return is_reset
 
     def _send(self, lane: _Lane, data: Parcel, bulk: bool) -> None:
-        internet, receiver = self._internet, lane.receiver
-        assert receiver is not None
-        is_held = not internet.is_whole and internet.is_cut(self._me.peer, lane.peer)
-        if is_held:
-            internet.hold(
-                self._me.peer,
-                lane.peer,
-                lambda: self._transmit(lane, lane.receiver, data, bulk, counts=False),
-            )
-        elif self._is_reset(lane, receiver):
+        internet, receiver, noise = self._internet, lane.receiver, self._internet.noise
+        if receiver is None or self._is_reset(lane, receiver):
             return
-        draw = internet.rng.random() if internet.is_noisy and not is_held else 1.0
-        is_lost, noise = draw < internet.noise.lost, internet.noise
-        if is_held or is_lost:
-            internet.noises["message lost"] += is_lost
+        draw = internet.rng.random() if internet.is_noisy else 1.0
+        if draw < noise.lost:
+            internet.noises["message lost"] += 1
             lane.count_out(len(data) if bulk else 0)
             return
         if draw < noise.lost + noise.doubled:
@@ -324,13 +316,10 @@ class VirtualLinks:
             self._transmit(lane, receiver, data, bulk, counts=False)
         self._transmit(lane, receiver, data, bulk, counts=True)
 
-    def _transmit(
-        self, lane: _Lane, receiver: Endpoint | None, data: Parcel, bulk: bool, counts: bool
-    ) -> None:
+    def _transmit(self, lane: _Lane, receiver: Endpoint, data: Parcel, bulk: bool, counts: bool) -> None:
         """``counts``: whether the bulk bytes leave the queue with it; a copy was never in it."""
         internet, path, now = self._internet, lane.path, self._internet.world.now
-        if path is None or receiver is None or self._me.loop.dead:
-            return
+        assert path is not None
         size = data.real_bytes(internet.scale) if bulk else float(len(data))
         self.up_bytes += int(size)
         uplink = self._me.profile.up_bits_per_s / 8

@@ -32,9 +32,8 @@ SLOWEST_LOOKUP_S, LISTED_S = 0.6, 0.5
 @dataclass
 class _Entry:
     record: PeerRecord
-    expires_at: float
-    side: int
     published_at: float
+    expires_at: float
 
 
 @dataclass
@@ -53,7 +52,6 @@ class Rendezvous:
     rng: random.Random
     seeds: list[Seed] = field(default_factory=lambda: [Seed()])
     _entries: dict[PeerId, _Entry] = field(default_factory=dict)
-    _inside: dict[PeerId, Endpoint] = field(default_factory=dict)
     _listed: list[PeerRecord] = field(default_factory=list)
     _listed_at: float = -math.inf
     _cut_since: float | None = None
@@ -71,19 +69,14 @@ class Rendezvous:
 
     def answers(self, peer: PeerId) -> bool:
         """Whether somebody who holds records can be reached."""
-        if self.seed_answers(peer):
-            return True
-        return any(
-            other.is_up and other.peer != peer and not self.internet.is_cut(peer, other.peer)
-            for other in self._inside.values()
+        return self.seed_answers(peer) or any(
+            self.internet.endpoints[other].is_up and other != peer and not self.internet.is_cut(peer, other)
+            for other in self._entries
         )
-
-    def enter(self, endpoint: Endpoint) -> None:
-        self._inside[endpoint.peer] = endpoint
 
     def publish(self, record: PeerRecord, lifetime_s: float) -> None:
         peer, now = PeerId(record.peer), self.internet.world.now
-        self._entries[peer] = _Entry(record, now + lifetime_s, self.internet.side_of(peer), now)
+        self._entries[peer] = _Entry(record, now, now + lifetime_s)
 
     def record(self, peer: PeerId, asker: PeerId) -> PeerRecord | None:
         """The record of ``peer`` that ``asker`` finds now."""
@@ -97,17 +90,13 @@ class Rendezvous:
         if self._cut_since is not None or now >= self._listed_at + LISTED_S:
             self._listed_at = now
             self._listed = [
-                self._entries[p].record
-                for p in sorted(self._entries)
-                if self._is_seen(self._entries[p], asker)
+                entry.record for _, entry in sorted(self._entries.items()) if self._is_seen(entry, asker)
             ]
         return self._listed
 
     def _is_seen(self, entry: _Entry, asker: PeerId) -> bool:
-        cut_since = self._cut_since
-        is_here = (
-            cut_since is None or entry.published_at < cut_since or entry.side == self.internet.side_of(asker)
-        )
+        is_old = self._cut_since is None or entry.published_at < self._cut_since
+        is_here = is_old or not self.internet.is_cut(asker, PeerId(entry.record.peer))
         return is_here and entry.expires_at > self.internet.world.now
 
 
@@ -133,7 +122,6 @@ class Doorway:
     async def join(self) -> None:
         """What ``Network.open`` does; raises ``TransportError`` when no seed answers."""
         await self._lookup(self._rendezvous.seed_answers, "no seed can be reached")
-        self._rendezvous.enter(self._endpoint)
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         self._endpoint.on_message = on_message
