@@ -27,7 +27,7 @@ STORM_BLOCKS = (6, 3)
 """Of two fragments: parts enough for owners to die."""
 STORM_OFFER_S = 60.0
 """No offer of a storm is open for longer, whoever of those that should answer it goes, sleeps or is cut off.
-By their own deadlines alone machines might wait for several times this (``patience``)."""
+By their own deadlines alone machines might wait for several times this."""
 BUGS = (
     P2PCo2Error, LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError,
 )  # fmt: skip

@@ -83,10 +83,7 @@ class Books:
         self.views_differed = False
         """Whether peers ever saw different swarms."""
         self.views_differed_at: float | None = None
-        """When they could last come to; also by rounds that peers made alone before they had met all."""
-        self._unmet: set[tuple[str, int, int]] = set()
-        """Such rounds: peer, fragment, round."""
-        self._unmet_states: set[bytes] = set()
+        """When they could last come to."""
         self.written_off: Counter[str] = Counter()
         """Units of work that came to nothing, summed over blocks, by cause."""
         self.histories = [{start.digest: History(start, b"", {})} for start in starts]
@@ -103,23 +100,13 @@ class Books:
         """From now on, and for a while, peers may see different swarms."""
         self.views_differed, self.views_differed_at = True, self.now()
 
-    def begins_unmet(self, peer: str, fragment: int, round_: int) -> None:
-        """A peer makes a round alone before it has met all who are there: others may make that round, too."""
-        self.views_differed_at = self.now()
-        self._unmet.add((peer, fragment, round_))
-
     def reached(self, peer: str, fragment: int, history: History) -> None:
         """Somebody made a state by a commit."""
         known, state = self.histories[fragment], history.state
         if state.digest in known:
             return
-        others = any(
-            other.state.version == state.version and digest not in self._unmet_states
-            for digest, other in known.items()
-        )
-        if is_unmet := (peer, fragment, state.version) in self._unmet:
-            self._unmet_states.add(state.digest)
-        if others and not (self.views_differed or is_unmet):
+        others = any(other.state.version == state.version for other in known.values())
+        if others and not self.views_differed:
             text = f"fragment {fragment}: another state of version {state.version}"
             self.broken(peer, "forks", f"{text}, and nothing ever went wrong")
         known[state.digest] = history

@@ -44,9 +44,6 @@ ROUNDS_OF_AN_OFFER = 3.0
 HEAL_ROUNDS, HEAL_AFTER_S = 3.0, 40.0
 """A fork is gone this many rounds, these seconds for views to become one, and the time in which the states
 are loaded, after the last fault is over."""
-MEETS_WITHIN_S = 30.0
-"""Two peers hear each other this long after the later one has begun, over any line: one that makes a round
-alone before that may be ahead of others who begin beside it."""
 
 
 @dataclass
@@ -254,8 +251,8 @@ class Inspector:
             if event.contributed and process.contributed_at is None:
                 process.contributed_at = self._scene.world.now
         elif isinstance(event, ev.RoundBegan):
-            if len(event.group) == 1 and not self._has_met_all(process):
-                self._scene.books.begins_unmet(peer, event.fragment, event.round)
+            if len(event.group) == 1:  # others may make that round, too
+                self._scene.books.views_differ()
         elif isinstance(event, ev.Warned) and event.text.startswith(LACKS):
             self.excused[Excuse.LACKING].add(peer)
         elif isinstance(event, ev.TrainingEnded) and process in self._oversights:
@@ -264,16 +261,6 @@ class Inspector:
             self._first_end_at = min(self._first_end_at, self._scene.world.now)
             self.ends[peer] = process.ledger.agreed()
         self._scene.log.write(event)
-
-    def _has_met_all(self, process: Process) -> bool:
-        """Whether it hears all whom it may not have met yet (``MEETS_WITHIN_S``)."""
-        lately, node = self._scene.world.now - MEETS_WITHIN_S, process.node
-        known = {process.peer, *node.membership.live} if node is not None else set()
-        return node is None or all(
-            other.peer in known
-            for other in self._processes.values()
-            if max(other.started_at, process.started_at) > lately
-        )
 
     def ended(self, process: Process, error: BaseException | None) -> None:
         result = self._result

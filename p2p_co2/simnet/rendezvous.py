@@ -23,9 +23,8 @@ from p2p_co2.simnet.internet import Endpoint, Internet
 
 RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
 """As ``node.network`` has them."""
-TRIED_AGAIN_S, REFUSED_S = (1.0, 2.0, 4.0, 8.0), 1.0
-"""A call that nobody answers is sent again after each of these, as TCP does, and ends with the last one
-(``discovery.dht``: 15 s); one that is refused ends at once."""
+CALLED_FOR_S, REFUSED_S = 15.0, 1.0
+"""A call that nobody answers ends after so long (``discovery.dht``); one that is refused ends sooner."""
 SLOWEST_LOOKUP_S, LISTED_S = 0.6, 0.5
 
 
@@ -155,10 +154,9 @@ class Doorway:
 
     async def _lookup(self, answers: Callable[[PeerId], bool], trouble: str) -> None:
         # A seed that is down on a live machine refuses at once; behind a cut nothing comes back.
-        waits_s = list(TRIED_AGAIN_S)
+        left_s = REFUSED_S if self._rendezvous.internet.is_whole else CALLED_FOR_S
         while not answers(self.identity.peer_id):
-            is_refused = self._rendezvous.internet.is_whole
-            await asyncio.sleep(REFUSED_S if is_refused else waits_s.pop(0))
-            if is_refused or not waits_s:
+            await asyncio.sleep(REFUSED_S)
+            if (left_s := left_s - REFUSED_S) <= 0:
                 raise TransportError(trouble)
         await asyncio.sleep(self._rendezvous.rng.uniform(0.05, SLOWEST_LOOKUP_S))
