@@ -22,14 +22,14 @@ FLOORS = (
     {"ticket", "tensors"},
     {"protocol", "recipes"},
     {"net", "peer_options", "trained", "planning"},
-    {"node", "simnet"},
+    {"node"},
     {"trainer"},
-    {"peers", "bootstrap", "monitoring"},
+    {"peers", "bootstrap", "monitoring", "simnet"},
     {"cli"},
 )
 """From the ground up. A room stands on the floor of its longest name that is listed."""
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-MESSAGE_WING = {"protocol", "net", "node", "simnet", "ticket"}
+MESSAGE_WING = {"protocol", "net", "node", "ticket"}
 APPLICATIONS = {"peers", "bootstrap", "monitoring"}
 NO_TORCH = MESSAGE_WING | {
     "errors",
@@ -42,14 +42,6 @@ NO_TORCH = MESSAGE_WING | {
     "monitoring",
 }
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
-NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry", "digest", "monitoring"}
-MACHINES = {
-    "protocol.membership",
-    "protocol.strangers",
-    "protocol.rounds",
-    "protocol.catchup",
-    "protocol.reports",
-}
 
 IN_CIRCLES = {
     "p2p_co2.node.deciding",
@@ -57,11 +49,6 @@ IN_CIRCLES = {
     "p2p_co2.node.progress",
     "p2p_co2.protocol.rounds.listening",
     "p2p_co2.protocol.rounds.member",
-    "p2p_co2.simnet.faults",
-    "p2p_co2.simnet.inspection",
-    "p2p_co2.simnet.oversight",
-    "p2p_co2.simnet.process",
-    "p2p_co2.simnet.swarm",
 }
 TOO_LARGE = {
     "p2p_co2.node.node.Node",
@@ -75,20 +62,10 @@ TOO_LARGE = {
     "p2p_co2.protocol.rounds.owner.PartJob",
     "p2p_co2.protocol.rounds.swarm.Swarm",
     "p2p_co2.protocol.rounds.tally.Tally",
-    "p2p_co2.simnet.links.VirtualLinks",
-    "p2p_co2.simnet.oversight.Oversight",
-    "p2p_co2.simnet.process.Process",
-    "p2p_co2.simnet.swarm.Swarm",
-    "p2p_co2.simnet.training.Training",
 }
 WHOLES_GIVEN_AWAY = {
     "p2p_co2.node.node.Node: Deciding(self)",
     "p2p_co2.node.node.Node: SwarmProgress(self)",
-    "p2p_co2.simnet.inspection.Inspector: Oversight(self)",
-    "p2p_co2.simnet.swarm.Swarm: Inspector(self)",
-    "p2p_co2.simnet.swarm.Swarm: Process(self)",
-    "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
-    "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
 TIME_CONSTANTS = 200
 

@@ -15,7 +15,7 @@ from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.simnet import EventLog, Settings, Swarm
-from p2p_co2.simnet.inspection import HEAL_ROUNDS
+from p2p_co2.simnet.oversight import HEAL_ROUNDS
 from p2p_co2.telemetry.events import CaughtUp, Event, RoundCommitted, Warned
 
 PHASES = {"t": Status.TRAINING, "d": Status.DRAINING, "j": Status.JOINING, "p": Status.PAUSED}

@@ -16,7 +16,7 @@ def test_catching_up_looks_at_news_that_the_rounds_heard_first(monkeypatch: pyte
 
     def look(oversight: Oversight) -> None:
         nonlocal late, news
-        node = oversight._node
+        node = oversight.node
         looked_at = node.catching._looked_at
         if isinstance(looked_at, tuple) and looked_at[0] != node.membership.revision:
             news += 1

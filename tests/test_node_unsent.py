@@ -17,12 +17,12 @@ def test_nothing_waits_for_another_turn_to_be_sent(monkeypatch: pytest.MonkeyPat
     turned, unsent, sent = Oversight.turned, list[str](), Counter[type]()
 
     def look(oversight: Oversight) -> None:
-        node = oversight._node
+        node = oversight.node
         if node._links is not None and not node._stopping.is_set():
             machines = node.membership, node.rounds._outlet, node.catchup._out
             for machine in machines:
                 waiting = machine.messages if hasattr(machine, "messages") else machine._outgoing
-                unsent.extend(f"{oversight._world.now:.2f}: {message}" for _, message in waiting)
+                unsent.extend(f"{oversight._books.now():.2f}: {message}" for _, message in waiting)
         turned(oversight)
 
     monkeypatch.setattr(Oversight, "turned", look)

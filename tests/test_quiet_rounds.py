@@ -24,7 +24,7 @@ from p2p_co2.protocol.membership import (
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Ping, Pong, Status
 from p2p_co2.simnet import EventLog, Settings, Swarm
-from p2p_co2.simnet.virtual_time import VirtualTime
+from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
 from p2p_co2.telemetry.events import PeerLeft
 
 ME, OTHER = PeerId("me"), PeerId("other")
@@ -190,7 +190,7 @@ def test_a_timer_of_a_process_follows_its_machines_clock_and_is_never_early() ->
     half of all that thousands of peers did in the quiet of a round."""
     world, woken = VirtualTime(), Counter[float]()
     for drift in (-1e-4, 0.0, 1e-4):
-        loop = world.loop(1.0 + drift)
+        loop = loop_of(world, 1.0 + drift)
 
         def look(drift: float = drift) -> None:
             counted_s = world.now * (1.0 + drift)

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,14 @@ from p2p_co2.telemetry.journal import read_events
 from p2p_co2.telemetry.view import fold
 
 RUN = 'name = "simulated"\nfragments = 2\n[clock]\nround_s = 10.0\n'
+
+
+def options_of(run_file: Path | None, **more: Any) -> SimulationOptions:
+    options = SimulationOptions(
+        run_file=run_file, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
+        parameters=1000, step_s=0.5, storm=False,
+    )  # fmt: skip
+    return replace(options, **more)
 
 
 def simulate(folder: Path, hash_seed: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -104,10 +113,7 @@ def test_one_that_is_ended_before_its_first_moment_tells_of_nothing() -> None:
 
 
 def test_a_mistake_is_named_with_its_option() -> None:
-    base = SimulationOptions(
-        run_file=None, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
-        parameters=1000, step_s=0.5, storm=False,
-    )  # fmt: skip
+    base = options_of(None)
     with pytest.raises(ConfigError, match="--storm"):
         settings_of(base)
     with pytest.raises(ConfigError, match=r"0\.1/h"):
@@ -130,10 +136,7 @@ def test_a_figure_that_no_simulation_ends_with_is_refused_with_its_value(
 ) -> None:
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN)
-    base = SimulationOptions(
-        run_file=run_file, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
-        parameters=1000, step_s=0.5, storm=False,
-    )  # fmt: skip
+    base = options_of(run_file)
     assert settings_of(base).peers == 4
     for value in wrong:
         with pytest.raises(
@@ -157,10 +160,7 @@ def test_steps_that_nobody_names_are_slower_in_long_rounds(tmp_path: Path) -> No
     ):
         path.write_text(f'name = "r"\n[clock]\n{clock}\n', encoding="utf-8")
         for asked_s, step_s in ((0.0, chosen_s), (2.0, 2.0)):
-            options = SimulationOptions(
-                run_file=path, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
-                parameters=1000, step_s=asked_s, storm=False,
-            )  # fmt: skip
+            options = options_of(path, step_s=asked_s)
             assert settings_of(options).step_s == step_s
 
 
@@ -172,10 +172,7 @@ def test_a_run_that_has_an_end_is_not_played_beyond_it(
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN + "rounds = 6\n")
     settings = settings_of(
-        SimulationOptions(
-            run_file=run_file, peers=4, profile="dsl", hours=hours, churn_per_h=0.1, seed=0, folder=None,
-            parameters=1000, step_s=0.0, storm=False,
-        )
+        options_of(run_file, hours=hours, churn_per_h=0.1, step_s=0.0)
     )  # fmt: skip
     assert settings.run.clock.rounds == rounds
     assert isinstance(settings.faults, Churn)
@@ -190,10 +187,7 @@ def test_three_peers_whose_lines_are_overloaded_make_no_two_states_of_one_versio
     rounds are made, by two that have the time for it."""
     run_file = tmp_path / "run.toml"
     run_file.write_text("fragments = 2\n[clock]\nround_s = 30.0\nrounds = 12\n")
-    options = SimulationOptions(
-        run_file=run_file, peers=3, profile="satellite", hours=1.0, churn_per_h=0.0, seed=seed, folder=None,
-        parameters=2_000_000, step_s=0.0, storm=False,
-    )  # fmt: skip
+    options = options_of(run_file, peers=3, profile="satellite", seed=seed, parameters=2_000_000, step_s=0.0)
     result = Swarm(settings_of(options), EventLog()).run()
     assert result.forks == 0
     assert result.violations == []

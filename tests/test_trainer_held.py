@@ -10,6 +10,7 @@ import torch
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.tensors.checkpoint import state_digest, state_view
+from p2p_co2.trainer.synchroniser import stand_still
 from tests.test_trainer import Bench
 
 
@@ -31,7 +32,8 @@ def test_what_is_held_back_is_met_before_a_state_that_is_loaded(
     agreed = AgreedVersion(newer.version, state_digest(newer, LEAST_CHUNK_BYTES))
     asyncio.run(made.ledger.adopt(1, bytes(state_view(newer)), agreed))
     if while_waiting:  # for another fragment's first round
-        made.sync._wait(made.ledger.outcomes.empty, 5.0)
+        waits = made.sync._wait(made.ledger.outcomes.empty, 5.0)
+        stand_still(waits, made.ledger.outcomes, made.sync._apply_next)
     made.step()
     own_steps = float(while_waiting) if starts_again else 2.0  # since the offer, all of which is in the mean
     assert made.sync.versions == [0, 2]

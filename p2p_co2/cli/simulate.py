@@ -89,7 +89,7 @@ def run_simulation(options: SimulationOptions) -> int:
     summary = summarise(view, facts)
     summary["simulation"] = {
         **figures(result, replace(options, step_s=settings.step_s), wall_s),
-        "planned_s": round(swarm.planned_s, 3),
+        "planned_s": round(settings.planned_s, 3),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print("\n".join(lines_of(summary, result)))
@@ -137,15 +137,12 @@ def settings_of(options: SimulationOptions) -> Settings:
 
 def _check_sizes(options: SimulationOptions) -> None:
     """Raises ``ConfigError``. NaN fails every comparison."""
+    steps = f"{MIN_STEP_S:g} to {MAX_STEP_S:g} seconds, or 0 to choose"
+    is_step = options.step_s == 0 or MIN_STEP_S <= options.step_s <= MAX_STEP_S
     for option, value, is_possible, words in (
         ("--hours", options.hours, 0 < options.hours < MAX_HOURS, f"above 0, below {MAX_HOURS:g}"),
         ("--parameters", options.parameters, options.parameters >= 1, "at least 1"),
-        (
-            "--step-s",
-            options.step_s,
-            options.step_s == 0 or MIN_STEP_S <= options.step_s <= MAX_STEP_S,
-            f"{MIN_STEP_S:g} to {MAX_STEP_S:g} seconds, or 0 to choose",
-        ),
+        ("--step-s", options.step_s, is_step, steps),
     ):
         if not is_possible:
             raise ConfigError("command line", option, f"{words} (got {value:g})")
@@ -202,11 +199,9 @@ def quantiles(samples: Sequence[float]) -> dict[str, float | int | None]:
     if not samples:
         return {"count": 0, "median": None, "p90": None, "max": None}
     ordered = sorted(samples)
-    p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
-    return {
-        "count": len(ordered), "median": round(statistics.median(ordered), 3), "p90": round(p90, 3),
-        "max": round(ordered[-1], 3),
-    }  # fmt: skip
+    p90 = ordered[math.ceil(0.9 * len(ordered)) - 1]
+    named = {"median": statistics.median(ordered), "p90": p90, "max": ordered[-1]}
+    return {"count": len(ordered), **{name: round(value, 3) for name, value in named.items()}}
 
 
 def lines_of(summary: dict[str, Any], result: Result) -> list[str]:

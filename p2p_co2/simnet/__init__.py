@@ -2,12 +2,12 @@
 
 ``simulate(Settings(...))`` plays a run to its end and checks the laws at every step. What is played: links
 with delay, jitter, two rates and loss, NAT, cuts; processes that crash, stall and come back; clocks that are
-off; seeds that die; training at each peer's own speed. What is real: membership, rounds, catching up, and the
-node that pumps them, message by message. Source of the idea: deterministic simulation of the whole system, as
-FoundationDB tests itself (Zhou et al., SIGMOD 2021).
+off; seeds that die; steps at each peer's own speed. What is real, message by message: membership, rounds,
+catching up, the node that pumps them, the training thread's synchroniser. Source of the idea: deterministic
+simulation of the whole system, as FoundationDB tests itself (Zhou et al., SIGMOD 2021).
 
-Price: tensors are whole numbers here (``work``), so nothing is learned about learning, and what the carriers
-do inside (TLS, libp2p, threads) is not played.
+Price: tensors are whole numbers here (``ledger``), so nothing is learned about learning. What the carriers
+and the links do inside (TLS, libp2p, threads, turns on the line) is not played.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.faults import Churn, Storm
 from p2p_co2.simnet.laws import Violation
-from p2p_co2.simnet.swarm import Result, Settings, Swarm, simulate
+from p2p_co2.simnet.oversight import Result
+from p2p_co2.simnet.scene import Settings
+from p2p_co2.simnet.swarm import Swarm, simulate
 
 __all__ = ["Churn", "EventLog", "Result", "Settings", "Storm", "Swarm", "Violation", "simulate"]

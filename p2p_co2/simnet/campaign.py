@@ -7,16 +7,16 @@ peers takes seconds of processor time; give the seeds to as many processes as th
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import P2PCo2Error
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.faults import Storm
-from p2p_co2.simnet.swarm import Result, Settings, Swarm
+from p2p_co2.simnet.oversight import Result
+from p2p_co2.simnet.scene import Settings
+from p2p_co2.simnet.swarm import Swarm
 from p2p_co2.telemetry.events import RoundCommitted
 
 STORM_ROUND_S, STORM_ROUNDS = 4.0, 3
@@ -27,7 +27,7 @@ STORM_BLOCKS = (6, 3)
 """Of two fragments: parts enough for owners to die."""
 STORM_OFFER_S = 60.0
 """No offer of a storm is open for longer, whoever of those that should answer it goes, sleeps or is cut off.
-By their own deadlines alone machines might wait for several times this (``patience``)."""
+By their own deadlines alone machines might wait for several times this."""
 BUGS = (
     P2PCo2Error, LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError,
 )  # fmt: skip
@@ -80,29 +80,8 @@ class Played:
     longest_offer_s: float = 0.0
 
 
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Looking for cycles takes a twelfth of a storm's time, and one leaves few: they are looked for after it,
-    and not among what was there before."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.collect()
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
-
-
 def play(seed: int, peers: int = 32) -> Played:
     """One storm. A bug that ends a simulation is a failure of its seed, with the bug as cause."""
-    with _without_gc():
-        return _play(seed, peers)
-
-
-def _play(seed: int, peers: int) -> Played:
     swarm, after = Swarm(storm_settings(seed, peers), EventLog(digests=False)), [0]
 
     def count(event: RoundCommitted) -> None:

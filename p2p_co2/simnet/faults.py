@@ -12,15 +12,12 @@ not there does nothing; ``Swarm.faults`` counts those that came to pass.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet.internet import Noise
+from p2p_co2.simnet.swarm import Swarm
 from p2p_co2.telemetry.events import RoundBegan
-
-if TYPE_CHECKING:
-    from p2p_co2.simnet.swarm import Swarm
 
 LEAVES, CRASHES = 0.5, 0.35
 """Of peers that go: the share that leaves with a word, and that whose process dies; the rest lose power."""
@@ -40,7 +37,7 @@ class Churn:
     def plan(self, swarm: Swarm) -> None:
         """Put the faults into the swarm's time."""
         for index in range(len(swarm.volunteers)):
-            rng = random.Random(f"{swarm.seed}/churn/{index}")
+            rng = random.Random(f"{swarm.settings.seed}/churn/{index}")
             at = 0.0
             while self.per_h > 0:
                 at += rng.expovariate(self.per_h / 3600)
@@ -54,12 +51,8 @@ class Churn:
 
 
 def _go(swarm: Swarm, index: int, how: float) -> None:
-    process = swarm.processes.get(index)
-    if process is None:
-        return
     if how < LEAVES:
-        swarm.faults["leave"] += 1
-        process.ask_to_leave()
+        swarm.leave(index)
     else:
         swarm.kill(index, how < LEAVES + CRASHES)
 
@@ -81,7 +74,7 @@ class Storm:
 
     def plan(self, swarm: Swarm) -> None:
         """Put the faults into the swarm's time."""
-        rng = random.Random(f"{swarm.seed}/storm")
+        rng = random.Random(f"{swarm.settings.seed}/storm")
         # At most one fault for each peer: none meets a process that another has ended.
         crashing, powerless, leaving, stalling = _some(
             rng, len(swarm.volunteers), self.crashing, self.powerless, self.leaving, self.stalling
@@ -94,7 +87,7 @@ class Storm:
         for index in leaving:
             _, back_at = self._times(rng)
             at = self.from_s + rng.random()  # soon: it may finish its first round before it goes
-            swarm.world.call_at(at, _go, swarm, index, 0.0)
+            swarm.world.call_at(at, swarm.leave, index)
             # A start that finds it still there does nothing, and no other comes: never before it goes.
             swarm.world.call_at(max(at, back_at), swarm.start, index, rng.random() < KEEPS_DISK)
         for index in stalling:
@@ -153,29 +146,23 @@ def _some(rng: random.Random, peers: int, *shares: float) -> list[list[int]]:
 
 
 class _Assassin:
-    """Kills the coordinator or another member of the first round that begins after ``at``, in its
-    middle."""
+    """Kills the coordinator or another member of the first round that begins after ``at``, in its middle."""
 
     def __init__(self, swarm: Swarm, at: float, calm_at: float, number: int) -> None:
         self._swarm, self._at, self._calm_at = swarm, at, calm_at
-        self._rng = random.Random(f"{swarm.seed}/assassin/{number}")
+        self._rng = random.Random(f"{swarm.settings.seed}/assassin/{number}")
 
     def __call__(self, event: RoundBegan) -> None:
-        now = self._swarm.world.now
+        swarm, rng, now = self._swarm, self._rng, self._swarm.world.now
         if not self._at <= now < self._calm_at - 2:
             return
         self._at = self._calm_at
-        victim = event.peer if self._rng.random() < 0.6 else self._rng.choice(sorted(event.group))
-        index = self._swarm.index_of(victim)
-        at = now + self._rng.choice((0.0, 0.02, 0.1, 0.4)) * self._rng.random()
-        self._swarm.world.call_at(at, self._kill, index)
-        back_at = min(self._calm_at, at + self._rng.uniform(1, 8))
-        self._swarm.world.call_at(back_at, self._swarm.start, index, self._rng.random() < KEEPS_DISK)
-
-    def _kill(self, index: int) -> None:
-        if index in self._swarm.processes:
-            self._swarm.faults["killed in a round"] += 1
-        self._swarm.kill(index, True)
+        victim = event.peer if rng.random() < 0.6 else rng.choice(sorted(event.group))
+        index = swarm.peer_ids().index(PeerId(victim))
+        at = now + rng.choice((0.0, 0.02, 0.1, 0.4)) * rng.random()
+        swarm.world.call_at(at, swarm.kill, index, True)
+        back_at = min(self._calm_at, at + rng.uniform(1, 8))
+        swarm.world.call_at(back_at, swarm.start, index, rng.random() < KEEPS_DISK)
 
 
 STORM_FAULTS = frozenset({
@@ -184,4 +171,3 @@ STORM_FAULTS = frozenset({
     "skewed clock",
 })  # fmt: skip
 """What a storm of 32 peers holds, by the names of ``Swarm.faults``."""
-Plan = Callable[["Swarm"], None]

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 import random
-import types
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
@@ -59,25 +58,15 @@ class Noise:
 class Path:
     """How one peer reaches another. ``carrier`` and ``reason`` as ``node.links`` would report them."""
 
-    carrier: str
-    reason: str
     delay_s: float
     jitter_s: float
     loss: float
     bytes_per_s: float
+    carrier: str = "grpc"
+    reason: str = ""
 
 
-@dataclass(frozen=True)
-class Way:
-    """What lies between two lines, in one direction: each figure as in ``Path``."""
-
-    delay_s: float
-    jitter_s: float
-    loss: float
-    bytes_per_s: float
-
-
-def way_between(sender: LinkProfile, receiver: LinkProfile, relayed: bool) -> Way:
+def way_between(sender: LinkProfile, receiver: LinkProfile, relayed: bool) -> Path:
     """By both ends' lines and, over a long lossy way, by what one connection gets through it."""
     times = 2.0 if relayed else 1.0
     delay_s = times * (sender.latency_ms + receiver.latency_ms) / 2000
@@ -87,7 +76,7 @@ def way_between(sender: LinkProfile, receiver: LinkProfile, relayed: bool) -> Wa
         rate = min(rate, MATHIS * PACKET_BYTES / (2 * delay_s * math.sqrt(loss)))
     if relayed:
         rate = min(rate, RELAY_BYTES_PER_S)
-    return Way(delay_s, times * (sender.jitter_ms + receiver.jitter_ms) / 2000, loss, rate)
+    return Path(delay_s, times * (sender.jitter_ms + receiver.jitter_ms) / 2000, loss, rate)
 
 
 @dataclass
@@ -107,70 +96,39 @@ class Endpoint:
     up_free_at: float = 0.0
     down_free_at: float = 0.0
     down_bytes: int = 0
-    _waiting: deque[tuple[PeerId, bytes]] = field(default_factory=deque)
-    _is_busy: bool = False
+    on_free: Callable[[], None] = lambda: None
+    """Told when a way that was cut may be free again."""
 
     def receive(self, sender: PeerId, data: bytes) -> None:
-        """Hand a message to the process, the next one only when it is done with this one."""
+        """Hand a message to the process. That its sender should wait before the next one is not played."""
         if self.on_message is None:
-            return
-        if self._is_busy:
-            self._waiting.append((sender, data))
             return
         work = self.on_message(sender, data)
         try:
-            waits_for = work.send(None)
+            work.send(None)
+            work.close()
         except StopIteration:
             return
-        except RemoteProtocolError as error:
-            self._drop(sender, error)
-            return
-        self._is_busy = True
-        self.loop.create_task(self._finish(sender, work, waits_for))
-
-    async def _finish(self, sender: PeerId, work: Coroutine[Any, Any, None], waits_for: Any) -> None:
-        try:
-            await _rest(work, waits_for)
-        except RemoteProtocolError as error:
-            self._drop(sender, error)
-        self._is_busy = False
-        while self._waiting and not self._is_busy:
-            self.receive(*self._waiting.popleft())
-
-    def _drop(self, sender: PeerId, error: RemoteProtocolError) -> None:
-        """End the link of a sender that is not heard any more."""
-        hear = self.on_gone.pop(sender, None)
-        if hear is not None:
-            hear(f"dropped by the other end: {error}")
+        except RemoteProtocolError as error:  # its sender is not heard any more
+            hear = self.on_gone.pop(sender, None)
+            if hear is not None:
+                hear(f"dropped by the other end: {error}")
 
 
 def _path(sender: Endpoint, receiver: Endpoint) -> tuple[Path, bool]:
     """From one peer to another, and whether it is over a relay: the same whenever they meet."""
     first, second = sender.profile, receiver.profile
-    carrier, reason, is_relayed = "grpc", "", False
-    if second.nat != "open":
-        carrier = "libp2p"
-        reason = "grpc: no route to host (behind NAT)"
-        both_cone = first.nat == second.nat == "cone"
-        is_relayed = first.nat != "open" and not (both_cone and _punches(sender.peer, receiver.peer))
-    way = way_between(first, second, is_relayed)
-    return Path(carrier, reason, way.delay_s, way.jitter_s, way.loss, way.bytes_per_s), is_relayed
+    if second.nat == "open":
+        return way_between(first, second, False), False
+    both_cone = first.nat == second.nat == "cone"
+    is_relayed = first.nat != "open" and not (both_cone and _punches(sender.peer, receiver.peer))
+    reason = "grpc: no route to host (behind NAT)"
+    return replace(way_between(first, second, is_relayed), carrier="libp2p", reason=reason), is_relayed
 
 
 def _punches(first: PeerId, second: PeerId) -> bool:
     """Whether hole punching works between two cone NATs: drawn once for each pair."""
     return random.Random("/".join(sorted((first, second)))).random() < PUNCHED_SHARE
-
-
-@types.coroutine
-def _rest(work: Coroutine[Any, Any, None], waits_for: Any) -> Any:
-    """A coroutine that has run to its first wait, from there on."""
-    try:
-        while True:
-            yield waits_for
-            waits_for = work.send(None)
-    except StopIteration:
-        return
 
 
 class Internet:
@@ -189,8 +147,6 @@ class Internet:
         self.is_whole = True
         self._sides: dict[PeerId, int] = {}
         self._cut_pairs: set[tuple[PeerId, PeerId]] = set()
-        self._held: list[tuple[PeerId, PeerId, Callable[[], None]]] = []
-        """What was sent into a cut: TCP sends it again when the way is free."""
 
     def set_noise(self, noise: Noise) -> None:
         self.noise, self.is_noisy = noise, bool(noise)
@@ -200,21 +156,25 @@ class Internet:
     def split(self, sides: dict[PeerId, int]) -> None:
         """Cut the net into ``sides``; peers that are not named are on side 0."""
         self._sides = sides
-        self.is_whole = not sides and not self._cut_pairs
-        self._watch_cut_links()
+        self._changed()
 
     def cut_pair(self, first: PeerId, second: PeerId) -> None:
         """No way between these two, in neither direction."""
         self._cut_pairs |= {(first, second), (second, first)}
-        self.is_whole = False
-        self._watch_cut_links()
+        self._changed()
 
     def heal(self) -> None:
-        """All ways are free again; what TCP held back comes after its next retransmission."""
-        self._sides, self._cut_pairs, self.is_whole = {}, set(), True
-        held, self._held = self._held, []
-        for _, _, send in held:
-            self.world.call_at(self.world.now + self.rng.uniform(RETRANSMIT_S, 3.0), send)
+        """All ways are free again."""
+        self._sides, self._cut_pairs = {}, set()
+        self._changed()
+
+    def _changed(self) -> None:
+        """What waits for a way that is free goes with TCP's next retransmission; links that are cut are given
+        up later."""
+        now, self.is_whole = self.world.now, not self._sides and not self._cut_pairs
+        for endpoint in self.endpoints.values():
+            self.world.call_at(now + self.rng.uniform(RETRANSMIT_S, 3.0), endpoint.on_free)
+        self.world.call_at(now + LINK_GIVEN_UP_S, self._drop_cut_links)
 
     def side_of(self, peer: PeerId) -> int:
         return self._sides.get(peer, 0)
@@ -224,17 +184,10 @@ class Internet:
             return False
         return self._sides.get(first, 0) != self._sides.get(second, 0) or (first, second) in self._cut_pairs
 
-    def _watch_cut_links(self) -> None:
-        self.world.call_at(self.world.now + LINK_GIVEN_UP_S, self._drop_cut_links)
-
     def _drop_cut_links(self) -> None:
         for endpoint in list(self.endpoints.values()):
             for other in [peer for peer in endpoint.on_gone if self.is_cut(endpoint.peer, peer)]:
-                self.held_messages_lost(other, endpoint.peer)
                 endpoint.on_gone.pop(other)("no answer to keepalive")
-
-    def held_messages_lost(self, sender: PeerId, receiver: PeerId) -> None:
-        self._held = [held for held in self._held if held[:2] != (sender, receiver)]
 
     # ---- ends
 
@@ -295,7 +248,3 @@ class Internet:
         if sender.died_at >= departs_at and receiver.is_up:
             receiver.down_bytes += int(size_bytes)
             receiver.receive(sender.peer, data)
-
-    def hold(self, sender: PeerId, receiver: PeerId, send: Callable[[], None]) -> None:
-        """Keep what is sent into a cut until it heals or the link is given up."""
-        self._held.append((sender, receiver, send))

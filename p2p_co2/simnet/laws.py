@@ -1,4 +1,4 @@
-"""The laws of a run (ALGORITHMS.md, section 6), checked at every step of every simulated peer.
+"""The laws of a run, checked at every step of every simulated peer.
 
 The audit knows what no peer can know: every unit of work that was ever done, every offer that was ever made
 and every outcome that was ever signed. From that it computes what a commit must have made of a state, and
@@ -10,12 +10,10 @@ conservation   a commit adds exactly the offers of the contributors that it name
 agreed state   whoever is at a version got there by commits or a donor's state, from the common start
 failed round   an abort changes nothing that is agreed or counted
 signed         nobody applies a mean that no signed outcome names piece by piece
-forks          two histories exist only after peers' views could differ, and not for long
-deadlines      no machine's timer is overdue; an open offer has one, and ends within a bound (``patience``)
-memory         what a machine or a link's queue holds stays within the bound that it names
-
-The last two are looked at as each turn of a process ends, and when a timer or an offer has waited too long
-though its process takes no turn (``oversight``); how long a fork lasts, when its time is up (``forks``).
+forks          two histories exist only after peers' views could differ, and not for long (``Forks``)
+deadlines      no machine's timer is overdue; an open offer has one, and ends within a bound (``oversight``)
+memory         what a machine or a link's queue holds stays within the bound that it names (``oversight``)
+end            who was there at the end finished, with one state (``oversight``)
 
 Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
 """
@@ -23,23 +21,20 @@ Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import pairwise
 
 from p2p_co2.digest import digest
-from p2p_co2.node.ledger import AgreedMean, PartWeights, weights_of
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, weights_of
 from p2p_co2.protocol.rounds import DECISION_CONTEXT
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
-from p2p_co2.simnet.ledger import Offered, Saved, State
-from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
+from p2p_co2.simnet.ledger import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, pack, unpack
 
 OFFERS_KEPT = 64
 """Rounds of a fragment whose offers are kept: far more than anybody replays."""
-WHOLE_KEPT, NAMED_KEPT = 2, 128
-"""Outcomes of whole swarms, and lists of contributors, that are remembered: large, and asked for by all."""
-MAX_GUESSES = 64
-"""Combinations of offers with equal names that are tried to explain one part."""
+Named = tuple[str, bytes | float]
+"""A peer, and what names its offer."""
 
 
 @dataclass(frozen=True)
@@ -65,48 +60,56 @@ class History:
     counted: Mapping[str, tuple[int, ...]]
 
 
+def comes_of(
+    newer: AgreedVersion | State, older: AgreedVersion | State, histories: Mapping[bytes, History]
+) -> bool:
+    """Whether one state is the other, or came of it by commits; all came of the common start."""
+    if older.version == 0:
+        return True
+    version, at = newer.version, newer.digest
+    while version > older.version and at in histories:
+        version, at = version - 1, histories[at].parent
+    return at == older.digest
+
+
 class Books:
     """What the audits of all peers share. ``starts``: the states from which all begin, by fragment; ``now``
-    gives virtual seconds; ``weight_cap``: the run's."""
+    gives virtual seconds."""
 
-    def __init__(self, starts: Sequence[State], now: Callable[[], float], weight_cap: float = 0.0) -> None:
-        self.now, self._weight_cap = now, weight_cap
+    def __init__(self, starts: Sequence[State], now: Callable[[], float]) -> None:
+        self.now = now
         self.works: dict[str, Work] = {}
         self.violations: list[Violation] = []
         self.views_differed = False
         """Whether peers ever saw different swarms."""
-        self.unmet: set[tuple[str, int, int]] = set()
-        """Rounds that a peer made alone before it had met all: peer, fragment, round."""
-        self._unmet_states: set[bytes] = set()
+        self.views_differed_at: float | None = None
+        """When they could last come to."""
         self.written_off: Counter[str] = Counter()
         """Units of work that came to nothing, summed over blocks, by cause."""
-        self.histories: list[dict[bytes, History]] = []
-        self.offers: list[dict[int, dict[tuple[str, bytes | float], list[Offered]]]] = [{} for _ in starts]
+        self.histories = [{start.digest: History(start, b"", {})} for start in starts]
+        self.offers: list[dict[int, dict[Named, Offered]]] = [{} for _ in starts]
         self.excused: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
-        self.checked: set[tuple[bytes, bytes]] = set()
+        self.checked: dict[tuple[bytes, bytes], list[tuple[PartWeights, ...]]] = {}
+        """By the digests before and after a commit: who is in the means that made it."""
         self._signed: dict[tuple[int, int], list[Outcome]] = {}
-        self._named: dict[int, tuple[tuple[PartWeights, ...], bytes]] = {}
-        """The digest of who is in a mean, by the identity of what names them: all members share that."""
-        for start in starts:
-            self.histories.append({start.digest: History(start, b"", {})})
 
     def broken(self, peer: str, law: str, text: str) -> None:
         self.violations.append(Violation(self.now(), peer, law, text))
 
+    def views_differ(self) -> None:
+        """From now on, and for a while, peers may see different swarms."""
+        self.views_differed, self.views_differed_at = True, self.now()
+
     def reached(self, peer: str, fragment: int, history: History) -> None:
         """Somebody made a state by a commit."""
         known, state = self.histories[fragment], history.state
-        if state.digest not in known:
-            others = any(
-                other.state.version == state.version and digest not in self._unmet_states
-                for digest, other in known.items()
-            )
-            if is_unmet := (peer, fragment, state.version) in self.unmet:
-                self._unmet_states.add(state.digest)
-            if others and not (self.views_differed or is_unmet):
-                text = f"fragment {fragment}: another state of version {state.version}"
-                self.broken(peer, "forks", f"{text}, and nothing ever went wrong")
-            known[state.digest] = history
+        if state.digest in known:
+            return
+        others = any(other.state.version == state.version for other in known.values())
+        if others and not self.views_differed:
+            text = f"fragment {fragment}: another state of version {state.version}"
+            self.broken(peer, "forks", f"{text}, and nothing ever went wrong")
+        known[state.digest] = history
 
     def sign(self, context: bytes, content: bytes) -> None:
         """Somebody signed something: kept if it is a committed outcome."""
@@ -115,25 +118,10 @@ class Books:
             if outcome.committed:
                 self._signed.setdefault((outcome.key.fragment, outcome.key.round), []).append(outcome)
 
-    def is_signed(self, mean: AgreedMean, before: State) -> bool:
-        outcomes = self._signed.get((mean.fragment, mean.round), [])
-        return any(outcome.state_digest == before.digest and _names(outcome, mean) for outcome in outcomes)
-
-    def promised(self, fragment: int, before: State) -> Iterator[PartWeights]:
-        """Who is in the next round by any outcome that was signed upon this state: a split may sign two."""
-        for outcome in self._signed.get((fragment, before.version + 1), []):
-            if outcome.state_digest == before.digest:
-                yield from weights_of(outcome)
-
-    def content_of(self, mean: AgreedMean) -> bytes:
-        """A digest of a mean and of who is in it."""
-        parts = mean.parts
-        known = self._named.get(id(parts))
-        if known is None:
-            known = self._named[id(parts)] = parts, digest(repr(parts).encode())
-            while len(self._named) > NAMED_KEPT:
-                del self._named[next(iter(self._named))]
-        return digest(mean.mean, known[1], bytes((mean.fragment,)))
+    def signed_upon(self, fragment: int, before: State) -> Iterator[Outcome]:
+        """The outcomes of the next round that were signed upon this state: a split may sign two."""
+        outcomes = self._signed.get((fragment, before.version + 1), [])
+        return (outcome for outcome in outcomes if outcome.state_digest == before.digest)
 
 
 class Auditor:
@@ -145,12 +133,11 @@ class Auditor:
 
     # ---- ledger.Audit
 
-    def offered(self, fragment: int, base: State, merged_version: int, offer: Offered) -> None:
-        books = self._books
-        if merged_version != base.version:
+    def offered(self, fragment: int, base: State, met_version: int, offer: Offered) -> None:
+        if met_version != base.version:
             self._broken(
                 "conservation",
-                f"fragment {fragment}: live parameters that had met version {merged_version} were measured "
+                f"fragment {fragment}: live parameters that had met version {met_version} were measured "
                 f"against version {base.version}",
             )
         lanes: list[int] = []
@@ -159,18 +146,19 @@ class Auditor:
         if offer.payload != pack(lanes):
             self._broken("conservation", f"fragment {fragment}: an offer is not the work that it claims")
         self._compare(fragment, base, offer.counted, "an offer")
-        rounds = books.offers[fragment]
-        rounds.setdefault(offer.round, {}).setdefault((self._peer, offer.weight), []).append(offer)
+        rounds = self._books.offers[fragment]
+        for name in (offer.weight, offer.offer_id):
+            rounds.setdefault(offer.round, {})[self._peer, name] = offer
         while len(rounds) > OFFERS_KEPT:
             del rounds[min(rounds)]
 
     def committed(self, mean: AgreedMean, before: State, after: State) -> None:
         books = self._books
-        content = books.content_of(mean)
-        if (before.digest, content) in books.checked:
+        checked = books.checked.setdefault((before.digest, after.digest), [])
+        if mean.parts in checked:
             return  # the same mean upon the same state was checked before
         place = f"fragment {mean.fragment} round {mean.round}"
-        if not books.is_signed(mean, before):
+        if not any(_names(outcome, mean) for outcome in books.signed_upon(mean.fragment, before)):
             self._broken("signed", f"{place}: applied a mean that nobody has committed")
         history = books.histories[mean.fragment].get(before.digest)
         if history is None:
@@ -182,7 +170,7 @@ class Auditor:
         for part in mean.parts:
             self._check_part(mean, part, counted, place)
         books.reached(self._peer, mean.fragment, History(after, before.digest, counted))
-        books.checked.add((before.digest, content))
+        checked.append(mean.parts)
 
     def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None:
         self._compare(fragment, after, counted, "a commit")
@@ -194,7 +182,7 @@ class Auditor:
     def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None:
         histories = self._books.histories[fragment]
         old, new = histories.get(before.digest), histories.get(after.digest)
-        if old is not None and new is not None and not self._follows(fragment, new, old):
+        if old is not None and new is not None and not comes_of(after, before, histories):
             both = zip(self._counted_in(old), self._counted_in(new), strict=True)
             for block, (mine, theirs) in enumerate(both):
                 if mine > theirs:
@@ -207,14 +195,13 @@ class Auditor:
         """A peer that was told an outcome goes by it, and the state that it takes may come of another: what
         it offered is then in a history that it never reached. Nothing but such offers is written off."""
         offers = self._books.offers[fragment].get(before.version + 1, {})
-        for part in self._books.promised(fragment, before):
-            mine = offers.get((self._peer, part.offer_of(self._peer) or 0.0), [])
-            units = max((offer.units for offer in mine), default=0)
+        promised = self._books.signed_upon(fragment, before)
+        for part in (part for outcome in promised for part in weights_of(outcome)):
+            mine = offers.get((self._peer, part.offer_of(self._peer) or 0.0))
+            units = mine.units if mine is not None else 0
             for block in range(part.start_block, part.stop_block):
                 start, stop = self._counted_in(taken)[block], min(counted[block], units)
-                if start < stop and self._work.count(start, stop) > self._excused(
-                    fragment, block, start, stop
-                ):
+                if start < stop and self._unexcused(fragment, block, start, stop) > 0:
                     self.written_off(fragment, block, start, stop, "counted in a history that was not taken")
 
     def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None:
@@ -227,13 +214,6 @@ class Auditor:
     def _broken(self, law: str, text: str) -> None:
         self._books.broken(self._peer, law, text)
 
-    def _follows(self, fragment: int, later: History, earlier: History) -> bool:
-        """Whether one state came of the other by commits."""
-        histories = self._books.histories[fragment]
-        while later.state.version > earlier.state.version:
-            later = histories[later.parent]
-        return later is earlier
-
     def _counted_in(self, history: History) -> tuple[int, ...]:
         none = (0,) * (len(history.state.sums) // 2)
         return history.counted.get(self._peer, none)
@@ -245,25 +225,24 @@ class Auditor:
             self._broken("agreed state", f"fragment {fragment}: {after} of a state that nobody agreed on")
             return
         for block, (mine, theirs) in enumerate(zip(counted, self._counted_in(history), strict=True)):
-            if mine > theirs:
-                missing = self._work.count(theirs, mine) - self._excused(fragment, block, theirs, mine)
-                if missing > 0:
-                    self._broken("conservation", f"fragment {fragment}: {missing} units lost before {after}")
-                    return
-            elif mine < theirs and self._work.count(mine, theirs) > 0:
-                twice = self._work.count(mine, theirs)
-                self._broken(
-                    "conservation", f"fragment {fragment}: {twice} counted units kept for more after {after}"
-                )
-                return
+            lost = self._unexcused(fragment, block, theirs, mine) if mine > theirs else 0
+            twice = self._work.count(mine, theirs) if mine < theirs else 0
+            if lost > 0:
+                text = f"{lost} units lost before {after}"
+            elif twice > 0:
+                text = f"{twice} counted units kept for more after {after}"
+            else:
+                continue
+            self._broken("conservation", f"fragment {fragment}: {text}")
+            return
 
-    def _excused(self, fragment: int, block: int, start: int, stop: int) -> int:
-        """Units of (start, stop] that were written off."""
-        total, reached = 0, start
+    def _unexcused(self, fragment: int, block: int, start: int, stop: int) -> int:
+        """Units of (start, stop] that were not written off."""
+        total, reached = self._work.count(start, stop), start
         for first, last in sorted(self._books.excused.get((self._peer, fragment, block), [])):
             begin, end = max(first, reached), min(last, stop)
             if begin < end:
-                total += self._work.count(begin, end)
+                total -= self._work.count(begin, end)
                 reached = end
         return total
 
@@ -271,30 +250,24 @@ class Auditor:
         self, mean: AgreedMean, part: PartWeights, counted: dict[str, tuple[int, ...]], place: str
     ) -> None:
         offers = self._books.offers[mean.fragment].get(mean.round, {})
-        names = [(peer, part.offer_of(peer) or 0.0) for peer in sorted(part.weights)]
+        named = {peer: offers.get((peer, part.offer_of(peer) or 0.0)) for peer in sorted(part.weights)}
+        known = {peer: offer for peer, offer in named.items() if offer is not None}
         at = slice(part.start_block * BLOCK_BYTES, part.stop_block * BLOCK_BYTES)
-        choices = [offers.get(name, []) for name in names]
-        if not all(choices):
-            absent = [name[-6:] for (name, _), known in zip(names, choices, strict=True) if not known]
+        if absent := [peer[-6:] for peer in named if peer not in known]:
             self._broken("conservation", f"{place}: counted, but never offered so: {', '.join(absent)}")
-            return
-        for guess in islice(product(*(reversed(known) for known in choices)), MAX_GUESSES):
-            named = zip(names, guess, strict=True)
-            slices = [(part.weights[peer], offer.payload[at]) for (peer, _), offer in named]
-            if mean_of(slices) == mean.mean[at]:
-                self._count(mean.fragment, part, counted, zip(names, guess, strict=True), place)
-                return
-        self._broken("conservation", f"{place}: the mean is not the sum of its contributors' offers")
+        elif mean_of([(part.weights[peer], one.payload[at]) for peer, one in known.items()]) == mean.mean[at]:
+            self._count(part, counted, known, place)
+        else:
+            self._broken("conservation", f"{place}: the mean is not the sum of its contributors' offers")
 
     def _count(
         self,
-        fragment: int,
         part: PartWeights,
         counted: dict[str, tuple[int, ...]],
-        offers: Iterable[tuple[tuple[str, bytes | float], Offered]],
+        offers: Mapping[str, Offered],
         place: str,
     ) -> None:
-        for (peer, _), offer in offers:
+        for peer, offer in offers.items():
             known = list(counted.get(peer, (0,) * len(offer.counted)))
             for block in range(part.start_block, part.stop_block):
                 start, reached = offer.counted[block], known[block]
@@ -306,12 +279,50 @@ class Auditor:
 
 def _names(outcome: Outcome, mean: AgreedMean) -> bool:
     """Whether an outcome is about exactly this mean, piece by piece, with these contributors."""
-    if len(outcome.parts) != len(mean.parts):
-        return False
-    for told, part in zip(outcome.parts, mean.parts, strict=True):
-        piece = mean.mean[part.start_block * BLOCK_BYTES : part.stop_block * BLOCK_BYTES]
-        if digest(piece) != told.digest:
-            return False
-        if {c.peer: c.weight for c in told.contributors} != dict(part.weights):
-            return False
-    return True
+    return len(outcome.parts) == len(mean.parts) and all(
+        digest(mean.mean[part.start_block * BLOCK_BYTES : part.stop_block * BLOCK_BYTES]) == told.digest
+        and {c.peer: c.weight for c in told.contributors} == dict(part.weights)
+        for told, part in zip(outcome.parts, mean.parts, strict=True)
+    )
+
+
+class Forks:
+    """Forks among simulated peers: two histories of one fragment, as they are seen from time to time.
+
+    A fragment is forked while two live peers hold states of which neither came of the other, however many
+    rounds both sides make meanwhile. A peer that only lags is on the way to the others' state: no fork.
+
+    Law: a fork comes only after peers' views could differ, and is gone ``bound_s`` after the last fault, or
+    after it came where that is later. ``seen`` counts forks, ``longest_s`` is the longest so far.
+    """
+
+    def __init__(self, books: Books, bound_s: float) -> None:
+        self._books, self._bound_s = books, bound_s
+        self._since: dict[int, float] = {}
+        """The fragments that are forked, and since when."""
+        self._told: set[int] = set()
+        self.seen, self.longest_s = 0, 0.0
+
+    def look(self, held: Collection[Sequence[AgreedVersion]], wrong_at: float | None) -> None:
+        """``held``: the agreed states of each live peer; ``wrong_at``: when views could last begin to differ,
+        None if they never could."""
+        now = self._books.now()
+        for fragment, histories in enumerate(self._books.histories):
+            states = sorted({agreed[fragment] for agreed in held}, key=lambda state: -state.version)
+            # One history: each of the states that are held came of the next older one.
+            if all(comes_of(newer, older, histories) for newer, older in pairwise(states)):
+                self.longest_s = max(self.longest_s, now - self._since.pop(fragment, now))
+                self._told.discard(fragment)
+                continue
+            self.seen += fragment not in self._since
+            age_s = now - self._since.setdefault(fragment, now)
+            if fragment in self._told or (wrong_at is not None and now < wrong_at + self._bound_s):
+                continue
+            why = "and nothing ever went wrong"
+            if wrong_at is not None:
+                why = f"{age_s:.0f} s after it came and long after it may"
+            if wrong_at is None or age_s >= self._bound_s:
+                self._told.add(fragment)
+                versions = [state.version for state in reversed(states)]
+                text = f"fragment {fragment} has two histories, at versions {versions}, {why}"
+                self._books.broken("", "forks", text)

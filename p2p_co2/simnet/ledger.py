@@ -1,30 +1,107 @@
-"""The tensor side of a simulated peer: ``trainer.fragment_state`` and ``trainer.worker`` in whole numbers.
+"""The tensor side of a simulated peer in whole numbers, so that conservation can be checked exactly.
 
-The same steps in the same order under the same rule (``keep``): an offer is what is not counted yet, a commit
-moves the agreed state and counts this peer's offer part by part, an abort changes nothing, a state that is
-adopted takes the place of the old one. One worker does it all in the order in which it was asked, and takes
-its time. Every step is told to an ``Audit``, which knows what should have come out.
+Each inner step of a peer is one *unit* of work, numbered over all its processes from 1. A unit is worth
+another number in every block of every fragment. The worth of units (a, b] is a difference of two prefix sums
+modulo 2^64: it costs nothing to know, and no two stretches of work look alike. An outer gradient of a block
+is 16 bytes: the worth of the units in it and how many they are. A mean is the sum of both lanes, the second
+one with weights, so that a wrong weight shows too.
+
+``CountingLedger`` takes the steps of ``trainer.fragment_state`` under the rule "keep" with outer_lr 1 and no
+momentum: an offer is what is not counted yet, a commit moves the agreed state and counts this peer's offer
+part by part, an abort changes nothing, a state that is adopted takes the place of the old one. One worker
+does it all in the order in which it was asked, and takes its time. An ``Audit`` is told of every step.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import random
+import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
 from p2p_co2.simnet.virtual_time import ProcessLoop
-from p2p_co2.simnet.work import BLOCK_BYTES, Work, add, mean_of, pack, unpack
 from p2p_co2.system.memory import Buffer
+from p2p_co2.tensors.outer import Merge, StepReport
+from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
+from p2p_co2.trainer.worker import Encoded
 
+BLOCK_BYTES = 16
+WEIGHT_UNIT = 2**32
+"""Weights count in these fractions."""
 TENSOR_BYTES_PER_S = 1e9
 """How fast the worker goes through payloads."""
 WORKER_FLOOR_S = 0.001
+_MASK = (1 << 64) - 1
 _T = TypeVar("_T")
+
+
+@dataclass
+class Work:
+    """All units of one peer. ``units``: done so far, by all its processes; ``lost``: stretches (start, stop]
+    that went down with a process: sorted, apart, none after the last unit."""
+
+    name: str
+    units: int = 0
+    lost: list[tuple[int, int]] = field(default_factory=list)
+    _coefficients: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def lose(self, start: int, stop: int) -> None:
+        """Units (start, stop] went down with the process that did them."""
+        while self.lost and self.lost[-1][1] >= start:
+            start = min(start, self.lost.pop()[0])
+        if stop > start:
+            self.lost.append((start, stop))
+
+    def stretch(self, fragment: int, block: int, start: int, stop: int) -> tuple[int, int]:
+        """Worth and number of the units in (start, stop], without lost ones."""
+        worth = self._until(fragment, block, stop) - self._until(fragment, block, start)
+        for lost_start, lost_stop in self.lost:
+            first, last = max(start, lost_start), min(stop, lost_stop)
+            if first < last:
+                worth -= self._until(fragment, block, last) - self._until(fragment, block, first)
+        return worth & _MASK, self.count(start, stop)
+
+    def count(self, start: int, stop: int) -> int:
+        """How many units (start, stop] holds, without lost ones."""
+        return stop - start - sum(max(0, min(stop, b) - max(start, a)) for a, b in self.lost)
+
+    def _until(self, fragment: int, block: int, unit: int) -> int:
+        known = self._coefficients.get((fragment, block))
+        if known is None:
+            rng = random.Random(f"{self.name}/{fragment}/{block}")
+            known = self._coefficients[fragment, block] = (rng.getrandbits(64), rng.getrandbits(64))
+        return known[0] * unit + known[1] * (unit * (unit + 1) // 2)
+
+
+def pack(lanes: Sequence[int]) -> bytes:
+    """Numbers modulo 2^64 as bytes, eight each."""
+    return struct.pack(f"<{len(lanes)}Q", *lanes)
+
+
+def unpack(data: Buffer) -> list[int]:
+    return list(struct.unpack(f"<{len(data) // 8}Q", data))
+
+
+def add(lanes: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Lane by lane, modulo 2^64."""
+    return [(a + b) & _MASK for a, b in zip(lanes, others, strict=True)]
+
+
+def mean_of(slices: Sequence[tuple[float, Buffer]]) -> bytes:
+    """The "mean" of a part: of (weight, slice) each, lane by lane; see the module."""
+    total: list[int] = []
+    for weight, data in slices:
+        lanes = unpack(data)
+        fixed = int(weight * WEIGHT_UNIT)
+        lanes[1::2] = [fixed * (a + b) for a, b in zip(lanes[0::2], lanes[1::2], strict=True)]
+        total = add(total, lanes) if total else [lane & _MASK for lane in lanes]
+    return pack(total)
 
 
 class Form(NamedTuple):
@@ -47,6 +124,10 @@ class State:
     def of(cls, form: Form, version: int, sums: Sequence[int]) -> State:
         data = _serialised(form, version, sums)
         return cls(version, tuple(sums), form, digest_of_chunks(chunk_digests(data, form.chunk_bytes)))
+
+    @property
+    def agreed(self) -> AgreedVersion:
+        return AgreedVersion(self.version, self.digest)
 
     def serialised(self) -> bytes:
         """What a donor gives."""
@@ -79,25 +160,50 @@ class Offered:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """News for the training thread, as ``trainer.fragment_state.Outcome``."""
+class Saved:
+    """What a checkpoint holds of one fragment."""
 
-    fragment: int
-    version: int
-    stepped: bool = False
-    contributed: bool = False
-    ends_offer: bool = True
+    state: State
+    counted: tuple[int, ...]
 
 
 class Audit(Protocol):
     """Who checks every step; it must not change anything."""
 
-    def offered(self, fragment: int, base: State, merged_version: int, offer: Offered) -> None: ...
+    def offered(self, fragment: int, base: State, met_version: int, offer: Offered) -> None: ...
     def committed(self, mean: AgreedMean, before: State, after: State) -> None: ...
     def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None: ...
     def aborted(self, fragment: int, before: Saved, after: Saved) -> None: ...
     def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None: ...
     def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None: ...
+
+
+class Snapshot(NamedTuple):
+    """Live parameters at a schedule point: the units in them, and the version that they have met."""
+
+    units: int
+    met_version: int
+
+
+class CountingModel:
+    """The live parameters of a simulated peer; what ``trainer.exchanged_model`` is in a real one. A ``Merge``
+    tells them only which version they meet."""
+
+    def __init__(self, work: Work, versions: Sequence[int]) -> None:
+        self._work, self._met = work, list(versions)
+        self.live = self
+
+    def look(self) -> None:
+        """Nobody exchanges its parameters."""
+
+    def take_computing_s(self) -> float:
+        return 0.0
+
+    def snapshot(self, fragment: int) -> Snapshot:
+        return Snapshot(self._work.units, self._met[fragment])
+
+    def merge_(self, fragment: int, merge: Merge) -> None:
+        self._met[fragment] = cast(int, merge.addend)
 
 
 @dataclass
@@ -108,30 +214,26 @@ class _Fragment:
     in_flight: Offered | None = None
     withdrawn: Offered | None = None
     in_doubt: bool = False
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a checkpoint holds of one fragment."""
-
-    state: State
-    counted: tuple[int, ...]
+    told: int = 0
+    """Outcomes so far."""
 
 
 class CountingLedger:
-    """Implements ``node.ledger.Ledger``. ``starts`` by fragment; ``scale``: real bytes for each of ours."""
+    """Implements ``node.ledger.Ledger`` and what the training thread asks of ``trainer.worker``. ``starts``
+    by fragment; ``scale``: real bytes for each of ours."""
+
+    failure: BaseException | None = None
 
     def __init__(
         self, peer: str, starts: Sequence[State], scale: float,
         *, work: Work, audit: Audit, loop: ProcessLoop,
     ) -> None:  # fmt: skip
         self.peer, self.work, self.audit = peer, work, audit
-        self.outcomes: deque[Outcome] = deque()
+        self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self.on_outcome: Callable[[], None] = lambda: None
         self.fragments = [_Fragment(start, [work.units] * (len(start.sums) // 2)) for start in starts]
-        self._told = [0] * len(starts)
         self._scale, self._loop = scale, loop
-        self._free_at = 0.0
+        self._free_at, self._unencoded = 0.0, 0
 
     def restore(self, saved: Sequence[Saved]) -> None:
         """Go on from a checkpoint, before the node runs."""
@@ -143,34 +245,33 @@ class CountingLedger:
         return [Saved(fragment.state, tuple(fragment.counted)) for fragment in self.fragments]
 
     def agreed(self) -> list[AgreedVersion]:
-        return [AgreedVersion(f.state.version, f.state.digest) for f in self.fragments]
+        return [fragment.state.agreed for fragment in self.fragments]
 
     # ---- what the training thread asks
 
+    @property
+    def is_encoding(self) -> bool:
+        return self._unencoded > 0
+
     def submit_offer(
-        self,
-        fragment: int,
-        merged_version: int,
-        outcomes_taken: int,
-        weight: float,
-        offer_id: bytes,
-        done: Callable[[int, Offered, AgreedVersion], None],
-    ) -> None:
-        """Encode what was learned up to now; ``merged_version``: the version that the live parameters have
-        met; ``outcomes_taken`` as ``trainer.worker`` has it."""
-        units = self.work.units
+        self, fragment: int, snapshot: Snapshot, weight: float, outcomes_taken: int, done: Encoded,
+        offer_id: bytes = b"",
+    ) -> None:  # fmt: skip
+        """As ``TensorWorker.submit_offer``."""
+        mine = self.fragments[fragment]
 
         def encode() -> None:
-            mine = self.fragments[fragment]
-            if outcomes_taken != self._told[fragment]:
-                self._tell(Outcome(fragment, mine.state.version))
+            self._unencoded -= 1
+            if outcomes_taken != mine.told:
+                self._tell(fragment)
                 return
-            offer = self._offer(fragment, units, weight, offer_id)
-            self.audit.offered(fragment, mine.state, merged_version, offer)
-            done(fragment, offer, AgreedVersion(mine.state.version, mine.state.digest))
+            offer = self._offer(fragment, snapshot.units, weight, offer_id)
+            self.audit.offered(fragment, mine.state, snapshot.met_version, offer)
+            encoded = EncodedOffer(offer.round, offer.round - 1, offer.payload, 0.0, None)
+            done(fragment, encoded, mine.state.agreed)
 
-        at = self._turn(len(self.fragments[fragment].counted) * BLOCK_BYTES)
-        self._loop.call_at(at, encode)
+        self._unencoded += 1
+        self._loop.call_at(self._turn(len(mine.counted) * BLOCK_BYTES), encode)
 
     def _offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Offered:
         mine = self.fragments[fragment]
@@ -202,15 +303,12 @@ class CountingLedger:
         await self._ask(0, work)
 
     async def doubt(self, fragment: int) -> None:
-        def work() -> None:
-            self.fragments[fragment].in_doubt = True
-
-        await self._ask(0, work)
+        await self._ask(0, lambda: setattr(self.fragments[fragment], "in_doubt", True))
 
     async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
         def work() -> tuple[AgreedVersion, bytes]:
             state = self.fragments[fragment].state
-            return AgreedVersion(state.version, state.digest), state.serialised()
+            return state.agreed, state.serialised()
 
         return await self._ask(self.fragments[fragment].state.form.size_bytes, work)
 
@@ -230,18 +328,17 @@ class CountingLedger:
         mine = self.fragments[mean.fragment]
         before = mine.state
         if (before.version, before.digest) != (mean.round - 1, mean.state_digest):
-            return AgreedVersion(before.version, before.digest)
+            return before.agreed
         after = State.of(before.form, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
         offer = self._count(mean.fragment, mean.round, mean.parts)
-        everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)
-        settles = everywhere and (mine.in_flight is None or mine.in_flight is offer)
-        ended = mine.in_flight is not None
-        mine.state, mine.in_flight, mine.withdrawn = after, None, None
-        mine.in_doubt = mine.in_doubt and not settles
+        blocks = sum(p.stop_block - p.start_block for p in mean.parts if self.peer in p.weights)
+        share = blocks / len(mine.counted) if offer is not None else 0.0
+        if share == 1.0 and (mine.in_flight is None or mine.in_flight is offer):
+            mine.in_doubt = False
+        self._move(mean.fragment, after, StepReport(1.0, 0.0, 0.0, 0.0), share)
         self.audit.counted(mean.fragment, after, mine.counted)
-        self._tell(Outcome(mean.fragment, mean.round, True, everywhere, ended))
-        return AgreedVersion(after.version, after.digest)
+        return after.agreed
 
     def _count(self, fragment: int, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
         """Note what a mean holds of this peer's work; which of its offers that was."""
@@ -260,18 +357,16 @@ class CountingLedger:
     ) -> tuple[Offered | None, bool]:
         """Which of this peer's offers the mean holds, and whether it holds one that it no longer knows."""
         known = [offer for offer in (mine.in_flight, mine.withdrawn) if offer and offer.round == round_]
-        weights = {part.offer_of(self.peer) for part in parts if self.peer in part.weights}
-        if not weights:
-            return None, False
-        offer = next((offer for offer in known if weights == {offer.weight}), None)
-        return offer, offer is None
+        names = {part.offer_of(self.peer) for part in parts if self.peer in part.weights}
+        offer = next((one for one in known if names and names <= {one.weight, one.offer_id}), None)
+        return offer, bool(names) and offer is None
 
     def _abort(self, fragment: int, offer_id: bytes) -> None:
         mine = self.fragments[fragment]
         if mine.in_flight is None or mine.in_flight.offer_id != offer_id:
             return
         mine.in_flight, mine.withdrawn = None, mine.in_flight
-        self._tell(Outcome(fragment, mine.state.version))
+        self._tell(fragment)
 
     def _adopt(
         self,
@@ -282,7 +377,7 @@ class CountingLedger:
         goes_back: bool = False,
     ) -> AgreedVersion:
         mine, before = self.fragments[fragment], self.fragments[fragment].state
-        if agreed == AgreedVersion(before.version, before.digest):
+        if agreed == before.agreed:
             return agreed
         lanes = unpack(bytes(data[: 8 * (1 + len(before.sums))]))
         after = State.of(before.form, lanes[0], lanes[1:])
@@ -293,24 +388,16 @@ class CountingLedger:
         if mine.in_doubt:
             self._write_off(fragment, "may be in another history", [self.work.units])
             mine.in_doubt = False
-        elif after.version > before.version:
-            self._settle_doubts(fragment, parts)
-        else:
+        elif after.version <= before.version:
             mine.in_doubt = (mine.in_flight or mine.withdrawn) is not None
-        ended = mine.in_flight is not None
-        mine.state, mine.in_flight, mine.withdrawn = after, None, None
-        self.audit.adopted(fragment, before, after, mine.counted)
-        self._tell(Outcome(fragment, after.version, ends_offer=ended))
-        return AgreedVersion(after.version, after.digest)
-
-    def _settle_doubts(self, fragment: int, parts: Sequence[PartWeights] | None) -> None:
-        """What the last offers came to if a newer state is taken over; as ``FragmentState.adopt``."""
-        mine, why = self.fragments[fragment], "may be in a state that was adopted"
-        if parts is not None:
-            self._count(fragment, mine.state.version + 1, parts)
+        elif parts is not None:
+            self._count(fragment, before.version + 1, parts)
         else:
             offers = [offer.units for offer in (mine.in_flight, mine.withdrawn) if offer is not None]
-            self._write_off(fragment, why, offers)
+            self._write_off(fragment, "may be in a state that was adopted", offers)
+        self._move(fragment, after)
+        self.audit.adopted(fragment, before, after, mine.counted)
+        return after.agreed
 
     def _write_off(self, fragment: int, why: str, until: Sequence[int]) -> None:
         """Work up to these units that is not counted yet comes to nothing."""
@@ -320,9 +407,20 @@ class CountingLedger:
                 self.audit.written_off(fragment, block, counted, until_unit, why)
                 mine.counted[block] = until_unit
 
-    def _tell(self, outcome: Outcome) -> None:
-        self._told[outcome.fragment] += 1
-        self.outcomes.append(outcome)
+    def _move(
+        self, fragment: int, after: State, report: StepReport | None = None, share: float = 0.0
+    ) -> None:
+        """Another state is the agreed one: offers have ended, and live parameters are to meet it."""
+        mine = self.fragments[fragment]
+        ended = mine.in_flight is not None
+        mine.state, mine.in_flight, mine.withdrawn = after, None, None
+        merge = Merge(1.0, cast(Any, after.version))
+        self._tell(fragment, merge=merge, report=report, share=share, ends_offer=ended)
+
+    def _tell(self, fragment: int, merge: Merge | None = None, **more: Any) -> None:
+        mine = self.fragments[fragment]
+        mine.told += 1
+        self.outcomes.put(Outcome(fragment, mine.state.version, merge, **more))
         self.on_outcome()
 
     # ---- the worker

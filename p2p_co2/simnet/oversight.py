@@ -1,241 +1,326 @@
-"""Looks at one simulated process as each of its turns ends: what it holds, its open offers, its timers.
+"""Has the laws of a simulated swarm looked at wherever they may be broken, and keeps its figures.
 
-Whatever a process does happens in a turn: a message, a timer, an answer, a step of its training. So a bound
-that is broken for a moment is seen, though it is kept again before the process's next turn. (What grows and
-falls within one turn is not.) A process that takes no turns any more is found by an alarm, set for the moment
-at which a timer or an offer will have waited too long, and set anew when that moment comes for nothing.
+What peers do to what is agreed is checked by the ledgers' audits (``laws``). What a process holds
+is looked at as each of its turns ends: whatever it does happens in a turn, so a bound that is broken for a
+moment is seen. What lasts too long (a timer, an offer, the end of a process, a fork) is looked for every
+``LOOK_EVERY_S``, since a process that stands still takes no turn.
 
-Laws: no timer is due for longer than ``OVERDUE_S`` while its process could run; an open offer has a timer
-and ends within the bound of the run; whoever has trained to the end goes within the time that it told; what
-is held stays within the bound that it names. Nothing here changes what the process does.
+Laws: no timer is due at two looks in a row while its process could run; an open offer has a timer and ends
+within the bound of the run; whoever has trained to the end goes within the time that it told; what is held
+stays within the bound that it names; who was there at the end finished, with one state. Nothing here changes
+what a process does.
 
-Price: a few percent of a simulation. What a machine of the rounds or a link's queue holds is
-looked at only after turns in which it counted something, and what grows without being counted as the alarm
-comes.
+Price: a few percent of a simulation. What a machine or a link's queue holds is looked at only after turns in
+which it counted something.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
+from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
+from p2p_co2.node.progress import LACKS
+from p2p_co2.protocol.rounds.bounds import READY_CAP_S
 from p2p_co2.protocol.schedule import LOADS_CAP_S, LOADS_QUIET_S
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.simnet.laws import Books, Forks, Violation, comes_of
+from p2p_co2.simnet.process import THE_RUN_IS_OVER, Process, Volunteer
+from p2p_co2.simnet.scene import Scene
+from p2p_co2.telemetry import events as ev
 
-if TYPE_CHECKING:
-    from p2p_co2.simnet.inspection import Inspector
-    from p2p_co2.simnet.process import Process
-
-OVERDUE_S = 1.5
-"""A timer that is later than this is one that nobody heeds (a process looks at its timers at least every
-second)."""
+LOOK_EVERY_S, LOOKS_IN_A_ROUND = 1.5, 20.0
+"""A process looks at its timers at least every second. In rounds of minutes looks are rarer."""
 HANG_UP_S = 60.0
 """So much later than a peer told that it would be gone it may still be there: to say goodbye."""
 LEFT_OFF_S = LOADS_QUIET_S + HANG_UP_S
 """And so long after it was needed last: it got, or gave, a chunk of a state, or a last round was made."""
-JUST_S = 1e-6
-"""What floats of seconds since 1970 cannot tell."""
+ROUNDS_OF_AN_OFFER = 3.0
+"""An offer may be late for a round, be in one, and wait for its means: each as long as one may last."""
+HEAL_ROUNDS, HEAL_AFTER_S = 3.0, 40.0
+"""A fork is gone this many rounds, these seconds for views to become one, and the time in which the states
+are loaded, after the last fault is over."""
+
+
+@dataclass
+class Result:
+    """What came of a simulation. ``digest``: sha256 of all events. ``virtual_s``: how long it was;
+    ``turns``: callbacks it took; ``counts`` of events and ``faults`` that came to pass, by kind; ``held``, by
+    the name of its bound: the most that a peer held, and the bound then. ``digests``: the agreed states of
+    the peers that finished, hex, by peer. ``left_behind``: peers that came when the others had finished, or
+    were still joining when the last of them went; ``lacking``: peers that said that they leave without what
+    others hold, or that nobody could give it to them. ``ended_early``: somebody stopped it, and how it would
+    have ended was not judged."""
+
+    digest: str = ""
+    virtual_s: float = 0.0
+    turns: int = 0
+    violations: list[Violation] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    written_off: dict[str, int] = field(default_factory=dict)
+    units: int = 0
+    recoveries_s: list[float] = field(default_factory=list)
+    first_contributions_s: list[float] = field(default_factory=list)
+    forks: int = 0
+    longest_fork_s: float = 0.0
+    longest_offer_s: float = 0.0
+    held: dict[str, tuple[int, int]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    left_behind: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
+    ended_early: bool = False
 
 
 class Oversight:
-    """Of a process that has its node. ``offer_bound_s``: how long an offer may be open."""
+    """Of a ``process`` that has its ``node``. ``offer_bound_s``: how long an offer may be open."""
 
-    def __init__(self, process: Process, node: Node, inspector: Inspector, offer_bound_s: float) -> None:
-        self._process, self._node, self._inspector = process, node, inspector
-        self._offer_bound_s = offer_bound_s
-        self._world = process.swarm.world
-        self._rounds, self._membership, self._catchup = node.rounds, node.membership, node.catchup
-        self._is_over = False
-        self._revision = self._fetched = self._waited = -1
-        """What the rounds machine, catching up and the links had counted when they were looked at last."""
-        self._agreed: list[object] = []
-        self._offered_at: list[float | None] = []
-        self._offers: dict[tuple[int, float], float] = {}
-        """Open offers, by fragment and their own time: since when, in virtual seconds."""
-        self._offers_due_at = math.inf
-        self._called_offers_late: set[tuple[int, float]] = set()
-        self._held: list[dict[str, tuple[int, int]]] = [{}, {}, {}, {}, {}]
-        """As it was weighed last: of the rounds, of catching up, the links, the membership, what others said
-        last."""
-        self._over: dict[str, int] = {}
-        """By the name of its bound, what was held beyond it."""
-        self._timers_at = [math.inf, math.inf]
-        """Of the rounds and of catching up, as they were looked at last."""
-        self._others_at = math.inf
-        self._heard = -1
-        self._next_at, self._since = math.inf, 0.0
-        """The nearest timer, by the node's clock, and since when it is that."""
-        self._alarm_at = self._covered_until = math.inf
-        """When the alarm comes (virtual seconds), and the timers for which that is early enough."""
+    def __init__(
+        self, process: Process, node: Node, books: Books, result: Result, offer_bound_s: float
+    ) -> None:
+        self._process, self.node, self._books = process, node, books
+        self._result, self._offer_bound_s = result, offer_bound_s
+        self._counted: list[int] = []
+        """What the machines and the links had counted when they were looked at last."""
+        self._due: dict[str, float] = {}
+        """The timers that were due at the last look."""
+        self._goes_by: tuple[float, float, float] | None = None
+        """Since when it has trained to the end, within what time it goes, and when to look at that."""
+        self._told: set[object] = set()
         process.loop.after_turn = self.turned
-
-    def end(self) -> None:
-        """The process is over."""
-        self._is_over = True
-        self._process.loop.after_turn = None
-        for since in self._offers.values():
-            self._inspector.offer_ended(self._world.now - since)
-
-    # ---- after each turn
 
     def turned(self) -> None:
         """A turn has ended."""
-        membership, links = self._membership, self._process.links
-        if self._rounds.revision != self._revision:
-            self._revision = self._rounds.revision
-            self._look_at_rounds()
-        if self._catchup.revision != self._fetched:
-            self._fetched = self._catchup.revision
-            self._weigh(1, self._catchup.held())
-            self._note_timer(1, self._catchup.get_timer())
-        if links is not None and links.waited != self._waited:
-            self._waited = links.waited
-            self._weigh(2, links.held())
-        if membership.revision != self._heard:
-            self._heard = membership.revision
-            self._weigh(3, membership.held())
-        beat_at = membership.get_timer()
-        at = self._others_at if beat_at is None or beat_at > self._others_at else beat_at
-        if at != self._next_at:
-            self._next_at, self._since = at, self._world.now
-            if at < self._covered_until:
-                self._set_alarm()
+        node, links = self.node, self._process.links
+        counted = [
+            node.rounds.revision, node.catchup.revision, node.membership.revision,
+            links.waited if links is not None else 0,
+        ]  # fmt: skip
+        if counted != self._counted:
+            before, self._counted = self._counted or [-1] * len(counted), counted
+            machines = (node.rounds, node.catchup, node.membership, links)
+            for was, now, machine in zip(before, counted, machines, strict=True):
+                if was != now and machine is not None:
+                    self._weigh(machine.held())
 
-    def _look_at_rounds(self) -> None:
-        offered_at = self._rounds.offered_at()
-        if offered_at != self._offered_at:
-            self._offered_at = offered_at
-            self._look_at_offers()
-        self._weigh(0, self._rounds.held())
-        self._note_timer(0, self._rounds.get_timer())
-        if self._node.agreed != self._agreed:
-            self._agreed = list(self._node.agreed)
-            self._inspector.forks.holds(self._process.peer, self._node.agreed)
-
-    def _weigh_all(self) -> None:
-        links = self._process.links
-        self._weigh(0, self._rounds.held())
-        self._weigh(1, self._catchup.held())
-        if links is not None:
-            self._weigh(2, links.held())
-        self._weigh(3, self._membership.held())
-
-    def _weigh(self, place: int, held: dict[str, tuple[int, int]]) -> None:
-        if held == self._held[place]:
-            return
-        self._held[place], most = held, self._inspector.held
+    def _weigh(self, held: Mapping[str, tuple[int, int]]) -> None:
+        most = self._result.held
         for name, now in held.items():
             if name not in most or now[0] > most[name][0]:
                 most[name] = now
-            if now[0] > now[1] and now[0] > self._over.get(name, 0):
-                self._over[name] = now[0]
-                self._broken("memory", f"{name}: holds {now[0]}, the bound is {now[1]}")
+            if now[0] > now[1]:
+                self._broken_once((name, now[0]), f"{name}: holds {now[0]}, the bound is {now[1]}", "memory")
 
-    def _look_at_offers(self) -> None:
-        now, before = self._world.now, self._offers
-        self._offers = {}
-        for offer in self._rounds.open_offers():
-            place = offer.fragment, offer.offered_at
-            self._offers[place] = before.pop(place, now)
+    # ---- every so often
+
+    def look(self) -> None:
+        """See what waits for too long, and what grew without being counted."""
+        node, now = self.node, self.node.now()
+        self._weigh(node.membership.held())
+        is_awake = self._books.now() > self._process.stalled_until + LOOK_EVERY_S
+        due = {name: at for name, at in node.timers().items() if at is not None and at <= now}
+        for name, at in due.items():
+            if is_awake and self._due.get(name) == at:
+                self._broken_once((name, at), f"the timer of {name} is {now - at:.1f} s overdue")
+        self._due = due
+        for offer in node.rounds.open_offers():
+            age_s, place = now - offer.offered_at, (offer.fragment, offer.offered_at)
+            self._result.longest_offer_s = max(self._result.longest_offer_s, age_s)
             if offer.timer_at == math.inf:
-                self._call_late(place, "an open offer has no timer")
-        for since in before.values():
-            self._inspector.offer_ended(now - since)
-        due_at = min(self._offers.values(), default=math.inf) + self._offer_bound_s
-        if due_at != self._offers_due_at:
-            self._offers_due_at = due_at
-            self._set_alarm()
+                self._broken_once(place, "an open offer has no timer")
+            elif age_s > self._offer_bound_s + self._slept_s(self._books.now() - age_s):
+                self._broken_once(place, f"an offer is open for {age_s:.0f} s")
+        if self._goes_by is not None:
+            self._look_at_end(*self._goes_by)
 
-    def _nearest_timer(self) -> float:
-        self._note_timer(0, self._rounds.get_timer())
-        self._note_timer(1, self._catchup.get_timer())
-        beat_at = self._membership.get_timer()
-        return self._others_at if beat_at is None else min(beat_at, self._others_at)
+    def goes_within(self, told_s: float) -> None:
+        """Training has ended, and the process said how long it may take to go."""
+        self._goes_by = self._books.now(), told_s, 0.0
 
-    def _note_timer(self, place: int, at: float | None) -> None:
-        self._timers_at[place] = math.inf if at is None else at
-        self._others_at = min(self._timers_at)
-
-    # ---- the alarm
-
-    def _set_alarm(self) -> None:
-        """Have it come when the first of what is waited for will have waited too long."""
-        at = max(self._world.now, min(self._timers_due_at(), self._offers_due_at + self._slept_s()))
-        if at < self._alarm_at:
-            self._alarm_at = at
-            self._covered_until = self._by_node_clock(at - OVERDUE_S)
-            if at < math.inf:
-                self._world.call_at(at, self._alarm, at)
-
-    def _alarm(self, at: float) -> None:
-        if self._is_over or at != self._alarm_at:
+    def _look_at_end(self, since: float, told_s: float, looks_at: float) -> None:
+        now, progress = self._books.now(), self.node.progress
+        rate = 1.0 + self._process.volunteer.drift
+        due_at = since + told_s / rate + self._slept_s(since) + HANG_UP_S
+        if now < max(due_at, looks_at):
             return
-        now, self._alarm_at, self._covered_until = self._world.now, math.inf, math.inf
-        nearest = self._nearest_timer()
-        if nearest != self._next_at:
-            self._next_at, self._since = nearest, now
-        self._weigh_all()
-        if now > self._timers_due_at() - JUST_S:
-            self._tell_of_timers()
-            self._since = now
-        for place, since in self._offers.items():
-            if now > since + self._offer_bound_s + self._slept_s(since) - JUST_S:
-                self._call_late(place, f"an offer is open for {now - since:.0f} s")
-        late = [since for place, since in self._offers.items() if place not in self._called_offers_late]
-        self._offers_due_at = min(late, default=math.inf) + self._offer_bound_s
-        self._set_alarm()
+        is_needed = progress.is_needed(LEFT_OFF_S) or progress.is_needed(LOADS_QUIET_S, settled=True)
+        if now < due_at + LOADS_CAP_S and is_needed:
+            self._goes_by = since, told_s, now + LEFT_OFF_S
+            return
+        text = f"is there {now - since:.0f} s after its training, for {told_s:.0f} s told"
+        self._broken_once("end", text)
 
-    def _tell_of_timers(self) -> None:
-        now = self._node.now()
-        for name, at in self._node.timers().items():
-            if at is not None and at <= self._next_at + JUST_S:
-                self._broken("deadlines", f"the timer of {name} is {now - at:.1f} s overdue")
-
-    def _timers_due_at(self) -> float:
-        """When the nearest timer will have been due for too long; one that is set in the past is due from
-        the turn that set it, and nobody's timers are due while it stands still."""
-        if self._next_at == math.inf:
-            return math.inf
-        due_at = self._world.now + (self._next_at - self._node.now()) / self._rate
-        return max(due_at, self._since, self._process.stalled_until) + OVERDUE_S
-
-    @property
-    def _rate(self) -> float:
-        return 1.0 + self._process.volunteer.drift
-
-    def _by_node_clock(self, at: float) -> float:
-        return self._node.now() + (at - self._world.now) * self._rate
-
-    def _slept_s(self, since: float | None = None) -> float:
-        """How long the process stood still after ``since``, or since its oldest offer came."""
-        since = min(self._offers.values(), default=0.0) if since is None else since
+    def _slept_s(self, since: float) -> float:
+        """How long the process stood still after ``since``."""
         return sum(max(0.0, until - max(since, at)) for at, until in self._process.stalls)
+
+    def _broken_once(self, place: object, text: str, law: str = "deadlines") -> None:
+        if place not in self._told:
+            self._told.add(place)
+            self._books.broken(self._process.peer, law, text)
+
+
+class Excuse(Enum):
+    """Why a peer need not end as the others do. It came when the others had finished, or met none of them;
+    it said as it left that it goes without what others hold; nobody could give it the agreed state."""
+
+    LEFT_BEHIND = 1
+    LACKING = 2
+    NOT_GIVEN = 3
+
+
+class Inspector:
+    """Of a whole swarm; implements ``process.Watch``. ``processes``: those that run, by their volunteers'
+    index. ``offer_bound_s``: how long an offer may be open; ``heal_s``: how long a fork may be."""
+
+    def __init__(
+        self, scene: Scene, volunteers: Sequence[Volunteer], processes: Mapping[int, Process],
+        on_end: Callable[[Process, BaseException | None], None],
+    ) -> None:  # fmt: skip
+        self._scene, self._volunteers, self._processes, self._on_end = scene, volunteers, processes, on_end
+        settings, clock = scene.settings, scene.settings.run.clock
+        rounds_s = ROUNDS_OF_AN_OFFER * scene.shape.round_cap_s
+        self.offer_bound_s = settings.offers_within_s or READY_CAP_S + rounds_s
+        lines = {volunteer.profile for volunteer in volunteers}
+        loads_s = {line: scene.loading_s(line, lines) for line in lines if len(volunteers) > 1}
+        self._slow = {line for line in loads_s if loads_s[line] > LOADS_CAP_S}
+        """Lines over which a state takes longer than others stay for it at the end."""
+        self.heal_s = HEAL_ROUNDS * clock.round_s + HEAL_AFTER_S + max(loads_s.values(), default=0.0)
+        self._forks = Forks(scene.books, self.heal_s)
+        self._result = Result()
+        self.excused: defaultdict[Excuse, set[PeerId]] = defaultdict(set)
+        """Peers, by what their last process said or found."""
+        self._first_end_at = math.inf
+        """When somebody first ended as the run was over."""
+        self.ends: dict[PeerId, Sequence[AgreedVersion]] = {}
+        """With what each peer ended as the run was over."""
+        self._oversights: dict[Process, Oversight] = {}
+        self._look()
+
+    def _look(self) -> None:
+        for oversight in self._oversights.values():
+            oversight.look()
+        held = [oversight.node.agreed for oversight in self._oversights.values()]
+        self._forks.look(held, self.went_wrong_at())
+        every_s = max(LOOK_EVERY_S, self._scene.settings.run.clock.round_s / LOOKS_IN_A_ROUND)
+        self._scene.world.call_at(self._scene.world.now + every_s, self._look)
+
+    def went_wrong_at(self) -> float | None:
+        """When peers could last come to see different swarms: now, while anything is wrong; None if never."""
+        internet, now = self._scene.internet, self._scene.world.now
+        stalled = (process.stalled_until > now for process in self._processes.values())
+        is_wrong = not internet.is_whole or internet.is_noisy or any(stalled)
+        return now if is_wrong else self._scene.books.views_differed_at
+
+    # ---- a process
+
+    def starts(self, peer: PeerId) -> None:
+        """A process begins: what its last one said is over."""
+        for peers in self.excused.values():
+            peers.discard(peer)
+
+    def saw_node(self, process: Process, node: Node) -> None:
+        self._oversights[process] = Oversight(
+            process, node, self._scene.books, self._result, self.offer_bound_s
+        )
+
+    def saw_arrival(self, process: Process, is_there: bool) -> None:
+        if self._came_after_the_end(process):
+            self.excused[Excuse.LEFT_BEHIND].add(process.peer)
+        elif not is_there and process.node is not None and process.node.progress.met:
+            self.excused[Excuse.NOT_GIVEN].add(process.peer)
+
+    def _came_after_the_end(self, process: Process) -> bool:
+        """Whether a peer that joins (or gave it up) could not have met the run any more: it began when some
+        had finished, all who are there came after that, and it is with them or has heard nobody."""
+        if process.started_at < self._first_end_at:
+            return False
+        others = [other for other in self._processes.values() if other is not process]
+        inside = {other.peer for other in others if other.trained_at is not None}
+        progress = process.node.progress if process.node is not None else None
+        is_alone = progress is None or progress.left_behind or not progress.met
+        return inside <= self.excused[Excuse.LEFT_BEHIND] and (bool(inside) or is_alone)
+
+    def hear(self, process: Process, event: ev.Event) -> None:
+        peer = process.peer
+        if isinstance(event, ev.FragmentApplied):
+            if event.contributed and process.contributed_at is None:
+                process.contributed_at = self._scene.world.now
+        elif isinstance(event, ev.RoundBegan):
+            if len(event.group) == 1:  # others may make that round, too
+                self._scene.books.views_differ()
+        elif isinstance(event, ev.Warned) and event.text.startswith(LACKS):
+            self.excused[Excuse.LACKING].add(peer)
+        elif isinstance(event, ev.TrainingEnded) and process in self._oversights:
+            self._oversights[process].goes_within(event.offers_within_s + event.settles_within_s)
+        elif isinstance(event, ev.PeerFinished) and event.reason == THE_RUN_IS_OVER:
+            self._first_end_at = min(self._first_end_at, self._scene.world.now)
+            self.ends[peer] = process.ledger.agreed()
+        self._scene.log.write(event)
+
+    def ended(self, process: Process, error: BaseException | None) -> None:
+        result = self._result
+        if self._oversights.pop(process, None) is not None:
+            process.loop.after_turn = None
+        if process.volunteer.processes > 1 and process.trained_at is not None:
+            result.recoveries_s.append(process.trained_at - process.started_at)
+            if process.contributed_at is not None:
+                result.first_contributions_s.append(process.contributed_at - process.started_at)
+        self._on_end(process, error)
 
     # ---- the end
 
-    def goes_within(self, told_s: float, since: float) -> None:
-        """Training ended at ``since``, and the process said how long it may take to go."""
-        if self._is_over:
-            return
-        due_at = since + told_s / self._rate + self._slept_s(since) + HANG_UP_S
-        if self._world.now < due_at:
-            self._world.call_at(due_at, self.goes_within, told_s, since)
-            return
-        progress = self._node.progress
-        is_needed = progress.is_needed(LEFT_OFF_S) or progress.is_needed(LOADS_QUIET_S, settled=True)
-        if self._world.now < due_at + LOADS_CAP_S and is_needed:
-            self._world.call_at(self._world.now + LEFT_OFF_S, self.goes_within, told_s, since)
-            return
-        age_s = self._world.now - since
-        self._broken("deadlines", f"is there {age_s:.0f} s after its training, for {told_s:.0f} s told")
+    def result(self, faults: Mapping[str, int], ended_early: bool) -> Result:
+        """What came of it, once nobody runs any more."""
+        result, books, log = self._result, self._scene.books, self._scene.log
+        self._forks.look((), None)
+        if not ended_early:
+            self.judge_end()
+        result.digest, result.counts = log.digest(), dict(sorted(log.counts.items()))
+        result.virtual_s, result.turns = self._scene.world.now, self._scene.world.turns
+        result.violations, result.written_off = books.violations, dict(sorted(books.written_off.items()))
+        result.digests = {str(peer): _digest(agreed) for peer, agreed in self.ends.items()}
+        result.units = sum(volunteer.work.units for volunteer in self._volunteers)
+        result.forks, result.longest_fork_s = self._forks.seen, self._forks.longest_s
+        result.held, result.faults = dict(sorted(result.held.items())), dict(sorted(faults.items()))
+        result.left_behind = self._names_of(self.excused[Excuse.LEFT_BEHIND])
+        result.lacking = self._names_of(self.excused[Excuse.LACKING] | self.excused[Excuse.NOT_GIVEN])
+        result.ended_early = ended_early
+        return result
 
-    # ---- what is wrong
+    def _names_of(self, peers: set[PeerId]) -> list[str]:
+        return [v.name for v in self._volunteers if v.identity.peer_id in peers]
 
-    def _call_late(self, place: tuple[int, float], text: str) -> None:
-        """Once for each offer."""
-        if place not in self._called_offers_late:
-            self._called_offers_late.add(place)
-            self._broken("deadlines", text)
+    def judge_end(self) -> None:
+        """Everybody who was there at the end has ended well, and holds the same; but for those whose line is
+        too slow to bring a state in time, and who say that they lack one or were given none."""
+        books, ends = self._scene.books, self.ends
+        slow = {v.identity.peer_id for v in self._volunteers if v.profile in self._slow}
+        there = {v.identity.peer_id for v in self._volunteers} - self.excused[Excuse.LEFT_BEHIND]
+        if absent := self._names_of(there - ends.keys() - (self.excused[Excuse.NOT_GIVEN] & slow)):
+            books.broken("", "end", f"did not finish: {', '.join(absent[:8])} ({len(absent)} in all)")
+        excused = self.excused[Excuse.LACKING] & slow
+        ended = {peer: ends[peer] for peer in sorted(there & ends.keys())}
+        whole = [agreed for peer, agreed in ended.items() if peer not in excused]
+        if (states := len(set(map(_digest, whole)))) > 1:
+            books.broken("", "end", f"{states} different states at the end")
+        wrong_at = self.went_wrong_at()
+        if wrong_at is not None and self._scene.world.now <= wrong_at + self.heal_s:
+            return  # forks have their time
+        # What is lacked can only be later rounds of the history that the others ended with; where all say
+        # that they lack something, of what any of them has.
+        of_all = zip(*(whole or ended.values()), strict=True)
+        furthest = [max(of_one, key=lambda agreed: agreed.version) for of_one in of_all]
+        for peer in sorted(excused & ended.keys()):
+            for fragment, (mine, its) in enumerate(zip(ended[peer], furthest, strict=True)):
+                if not comes_of(its, mine, books.histories[fragment]):
+                    text = f"left with another state of fragment {fragment}, and says that it lacks one"
+                    books.broken(peer, "end", text)
 
-    def _broken(self, law: str, text: str) -> None:
-        self._process.swarm.books.broken(self._process.peer, law, text)
+
+def _digest(agreed: Sequence[AgreedVersion]) -> str:
+    return b"".join(one.digest for one in agreed).hex()

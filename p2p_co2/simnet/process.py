@@ -8,37 +8,36 @@ the next one is here; what survives it (identity, line, disk, work done) is its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.node import Node
-from p2p_co2.node.progress import LACKS
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.internet import Endpoint
 from p2p_co2.simnet.laws import Auditor
-from p2p_co2.simnet.ledger import CountingLedger, Saved
+from p2p_co2.simnet.ledger import Saved, Work
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.rendezvous import Doorway
-from p2p_co2.simnet.training import Pace, Progressed, Training
-from p2p_co2.simnet.virtual_time import VirtualTime
-from p2p_co2.simnet.work import Work
+from p2p_co2.simnet.scene import Scene
+from p2p_co2.simnet.training import Pace, Training
+from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of
 from p2p_co2.telemetry import events as ev
-
-if TYPE_CHECKING:
-    from p2p_co2.simnet.swarm import Swarm
+from p2p_co2.trainer.network_thread import NodeView
+from p2p_co2.trainer.synchroniser import Progressed
 
 EPOCH_S = 1.6e9
 """Unix time at which every simulation begins."""
 JOIN_AGAIN_S = 5.0
 """Between two attempts to reach a seed."""
-MEETS_WITHIN_S = 30.0
-"""Two peers hear each other this long after the later one has begun, over any line: one that makes a round
-alone before that may be ahead of others who begin beside it."""
+REPORTS_IN_A_QUIET_BEAT = 2.0
+"""A real peer writes its progress down every second; a day of a thousand would be 88 million lines, so in
+rounds of minutes it is so often in one of their slow heartbeats."""
+THE_RUN_IS_OVER = "the run is over"
 
 
 @dataclass(frozen=True)
@@ -73,34 +72,48 @@ class Volunteer:
         return Clock(lambda: world.now * rate, lambda: start + world.now * rate)
 
 
-class Process:
-    """Made by ``Swarm.start``. ``on_end`` is called once, with how it ended."""
+class Watch(Protocol):
+    """Who is told what a process comes to. ``ended``: last of all and once, with an error that is ours."""
 
-    def __init__(self, swarm: Swarm, volunteer: Volunteer) -> None:
-        self.swarm, self.volunteer = swarm, volunteer
+    def saw_node(self, process: Process, node: Node) -> None: ...
+    def saw_arrival(self, process: Process, is_there: bool) -> None: ...
+    def hear(self, process: Process, event: ev.Event) -> None: ...
+    def ended(self, process: Process, error: BaseException | None) -> None: ...
+
+
+class Process:
+    """Of a ``volunteer``, in a ``scene``."""
+
+    def __init__(self, scene: Scene, volunteer: Volunteer, watch: Watch) -> None:
+        self._scene, self.volunteer, self._watch = scene, volunteer, watch
         volunteer.processes += 1
-        self.loop = swarm.world.loop(1.0 + volunteer.drift)
-        self.peer = volunteer.identity.peer_id
-        self.endpoint = Endpoint(self.peer, volunteer.profile, self.loop)
-        self.started_at = swarm.world.now
+        loop = loop_of(scene.world, 1.0 + volunteer.drift)
+        self.endpoint = Endpoint(volunteer.identity.peer_id, volunteer.profile, loop)
+        self.started_at = scene.world.now
         self.stalls: list[tuple[float, float]] = []
         """From when until when it stood still, or will stand."""
         self.trained_at: float | None = None
+        """Since when it trains, in virtual seconds."""
         self.contributed_at: float | None = None
-        self.finished = False
         self.node: Node | None = None
         self.training: Training | None = None
         self.links: VirtualLinks | None = None
-        self._clock = volunteer.clock(swarm.world)
-        self._is_cut = False
-        self._node_task: asyncio.Task[None] | None = None
-        self.ledger = self._new_ledger()
-        self.task = self.loop.create_task(self._live())
-        self.task.add_done_callback(self._ended)
+        self.alive = True
+        self._reported_at = 0.0
+        self.ledger = scene.make_ledger(
+            self.peer, scene.starts, scene.internet.scale,
+            work=volunteer.work, audit=Auditor(scene.books, self.peer), loop=self.loop,
+        )  # fmt: skip
+        self._tasks = [self.loop.create_task(self._live())]
+        self._tasks[0].add_done_callback(self._ended)
 
     @property
-    def alive(self) -> bool:
-        return not self._is_cut
+    def peer(self) -> PeerId:
+        return self.endpoint.peer
+
+    @property
+    def loop(self) -> ProcessLoop:
+        return self.endpoint.loop
 
     @property
     def stalled_until(self) -> float:
@@ -110,55 +123,49 @@ class Process:
     def is_leaving(self) -> bool:
         return self.training is not None and self.training.asked_to_leave
 
-    def _new_ledger(self) -> CountingLedger:
-        swarm = self.swarm
-        return swarm.make_ledger(
-            self.peer, swarm.starts, swarm.internet.scale,
-            work=self.volunteer.work, audit=Auditor(swarm.books, self.peer), loop=self.loop,
-        )  # fmt: skip
-
     # ---- its life
 
     async def _live(self) -> None:
-        swarm, volunteer = self.swarm, self.volunteer
-        swarm.internet.endpoints[self.peer] = self.endpoint
+        scene, volunteer, settings = self._scene, self.volunteer, self._scene.settings
+        scene.internet.endpoints[self.peer] = self.endpoint
         saved, start = volunteer.disk, Progressed()
         if saved is not None:
             self.ledger.restore(saved.fragments)
             start = saved.progressed
+        config = PeerConfig(name=volunteer.name)
         doorway = Doorway(
-            volunteer.identity, PeerConfig(name=volunteer.name), swarm.run_config, swarm.software,
-            self.endpoint, swarm.rendezvous,
+            volunteer.identity, config, settings.run, scene.software, self.endpoint, scene.rendezvous
+        )
+        self._say(
+            ev.PeerStarted, name=volunteer.name, pid=1000 * volunteer.processes + volunteer.index,
+            software=scene.software, device="simulated", parameters=settings.parameters,
+            fragments=len(settings.blocks), run=settings.run.digest().hex(),
         )  # fmt: skip
-        self._say_started()
         await self._join(doorway)
-        node = self.node = swarm.make_node(
-            Environment.of(doorway, self._clock, self._make_links, swarm.open_message),
-            swarm.shape, swarm.state_bytes, self.ledger, self.ledger.agreed(), self.report,
+        node = self.node = scene.make_node(
+            Environment.of(doorway, volunteer.clock(scene.world), self._make_links, scene.open_message),
+            scene.shape, scene.state_bytes, self.ledger, self.ledger.agreed(), self._report,
         )  # fmt: skip
-        swarm.inspector.saw_node(self, node)
-        self._node_task = self.loop.create_task(node.run())
-        self._node_task.add_done_callback(self._node_ended)
-        training = self.training = Training(
-            swarm.run_config, node, self.ledger, volunteer.pace, start,
-            min_peers=swarm.min_peers, rng=swarm.rng, traffic=self._traffic,
-        )  # fmt: skip
-        if not await training.catch_up():
-            if swarm.came_after_the_end(self):
-                swarm.left_behind.add(volunteer.name)
-            elif node.progress.met:
-                swarm.inspector.not_given.add(self.peer)
-            self.say(ev.Warned, text="no peer could give this one the agreed state; try again later")
+        self._watch.saw_node(self, node)
+        node_task = self.loop.create_task(node.run())
+        node_task.add_done_callback(self._node_ended)
+        self._tasks.append(node_task)
+        view = NodeView(node, self.loop, self._report_training, lambda: None)
+        training = Training(settings.run, view, self.ledger, volunteer.pace, scene.rng)
+        self.training = training
+        is_there = await training.arrive(start, settings.min_peers)
+        self._watch.saw_arrival(self, is_there)
+        if not is_there:
+            self._say(ev.Warned, text="no peer could give this one the agreed state; try again later")
             await self._leave("could not catch up")
             return
-        if swarm.came_after_the_end(self):
-            swarm.left_behind.add(volunteer.name)
-        self.trained_at = swarm.world.now
+        self.trained_at = scene.world.now
         saver = self.loop.create_task(self._keep_saving())
+        self._tasks.append(saver)
         await training.train()
         saver.cancel()
         await training.flush()
-        await self._leave("the run is over" if training.over else "stopped")
+        await self._leave(THE_RUN_IS_OVER if training.is_over else "stopped")
 
     async def _join(self, doorway: Doorway) -> None:
         while True:
@@ -166,36 +173,35 @@ class Process:
                 await doorway.join()
                 return
             except TransportError as error:
-                self.say(ev.Warned, text=str(error))
+                self._say(ev.Warned, text=str(error))
                 await asyncio.sleep(JOIN_AGAIN_S)
 
     async def _leave(self, reason: str) -> None:
         assert self.node is not None
-        assert self._node_task is not None
-        digests = [agreed.digest for agreed in self.ledger.agreed()]
-        versions = tuple(agreed.version for agreed in self.ledger.agreed())
+        agreed = self.ledger.agreed()
         carriers = self.links.carriers_used() if self.links is not None else {}
         self.node.say_goodbye(reason)
         self.node.stop()
-        await self._node_task
-        self.save()
-        self.finished = reason == "the run is over"
-        self.say(
-            ev.PeerFinished, reason=reason, digest=b"".join(digests).hex(), versions=versions,
-            carriers=carriers,
+        await self._tasks[1]
+        if self.trained_at is not None:
+            self._save()
+        self._say(
+            ev.PeerFinished, reason=reason, digest=b"".join(one.digest for one in agreed).hex(),
+            versions=tuple(one.version for one in agreed), carriers=carriers,
         )  # fmt: skip
 
     async def _keep_saving(self) -> None:
         while True:
-            await asyncio.sleep(self.swarm.checkpoint_every_s)
-            self.save()
+            await asyncio.sleep(self._scene.settings.checkpoint_every_s)
+            self._save()
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Write a checkpoint: whole, at one moment."""
         assert self.training is not None
-        self.volunteer.disk = Checkpoint(
-            tuple(self.ledger.save()), self.training.progressed(), self.volunteer.work.units
-        )
+        saved, progressed = tuple(self.ledger.save()), self.training.progressed()
+        self.volunteer.disk = Checkpoint(saved, progressed, self.volunteer.work.units)
+
+    # ---- its end
 
     def ask_to_leave(self) -> None:
         """Ctrl-C, once; before it trains there is nothing to finish."""
@@ -206,68 +212,46 @@ class Process:
 
     def die(self, host_up: bool) -> None:
         """End now, without a word. ``host_up`` False: the whole machine lost its power."""
-        if self._is_cut:
-            return
-        self._is_cut = True
-        self.swarm.internet.died(self.endpoint, host_up)
-        tasks = [self.task] + ([self._node_task] if self._node_task is not None else [])
-        self.swarm.world.end(self.loop, tasks)
-        self.swarm.process_ended(self)
+        if self.alive:
+            self.alive = False
+            self._scene.internet.died(self.endpoint, host_up)
+            self._scene.world.end(self.loop, self._tasks)
+            self._watch.ended(self, None)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """It ended by itself, or by a bug."""
-        if self._is_cut:
-            return
-        self._is_cut = True
-        self.swarm.internet.died(self.endpoint, host_up=True)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.swarm.bug(self, error)
-        self.swarm.process_ended(self)
+        if self.alive:
+            self.alive = False
+            self._scene.internet.died(self.endpoint, host_up=True)
+            self._watch.ended(self, None if task.cancelled() else task.exception())
 
     def _node_ended(self, task: asyncio.Task[None]) -> None:
-        if not self._is_cut and not task.cancelled() and (error := task.exception()) is not None:
-            self.swarm.bug(self, error)
-
-    def _has_met_all(self) -> bool:
-        """Whether it hears all whom it may not have met yet (``MEETS_WITHIN_S``)."""
-        lately, node = self.swarm.world.now - MEETS_WITHIN_S, self.node
-        known = {self.peer, *node.membership.live} if node is not None else set()
-        return node is None or not any(
-            other.peer not in known
-            for other in self.swarm.processes.values()
-            if max(other.started_at, self.started_at) > lately
-        )
+        if self.alive and not task.cancelled() and (error := task.exception()) is not None:
+            self.alive = False
+            self._watch.ended(self, error)
 
     # ---- what it says
 
     def _make_links(self, carriers, find_record, observer, tasks, cap) -> VirtualLinks:  # type: ignore[no-untyped-def]
-        self.links = VirtualLinks(self.swarm.internet, self.endpoint, observer)
+        self.links = VirtualLinks(self._scene.internet, self.endpoint, observer)
         return self.links
 
-    def _traffic(self) -> tuple[int, int]:
-        return self.links.up_bytes if self.links is not None else 0, self.endpoint.down_bytes
-
-    def say(self, kind: type[ev.Event], **fields: object) -> None:
+    def _say(self, kind: type[ev.Event], **fields: Any) -> None:
         """An event of this process that is not the node's."""
-        self.report(kind(at=self._clock.unix(), peer=self.peer, **fields))
+        at = self.volunteer.clock(self._scene.world).unix()
+        self._report(kind(at=at, peer=self.peer, **fields))
 
-    def report(self, event: ev.Event) -> None:
-        if self._is_cut:
-            return
-        if isinstance(event, ev.FragmentApplied) and event.contributed and self.contributed_at is None:
-            self.contributed_at = self.swarm.world.now
-        if isinstance(event, ev.Warned) and event.text.startswith(LACKS):
-            self.swarm.inspector.lacking.add(self.peer)
-        if isinstance(event, ev.RoundBegan) and len(event.group) == 1 and not self._has_met_all():
-            self.swarm.begins_unmet(self.peer, event.fragment, event.round)
-        if isinstance(event, ev.TrainingEnded):
-            self.swarm.inspector.saw_training_end(self, event.offers_within_s + event.settles_within_s)
-        self.swarm.log.write(event)
+    def _report_training(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
+        """Of the training thread, with the bytes that messages stand for."""
+        if kind is ev.Progress and self.node is not None:
+            now, every_s = self._scene.world.now, self.node.membership.quiet_s / REPORTS_IN_A_QUIET_BEAT
+            if fields["phase"] == "training" and now - self._reported_at < every_s:
+                return
+            self._reported_at = now
+            up_bytes = self.links.up_bytes if self.links is not None else 0
+            fields = {**fields, "up_bytes": up_bytes, "down_bytes": self.endpoint.down_bytes}
+        self._say(kind, **fields)
 
-    def _say_started(self) -> None:
-        swarm, volunteer = self.swarm, self.volunteer
-        self.say(
-            ev.PeerStarted, name=volunteer.name, pid=1000 * volunteer.processes + volunteer.index,
-            software=swarm.software, device="simulated", parameters=swarm.parameters,
-            fragments=len(swarm.shape.blocks), run=swarm.run_config.digest().hex(),
-        )  # fmt: skip
+    def _report(self, event: ev.Event) -> None:
+        if self.alive:
+            self._watch.hear(self, event)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,18 +23,16 @@ from p2p_co2.simnet.internet import Endpoint, Internet
 
 RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
 """As ``node.network`` has them."""
-TRIED_AGAIN_S, REFUSED_S = (1.0, 2.0, 4.0, 8.0), 1.0
-"""A call that nobody answers is sent again after each of these, as TCP does, and ends with the last one
-(``discovery.dht``: 15 s); one that is refused ends at once."""
-SLOWEST_LOOKUP_S = 0.6
+CALLED_FOR_S, REFUSED_S = 15.0, 1.0
+"""A call that nobody answers ends after so long (``discovery.dht``); one that is refused ends sooner."""
+SLOWEST_LOOKUP_S, LISTED_S = 0.6, 0.5
 
 
 @dataclass
 class _Entry:
     record: PeerRecord
-    expires_at: float
-    side: int
     published_at: float
+    expires_at: float
 
 
 @dataclass
@@ -54,15 +51,14 @@ class Rendezvous:
     rng: random.Random
     seeds: list[Seed] = field(default_factory=lambda: [Seed()])
     _entries: dict[PeerId, _Entry] = field(default_factory=dict)
-    _inside: dict[PeerId, Endpoint] = field(default_factory=dict)
-    _listed: list[PeerRecord] | None = None
-    _listed_until: float = 0.0
+    _listed: list[PeerRecord] = field(default_factory=list)
+    _listed_at: float = -math.inf
     _cut_since: float | None = None
 
     def net_changed(self) -> None:
         """The net was cut or healed."""
-        self._listed = None
         self._cut_since = None if self.internet.is_whole else self._cut_since or self.internet.world.now
+        self._listed_at = -math.inf
 
     def seed_answers(self, peer: PeerId) -> bool:
         """Whether ``peer`` reaches a seed."""
@@ -72,42 +68,35 @@ class Rendezvous:
 
     def answers(self, peer: PeerId) -> bool:
         """Whether somebody who holds records can be reached."""
-        if self.seed_answers(peer):
-            return True
-        return any(
-            other.is_up and other.peer != peer and not self.internet.is_cut(peer, other.peer)
-            for other in self._inside.values()
+        return self.seed_answers(peer) or any(
+            self.internet.endpoints[other].is_up and other != peer and not self.internet.is_cut(peer, other)
+            for other in self._entries
         )
-
-    def enter(self, endpoint: Endpoint) -> None:
-        self._inside[endpoint.peer] = endpoint
 
     def publish(self, record: PeerRecord, lifetime_s: float) -> None:
         peer, now = PeerId(record.peer), self.internet.world.now
-        known = self._entries.get(peer)
-        if known is None and self._listed is not None and self.internet.is_whole:
-            insort(self._listed, record, key=lambda one: one.peer)  # who come in one second are sorted once
-        elif known is None or known.expires_at <= now or not self.internet.is_whole:
-            self._listed = None
-        side = self.internet.side_of(peer)
-        self._entries[peer] = _Entry(record, now + lifetime_s, side, now)
-        self._listed_until = min(self._listed_until, now + lifetime_s)
+        self._entries[peer] = _Entry(record, now, now + lifetime_s)
 
-    def records(self, peer: PeerId) -> list[PeerRecord]:
-        """The records that ``peer`` finds now, of all peers, sorted by peer."""
+    def record(self, peer: PeerId, asker: PeerId) -> PeerRecord | None:
+        """The record of ``peer`` that ``asker`` finds now."""
+        entry = self._entries.get(peer)
+        return entry.record if entry is not None and self._is_seen(entry, asker) else None
+
+    def records(self, asker: PeerId) -> list[PeerRecord]:
+        """The records that ``asker`` finds, of all peers, sorted by peer; while the net is whole those of up
+        to ``LISTED_S`` ago, which all find."""
         now = self.internet.world.now
-        if self._cut_since is not None:
-            side = self.internet.side_of(peer)
-            entries = [e for e in self._entries.values() if e.expires_at > now]
-            seen = [e for e in entries if e.published_at < self._cut_since or e.side == side]
-            return sorted((e.record for e in seen), key=lambda record: record.peer)
-        if self._listed is None or now >= self._listed_until:
-            alive = {peer: e for peer, e in self._entries.items() if e.expires_at > now}
-            self._entries = alive
-            self._listed = [alive[peer].record for peer in sorted(alive)]
-            # Entries are only ever renewed: none expires before the first of them would.
-            self._listed_until = min((e.expires_at for e in alive.values()), default=math.inf)
+        if self._cut_since is not None or now >= self._listed_at + LISTED_S:
+            self._listed_at = now
+            self._listed = [
+                entry.record for _, entry in sorted(self._entries.items()) if self._is_seen(entry, asker)
+            ]
         return self._listed
+
+    def _is_seen(self, entry: _Entry, asker: PeerId) -> bool:
+        is_old = self._cut_since is None or entry.published_at < self._cut_since
+        is_here = is_old or not self.internet.is_cut(asker, PeerId(entry.record.peer))
+        return is_here and entry.expires_at > self.internet.world.now
 
 
 class Doorway:
@@ -132,7 +121,6 @@ class Doorway:
     async def join(self) -> None:
         """What ``Network.open`` does; raises ``TransportError`` when no seed answers."""
         await self._lookup(self._rendezvous.seed_answers, "no seed can be reached")
-        self._rendezvous.enter(self._endpoint)
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         self._endpoint.on_message = on_message
@@ -151,8 +139,7 @@ class Doorway:
         return [record for record in self._rendezvous.records(me) if record.peer != me]
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
-        records = self._rendezvous.records(self.identity.peer_id)
-        return next((record for record in records if record.peer == peer), None)
+        return self._rendezvous.record(peer, self.identity.peer_id)
 
     async def daemon_ended(self) -> str:
         forever: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -167,10 +154,9 @@ class Doorway:
 
     async def _lookup(self, answers: Callable[[PeerId], bool], trouble: str) -> None:
         # A seed that is down on a live machine refuses at once; behind a cut nothing comes back.
-        waits_s = list(TRIED_AGAIN_S)
+        left_s = REFUSED_S if self._rendezvous.internet.is_whole else CALLED_FOR_S
         while not answers(self.identity.peer_id):
-            is_refused = self._rendezvous.internet.is_whole
-            await asyncio.sleep(REFUSED_S if is_refused else waits_s.pop(0))
-            if is_refused or not waits_s:
+            await asyncio.sleep(REFUSED_S)
+            if (left_s := left_s - REFUSED_S) <= 0:
                 raise TransportError(trouble)
         await asyncio.sleep(self._rendezvous.rng.uniform(0.05, SLOWEST_LOOKUP_S))

@@ -17,7 +17,7 @@ import asyncio
 import heapq
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextvars import Context
 from typing import Any, TypeVar
 
@@ -63,23 +63,29 @@ class VirtualTime:
         self._asked = 0
         self._stopped = False
 
-    def loop(self, rate: float = 1.0) -> ProcessLoop:
-        """The loop of a new process; its machine's clock makes ``rate`` seconds of one."""
-        return ProcessLoop(self, rate)  # type: ignore[abstract]  # what nobody asks of a loop is left out
-
-    def soon(self, handle: Handle) -> Handle:
-        self._ready.append(handle)
+    def soon(self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop) -> Handle:
+        """Run it in the process of ``loop`` as soon as what waits has run; among the last things if the
+        process dies."""
+        handle = Handle(callback, args, loop)
+        (self._ready if loop.dying is None else loop.dying).append(handle)
         return handle
 
-    def at(self, when: float, handle: Handle) -> Handle:
-        """Run ``handle`` at ``when``, or now if that has passed."""
+    def at(
+        self, when: float, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop | None
+    ) -> Handle:
+        """Run it at ``when``, or now if that has passed, in the process of ``loop``."""
         self._asked += 1
+        handle = Handle(callback, args, loop)
         heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked, handle))
         return handle
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Handle:
         """Something that happens to the world, not in a process."""
-        return self.at(when, Handle(callback, args, None))
+        return self.at(when, callback, args, None)
+
+    def again(self, handles: Iterable[Handle]) -> None:
+        """Run these now, in order."""
+        self._ready.extend(handles)
 
     def stop(self) -> None:
         """Let ``run`` return after the callback that is running now, or before its first."""
@@ -135,7 +141,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._world, self._rate = world, rate
         self._held: list[Handle] | None = None
         """Callbacks that became due while the process was stalled."""
-        self._dying: deque[Handle] | None = None
+        self.dying: deque[Handle] | None = None
         self.after_turn: Callable[[], None] | None = None
         """Called when a turn of the process has ended; not while it dies."""
         self.dead = False
@@ -159,12 +165,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def go_on(self) -> None:
         """SIGCONT: everything that became due meanwhile runs now, in order."""
         held, self._held, self.is_held = self._held or [], None, self.dead
-        for handle in held:
-            self._world.soon(handle)
+        self._world.again(held)
 
     def unwind(self, tasks: list[asyncio.Task[Any]], due: deque[Handle]) -> None:
         """See ``VirtualTime.end``."""
-        self._dying = due
+        self.dying = due
         due.extend(self._held or ())
         self._held = None
         before = events._get_running_loop()
@@ -185,7 +190,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         finally:
             events._set_running_loop(None)
             events._set_running_loop(before)
-        self.dead, self.is_held, self._dying = True, True, None
+        self.dead, self.is_held, self.dying = True, True, None
 
     # ---- asyncio's side
 
@@ -195,23 +200,19 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]  # asyncio's handles have more than anybody asks for
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
-        handle = Handle(callback, args, self)
-        if self._dying is not None:
-            self._dying.append(handle)
-            return handle
-        return self._world.soon(handle)
+        return self._world.soon(callback, args, self)
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
-        return self._world.at(when, Handle(callback, args, self))
+        return self._world.at(when, callback, args, self)
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
-        return self._world.at(self._world.now + delay / self._rate + LATE_S, Handle(callback, args, self))
+        return self._world.at(self._world.now + delay / self._rate + LATE_S, callback, args, self)
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -236,3 +237,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self._world.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+def loop_of(world: VirtualTime, rate: float = 1.0) -> ProcessLoop:
+    """The loop of a new process; its machine's clock makes ``rate`` seconds of one."""
+    return ProcessLoop(world, rate)  # type: ignore[abstract]  # what nobody asks of a loop is left out

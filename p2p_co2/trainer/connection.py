@@ -6,12 +6,11 @@ Between the two the caller knows the run's settings and can refuse, before anyth
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, TransportError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.rounds import PayloadShape
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
@@ -35,6 +33,7 @@ from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import FragmentPlan, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
+from p2p_co2.trainer.arrival import GATHER_BOUND_S, LISTEN_TO_LISTED_S, Arrival, caught_up
 from p2p_co2.trainer.beginning import Beginning
 from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.exchanged_model import Plan
@@ -47,21 +46,10 @@ from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
 
-LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
-"""A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
-others, who may only be slow to answer."""
 STRANGERS_ANSWER_S = 2.5
 """Peers with another model are believed after this: the table that says how theirs differs has come, or does
 not, and so have those that have ours."""
 FP32_BYTES = 4
-GATHER_BOUND_S = 120.0
-"""Waiting for ``min_peers``."""
-CATCH_UP_BOUND_S = 600.0
-"""For the first fragment that a peer without the agreed state is to be given, and for each further one."""
-LEFT_BEHIND_BOUND_S = 30.0
-"""When all who have the agreed state said goodbye before this peer had it: how long one of them is waited
-for. Who went without a word may only be out of reach, and is waited for as long as for the state."""
-
 EventSink = Callable[[ev.Event], None]
 
 
@@ -225,7 +213,7 @@ class Connection:
         except BaseException:
             ledger.close()
             raise
-        progressed = self._caught_up(progressed)
+        progressed = caught_up(progressed, self._thread.view.swarm_position(), run.clock, time.monotonic())
         if warning := outer.stability_warning(run.outer, delayed=run.outer.rule in {"co2", "eager"}):
             self._thread.warn(warning)
         if not is_resumed:
@@ -253,15 +241,6 @@ class Connection:
                 position=progressed.position,
             )
         )
-
-    def _caught_up(self, progressed: Progressed) -> Progressed:
-        """``progressed`` at the swarm's position, if that is further on."""
-        others, clock = self._thread.view.swarm_position(), self.run.clock
-        if others is None:
-            return progressed
-        moved = (time.monotonic() - others[1]) / clock.round_s if clock.mode == "time" else 0.0
-        at_swarm = others[0] + moved
-        return replace(progressed, position=max(at_swarm, progressed.position))
 
     def _load(self, plan: FragmentPlan, model: nn.Module, resume: bool | None) -> Checkpoint | None:
         """The folder's checkpoint, if there is one or must be one."""
@@ -341,39 +320,16 @@ class Connection:
 
     def _catch_up(self, node: Node, beginning: Beginning) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""
-        started_at = followed_at = given_at = time.monotonic()
-        began_with, given = tuple(node.agreed), 0
+        arrival = Arrival(node, time.monotonic())
         while True:
             self._thread.check()
-            in_doubt = self._in_doubt(node, started_at)
+            in_doubt = self._in_doubt(node, arrival.began_at)
             now = time.monotonic()
-            if node.progress.full:
-                raise TransportError(
-                    f"this run has {MAX_MEMBERS} peers already, as many as it can have; "
-                    "join again when one has left"
-                )
-            if (moved := sum(map(operator.ne, node.agreed, began_with))) > given:
-                given, given_at = moved, now
-            # Of others that just came, or went, it is concluded only in a moment what that means.
-            waited_s, heard = now - started_at, node.progress.heard
-            if not node.progress.left_behind or node.progress.may_be_back:
-                followed_at = now
-            if not (in_doubt or node.progress.left_behind) and (heard or node.live_peers() == 0):
-                unheard = node.unheard_peers()
-                listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
-                # Those who join as we do know no more than we: who is listed may be about to answer.
-                found = waited_s > 0.2 and (node.progress.met or not unheard or listened)
-                is_there = found and self._thread.view.abreast() if heard else listened
-                if is_there and (
-                    node.progress.met or beginning.is_allowed(node, waited_s > LISTEN_TO_LISTED_S)
-                ):
-                    return
-            if now - followed_at > LEFT_BEHIND_BOUND_S:
-                raise TransportError(
-                    "the others left before this peer had their state; join again when one is back"
-                )
-            if now - given_at > CATCH_UP_BOUND_S:
-                raise TransportError("no peer could give this one the agreed state; try again later")
+            listened = now - arrival.began_at > LISTEN_TO_LISTED_S
+            if arrival.is_there(now, in_doubt) and (
+                node.progress.met or beginning.is_allowed(node, listened)
+            ):
+                return
             time.sleep(0.02)
 
 

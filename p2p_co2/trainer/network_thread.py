@@ -98,10 +98,6 @@ class NodeView:
         """Bytes of messages (up, down) since the start."""
         return self.node.traffic_bytes()
 
-    def abreast(self) -> bool:
-        """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
-        return self.node.progress.abreast
-
     def live_trainers(self) -> list[str]:
         """The other peers that train, as they said last."""
         live = list(self.node.membership.live.items())  # one step: the loop's thread may not come between

@@ -7,16 +7,16 @@ it (``outer.blocking_rounds``), in the first rounds of each fragment, both bound
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -85,6 +85,32 @@ class Progressed:
     tokens: int = 0
 
 
+class Source(NamedTuple):
+    """Where a training thread has its time from, and the random bytes that name its offers."""
+
+    now: Callable[[], float]
+    offer_id: Callable[[], bytes]
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+SYSTEM = Source(_now, lambda: os.urandom(8))
+Waits = Generator[float, None, bool]
+"""Where training stands still: yields for how many seconds at most, which an outcome ends; returns whether
+what was awaited has come."""
+
+
+def stand_still(
+    waits: Iterator[float], outcomes: queue.SimpleQueue[Outcome], take: Callable[[Outcome], None]
+) -> None:
+    """Go through ``waits`` on this thread, and ``take`` outcomes as they come."""
+    for wait_s in waits:
+        with contextlib.suppress(queue.Empty):
+            take(outcomes.get(timeout=wait_s))
+
+
 class Activity(Enum):
     """What a peer is at: it trains or rests; once the run is over it offers the rest of its work, then waits
     until all agree."""
@@ -107,21 +133,24 @@ class Activity(Enum):
 
 class Synchroniser:
     """One per peer; every method is called by the training thread. It looks at ``model`` before the first
-    step and before parameters are copied or merged into."""
+    step and before parameters are copied or merged into.
+
+    ``after_step`` and ``flush`` stand still on the thread. Who has no thread to block goes through their
+    waits, ``step_waits`` and ``flush_waits``."""
 
     def __init__(
-        self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: Wire, start: Progressed
-    ) -> None:
+        self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: Wire, start: Progressed,
+        source: Source = SYSTEM,
+    ) -> None:  # fmt: skip
         self._run, self._model, self._ledger, self._wire = run, model, ledger, wire
-        now = time.monotonic()
+        self._source = source
+        now = source.now()
         self.clock = SwarmClock(run.clock)
         self.clock.start(start.position, now, start.inner_steps)
         self.position, self._advanced_at = start.position, now
         self.inner_steps = start.inner_steps
         self.figures = Figures(start.tokens, now)
         self.account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
-        self._encoding: Future[None] | None = None
-        """Of the last snapshot."""
         self._held: deque[tuple[int, Outcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
         self.activity, self._told_finished = Activity.TRAINING, frozenset[int]()
@@ -143,7 +172,11 @@ class Synchroniser:
     def after_step(self, tokens: int | Tensor, loss: float | Tensor) -> None:
         """Count an inner step, merge what is ready, send what is due; begun after the run's end, it counts
         for nothing. ``tokens``, ``loss``: as ``figures`` gives them."""
-        now = time.monotonic()
+        stand_still(self.step_waits(tokens, loss), self._ledger.outcomes, self._apply_next)
+
+    def step_waits(self, tokens: int | Tensor, loss: float | Tensor) -> Iterator[float]:
+        """As ``after_step``."""
+        now = self._source.now()
         self._check()
         if not self.figures.has_begun or not self._ledger.outcomes.empty():
             self._model.look()
@@ -151,7 +184,9 @@ class Synchroniser:
         is_too_late = self.account.is_over(self.position)  # it joined then: this is the work of no round
         self.inner_steps += 1
         self.figures.add(0 if is_too_late else tokens, loss)
-        is_encoded = self._is_encoded()  # before its merge, which has the snapshot's memory, is taken
+        is_encoded = (
+            not self._ledger.is_encoding
+        )  # before its merge, which has the snapshot's memory, is taken
         self.take_outcomes()
         last, self.position = self.position, self._advance(now)
         due = [] if is_too_late else self.account.due(last, self.position, self._wire.is_line_full())
@@ -160,9 +195,9 @@ class Synchroniser:
         first = self.account.awaited(self._send_due(due, is_encoded, step_s))
         if first:  # stand still for the first rounds of what was just sent, if the run file asks for it
             open_ = self.account.in_flight
-            self._wait(lambda: self.stopped or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
+            yield from self._wait(lambda: self.stopped or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
         self.stood_still()
-        if time.monotonic() - self.figures.made_at >= REPORT_EVERY_S:
+        if self._source.now() - self.figures.made_at >= REPORT_EVERY_S:
             self._model.look()
             self.report()
 
@@ -174,14 +209,12 @@ class Synchroniser:
         self._advanced_at = now
         return self.clock.position(now, self.inner_steps)
 
-    def _is_encoded(self) -> bool:
-        """Whether no snapshot waits for its encoding. One that would wait behind it is taken some steps later
-        instead: of fresher work, and without room of its own."""
-        return self._encoding is None or self._encoding.done()
-
     def _send_due(self, due: Sequence[int], is_encoded: bool, step_s: float) -> list[int]:
-        """Offer what is due and has its turn. Returns what was sent. At most half of the fragments wait for a
-        snapshot's memory: one that waits for its next point has lost a round."""
+        """Offer what is due and has its turn. Returns what was sent.
+
+        A snapshot that would wait behind another (not ``is_encoded``) is taken some steps later instead: of
+        fresher work, and without room of its own. At most half of the fragments wait so: one that waits for
+        its next point has lost a round."""
         sent = list[int]()
         one_by_one = step_s < PUT_OFF_BELOW_S and not self.account.awaited(due)
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
@@ -190,7 +223,7 @@ class Synchroniser:
                 reason = "the fragment's previous round is still in flight"
                 self._report(ev.SendSkipped, fragment=fragment, reason=reason)
                 continue
-            if self.account.is_held(self._wire.stage, step_s, time.monotonic()):
+            if self.account.is_held(self._wire.stage, step_s, self._source.now()):
                 continue
             is_busy = not is_encoded or (one_by_one and bool(sent))
             if not (is_busy and 2 * waiting <= len(self.versions)):
@@ -200,10 +233,10 @@ class Synchroniser:
 
     def _offer(self, fragment: int) -> None:
         """Take a snapshot, which takes a fragment's size in fp32 until it is encoded, and offer it."""
-        offer_id = os.urandom(8)
+        offer_id = self._source.offer_id()
         weight = self.account.send(
             fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
-            now=time.monotonic(), offer_id=offer_id,
+            now=self._source.now(), offer_id=offer_id,
         )  # fmt: skip
         is_last = self.activity.is_ending or self.account.is_over(self.position)
 
@@ -218,7 +251,7 @@ class Synchroniser:
             )  # fmt: skip
 
         snapshot, taken = self._model.live.snapshot(fragment), self.account.taken[fragment]
-        self._encoding = self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded, offer_id)
+        self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded, offer_id)
 
     # ---- outcomes
 
@@ -262,7 +295,7 @@ class Synchroniser:
             return
         lag = self.account.step(
             fragment, sent, outcome.share,
-            position=self.position, inner_steps=self.inner_steps, now=time.monotonic(),
+            position=self.position, inner_steps=self.inner_steps, now=self._source.now(),
         )  # fmt: skip
         if sent is not None and self.account.partial_in_a_row == PARTIAL_IN_A_ROW:
             self._report(ev.Warned, text=PARTIAL)
@@ -271,22 +304,21 @@ class Synchroniser:
             contributed=outcome.share == 1.0, **outcome.report._asdict(), **asdict(lag),
         )  # fmt: skip
 
-    def _wait(self, done: Callable[[], bool], bound_s: float) -> bool:
+    def _wait(self, done: Callable[[], bool], bound_s: float) -> Waits:
         """Stand still until ``done`` or the bound, taking outcomes as they come; True if done."""
-        ends_at = time.monotonic() + bound_s
+        ends_at = self._source.now() + bound_s
         while not done():
-            left_s = ends_at - time.monotonic()
+            left_s = ends_at - self._source.now()
             self._check()
-            if self.activity.is_ending and time.monotonic() - self.figures.made_at >= REPORT_EVERY_S:
+            if self.activity.is_ending and self._source.now() - self.figures.made_at >= REPORT_EVERY_S:
                 self.stood_still()
                 self.report()
             if left_s <= 0:
                 return False
-            try:
-                outcome = self._ledger.outcomes.get(timeout=min(left_s, WAIT_BEAT_S))
-            except queue.Empty:
-                continue
-            self._apply_next(outcome)
+            if self._ledger.outcomes.empty():
+                yield min(left_s, WAIT_BEAT_S)
+            else:
+                self._apply_next(self._ledger.outcomes.get_nowait())
         return True
 
     def _check(self) -> None:
@@ -307,7 +339,7 @@ class Synchroniser:
         The swarm does not wait for a peer that rests. Its time is in no figure, and points that pass
         meanwhile are not made up: the work done before goes into the next offers.
         """
-        began_at, why = time.monotonic(), reason()
+        began_at, why = self._source.now(), reason()
         if not why:
             return
         self.activity = Activity.RESTING
@@ -316,29 +348,33 @@ class Synchroniser:
         while reason() and not self.stopped:
             self._check()
             self.take_outcomes()
-            if time.monotonic() - self.figures.made_at >= REST_REPORT_EVERY_S:
+            if self._source.now() - self.figures.made_at >= REST_REPORT_EVERY_S:
                 self.report()
             time.sleep(beat_s)
-        rested_s = time.monotonic() - began_at
+        rested_s = self._source.now() - began_at
         self.figures.skip(rested_s, rested=True)
         self._model.live.take_computing_s()
-        self.position, self.activity = self._advance(time.monotonic()), Activity.TRAINING
+        self.position, self.activity = self._advance(self._source.now()), Activity.TRAINING
         self.account.forget_missed()
         self._report(ev.Resumed, paused_s=rested_s)
         self.report()
 
     def stood_still(self) -> None:
         """Count the time since the last step, or since this was asked last."""
-        self.figures.stood_still(time.monotonic(), self._model.live.take_computing_s())
+        self.figures.stood_still(self._source.now(), self._model.live.take_computing_s())
 
     # ---- the end
 
     def flush(self, finished: bool) -> None:
         """Await what is in flight; if the run is over, offer what is left and wait until all agree."""
-        self.figures.begin_anew(time.monotonic())
+        stand_still(self.flush_waits(finished), self._ledger.outcomes, self._apply_next)
+
+    def flush_waits(self, finished: bool) -> Iterator[float]:
+        """As ``flush``."""
+        self.figures.begin_anew(self._source.now())
         self._release_held()
         if not finished:
-            self._wait(lambda: not self.account.in_flight, LEAVE_BOUND_S)
+            yield from self._wait(lambda: not self.account.in_flight, LEAVE_BOUND_S)
         else:
             self.activity, bound_s = Activity.OFFERING_THE_REST, self.account.flush_bound_s
             settle_s = settle_bound_s(bound_s)
@@ -346,13 +382,15 @@ class Synchroniser:
                 ev.TrainingEnded, fragments=tuple(self.account.uncounted(self.tokens)),
                 offers_within_s=bound_s, settles_within_s=settle_s,
             )  # fmt: skip
-            self._offer_the_rest(bound_s)
+            yield from self._offer_the_rest(bound_s)
             self.activity = Activity.SETTLING
             self.report()
-            self._wait(self._has_settled, settle_s)
+            yield from self._wait(self._has_settled, settle_s)
             if not self.stopped and self._wire.loads(self._has_settled()):
                 self._report(ev.Warned, text=STILL_LOADS)
-                self._wait(lambda: self.stopped or not self._wire.loads(self._has_settled()), LOADS_CAP_S)
+                yield from self._wait(
+                    lambda: self.stopped or not self._wire.loads(self._has_settled()), LOADS_CAP_S
+                )
             self._release_held()
             if not self.stopped:
                 self._wire.tell_what_is_missing()
@@ -365,25 +403,25 @@ class Synchroniser:
             self._show()
         return self.stopped or self._wire.settled(self.versions)
 
-    def _offer_the_rest(self, bound_s: float) -> None:
+    def _offer_the_rest(self, bound_s: float) -> Iterator[float]:
         """Offer what this peer learned since its last contributions until it is counted, or time is up."""
-        ending, open_ = Ending(len(self.versions), time.monotonic(), bound_s), self.account.in_flight
-        self._wait(self._may_take_next, bound_s)
+
+        def has_room() -> bool:  # the last snapshot's memory is free again
+            return self.stopped or (not self._ledger.is_encoding and self._ledger.outcomes.empty())
+
+        ending, open_ = Ending(len(self.versions), self._source.now(), bound_s), self.account.in_flight
+        yield from self._wait(has_room, bound_s)
         while not self.stopped:
             uncounted = [f for f in self.account.uncounted(self.tokens) if f not in self._wire.over()]
             self._show()
-            todo = ending.next(uncounted, open_.keys(), time.monotonic())
+            todo = ending.next(uncounted, open_.keys(), self._source.now())
             if todo is None:
                 return
             in_flight = len(open_) + len(todo[0])
             for fragment in todo[0]:
                 self._offer(fragment)
-                self._wait(self._may_take_next, todo[1])
-            self._wait(lambda: self.stopped or len(open_) < in_flight, todo[1])  # noqa: B023
-
-    def _may_take_next(self) -> bool:
-        """Whether the last snapshot's memory is free again."""
-        return self.stopped or (self._is_encoded() and self._ledger.outcomes.empty())
+                yield from self._wait(has_room, todo[1])
+            yield from self._wait(lambda: self.stopped or len(open_) < in_flight, todo[1])  # noqa: B023
 
     def _finished(self) -> frozenset[int]:
         """Once the run is over: fragments for which this peer has nothing more to offer."""
@@ -396,7 +434,7 @@ class Synchroniser:
 
     def report(self) -> None:
         """Show where this peer is: to the others, and as an event."""
-        now, figures = time.monotonic(), self.figures
+        now, figures = self._source.now(), self.figures
         figures.make(now, keeps_rate=self.activity.is_ending)
         self._show()
         up_bytes, down_bytes = self._wire.traffic_bytes()

@@ -65,6 +65,8 @@ class TensorWorker:
         """Of a state's chunks: its digest is that of theirs."""
         self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self._fragments]
         self._is_closed = False
+        self._encoding: Future[None] | None = None
+        """Of the last snapshot."""
 
     def close(self) -> None:
         """End the worker; the agreed states stay, and change no more."""
@@ -144,7 +146,13 @@ class TensorWorker:
 
         future = self._thread.submit(encode)
         future.add_done_callback(self._note_failure)
+        self._encoding = future
         return future
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether the last snapshot waits for its encoding, which frees its memory."""
+        return self._encoding is not None and not self._encoding.done()
 
     # ---- the Ledger protocol, awaited on the network thread
 
