@@ -32,10 +32,10 @@ from p2p_co2.protocol.rounds import (
     Rounds,
     RoundsEvent,
 )
-from p2p_co2.protocol.rounds.decision import sign_outcome
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
+from tests.certificates import certify
 
 RUN = hashlib.sha256(b"a run").digest()
 Ending = Committed | Aborted | OutcomeWithoutBytes | Overheard | FellBehind
@@ -49,14 +49,15 @@ def forged_commit(
     identity: Identity, round_: int, digest: bytes, members: list[PeerId], attempt: bytes = bytes(16),
     run: bytes = RUN, blocks: int = 16,
 ) -> Decision:  # fmt: skip
-    """A commit of a round that never was."""
+    """A commit of a round that never was, with one signature; a certificate if it needs no more."""
     outcome = Outcome(
-        key=RoundKey(fragment=0, round=round_, attempt=attempt), run=run, committed=True, state_digest=digest
-    )
+        key=RoundKey(fragment=0, round=round_, attempt=attempt), run=run, state_digest=digest,
+        coordinator=identity.peer_id, live=len(members),
+    )  # fmt: skip
     outcome.members.extend(Member(peer=name, weight=1.0) for name in sorted(members))
     part = outcome.parts.add(start_block=0, stop_block=blocks, digest=hashlib.sha256(b"a lie").digest())
     part.contributors.extend(Contributor(peer=name, weight=1.0) for name in sorted(members))
-    return sign_outcome(identity, outcome)
+    return certify(outcome, identity)
 
 
 def toy_mean(job: ReduceJob) -> bytes:

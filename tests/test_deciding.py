@@ -36,7 +36,6 @@ from p2p_co2.protocol.rounds import (
     Refused,
     Rounds,
 )
-from p2p_co2.protocol.rounds.decision import sign_outcome
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import (
@@ -52,6 +51,7 @@ from p2p_co2.protocol.wire.messages_pb2 import (
 )
 from p2p_co2.protocol.wire.status import PeerStatus
 from p2p_co2.telemetry.events import ContributionCapped, RoundAborted
+from tests.certificates import certify
 from tests.round_network import RUN, Network, make_identity
 
 SHAPE = PayloadShape(8, (4,))
@@ -438,7 +438,8 @@ def round_of(members: list[PeerId]) -> Fetched:
     outcome = Outcome(
         key=RoundKey(fragment=0, round=5, attempt=bytes(16)),
         run=RUN,
-        committed=True,
+        coordinator=COORDINATOR.peer_id,
+        live=len(members),
         state_digest=START,
         members=[Member(peer=peer, weight=1.0, base_version=4) for peer in members],
         parts=[
@@ -450,7 +451,8 @@ def round_of(members: list[PeerId]) -> Fetched:
             )
         ],
     )
-    decision = sign_outcome(COORDINATOR, outcome)
+    signers = [one for one in map(make_identity, range(9)) if one.peer_id in members]
+    decision = certify(outcome, *signers)
     goal = Goal(ROUND, 0, 5, (members[0],))
     return Fetched(goal, 5, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1, 0)
 

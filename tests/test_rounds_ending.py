@@ -6,15 +6,14 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds, open_decision
+from p2p_co2.protocol.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds
 from p2p_co2.protocol.rounds import bounds as limits
-from p2p_co2.protocol.rounds.repute import SPOILT_IN_A_ROW
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST, SHAPE, begun_member, coordinator_of, drain, offer_of, one_machine
 from tests.round_network import RUN, Network, make_identity
-from tests.test_rounds_decision import signed
+from tests.test_rounds_certificates import signed
 
 ME, OTHER, THIRD = (make_identity(index).peer_id for index in range(3))
 TRAINS, FINISHES = PeerView(1e6), PeerView(1e6, training=False)
@@ -176,7 +175,8 @@ def test_who_trains_last_makes_a_round_alone_only_beside_one_other_that_has_not_
         views[peer] = PeerView(1e6, training=False, versions=(version,), finished=finished)
     machine = machine_with(views)
     for peer in (OTHER, THIRD)[:passed_over]:
-        machine._swarm.repute.spoilt(peer, "it was too late", 0.5, rounds=SPOILT_IN_A_ROW, cost_s=0.0)
+        for at in (0.4, 0.5):
+            machine._swarm.repute.failed(peer, "it was too late", at)
         assert machine._swarm.repute.is_passed_over(peer, 1.0)
     machine.offer(offer_of(), 1.0)
     if not refusal:
@@ -237,37 +237,6 @@ def test_who_is_in_a_round_that_is_not_decided_begins_no_second_attempt_of_it() 
     answers = [message for to, message in machine.messages_to_send() if to == late]
     assert [type(answer) for answer in answers] == [wire.Waiting]
     assert groups(machine) == []
-
-
-def test_a_coordinator_signs_no_commit_of_a_round_of_which_it_knows_another() -> None:
-    net = Network(4)
-    coordinator, rival = coordinator_of(net), signed(1)
-    members = [name for name in net.names if name != coordinator]
-
-    votes: list[PeerId] = []
-
-    def after_two_votes(source: PeerId, to: PeerId, message: Message) -> bool:
-        if isinstance(message, wire.Result) and to == coordinator:
-            votes.append(source)
-            if len(votes) == 3:  # the third is waited for, and then a quorum commits
-                net.at(net.now + 0.06, lambda: net.deliver(make_identity(1).peer_id, coordinator, rival))
-            return len(votes) < 3
-        return True
-
-    net.on_send = after_two_votes
-    for name in members:
-        net.offer(name)
-    net.run(60.0)
-    decisions = [
-        open_decision(message, RUN, net.shape)
-        for source, _, message in net.sent
-        if source == coordinator and isinstance(message, wire.Decision) and message != rival
-    ]
-    assert decisions
-    assert not any(outcome.committed for outcome in decisions)
-    assert {outcome.reason for outcome in decisions} == {"another attempt of this round was committed"}
-    assert not [event for _, event in net.events if isinstance(event, Committed)]
-    assert not net.refused
 
 
 def test_a_commit_of_another_attempt_than_the_one_we_were_in_leaves_a_doubt() -> None:

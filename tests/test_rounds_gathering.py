@@ -21,7 +21,7 @@ from p2p_co2.protocol.rounds import (
 from p2p_co2.protocol.rounds import bounds as limits
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.deadline import GATHER_LEAST_CAP_S
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST, begun_member, coordinator_of, drain, offer_of, one_machine, refusal
@@ -365,7 +365,9 @@ def test_an_equivocating_owner_commits_nothing() -> None:
     net.offer_all()
     net.run_until_settled()
     assert net.committed() == {}
-    assert "hold the same mean" in {e.reason[-18:] for e in net.endings().values() if isinstance(e, Aborted)}
+    assert "signed the same mean" in {
+        e.reason[-18:] for e in net.endings().values() if isinstance(e, Aborted)
+    }
 
 
 def test_a_round_that_we_begin_with_our_offer_before_does_not_end_the_peer() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from p2p_co2.protocol.rounds import Aborted, Began, PeerView, Rounds
 from p2p_co2.protocol.rounds.bounds import GRACE_S
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of

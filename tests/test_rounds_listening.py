@@ -12,7 +12,7 @@ from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.bounds import GRACE_S, MAX_HEARD, MAX_LISTENERS, MEMBERS_PER_LISTENER
 from p2p_co2.protocol.rounds.deadline import MISSES
 from p2p_co2.protocol.rounds.listening import Ear
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet import EventLog, Settings, Swarm

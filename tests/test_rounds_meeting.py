@@ -10,7 +10,7 @@ import pytest
 from p2p_co2.protocol.rounds import Began, Rounds
 from p2p_co2.protocol.rounds.bounds import GATHER_DEFAULT_S, GRACE_S
 from p2p_co2.protocol.rounds.gathering import SENT_ON_AFTER_S
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST, offer_of, refusal

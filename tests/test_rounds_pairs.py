@@ -8,7 +8,8 @@ from p2p_co2.protocol.rounds import Aborted, Began, PayloadShape, PeerView
 from p2p_co2.protocol.rounds.bounds import GRACE_S, READY_CAP_S
 from p2p_co2.protocol.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.protocol.rounds.gathering import Gathering
-from p2p_co2.protocol.rounds.swarm import Outlet, coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
+from p2p_co2.protocol.rounds.swarm import Outlet
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST
 from tests.round_network import Network
@@ -79,23 +80,3 @@ def test_of_three_live_peers_two_commit_when_the_means_come_the_second_time() ->
     net.offer(other)
     net.run(READY_CAP_S)
     assert net.committed().keys() == {first, other}
-
-
-@pytest.mark.parametrize(("third", "least_votes"), [("", 1), ("live", 2), ("ready", 2)])
-def test_both_votes_are_needed_where_a_third_may_make_the_round_with_either(
-    third: str, least_votes: int
-) -> None:
-    """One that has offered counts although nothing else is heard of it."""
-    net = Network(3)
-    names = coordination_order(net.names, 0, 1)
-    swarm = net.peers[names[0]].machine._swarm
-    swarm.set_live({name: net._view(name) for name in names[: 3 if third == "live" else 2]})
-    swarm.group_size = 2
-    gathering = Gathering(
-        0, 1, swarm, Outlet(names[0]), history=ReadyHistory(), cadence=Cadence(), now=0.0
-    )  # fmt: skip
-    for name in names[: 3 if third == "ready" else 2]:
-        ready = wire.Ready(fragment=0, round=1, state_digest=DIGEST, weight=1.0, upload_bytes_per_s=5e3)
-        gathering.ready(ready, name, 0.0)
-    assert len(gathering.begin(bytes(16), Durations()).members) == 2
-    assert gathering.least_votes == least_votes

@@ -34,7 +34,8 @@ from p2p_co2.protocol.rounds.parts import (
     parts_each,
     split_blocks,
 )
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order, named
+from p2p_co2.protocol.rounds.rank import coordination_order
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES

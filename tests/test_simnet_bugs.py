@@ -15,8 +15,8 @@ from p2p_co2.protocol.membership import MAX_PEERS, Membership
 from p2p_co2.protocol.rounds import DECISION_CONTEXT, bounds
 from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.protocol.rounds.coordination import Coordination
-from p2p_co2.protocol.rounds.decision import Verdicts
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
+from p2p_co2.protocol.rounds.history import History as RoundsHistory
 from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
@@ -240,12 +240,11 @@ def deadlines(violations: list[Violation]) -> list[str]:
 
 
 def test_a_machine_that_keeps_everything_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(verdicts: Verdicts, decision: Decision, outcome: Outcome) -> None:
-        verdicts.end(outcome.key.attempt)
-        if outcome.committed:
-            verdicts._commits[outcome.key.round] = decision, outcome
+    def keep(history: RoundsHistory, decision: Decision, outcome: Outcome) -> None:
+        history.end(outcome.key.attempt)
+        history._commits[outcome.key.round] = decision, outcome
 
-    monkeypatch.setattr(Verdicts, "keep", keep)
+    monkeypatch.setattr(RoundsHistory, "keep", keep)
     clock = CLOCK.model_copy(update={"rounds": KEEP_DECISIONS + 2})
     run = RunConfig(name="planted", fragments=2, clock=clock)
     found = Swarm(Settings(run=run, peers=3, seed=5), EventLog()).run().violations
@@ -406,7 +405,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
     start = ledger.fragments[0].state
     offer = ledger._offer(0, work.units, 2.0)
     ledger.audit.offered(0, start, 0, offer)
-    outcome = Outcome(committed=True, state_digest=start.digest)
+    outcome = Outcome(state_digest=start.digest)
     outcome.key.round = 1
     outcome.parts.add(start_block=0, stop_block=1).contributors.add(peer="a", weight=2.0)
     if signed_upon == "another state":

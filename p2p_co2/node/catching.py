@@ -276,7 +276,7 @@ class Catching:
         self._drop_target(fragment)
         if target is not None:
             # Nobody has its bytes: do not wait for them.
-            self._node.rounds.forget_outcome(fragment, target[0], is_proved=is_proved)
+            self._node.rounds.forget_outcome(fragment, target[0])
         self._again_at[fragment] = self._node.now() + AGAIN_AFTER_S
         if not by_few:  # else one peer's word would end an offer that the others are making a round of
             self._node.give_up_offer(fragment)

@@ -35,7 +35,7 @@ from p2p_co2.protocol.rounds import (
     counted_weights,
     open_decision,
 )
-from p2p_co2.protocol.rounds.derived import Derived
+from p2p_co2.protocol.rounds.certificate import Derived
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Status
@@ -164,13 +164,13 @@ class Deciding:
             ev.RoundCounted,
             fragment=event.fragment,
             round=event.round,
-            decided_by=outcome.decided_by,
+            decided_by=outcome.coordinator,
             weights=counted_weights(outcome),
         )
         self._tell_of_capped(outcome)
         self.on_decision(event.fragment, event.round, decision)
         await self.take(agreed, decision)
-        if Outcome.FromString(decision.outcome).decided_by == self._node.me:
+        if outcome.coordinator == self._node.me:
             # Behind our own step: those who were in the round have heard, and may still lack a processor.
             self._node.spawn(self._publish(decision, event.fragment, event.round), is_errand=True)
 
@@ -287,7 +287,7 @@ class Deciding:
     async def _publish(self, decision: Decision, fragment: int, round_: int) -> None:
         """Announce a commit in the DHT, where anybody can look it up."""
         try:
-            content = announcement(decision, self._node.identity)
+            content = announcement(decision)
             await self._discovery.publish_decision(fragment, round_, content, DECISION_KEPT_S)
         except TransportError as error:
             text = f"the decision of round {round_} is not in the DHT: {error}"

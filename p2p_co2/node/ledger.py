@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from p2p_co2.protocol.rounds.derived import Derived
+from p2p_co2.protocol.rounds.certificate import Derived
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.system.memory import Buffer, Joined
 

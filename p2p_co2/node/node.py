@@ -30,7 +30,7 @@ from p2p_co2.node.progress import LocalProgress, SwarmProgress
 from p2p_co2.node.receiving import BULK, Receiving
 from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
 from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.protocol.membership import Joined, Left, Membership, OtherModel
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.schedule import Stage
@@ -268,8 +268,6 @@ class Node:
             now = self.now()
             self.catchup.awake.begins(now)
             beat_at = self.membership.get_timer()
-            if beat_at is not None and now > beat_at + SLOWEST_HEARTBEAT_S:
-                self.rounds.woke(now)
             if (now >= self._beat_at and self._has_news()) or (beat_at is not None and now >= beat_at):
                 self._looked_revision = self.membership.revision
                 self.refresh()

@@ -216,7 +216,7 @@ class SwarmProgress:
         moves = self._node.catchup.moves(now, within_s)
         works = now - self._worked_at <= within_s
         differs = now - self._differed_at <= within_s
-        return moves or works or differs or self._node.rounds.counts_for_others(now, within_s)
+        return moves or works or differs
 
     def missing(self) -> str:
         """In words, what others hold and this peer has not, or will hold; empty if that is nothing. Other

@@ -38,7 +38,7 @@ REFUSALS_REPORTED = 10
 
 _MEMBERSHIP = frozenset({"ping", "pong", "leave"})
 _MEMBER_TO_COORDINATOR = frozenset({"ready", "result", "ask_outcome", "listen"})
-_COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "reassign", "decision", "behind"})
+_COORDINATOR_TO_MEMBER = frozenset({"waiting", "begin", "decision", "behind"})
 _ROUNDS = _MEMBER_TO_COORDINATOR | _COORDINATOR_TO_MEMBER | {"part", "mean"}
 _CATCH_UP = frozenset({"fetch", "manifest", "chunk", "refusal"})
 BULK = frozenset({"part", "mean", "chunk"})

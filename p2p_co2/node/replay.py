@@ -1,7 +1,7 @@
 """What a donor gave of a missed round, held against what this peer knows, before it is taken.
 
 Law: a round is replayed only upon the state that it was made upon, only if most of those that this peer is
-with made it, and if one of them decided it, or one that this peer knows or knew.
+with made it; its certificate proves that a quorum did.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ def checked_mean(node: Node, event: Fetched) -> AgreedMean | None:
     Raises ``RemoteProtocolError``."""
     fragment, majority = event.goal.fragment, node.catching.majority
     outcome = open_decision(event.decision, node.run_digest, node.shape)
-    if not outcome.committed or (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
+    if (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
         raise RemoteProtocolError("bad decision", "of another round")
     group = {PeerId(member.peer) for member in outcome.members}
-    if not majority.may_decide(PeerId(outcome.decided_by), group):
-        raise RemoteProtocolError(OTHER_HISTORY, "decided by one who is not of its group and never was here")
     if not majority.is_most(group, fragment):
         raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
     agreed = node.agreed[fragment]

@@ -19,13 +19,10 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import (
     Begin,
     Contributor,
-    Decision,
     Envelope,
     Mean,
     Member,
-    Outcome,
     Part,
-    PartOutcome,
     PartSpec,
     Ping,
     Pong,
@@ -84,40 +81,25 @@ def round_control_bytes(peers: int, payload: int) -> float:
     digest = bytes(DIGEST_BYTES)
     members = [Member(peer=_PEER_ID, weight=_NUMBER, base_version=_ROUND) for _ in range(peers)]
     contributors = [Contributor(peer=_PEER_ID, weight=_NUMBER) for _ in range(peers)]
-    outcome_part = PartOutcome(
-        start_block=_ROUND, stop_block=_ROUND, digest=digest, contributors=contributors
-    )
-    parts = [outcome_part] * (peers * each)
     begin = Begin(
         key=key, members=members, state_digest=digest, parts_within_s=_NUMBER, result_within_s=_NUMBER,
         nonce=bytes(ATTEMPT_BYTES),
         parts=[PartSpec(owner=_PEER_ID, start_block=_ROUND, stop_block=_ROUND)] * (peers * each),
     )  # fmt: skip
-    outcome = Outcome(
-        key=key,
-        run=digest,
-        committed=True,
-        decided_by=_PEER_ID,
-        state_digest=digest,
-        members=members,
-        parts=parts,
-    )
     ready = Ready(
         fragment=3, round=_ROUND, base_version=_ROUND, state_digest=digest, weight=_NUMBER,
         upload_bytes_per_s=_NUMBER,
     )  # fmt: skip
-    to_coordinator = _size(Envelope(ready=ready)) + _size(Envelope(result=Result(key=key, parts=parts)))
+    to_coordinator = _size(Envelope(ready=ready))
     waiting = Waiting(fragment=3, round=_ROUND, begins_within_s=_NUMBER)
-    decision = Decision(outcome=outcome.SerializeToString(), signature=_SIGNATURE)
-    from_coordinator = (
-        _size(Envelope(waiting=waiting)) + _size(Envelope(begin=begin)) + _size(Envelope(decision=decision))
-    )
+    from_coordinator = _size(Envelope(waiting=waiting)) + _size(Envelope(begin=begin))
+    vote = _size(Envelope(result=Result(key=key, digest=digest, signature=_SIGNATURE)))
     pieces = -(-payload // peers // each // MAX_PIECE_BYTES)
     part = _size(Envelope(part=Part(key=key, part=1, offset=_BIG, total=_BIG)))
     mean = _size(Envelope(mean=Mean(key=key, part=1, offset=_BIG, total=_BIG)))
     first = sum(contributor.ByteSize() + 2 for contributor in contributors)
     heads = (peers - 1) * each * (pieces * (part + mean) + first)
-    return (peers - 1) / peers * (to_coordinator + from_coordinator) + heads
+    return (peers - 1) / peers * (to_coordinator + from_coordinator) + (peers - 1) * vote + heads
 
 
 def heartbeat_bytes_per_s(peers: int, fragments: int, round_s: float = 0.0) -> float:

@@ -112,8 +112,7 @@ class Books:
         """Somebody signed something: kept if it is a committed outcome."""
         if context == DECISION_CONTEXT:
             outcome = Outcome.FromString(content)
-            if outcome.committed:
-                self._signed.setdefault((outcome.key.fragment, outcome.key.round), []).append(outcome)
+            self._signed.setdefault((outcome.key.fragment, outcome.key.round), []).append(outcome)
 
     def is_signed(self, mean: AgreedMean, before: State) -> bool:
         outcomes = self._signed.get((mean.fragment, mean.round), [])

@@ -40,7 +40,7 @@ def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile
     blocks = max(shape.blocks)
     parts_s = _patience_s(blocks * shape.block_bytes * scale / slowest, shape.parts_cap_s)
     term_s = 2 * parts_s + 2 * bounds.GRACE_S
-    attempt_s = min(shape.round_cap_s, bounds.MAX_TERMS * WAITS_OF_A_TERM * term_s)
+    attempt_s = min(shape.round_cap_s, (1 + bounds.MAX_GENERATION) * WAITS_OF_A_TERM * term_s)
     complete_s = min(shape.round_cap_s, max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * parts_s))
     late_s = min(shape.round_cap_s, term_s)
     return bounds.READY_CAP_S + late_s + attempt_s + complete_s

@@ -51,24 +51,25 @@ class _Asked:
 
 @dataclass
 class _Wanted:
-    """A committed round whose decision is wanted: who told of it, and whom they call its coordinator."""
+    """A committed round whose decision is wanted: and who told of it."""
 
-    tellers: dict[PeerId, str] = field(default_factory=dict)
+    tellers: dict[str, str] = field(default_factory=dict)
     at: float = 0.0
     tries: int = 0
-    reads: dict[str, RoundCounted] = field(default_factory=dict)
-    """Decisions, signature checked, by signer; only of those whom a teller calls the coordinator."""
+    reads: dict[frozenset[str], RoundCounted] = field(default_factory=dict)
+    """Commits whose certificate holds, by who signed them."""
     done: bool = False
 
     def believed(self) -> RoundCounted | None:
-        """What the peer signed whom most tellers call the coordinator; None if it has not come."""
-        return self.reads.get(Counter(self.tellers.values()).most_common(1)[0][0])
-
-    def is_witnessed(self, read: RoundCounted) -> bool:
-        """Whether another member than its signer tells of the round. The signer need not be a member: who
-        coordinates may have nothing to offer."""
-        others = [teller for teller in self.tellers if teller in read.weights and teller != read.decided_by]
-        return bool(others) or set(read.weights) == {read.decided_by}
+        """What most tellers signed, and at least two of them or its only member: certificates of strangers
+        cost nothing to make. None if it has not come."""
+        told = {signers: len(signers & self.tellers.keys()) for signers in self.reads}
+        best = max(told, key=lambda signers: (told[signers], sorted(signers)), default=None)
+        if best is None:
+            return None
+        read = self.reads[best]
+        is_alone = set(read.weights) == best and len(best) == 1
+        return read if told[best] >= 2 or (told[best] and is_alone) else None
 
 
 class Poller:
@@ -205,7 +206,7 @@ class Poller:
 
     def _count(self, wanted: _Wanted) -> None:
         read = wanted.believed()
-        if read is not None and not wanted.done and wanted.is_witnessed(read):
+        if read is not None and not wanted.done:
             wanted.done = True
             wanted.reads = {}
             self._news.events.append(dataclasses.replace(read, at=wanted.at))
@@ -222,15 +223,20 @@ class Poller:
     def _take_decisions(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
         for decision in opened.decisions[:MAX_DECISIONS]:
             try:
-                counted = read_decision(decision, self._run, unix_now)
+                counted, signers = read_decision(decision, self._run, unix_now)
             except RemoteProtocolError as error:
                 refused = asked.sighting.refused + Counter({error.reason: 1})
                 self._see(asked, unix_now, refused=refused)
                 continue
             wanted = self._wanted.get((counted.fragment, counted.round))
-            if wanted is None or wanted.done or counted.decided_by not in wanted.tellers.values():
+            if (
+                wanted is None
+                or wanted.done
+                or len(wanted.reads) >= TRIES
+                or not signers & wanted.tellers.keys()
+            ):
                 continue
-            wanted.reads.setdefault(counted.decided_by, counted)
+            wanted.reads.setdefault(signers, counted)
             self._count(wanted)
 
 

@@ -27,7 +27,8 @@ from p2p_co2.protocol.rounds.deadline import (
     parts_deadline_s,
 )
 from p2p_co2.protocol.rounds.parts import Rates, divide
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order, named
+from p2p_co2.protocol.rounds.rank import coordination_order
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
@@ -47,8 +48,6 @@ class Gathering:
     ) -> None:  # fmt: skip
         self.fragment, self.round = fragment, round_
         self.readies: dict[PeerId, Ready] = {}
-        self.least_votes = 1
-        """How many of the last BEGIN's group must vote for a commit."""
         self.first_at = now
         cap_s = cadence.gather_cap_s(round_)
         step_s = swarm.my_step_s()
@@ -338,8 +337,6 @@ class Gathering:
         digest, camp = self.agreeing()
         size = min(self._swarm.group_size, MAX_MEMBERS)
         group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
-        is_few = len(group) == 2 < len({*self._here(), *self.readies})
-        self.least_votes = 2 if is_few else 1
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}
@@ -348,7 +345,8 @@ class Gathering:
             shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s, own_upload, assumed
         )
         parts_s = parts_deadline_s(division.transfer_s, observed, shape.parts_cap_s)
-        if self.least_votes > 1:  # no round comes of it if the means are late
+        live = self._live_count(camp, len(group))
+        if 2 * len(group) <= live + 1:  # no round comes of it if the means are late anywhere
             parts_s = min(SAFETY * parts_s, shape.parts_cap_s)
         begin = Begin(
             key=RoundKey(fragment=self.fragment, round=self.round),
@@ -365,15 +363,30 @@ class Gathering:
             parts_within_s=parts_s,
             result_within_s=2 * parts_s + bounds.GRACE_S,
             nonce=nonce,
+            live=live,
         )
         seal_begin(begin, self._swarm.me)
         return begin
+
+    def _live_count(self, camp: list[PeerId], size: int) -> int:
+        """Of how many peers a quorum must sign. One more where half of them do not decide by hash; where a
+        group has no room for a majority, as many as it can answer for."""
+        live = {*self._live(), *self._here()} if size == 2 else set(self._live())
+        count = max(size, len(live))
+        if count % 2 == 0 and coordination_order(live, self.fragment, self.round)[0] != self._swarm.me:
+            count += 1
+        return min(count, max(1, 2 * size - 1) if len(camp) > size else 2 * size)
 
     def _rates(self, peer: PeerId) -> Rates:
         ready, believed = self.readies[peer], self._swarm.lateness.of_claim(peer)
         return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
-    def heal(self) -> list[PeerId]:
+    def refuse(self, reason: str) -> None:
+        """No round begins."""
+        for peer in self._heal():
+            self._outlet.send(peer, Waiting(fragment=self.fragment, round=self.round, refusal=reason))
+
+    def _heal(self) -> list[PeerId]:
         """No camp may begin. If most of the swarm is here, it holds several histories and none has a
         majority: the others are told to adopt the state of the strongest camp, or nobody would ever begin
         again. Returns whom to tell of the abort: that camp, or everybody."""
@@ -391,10 +404,6 @@ class Gathering:
     def alike(self, digest: bytes) -> list[PeerId]:
         """Who is ready from this state, also those who are missed."""
         return [peer for peer in sorted(self.readies) if self.readies[peer].state_digest == digest]
-
-    def members(self) -> list[Member]:
-        """Everybody who was ready, as far as an outcome has room for them."""
-        return [self._member(peer) for peer in sorted(self.readies)[:MAX_MEMBERS]]
 
     def _member(self, peer: PeerId) -> Member:
         ready = self.readies[peer]
