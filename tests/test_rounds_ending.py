@@ -243,10 +243,10 @@ def test_a_commit_of_another_attempt_than_the_one_we_were_in_leaves_a_doubt() ->
     machine, begin, first, _ = begun_member()
     machine.receive(begin, first, 0.5)
     machine.withdraw(0, "no time left", 1.0)
-    machine.receive(signed(2), make_identity(2).peer_id, 1.5)
+    machine.receive(signed(1), make_identity(2).peer_id, 1.5)
     assert Doubted(0) in drain(machine)
     alone = one_machine(1, 2)
-    alone.receive(signed(2), make_identity(2).peer_id, 1.5)  # it was in none
+    alone.receive(signed(1), make_identity(2).peer_id, 1.5)  # it was in none
     assert Doubted(0) not in drain(alone)
 
 
@@ -263,18 +263,18 @@ def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> N
             start_block=start, stop_block=start + 8, digest=bytes(32), contributors=counted
         )
         parts.append(part)
-    machine.replayed(signed(2))  # all of its work is in this one
+    machine.replayed(signed(1))  # all of its work is in this one
     assert not drain(machine)
-    machine.replayed(signed(2, parts=parts))
+    machine.replayed(signed(1, parts=parts))
     assert drain(machine) == [Doubted(0)]
     for part in parts:
         del part.contributors[:]
         part.contributors.extend(wire.Contributor(peer=name, weight=1.5) for name in everybody)
     members = [wire.Member(peer=name, weight=1.5) for name in everybody]
-    machine.replayed(signed(2, members=members, parts=parts))  # what it had offered before, and less
+    machine.replayed(signed(1, members=members, parts=parts))  # what it had offered before, and less
     assert drain(machine) == [Doubted(0)]
     alone = one_machine(1, 2)
-    alone.replayed(signed(2, members=members, parts=parts))
+    alone.replayed(signed(1, members=members, parts=parts))
     assert Doubted(0) not in drain(alone)
 
 
@@ -290,5 +290,5 @@ def test_what_a_peer_was_in_alone_nobody_else_has_counted() -> None:
     counted = [wire.Contributor(peer=name, weight=2.0) for name in sorted((OTHER, THIRD))]
     blocks = machine._shape.blocks[0]
     part = wire.PartOutcome(start_block=0, stop_block=blocks, digest=bytes(32), contributors=counted)
-    machine.replayed(signed(2, parts=[part]))
+    machine.replayed(signed(1, parts=[part]))
     assert not drain(machine)

@@ -74,7 +74,7 @@ BEGIN_FORGERIES: dict[str, tuple[Callable[[wire.Begin], object], str]] = {
     "owner sends nothing": (lambda b: setattr(b.parts[0], "senders", b"\0"), "wrong owner"),
     "senders outside": (lambda b: setattr(b.parts[0], "senders", b"\xff"), "wrong group"),
     "senders too long": (lambda b: setattr(b.parts[0], "senders", bytes(9)), "wrong group"),
-    "generation": (lambda b: setattr(b.parts[1], "generation", 1), "wrong generation"),
+    "live peers": (lambda b: setattr(b, "live", 99), "wrong group"),
     "no members": (lambda b: b.ClearField("members"), "wrong group"),
     "members twice": (lambda b: b.members.append(b.members[0]), "wrong group"),
     "crowd": (lambda b: b.members.extend([b.members[0]] * 100), "wrong group"),
