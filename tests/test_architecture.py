@@ -73,7 +73,7 @@ TOO_LARGE = {
     "p2p_co2.protocol.rounds.member.Member",
     "p2p_co2.protocol.rounds.owner.PartJob",
     "p2p_co2.protocol.rounds.swarm.Swarm",
-    "p2p_co2.protocol.rounds.tally.Tally",
+    "p2p_co2.protocol.rounds.exchange.Exchange",
     "p2p_co2.protocol.schedule.account.WorkAccount",
     "p2p_co2.simnet.links.VirtualLinks",
     "p2p_co2.simnet.oversight.Oversight",

@@ -40,7 +40,7 @@ def outcome_of(round_: int = 1, live: int = 3, **change: Any) -> wire.Outcome:
         "parts": [
             wire.PartOutcome(
                 start_block=0, stop_block=16, digest=hashlib.sha256(b"mean").digest(),
-                contributors=[wire.Contributor(peer=IDS[1].peer_id, weight=2.0)],
+                contributors=[wire.Contributor(peer=one.peer_id, weight=2.0) for one in IDS],
             )
         ],
     }  # fmt: skip

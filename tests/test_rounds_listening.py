@@ -300,20 +300,3 @@ def test_who_asks_to_listen_and_is_ready_in_time_counts_as_punctual() -> None:
         ready = wire.Ready(fragment=0, round=1, base_version=0, state_digest=held, weight=1.0)
         net.deliver(late, coordinator, ready)
         assert readies.is_awaited(late)
-
-
-def test_a_part_that_another_took_over_is_not_waited_for() -> None:
-    net, (late,) = late_network(5)
-    begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
-    coordinator = next(source for source, _, message in net.sent if isinstance(message, wire.Begin))
-    stuck = next(part.owner for part in begin.parts if part.owner != coordinator)
-    net.on_reduce = lambda peer, job: not (peer == stuck and job.generation == 0)
-    net.offer(late)
-    decided_at = net.now
-    while not any(name == late and isinstance(event, OutcomeWithoutBytes) for name, event in net.events):
-        assert net.now < 1200.0
-        told = any(to == late and isinstance(message, wire.Decision) for _, to, message in net.sent)
-        decided_at = net.now if not told else decided_at
-        net.run(0.01)
-    assert any(isinstance(message, wire.Reassign) for _, _, message in net.sent)
-    assert net.now - decided_at < GRACE_S / 2

@@ -345,6 +345,8 @@ class FragmentRounds:
 
     def _answer(self, message: wire.Result | wire.AskOutcome, sender: PeerId) -> None:
         known = self.history.commit(message.key.round)
+        if isinstance(message, wire.Result) and message.digest and not message.gave_up:
+            return  # it has voted and hears all votes, or asks
         if known is not None:
             self._outlet.send(sender, known[0])
         elif isinstance(message, wire.AskOutcome) or not message.gave_up:
